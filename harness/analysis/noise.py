@@ -31,22 +31,22 @@ from harness.records import Failed
 from harness.statistics import Interval
 from harness.timing.workers.engines import Engines
 
-__all__ = ["Component", "Components", "Design", "components", "measure_noise"]
+__all__ = ["NestedDesign", "NoiseComponent", "NoiseComponents", "estimate_components", "measure_noise"]
 
 Floats = npt.NDArray[np.float64]
-GOAL = 0.01
+TARGET_HALF_WIDTH = 0.01
 """Half-width of an interval that is worth having."""
-Z = 1.96
-TURN = 3
+NORMAL_QUANTILE_95 = 1.96
+READINGS_PER_TURN = 3
 """Readings of a build before another has its turn."""
-COLD = Sampling(min_samples=TURN, max_samples=TURN)
+COLD_SAMPLING = Sampling(min_samples=READINGS_PER_TURN, max_samples=READINGS_PER_TURN)
 """The first turn of a build warms it up, and does not count."""
-WARMED = COLD.model_copy(update={"warmup_ms": 1.0})
+WARM_SAMPLING = COLD_SAMPLING.model_copy(update={"warmup_ms": 1.0})
 """Later turns: two inferences bring an engine back into the caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Design:
+class NestedDesign:
     """How often each level is repeated.
 
     Attributes:
@@ -62,7 +62,7 @@ class Design:
     @property
     def turns(self) -> int:
         """Turns of each build."""
-        return math.ceil(self.readings / TURN)
+        return math.ceil(self.readings / READINGS_PER_TURN)
 
     def __post_init__(self) -> None:
         for name in ("processes", "builds", "readings"):
@@ -71,7 +71,7 @@ class Design:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Occasion:
+class NoiseReadings:
     """What was read.
 
     Attributes:
@@ -84,7 +84,7 @@ class Occasion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class NoiseComponent:
     """One source of noise.
 
     Attributes:
@@ -99,7 +99,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
+class NoiseComponents:
     """Sources of noise of one model's latency.
 
     Attributes:
@@ -111,7 +111,7 @@ class Components:
     """
 
     latency_ms: float
-    components: tuple[Component, ...]
+    components: tuple[NoiseComponent, ...]
     one_build: float
     processes_needed: int
 
@@ -119,20 +119,20 @@ class Components:
 def measure_noise(
     open_engines: Callable[[], AbstractContextManager[Engines]],
     candidate: Candidate,
-    design: Design,
+    design: NestedDesign,
     observer: Observer,
-) -> Occasion:
+) -> NoiseReadings:
     """Time a model as the design says; a process in which anything fails does not count.
 
     Raises:
         UserError: Fewer than two processes went through; the text has the first failure.
     """
-    found: list[Occasion] = []
+    found: list[NoiseReadings] = []
     failed: list[Failed] = []
     with observer.work("noise", design.processes * design.turns) as step:
         for process in range(design.processes):
             with open_engines() as engines:
-                outcome = _process(engines, candidate, design, np.random.default_rng(process), step)
+                outcome = _measure_process(engines, candidate, design, np.random.default_rng(process), step)
             if isinstance(outcome, Failed):
                 failed.append(outcome)
                 observer.say(f"a process does not count; {outcome.stage}: {outcome.reason}")
@@ -142,15 +142,15 @@ def measure_noise(
         raise UserError(
             f"{len(found)} of {design.processes} processes went through; {failed[0].stage}: {failed[0].reason}"
         )
-    return Occasion(
+    return NoiseReadings(
         latency_ms=np.array([each.latency_ms for each in found]),
         disturbed=float(np.mean([each.disturbed for each in found])),
     )
 
 
-def _process(
-    engines: Engines, candidate: Candidate, design: Design, rng: np.random.Generator, step: Step
-) -> Occasion | Failed:
+def _measure_process(
+    engines: Engines, candidate: Candidate, design: NestedDesign, rng: np.random.Generator, step: Step
+) -> NoiseReadings | Failed:
     """Readings [build, reading] of one process.
 
     All builds are made first and then take turns in random order: what changes with time, a machine's pace above all,
@@ -166,7 +166,7 @@ def _process(
     disturbed = 0
     for turn in range(-1, design.turns):
         for build in rng.permutation(design.builds):
-            samples = engines.sample(handles[build], WARMED if turn >= 0 else COLD)
+            samples = engines.sample(handles[build], WARM_SAMPLING if turn >= 0 else COLD_SAMPLING)
             if isinstance(samples, Failed):
                 return samples
             if turn >= 0:
@@ -174,12 +174,12 @@ def _process(
                 disturbed += bool(samples.disturbed)
         if turn >= 0:
             step.advance(f"{np.median(readings):.3f} ms")
-    return Occasion(
+    return NoiseReadings(
         latency_ms=np.array(readings)[:, : design.readings], disturbed=disturbed / (design.turns * design.builds)
     )
 
 
-def components(latency_ms: Floats, confidence: float = 0.95) -> Components:
+def estimate_components(latency_ms: Floats, confidence: float = 0.95) -> NoiseComponents:
     """Estimate the components of variance of a balanced nested design.
 
     With p processes, b builds and r readings the expected mean squares are s2_e, s2_e + r s2_B and
@@ -197,27 +197,27 @@ def components(latency_ms: Floats, confidence: float = 0.95) -> Components:
     logs = np.log(latency_ms)
     p, b, r = logs.shape
     of_build, of_process = logs.mean(axis=2), logs.mean(axis=(1, 2))
-    run = _Square(float(((logs - of_build[..., None]) ** 2).sum()), p * b * (r - 1))
-    build = _Square(r * float(((of_build - of_process[:, None]) ** 2).sum()), p * (b - 1))
-    process = _Square(b * r * float(((of_process - logs.mean()) ** 2).sum()), p - 1)
+    run = _MeanSquare(float(((logs - of_build[..., None]) ** 2).sum()), p * b * (r - 1))
+    build = _MeanSquare(r * float(((of_build - of_process[:, None]) ** 2).sum()), p * (b - 1))
+    process = _MeanSquare(b * r * float(((of_process - logs.mean()) ** 2).sum()), p - 1)
     variances = [
-        ("within a run", _alone(run, confidence)),
-        ("between builds", _difference(build, run, r, confidence)),
-        ("between processes", _difference(process, build, b * r, confidence)),
+        ("within a run", _variance_from_one_square(run, confidence)),
+        ("between builds", _variance_from_difference(build, run, r, confidence)),
+        ("between processes", _variance_from_difference(process, build, b * r, confidence)),
     ]
     total = sum(v.value for _, v in variances)
-    outside = _of_one_build(np.median(logs, axis=2))
-    return Components(
+    outside = _one_build_component(np.median(logs, axis=2))
+    return NoiseComponents(
         latency_ms=float(np.exp(logs.mean())),
         components=tuple(
-            Component(name=name, sd=_root(v), share=v.value / total if total else 0.0) for name, v in variances
+            NoiseComponent(name=name, sd=_to_sd(v), share=v.value / total if total else 0.0) for name, v in variances
         ),
-        one_build=math.expm1(Z * math.sqrt(outside)),
-        processes_needed=max(1, math.ceil(outside * (Z / math.log1p(GOAL)) ** 2)),
+        one_build=math.expm1(NORMAL_QUANTILE_95 * math.sqrt(outside)),
+        processes_needed=max(1, math.ceil(outside * (NORMAL_QUANTILE_95 / math.log1p(TARGET_HALF_WIDTH)) ** 2)),
     )
 
 
-def _of_one_build(medians: Floats) -> float:
+def _one_build_component(medians: Floats) -> float:
     """Variance of the median of one build in a fresh process, from [process, build]; by the same method."""
     b = medians.shape[1]
     within = float(medians.var(axis=1, ddof=1).mean())
@@ -226,28 +226,28 @@ def _of_one_build(medians: Floats) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Square:
+class _MeanSquare:
     """A sum of squares with its degrees of freedom."""
 
     total: float
-    freedom: int
+    degrees_of_freedom: int
 
     @property
     def mean(self) -> float:
-        return self.total / self.freedom
+        return self.total / self.degrees_of_freedom
 
 
-def _alone(square: _Square, confidence: float) -> Interval:
+def _variance_from_one_square(square: _MeanSquare, confidence: float) -> Interval:
     """A variance from its own mean square: chi-squared, written as F with no end of denominator."""
     low, high = ((1 + sign * confidence) / 2 for sign in (-1, 1))
     return Interval(
         value=square.mean,
-        low=square.mean / _upper(1 - high, square.freedom, math.inf),
-        high=square.mean / _upper(1 - low, square.freedom, math.inf),
+        low=square.mean / _upper_f_quantile(1 - high, square.degrees_of_freedom, math.inf),
+        high=square.mean / _upper_f_quantile(1 - low, square.degrees_of_freedom, math.inf),
     )
 
 
-def _difference(above: _Square, below: _Square, times: int, confidence: float) -> Interval:
+def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int, confidence: float) -> Interval:
     """(MS above - MS below) / times, with the interval of Ting et al.; none of it is below 0.
 
     Modified large samples: Ting, Burdick, Graybill, Jeyaratnam and Lu, "Confidence intervals on linear combinations of
@@ -255,11 +255,11 @@ def _difference(above: _Square, below: _Square, times: int, confidence: float) -
     Graybill, "Confidence Intervals on Variance Components", 1992, section 3.3.
     """
     tail = (1 - confidence) / 2
-    n1, n2 = above.freedom, below.freedom
+    n1, n2 = above.degrees_of_freedom, below.degrees_of_freedom
     ms1, ms2 = above.mean, below.mean
-    g1, g2 = (1 - 1 / _upper(tail, n, math.inf) for n in (n1, n2))
-    h1, h2 = (1 / _upper(1 - tail, n, math.inf) - 1 for n in (n1, n2))
-    wide, narrow = _upper(tail, n1, n2), _upper(1 - tail, n1, n2)
+    g1, g2 = (1 - 1 / _upper_f_quantile(tail, n, math.inf) for n in (n1, n2))
+    h1, h2 = (1 / _upper_f_quantile(1 - tail, n, math.inf) - 1 for n in (n1, n2))
+    wide, narrow = _upper_f_quantile(tail, n1, n2), _upper_f_quantile(1 - tail, n1, n2)
     g12 = ((wide - 1) ** 2 - g1**2 * wide**2 - h2**2) / wide
     h12 = ((1 - narrow) ** 2 - h1**2 * narrow**2 - g2**2) / narrow
     under = g1**2 * ms1**2 + h2**2 * ms2**2 + g12 * ms1 * ms2
@@ -269,11 +269,11 @@ def _difference(above: _Square, below: _Square, times: int, confidence: float) -
     return Interval(**{name: max(0.0, x) / times for name, x in (("value", value), ("low", low), ("high", high))})
 
 
-def _upper(tail: float, n1: float, n2: float) -> float:
+def _upper_f_quantile(tail: float, n1: float, n2: float) -> float:
     """The F quantile that is exceeded with this probability; an infinite n2 is taken as a billion."""
     quantile: Any = f_distribution.isf(tail, n1, min(n2, 1e9))
     return float(quantile)
 
 
-def _root(variance: Interval) -> Interval:
+def _to_sd(variance: Interval) -> Interval:
     return Interval(value=math.sqrt(variance.value), low=math.sqrt(variance.low), high=math.sqrt(variance.high))

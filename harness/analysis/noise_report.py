@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.analysis.noise import Component, Design, components, measure_noise
+from harness.analysis.noise import NestedDesign, NoiseComponent, estimate_components, measure_noise
 from harness.errors import UserError, suggest_names
 from harness.progress import Observer
 from harness.registry import create_plugin
 from harness.results_dir.io import explain_write_errors, write_json
 from harness.studies.plots import draw_noise
-from harness.studies.study_task import Study, open_study
+from harness.studies.study_task import StudyTask, prepare_study
 from harness.timing.provenance import describe_environment
 from harness.timing.turn_log import disturbance_note
 from harness.timing.workers.engines import MAIN_BENCHMARKER
@@ -21,7 +21,7 @@ __all__ = ["noise_report"]
 
 
 def noise_report(
-    study: Study, placement: str, design: Design, out: Path, observer: Observer
+    study: StudyTask, placement: str, design: NestedDesign, out: Path, observer: Observer
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """Measure the components of noise; `out` takes noise.json (raw readings, components, machine) and noise.png.
 
@@ -36,14 +36,14 @@ def noise_report(
     """
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    cell, worker = open_study(study, out, observer)
+    cell, worker = prepare_study(study, out, observer)
     if placement not in cell.placements:
         raise UserError(f"--placement: {placement!r} is none; {suggest_names(placement, cell.placements)}")
     candidate = cell.candidate(cell.placements[placement])
     limits, use = study.experiment.limits, worker.benchmarkers[MAIN_BENCHMARKER]
     occasion = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)
     latency_ms = occasion.latency_ms
-    found = components(latency_ms)
+    found = estimate_components(latency_ms)
     backend = dict(create_plugin("benchmarker", use.use, use.params).describe())
     title = f"{study.spec.model.name}, {placement}, {backend['name']}, {backend['float_precision']}"
     record = {
@@ -69,10 +69,14 @@ def noise_report(
         *([f"{note}: close other work and repeat"] if (note := disturbance_note(occasion.disturbed)) else []),
         f"{out / 'noise.png'}, raw readings in {out / 'noise.json'}",
     ]
-    return ("component", "standard deviation [95 %]", "share of variance"), [_row(c) for c in found.components], notes
+    return (
+        ("component", "standard deviation [95 %]", "share of variance"),
+        [_component_row(c) for c in found.components],
+        notes,
+    )
 
 
-def _row(component: Component) -> tuple[str, ...]:
+def _component_row(component: NoiseComponent) -> tuple[str, ...]:
     sd = component.sd
     return (
         component.name,

@@ -21,11 +21,11 @@ from harness.graph.rules.points import refusals
 from harness.pipeline.task import open_model
 from search.space import Edge, Space
 
-__all__ = ["Inspection", "inspect_regions"]
+__all__ = ["RegionReport", "inspect_regions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
+class RegionReport:
     """A model with its regions, ready to be shown.
 
     Attributes:
@@ -62,10 +62,10 @@ class Inspection:
             *(f"  {d.name}  {d.role}  {len(d.edges)}" for d in self.space.dimensions),
             "",
             f"Inputs that stay float in dialect {self.dialect} (rule, inputs):",
-            *self._refusals(view.verbose),
+            *self._refusal_lines(view.verbose),
         ]
 
-    def _refusals(self, verbose: bool) -> Iterator[str]:
+    def _refusal_lines(self, verbose: bool) -> Iterator[str]:
         for rule, count in Counter(rule for _, rule in self.refused).most_common():
             yield f"  {rule}  {count}"
             edges = [edge for edge, name in self.refused if name == rule] if verbose else []
@@ -95,7 +95,7 @@ def inspect_regions(
     dims: Mapping[str, int] = MappingProxyType({}),
     dialect: str = "openvino",
     max_sequence_size: int = 10,
-) -> Inspection:
+) -> RegionReport:
     """Load a model and partition it.
 
     Args:
@@ -115,4 +115,4 @@ def inspect_regions(
     patterns = find_patterns(model, root)
     space = build_space(model, rules, root=root)
     refused = tuple((edge, rule.name) for edge, rule in refusals(model, rules))
-    return Inspection(model=model, root=root, patterns=patterns, space=space, dialect=rules.name, refused=refused)
+    return RegionReport(model=model, root=root, patterns=patterns, space=space, dialect=rules.name, refused=refused)

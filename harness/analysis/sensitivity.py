@@ -18,21 +18,30 @@ from harness.progress import Observer
 from harness.records import SCHEMA_VERSION, Failed
 from harness.results_dir.io import write_json
 from harness.statistics import Interval, paired_ratio_ci
-from harness.studies.study_task import Study, open_study
+from harness.studies.study_task import StudyTask, prepare_study
 from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from search.space import Placement, Space
 
-__all__ = ["By", "Effect", "Sensitivities", "Sensitivity", "Unit", "measure", "to_json", "units_of"]
+__all__ = [
+    "QuantizationUnit",
+    "SensitivityAnalysis",
+    "UnitEffect",
+    "UnitKind",
+    "UnitSensitivity",
+    "measure_sensitivities",
+    "quantization_units",
+    "write_sensitivities",
+]
 
-By = Literal["pattern", "point"]
-ROUNDS = 4
+UnitKind = Literal["pattern", "point"]
+TURNS_PER_ENGINE = 4
 """Turns of each engine; base and candidate take them in turns, so that a machine that drifts slows both."""
-TURN = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60.0)
+TURN_SAMPLING = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class QuantizationUnit:
     """What is quantized together, at one precision.
 
     Attributes:
@@ -52,7 +61,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
+class UnitEffect:
     """What quantizing a unit does, in one company.
 
     Attributes:
@@ -65,7 +74,7 @@ class Effect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
+class UnitSensitivity:
     """A unit with its effects.
 
     Attributes:
@@ -73,12 +82,12 @@ class Sensitivity:
         left_out: Leave-one-out: everything else is quantized; `gain_us` is what leaving it out costs.
     """
 
-    unit: Unit
-    alone: Effect | Failed
-    left_out: Effect | Failed
+    unit: QuantizationUnit
+    alone: UnitEffect | Failed
+    left_out: UnitEffect | Failed
 
     @property
-    def noise(self) -> float:
+    def relative_noise_power(self) -> float:
         """Error power over signal power that it adds alone; infinite where it cannot be built."""
         return float("inf") if isinstance(self.alone, Failed) else float(10 ** (-self.alone.sqnr_db / 10))
 
@@ -88,11 +97,11 @@ class Sensitivity:
         if isinstance(self.alone, Failed) or self.alone.gain_us is None:
             return float("-inf")
         gain_us = self.alone.gain_us.value
-        return gain_us / self.noise if gain_us > 0 else gain_us * self.noise
+        return gain_us / self.relative_noise_power if gain_us > 0 else gain_us * self.relative_noise_power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivities:
+class SensitivityAnalysis:
     """All units of a cell, best rank first.
 
     Attributes:
@@ -104,23 +113,23 @@ class Sensitivities:
 
     name: str
     space: Space
-    units: tuple[Sensitivity, ...]
+    units: tuple[UnitSensitivity, ...]
     full_db: Mapping[str, float]
     calibrated_on: str
     backend: dict[str, Any]
 
 
-def units_of(space: Space, by: By) -> tuple[Unit, ...]:
+def quantization_units(space: Space, by: UnitKind) -> tuple[QuantizationUnit, ...]:
     """The units of a space, in graph order; a pattern that offers several precisions gives one unit for each."""
     groups = space.groups if by == "pattern" else {d.name: (i,) for i, d in enumerate(space.dimensions)}
     return tuple(_units(space, groups))
 
 
-def _units(space: Space, groups: Any) -> Iterator[Unit]:
+def _units(space: Space, groups: Any) -> Iterator[QuantizationUnit]:
     for name, indices in groups.items():
         members = [space.dimensions[index] for index in indices]
         for precision in dict.fromkeys(choice for member in members for choice in member.choices[1:]):
-            yield Unit(
+            yield QuantizationUnit(
                 name=name,
                 precision=precision,
                 role=max(members, key=lambda member: member.cost).role,
@@ -130,7 +139,9 @@ def _units(space: Space, groups: Any) -> Iterator[Unit]:
             )
 
 
-def measure(study: Study, by: By, folder: Path, observer: Observer, *, samples: int = 8) -> Sensitivities:
+def measure_sensitivities(
+    study: StudyTask, by: UnitKind, folder: Path, observer: Observer, *, samples: int = 8
+) -> SensitivityAnalysis:
     """Measure every unit in both directions; failures are data.
 
     Args:
@@ -140,27 +151,27 @@ def measure(study: Study, by: By, folder: Path, observer: Observer, *, samples: 
     Raises:
         UserError: Anything in the study that cannot be used, or the float model fails.
     """
-    cell, worker = open_study(study, folder, observer)
+    cell, worker = prepare_study(study, folder, observer)
     proxy = proxy_use(samples, study.spec.model, cell.model, cell.work)
     worker = WorkerSpec(
         benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]},
         workdir=worker.workdir,
         evaluators={PROXY_EVALUATOR: proxy},
     )
-    units = units_of(cell.space, by)
+    units = quantization_units(cell.space, by)
     with open_engines(worker, study.experiment.limits) as engines:
         found = ScoreBook(folder, engines, observer).float_score(cell.model_file, PROXY_EVALUATOR)
         if isinstance(found, Failed):
             raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
-        bench = _Bench(engines=engines, cell=cell)
+        bench = SensitivityTimer(engines=engines, cell=cell)
         with observer.work(f"{study.spec.name}: {len(units)} units", len(units)) as step:
             measured = []
             for unit in units:
-                measured.append(bench.sensitivity(unit))
+                measured.append(bench.measure_unit(unit))
                 step.advance(unit.name)
-        full = {each: bench.fidelity(cell.space.everywhere(each)) for each in sorted({u.precision for u in units})}
+        full = {each: bench.measure_sqnr(cell.space.everywhere(each)) for each in sorted({u.precision for u in units})}
         backend = dict(engines.describe())
-    return Sensitivities(
+    return SensitivityAnalysis(
         name=study.spec.name,
         space=cell.space,
         units=tuple(sorted(measured, key=lambda each: -each.rank)),
@@ -171,47 +182,53 @@ def measure(study: Study, by: By, folder: Path, observer: Observer, *, samples: 
 
 
 @dataclass(slots=True, kw_only=True)
-class _Bench:
+class SensitivityTimer:
     """Engines with the two bases that stay open, so that candidates are timed side by side with them."""
 
     engines: Engines
     cell: Cell
     _bases: dict[str, int | Failed] = field(default_factory=dict)
 
-    def sensitivity(self, unit: Unit) -> Sensitivity:
+    def measure_unit(self, unit: QuantizationUnit) -> UnitSensitivity:
         space = self.cell.space
         nothing, everything = space.float_placement(), space.everywhere(unit.precision)
-        return Sensitivity(
+        return UnitSensitivity(
             unit=unit,
-            alone=self._effect(_with(nothing, unit, space, unit.precision), nothing, unit, 1.0),
-            left_out=self._effect(_with(everything, unit, space, None), everything, unit, -1.0),
+            alone=self._measure_effect(_replace_unit(nothing, unit, space, unit.precision), nothing, unit, 1.0),
+            left_out=self._measure_effect(_replace_unit(everything, unit, space, None), everything, unit, -1.0),
         )
 
-    def fidelity(self, placement: Placement) -> float | Failed:
+    def measure_sqnr(self, placement: Placement) -> float | Failed:
         built = self.engines.build(self.cell.candidate(placement))
-        return built if isinstance(built, Failed) else self._scored(built.handle)
+        return built if isinstance(built, Failed) else self._score_build(built.handle)
 
-    def _effect(self, placement: Placement, base: Placement, unit: Unit, sign: float) -> Effect | Failed:
+    def _measure_effect(
+        self, placement: Placement, base: Placement, unit: QuantizationUnit, sign: float
+    ) -> UnitEffect | Failed:
         timed = unit.precision not in self.cell.accuracy_only
         built = self.engines.build(self.cell.candidate(placement))
         if isinstance(built, Failed):
-            return self._lost(built)
-        gain_us = self._gain_us(base, built.handle, sign) if timed else None
+            return self._discard_bases(built)
+        gain_us = self._measure_gain_us(base, built.handle, sign) if timed else None
         if isinstance(gain_us, Failed):
             self.engines.release(built.handle)
-            return self._lost(gain_us)
-        sqnr_db = self._scored(built.handle)
-        return self._lost(sqnr_db) if isinstance(sqnr_db, Failed) else Effect(gain_us=gain_us, sqnr_db=sqnr_db)
+            return self._discard_bases(gain_us)
+        sqnr_db = self._score_build(built.handle)
+        return (
+            self._discard_bases(sqnr_db)
+            if isinstance(sqnr_db, Failed)
+            else UnitEffect(gain_us=gain_us, sqnr_db=sqnr_db)
+        )
 
-    def _gain_us(self, base: Placement, handle: int, sign: float) -> Interval | Failed:
+    def _measure_gain_us(self, base: Placement, handle: int, sign: float) -> Interval | Failed:
         """Latency of the base less that of the candidate; the other way round where the candidate leaves one out."""
-        there = self._base(base)
+        there = self._open_base(base)
         if isinstance(there, Failed):
             return there
         turns: tuple[list[float], list[float]] = ([], [])
-        for _ in range(ROUNDS):
+        for _ in range(TURNS_PER_ENGINE):
             for engine, readings in zip((there, handle), turns, strict=True):
-                samples = self.engines.sample(engine, TURN)
+                samples = self.engines.sample(engine, TURN_SAMPLING)
                 if isinstance(samples, Failed):
                     return samples
                 readings.append(float(np.median(samples.latency_ms)))
@@ -220,26 +237,26 @@ class _Bench:
         gains = sorted(sign * base_us * (1 - 1 / value) for value in (ratio.low, ratio.high))
         return Interval(value=sign * base_us * (1 - 1 / ratio.value), low=gains[0], high=gains[1])
 
-    def _base(self, placement: Placement) -> int | Failed:
+    def _open_base(self, placement: Placement) -> int | Failed:
         digest = self.cell.space.digest(placement)
         if digest not in self._bases:
             built = self.engines.build(self.cell.candidate(placement))
             self._bases[digest] = built if isinstance(built, Failed) else built.handle
         return self._bases[digest]
 
-    def _scored(self, handle: int) -> float | Failed:
+    def _score_build(self, handle: int) -> float | Failed:
         found = self.engines.evaluate(handle, PROXY_EVALUATOR)
         self.engines.release(handle)
         return found if isinstance(found, Failed) else found.metrics["sqnr_db"]
 
-    def _lost(self, failed: Failed) -> Failed:
+    def _discard_bases(self, failed: Failed) -> Failed:
         """A worker that died took the bases with it."""
         if failed.stage in ("crash", "timeout"):
             self._bases.clear()
         return failed
 
 
-def _with(base: Placement, unit: Unit, space: Space, precision: str | None) -> Placement:
+def _replace_unit(base: Placement, unit: QuantizationUnit, space: Space, precision: str | None) -> Placement:
     """The base with a unit at a precision where its points offer it, or float."""
     choices = list(base.choices)
     for index in unit.dimensions:
@@ -248,7 +265,7 @@ def _with(base: Placement, unit: Unit, space: Space, precision: str | None) -> P
     return Placement(tuple(choices))
 
 
-def to_json(found: Sensitivities, path: Path) -> None:
+def write_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
     """Write the figures as JSON: what a later search can start from, see `harness.config.initial`.
 
     Raises:
@@ -274,7 +291,7 @@ def to_json(found: Sensitivities, path: Path) -> None:
     )
 
 
-def _effect_facts(effect: Effect | Failed) -> dict[str, Any]:
+def _effect_facts(effect: UnitEffect | Failed) -> dict[str, Any]:
     if isinstance(effect, Failed):
         return {"failed": effect.stage, "reason": effect.reason}
     gain = effect.gain_us

@@ -6,22 +6,28 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.sensitivity import By, Effect, Sensitivities, measure, to_json
+from harness.analysis.sensitivity import (
+    SensitivityAnalysis,
+    UnitEffect,
+    UnitKind,
+    measure_sensitivities,
+    write_sensitivities,
+)
 from harness.errors import UserError
 from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
 from harness.studies.plots import draw_sensitivities
-from harness.studies.study_task import Study
+from harness.studies.study_task import StudyTask
 
 __all__ = ["sensitivity_report"]
 
-HEADER = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone dB", "left out µs [CI]", "left out dB")
+COLUMN_NAMES = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone dB", "left out µs [CI]", "left out dB")
 
 
 def sensitivity_report(
-    study: Study, by: By, folder: Path, observer: Observer, samples: int
+    study: StudyTask, by: UnitKind, folder: Path, observer: Observer, samples: int
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """Measure, write `sensitivity.json` and `sensitivity.png` into a folder, and give the table with its notes.
 
@@ -32,39 +38,52 @@ def sensitivity_report(
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        found = measure(study, by, folder, observer, samples=samples)
+        found = measure_sensitivities(study, by, folder, observer, samples=samples)
     except UserError:
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    to_json(found, folder / "sensitivity.json")
+    write_sensitivities(found, folder / "sensitivity.json")
     with explain_write_errors(folder):
         draw_sensitivities(found, folder / "sensitivity.png")
     shutil.rmtree(folder / "work", ignore_errors=True)
-    return HEADER, [_row(found, index) for index in range(len(found.units))], list(_notes(found, folder))
+    return (
+        COLUMN_NAMES,
+        [_unit_row(found, index) for index in range(len(found.units))],
+        list(_format_notes(found, folder)),
+    )
 
 
-def _row(found: Sensitivities, index: int) -> tuple[str, ...]:
+def _unit_row(found: SensitivityAnalysis, index: int) -> tuple[str, ...]:
     each = found.units[index]
     unit = each.unit
     left_out = each.left_out
     full_db = found.full_db.get(unit.precision)
     regained = "-" if isinstance(left_out, Failed) or full_db is None else f"{left_out.sqnr_db - full_db:+.1f}"
     alone = "-" if isinstance(each.alone, Failed) else f"{each.alone.sqnr_db:.1f}"
-    return unit.name, unit.precision, unit.role, str(unit.edges), _gain(each.alone), alone, _gain(left_out), regained
+    return (
+        unit.name,
+        unit.precision,
+        unit.role,
+        str(unit.edges),
+        _format_gain(each.alone),
+        alone,
+        _format_gain(left_out),
+        regained,
+    )
 
 
-def _gain(effect: Effect | Failed) -> str:
+def _format_gain(effect: UnitEffect | Failed) -> str:
     if isinstance(effect, Failed):
         return f"failed: {effect.stage}"
-    return "accuracy only" if effect.gain_us is None else _shown(effect.gain_us)
+    return "accuracy only" if effect.gain_us is None else _format_interval(effect.gain_us)
 
 
-def _shown(interval: Interval) -> str:
+def _format_interval(interval: Interval) -> str:
     return f"{interval.value:+.0f} [{interval.low:+.0f}, {interval.high:+.0f}]"
 
 
-def _notes(found: Sensitivities, folder: Path) -> list[str]:
+def _format_notes(found: SensitivityAnalysis, folder: Path) -> list[str]:
     several = len(found.full_db) > 1
     figures = [f"{value:.1f} dB" + (f" at {name}" if several else "") for name, value in found.full_db.items()]
     full = f"has {', '.join(figures)}" if figures else "cannot be built"
@@ -73,7 +92,7 @@ def _notes(found: Sensitivities, folder: Path) -> list[str]:
         f"with everything quantized, which {full}; microseconds lost and SQNR regained. Best gain per noise "
         "first. Brackets: 95 %, Student's over turns of one build.",
     ]
-    if _indistinct([each.alone.gain_us for each in found.units if isinstance(each.alone, Effect)]):
+    if _statistical_ties([each.alone.gain_us for each in found.units if isinstance(each.alone, UnitEffect)]):
         notes.append(
             "Too noisy to rank: the intervals of all that were timed alone have a gain in common, so their order says "
             "nothing of time; close other work and repeat."
@@ -83,7 +102,7 @@ def _notes(found: Sensitivities, folder: Path) -> list[str]:
     return [*notes, f"{folder / 'sensitivity.json'} and {folder / 'sensitivity.png'} have it all."]
 
 
-def _indistinct(gains: Sequence[Interval | None]) -> bool:
+def _statistical_ties(gains: Sequence[Interval | None]) -> bool:
     """Whether one gain lies in all intervals, of two at least."""
     timed = [gain for gain in gains if gain is not None]
     return len(timed) > 1 and max(gain.low for gain in timed) <= min(gain.high for gain in timed)

@@ -37,20 +37,20 @@ def noise(
 
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
-    from harness.analysis.noise import Design
+    from harness.analysis.noise import NestedDesign
     from harness.analysis.noise_report import noise_report
     from harness.cli.progress import Terminal
-    from harness.studies.study_task import study_of, subject
+    from harness.studies.study_task import make_study, study_name
 
     beside(model)
-    study = study_of(
+    study = make_study(
         model,
         backend=backend,
         params=dict(param_option(text) for text in param or []),
         **sizes_option(shape, dim),
     )
-    design = Design(processes=processes, builds=builds, readings=readings)
-    folder = out or Path(f"noise-{subject(study, placement)}")
+    design = NestedDesign(processes=processes, builds=builds, readings=readings)
+    folder = out or Path(f"noise-{study_name(study, placement)}")
     with advised(), Terminal() as terminal:
         header, rows, notes = noise_report(study, placement, design, folder, terminal)
     table(header, rows)

@@ -49,10 +49,10 @@ def record(
     from harness.cli.progress import Terminal
     from harness.studies.record_table import record as record_table
     from harness.studies.replay_report import table_lines
-    from harness.studies.study_task import study_of
+    from harness.studies.study_task import make_study
 
     beside(model)
-    study = study_of(
+    study = make_study(
         model,
         backend=backend,
         params=dict(param_option(text) for text in param or []),

@@ -31,11 +31,11 @@ def replay(
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
     from harness.benchmark_table import read_table
-    from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
+    from harness.studies.replay_report import ReplayRequest, replay_all, table_lines
 
     importable(Path.cwd())
     opened = read_table(recorded)
-    order = ReplayOrder(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
+    order = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
     typer.echo("\n".join(table_lines(opened)))
     header, rows, notes = replay_all(opened, tuple(searcher or ()), order, out)
     table(header, rows)

@@ -21,14 +21,14 @@ from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
 
-__all__ = ["Models", "PeerSearcher", "model_in"]
+__all__ = ["ExternalSearcherAdapter", "ModelSequenceSpace", "external_model_path"]
 
-BROKEN = "0" * 16
+BROKEN_MODEL_DIGEST = "0" * 16
 """Digest of the model that a broken peer did not bring."""
 
 
 @dataclass(frozen=True)
-class Models(Space):
+class ModelSequenceSpace(Space):
     """Models numbered in the order in which they were brought; nothing is known of them but their files.
 
     Attributes:
@@ -62,12 +62,12 @@ class Models(Space):
         return self.found[placement.choices[0]]
 
 
-def model_in(folder: Path, digest: str) -> Path:
+def external_model_path(folder: Path, digest: str) -> Path:
     """Where the model with this digest is kept; one folder each, because models may have data beside them."""
     return folder / digest / "model.onnx"
 
 
-class PeerSearcher:
+class ExternalSearcherAdapter:
     """Asks a peer for one model at a time; a context manager, which the peer lives in.
 
     A peer that breaks gives one more candidate, whose build fails with the reason, and then nothing: so the reason is
@@ -83,7 +83,7 @@ class PeerSearcher:
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[ExternalSearcher]], folder: Path, keep: int) -> None:
-        self.space = Models()
+        self.space = ModelSequenceSpace()
         self.left: Failed | None = None
         self._make = make
         self._opened = ExitStack()
@@ -113,13 +113,13 @@ class PeerSearcher:
             path = self._peer.ask()
         except CandidateError as error:
             self._over, self._reason = True, str(error)
-            return [self.space.add(BROKEN)]
+            return [self.space.add(BROKEN_MODEL_DIGEST)]
         self._over = path is None
         if path is None:
             return []
         self._waiting = True
         digest = file_digest(path)[:16]
-        move_model(path, model_in(self._folder, digest))
+        move_model(path, external_model_path(self._folder, digest))
         return [self.space.add(digest)]
 
     def tell(self, observation: Observation) -> None:
@@ -133,7 +133,7 @@ class PeerSearcher:
         if observation.digest in best:
             self._once_best.add(observation.digest)
         elif observation.digest not in self._once_best:  # one that led at a smaller budget may come a second time
-            shutil.rmtree(model_in(self._folder, observation.digest).parent, ignore_errors=True)
+            shutil.rmtree(external_model_path(self._folder, observation.digest).parent, ignore_errors=True)
         self._peer.tell(None if isinstance(outcome, Failure) else outcome.objective)
 
     def candidate(self, placement: Placement) -> Candidate:
@@ -142,9 +142,9 @@ class PeerSearcher:
         return Candidate(digest=digest, edges=(), source=lambda: self._source(digest))
 
     def _source(self, digest: str) -> Path:
-        if digest == BROKEN:
+        if digest == BROKEN_MODEL_DIGEST:
             raise BuildFailed(self._reason)
-        path = model_in(self._folder, digest)
+        path = external_model_path(self._folder, digest)
         if not path.exists():
             raise BuildFailed("a peer's model is kept only while it may be the best; it cannot be built a second time")
         return path

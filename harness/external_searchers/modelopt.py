@@ -101,7 +101,7 @@ class ModelOptAutotune:
             raise BuildFailed(f"modelopt: no model within {self._limit_s:g} s") from error
         except OSError:
             line = ""
-        message: dict[str, Any] = json.loads(line) if line else {"failed": self._last_words()}
+        message: dict[str, Any] = json.loads(line) if line else {"failed": self._stderr_tail()}
         if "failed" in message:
             raise BuildFailed(f"modelopt: {message['failed']}")
         return None if message.get("through") else self._task.workdir / message["model"]
@@ -121,7 +121,7 @@ class ModelOptAutotune:
             "qdq_baseline": None if self._baseline is None else str(self._baseline.resolve()),
         }
 
-    def _last_words(self) -> str:
+    def _stderr_tail(self) -> str:
         status = self._process.wait()
         said = self._log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:500]
         return f"ended with status {status}; its last words: {said or 'none'}"

@@ -38,7 +38,7 @@ class _Benchmark:
             model.write_bytes(path_or_bytes)
         else:
             copy_model(Path(path_or_bytes), Path(), model.name)  # with its weights, where they lie beside it
-        _say(self._connection, {"model": str(model)})
+        _send_message(self._connection, {"model": str(model)})
         answer = self._connection.readline()
         if not answer:
             raise SystemExit("the driver is gone")
@@ -54,7 +54,7 @@ def main(request_path: str, descriptor: str) -> None:
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         words = " ".join(str(error).split()) or "no message"
-        _say(connection, {"failed": f"{kind.__name__}: {words}"[:500]})
+        _send_message(connection, {"failed": f"{kind.__name__}: {words}"[:500]})
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = record
@@ -70,10 +70,10 @@ def main(request_path: str, descriptor: str) -> None:
         quant_type=request["precision"],
         qdq_baseline_model=request["qdq_baseline"],
     )
-    _say(connection, {"through": True})
+    _send_message(connection, {"through": True})
 
 
-def _say(connection: TextIO, message: dict[str, Any]) -> None:
+def _send_message(connection: TextIO, message: dict[str, Any]) -> None:
     connection.write(json.dumps(message) + "\n")
     connection.flush()
 

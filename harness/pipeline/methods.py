@@ -14,7 +14,7 @@ from harness.api import Candidate, ExternalSearchTask
 from harness.config.plan import SearchSpec
 from harness.config.sections import SearcherSpec
 from harness.errors import BuildFailed
-from harness.external_searchers.adapter import PeerSearcher, model_in
+from harness.external_searchers.adapter import ExternalSearcherAdapter, external_model_path
 from harness.graph.qdq.read_edges import precisions_in
 from harness.graph.qdq.space import build_space
 from harness.paths import resolve_path
@@ -44,7 +44,7 @@ class Search:
     @property
     def left(self) -> Failed | None:
         """What a peer raised as it was left; known once the search is closed."""
-        return self.searcher.left if isinstance(self.searcher, PeerSearcher) else None
+        return self.searcher.left if isinstance(self.searcher, ExternalSearcherAdapter) else None
 
 
 def is_peer(method: SearcherSpec) -> bool:
@@ -119,7 +119,7 @@ def open_search(run: SearchSpec, cell: Cell, keep: int) -> Iterator[Search]:
 
 def peer_model(run: SearchSpec, cell: Cell, digest: str) -> Path:
     """The file of a model that a peer brought and that was among its best."""
-    return model_in(_folder(run, cell) / "models", digest)
+    return external_model_path(_folder(run, cell) / "models", digest)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _open_peer(run: SearchSpec, cell: Cell, keep: int) -> Iterator[Search]:
         find=lambda name: _found(name, run, cell),
     )
     try:
-        with PeerSearcher(lambda: make(task, **run.searcher.params), folder / "models", keep) as peer:
+        with ExternalSearcherAdapter(lambda: make(task, **run.searcher.params), folder / "models", keep) as peer:
             yield Search(space=peer.space, searcher=peer, seeds=(), candidate=peer.candidate)
     finally:
         shutil.rmtree(task.workdir, ignore_errors=True)

@@ -16,13 +16,13 @@ from harness.report.statistics import Ranks, ranks_of
 from harness.report.tables.report_table import Table, several, write_table
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.ownership import exclusive_lock
-from harness.studies.budget_tables import Block, Curves, budget_tables, seeds_said
-from harness.studies.path_cache import FILE, MAX_EVALUATIONS, Kept, Series
+from harness.studies.budget_tables import SearchCurves, TableResult, budget_tables, describe_seed_counts
+from harness.studies.path_cache import FILE, MAX_EVALUATIONS, PathCache, SearchKey
 from harness.studies.random_search import random_search
-from harness.studies.recorded_landscape import NEAR, Landscape
-from harness.studies.replay import first_placements, told_optimum
-from harness.studies.replay_pool import Chunk, curves_of, missing_of, replay_all, series_of
-from harness.studies.study_file import BudgetStudy, everybody
+from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Landscape
+from harness.studies.replay import initial_placements, optimum_in_initial_design
+from harness.studies.replay_pool import ReplayBatch, missing_batches, replay_batches, search_curves, search_key
+from harness.studies.study_file import BudgetStudy, all_searchers
 
 __all__ = ["study_budgets"]
 
@@ -41,59 +41,61 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
             cannot be read, no table that tells searchers apart, or the folder cannot be written, is at work for another
             process or holds the tables.
     """
-    contenders = study.searchers or everybody()
+    contenders = study.searchers or all_searchers()
     if min(study.budgets) <= len(study.initial):
         first = several(len(study.initial), "initial placement")
         raise UserError(f"budgets are above the {first}, but got {study.budgets}")
-    _refuse_twins("tables", [Path(table).stem for table in study.tables])
-    _refuse_twins("searchers", [contender.name for contender in contenders])
+    _refuse_duplicates("tables", [Path(table).stem for table in study.tables])
+    _refuse_duplicates("searchers", [contender.name for contender in contenders])
     landscapes = {Path(table): Landscape(read_table(Path(table))) for table in study.tables}
-    told = {table: told_optimum(landscape, study.initial) for table, landscape in landscapes.items()}
-    left_out = _left_out(told)
+    told = {table: optimum_in_initial_design(landscape, study.initial) for table, landscape in landscapes.items()}
+    left_out = _describe_excluded_tables(told)
     telling = {table: landscape for table, landscape in landscapes.items() if not told[table]}
     named = {contender.name: contender for contender in contenders}
-    series = {(t, name): series_of(t, contender, study) for t in telling for name, contender in named.items()}
+    series = {(t, name): search_key(t, contender, study) for t in telling for name, contender in named.items()}
     if any(Path(table).parent.resolve() == out.resolve() for table in study.tables):
         raise UserError(f"{out}: the tables lie there, and {FILE} would be taken for one; use another --out")
-    most = study.most * sum((named[name].seeds or study.seeds) for _, name in series)
+    most = study.max_evaluations * sum((named[name].seeds or study.seeds) for _, name in series)
     if most > MAX_EVALUATIONS:
         raise UserError(f"{most} evaluations are more than one folder keeps; ask for fewer seeds or tables at a time")
     with exclusive_lock(out, "replaying a study"), explain_write_errors(out):
-        kept = Kept(out)
+        kept = PathCache(out)
         missing = [
             chunk
             for (t, name), each in series.items()
-            for chunk in missing_of(kept, each, t, landscapes[t], named[name], study)
+            for chunk in missing_batches(kept, each, t, landscapes[t], named[name], study)
         ]
-        if again := _again(kept, series.values(), missing):
+        if again := _describe_outdated_paths(kept, series.values(), missing):
             observer.say(f"Replayed again, for what is kept is of other code, tables or libraries, or no walk: {again}")
-        replay_all(missing, workers, observer)
-        kept.gather(frozenset(series.values()))
+        replay_batches(missing, workers, observer)
+        kept.compact(frozenset(series.values()))
         blocks = []
         for path, landscape in telling.items():
-            curves = {c.name: curves_of(kept, series[path, c.name], landscape, c, study) for c in contenders}
-            blocks.append(_block(landscape, curves, study))
-        ranks = {budget: ranks_of(_reached(blocks, budget), unit="table") for budget in study.budgets}
-        tables = budget_tables(blocks, study, ranks, (*left_out, *_ended(blocks, study.most)))
+            curves = {c.name: search_curves(kept, series[path, c.name], landscape, c, study) for c in contenders}
+            blocks.append(_table_result(landscape, curves, study))
+        ranks = {budget: ranks_of(_relative_speed_matrix(blocks, budget), unit="table") for budget in study.budgets}
+        tables = budget_tables(
+            blocks, study, ranks, (*left_out, *_describe_exhausted_searchers(blocks, study.max_evaluations))
+        )
         for table in tables:
             write_table(table, out)
-        _draw(ranks, blocks, study, out)
+        _draw_rank_plots(ranks, blocks, study, out)
     return tables
 
 
-def _again(kept: Kept, series: Collection[Series], missing: Iterable[Chunk]) -> str:
+def _describe_outdated_paths(kept: PathCache, series: Collection[SearchKey], missing: Iterable[ReplayBatch]) -> str:
     """Searchers of which something was kept that will not do."""
-    stale = {each.question for each in kept.stale(frozenset(series))}
+    stale = {each.question for each in kept.outdated_keys(frozenset(series))}
 
-    def refused(chunk: Chunk) -> bool:
-        there = kept.of(chunk.series)
+    def refused(chunk: ReplayBatch) -> bool:
+        there = kept.paths_by_seed(chunk.series)
         known = (there[seed] for seed in chunk.seeds if seed in there)
         return chunk.series.question in stale or any(walk.budget >= chunk.budget for walk in known)
 
     return ", ".join(dict.fromkeys(chunk.series.searcher for chunk in missing if refused(chunk)))
 
 
-def _left_out(told: Mapping[Path, str]) -> tuple[str, ...]:
+def _describe_excluded_tables(told: Mapping[Path, str]) -> tuple[str, ...]:
     """What to say of the tables whose optimum every search is told.
 
     Args:
@@ -106,15 +108,15 @@ def _left_out(told: Mapping[Path, str]) -> tuple[str, ...]:
     if not names:
         return ()
     said = (
-        f"told first, and within {100 * NEAR:.0f} % of the optimum, so that no searcher can be told from another: "
-        f"{names}; a cold start has something to find there (initial: none, or --cold)"
+        f"told first, and within {100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum, so that no searcher can be told from "
+        f"another: {names}; a cold start has something to find there (initial: none, or --cold)"
     )
     if all(told.values()):
         raise UserError(f"no table is left: {said}")
     return (f"Left out: {said}.",)
 
 
-def _ended(blocks: Sequence[Block], budget: int) -> tuple[str, ...]:
+def _describe_exhausted_searchers(blocks: Sequence[TableResult], budget: int) -> tuple[str, ...]:
     """What to say of the searchers that had nothing more to propose before the budget was spent."""
     said = []
     for name in blocks[0].curves:
@@ -130,25 +132,25 @@ def _ended(blocks: Sequence[Block], budget: int) -> tuple[str, ...]:
     )
 
 
-def _refuse_twins(what: str, names: Sequence[str]) -> None:
+def _refuse_duplicates(what: str, names: Sequence[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise UserError(f"two {what} have one name: {', '.join(twice)}; rename a table's file, give a searcher a label")
 
 
-def _block(landscape: Landscape, curves: dict[str, Curves], study: BudgetStudy) -> Block:
-    first = first_placements(landscape, study.initial)
-    return Block(
+def _table_result(landscape: Landscape, curves: dict[str, SearchCurves], study: BudgetStudy) -> TableResult:
+    first = initial_placements(landscape, study.initial)
+    return TableResult(
         name=landscape.table.path.stem,
         optimum_ms=float(landscape.latency_ms[landscape.optimum]),
         float_ms=landscape.anchors_ms.get("float", float(landscape.latency_ms.max())),
-        random_ms=random_search(landscape, study.most, first),
+        random_ms=random_search(landscape, study.max_evaluations, first),
         curves=curves,
         told=len({int(landscape.identity[landscape.index(placement)]) for placement in first}),
     )
 
 
-def _reached(blocks: Sequence[Block], budget: int) -> pd.DataFrame:
+def _relative_speed_matrix(blocks: Sequence[TableResult], budget: int) -> pd.DataFrame:
     """Optimum over the latency that was reached by then: one row a table, one column a searcher."""
     reached = [
         {name: float(np.mean(b.optimum_ms / c.latency_ms[:, budget - 1])) for name, c in b.curves.items()}
@@ -157,11 +159,11 @@ def _reached(blocks: Sequence[Block], budget: int) -> pd.DataFrame:
     return pd.DataFrame(reached, index=[block.name for block in blocks])
 
 
-def _draw(ranks: Mapping[int, Ranks], blocks: Sequence[Block], study: BudgetStudy, out: Path) -> None:
+def _draw_rank_plots(ranks: Mapping[int, Ranks], blocks: Sequence[TableResult], study: BudgetStudy, out: Path) -> None:
     """A picture of the ranks at each budget."""
     from harness.report.plots.study_plots import critical_difference  # matplotlib takes a second
 
     for budget, found in ranks.items():
         if len(found.mean) > 1:
-            over = f"{several(found.blocks, 'table')}, {seeds_said(blocks, study)}"
+            over = f"{several(found.blocks, 'table')}, {describe_seed_counts(blocks, study)}"
             critical_difference(found, f"Mean rank after {budget} evaluations, {over}", out / f"ranks-{budget}")

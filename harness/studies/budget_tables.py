@@ -20,13 +20,13 @@ from harness.report.statistics import (
     smallest_p,
 )
 from harness.report.tables.report_table import Table, interval, several
-from harness.studies.random_search import RANDOM
+from harness.studies.random_search import RANDOM_LABEL
 from harness.studies.recorded_landscape import Floats
 from harness.studies.study_file import BudgetStudy
 
-__all__ = ["RISES", "Block", "Curves", "budget_tables", "means_of", "seeds_said"]
+__all__ = ["RISES", "SearchCurves", "TableResult", "budget_tables", "describe_seed_counts", "mean_regret_rows"]
 
-GAINS = (0.95, 0.99)
+TARGET_GAIN_SHARES = (0.95, 0.99)
 RISES = (
     "A search is shown at the recorded latency of what it hands over: a runoff of its best readings chooses, as on the "
     "machine. Luck may still choose, so the latency may rise with the evaluations."
@@ -34,7 +34,7 @@ RISES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
+class SearchCurves:
     """Searches of one searcher on one table; arrays are [seed, evaluation].
 
     Attributes:
@@ -51,7 +51,7 @@ class Curves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TableResult:
     """One table with everything that was replayed on it, by searcher.
 
     Attributes:
@@ -64,12 +64,12 @@ class Block:
     optimum_ms: float
     float_ms: float
     random_ms: Floats
-    curves: Mapping[str, Curves]
+    curves: Mapping[str, SearchCurves]
     told: int = 0
 
 
 def budget_tables(
-    blocks: Sequence[Block], study: BudgetStudy, ranks: Mapping[int, Ranks], warnings: tuple[str, ...]
+    blocks: Sequence[TableResult], study: BudgetStudy, ranks: Mapping[int, Ranks], warnings: tuple[str, ...]
 ) -> tuple[Table, ...]:
     """All tables of a study; a block is one recorded table with everything that was replayed on it.
 
@@ -77,13 +77,21 @@ def budget_tables(
         ranks: By budget.
         warnings: Shown below each table.
     """
-    budget, score = _budget(blocks, study), _score(blocks, study)
-    means = means_of(budget.raw, score.raw)
-    made = (means, _found(blocks, study), budget, _reach(blocks, study), score, _pairs(blocks, study), _ranking(ranks))
+    budget, score = _regret_rows(blocks, study), _score_rows(blocks, study)
+    means = mean_regret_rows(budget.raw, score.raw)
+    made = (
+        means,
+        _best_evaluated_rows(blocks, study),
+        budget,
+        _time_to_target_rows(blocks, study),
+        score,
+        _pairwise_rows(blocks, study),
+        _rank_rows(ranks),
+    )
     return tuple(replace(table, warnings=warnings) for table in made)
 
 
-def means_of(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
+def mean_regret_rows(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
     """A line a searcher: its regret at each budget and its score, in the mean over tables.
 
     Args:
@@ -100,7 +108,7 @@ def means_of(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
         cells = dict(line)
         for name, title in {**columns, "score": "score"}.items():
             values = part[name].to_numpy(dtype=float)
-            mean, low, high = (None, None, None) if np.isnan(values).any() else _over_tables(values)
+            mean, low, high = (None, None, None) if np.isnan(values).any() else _mean_over_tables(values)
             line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
             cells[title] = interval(mean, low, high)
         lines.append(line)
@@ -116,7 +124,7 @@ def means_of(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
     )
 
 
-def _found(blocks: Sequence[Block], study: BudgetStudy) -> Table:
+def _best_evaluated_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
     """What searches came by, before anything was chosen: the rest of what `means` shows is lost in choosing."""
     lines, shown = [], []
     for searcher in blocks[0].curves:
@@ -124,7 +132,7 @@ def _found(blocks: Sequence[Block], study: BudgetStudy) -> Table:
         cells = dict(line)
         for budget in study.budgets:
             regrets = [100 * (b.curves[searcher].found_ms[:, budget - 1].mean() / b.optimum_ms - 1) for b in blocks]
-            mean, low, high = _over_tables(np.array(regrets))
+            mean, low, high = _mean_over_tables(np.array(regrets))
             line |= {f"found_{budget}": mean, f"found_{budget}_low": low, f"found_{budget}_high": high}
             cells[f"{budget} evaluations"] = interval(mean, low, high)
         lines.append(line)
@@ -139,16 +147,16 @@ def _found(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     )
 
 
-def _over_tables(values: Floats) -> tuple[float, float | None, float | None]:
-    mean, half = _mean(values)
+def _mean_over_tables(values: Floats) -> tuple[float, float | None, float | None]:
+    mean, half = _mean_with_half_width(values)
     return (mean, None, None) if half is None or len(values) < FEWEST else (mean, mean - half, mean + half)
 
 
-def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
+def _regret_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
     """Regret at each budget."""
     lines, shown = [], []
     for block in blocks:
-        figures = {RANDOM: block.random_ms, **{name: c.latency_ms for name, c in block.curves.items()}}
+        figures = {RANDOM_LABEL: block.random_ms, **{name: c.latency_ms for name, c in block.curves.items()}}
         for name, latency_ms in figures.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
             cells = dict(line)
@@ -161,21 +169,21 @@ def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
             lines.append(line)
             shown.append(cells)
     note = (
-        f"Latency of the incumbent above the table's optimum in %: median over {seeds_said(blocks, study)} "
+        f"Latency of the incumbent above the table's optimum in %: median over {describe_seed_counts(blocks, study)} "
         f"[quartiles]. {several(len(study.initial), 'placement')} that every search is told first, random search too, "
         f"{'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off the same searches. {RISES}"
     )
     return Table(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
 
 
-def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
+def _time_to_target_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
     """Evaluations and minutes until so much of the best gain is there; what never comes is censored at the end."""
     lines, shown = [], []
     for block in (block for block in blocks if block.float_ms > block.optimum_ms):
         for name, curves in block.curves.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
             cells = dict(line)
-            for gain in GAINS:
+            for gain in TARGET_GAIN_SHARES:
                 wanted_ms = block.float_ms - gain * (block.float_ms - block.optimum_ms)
                 there = np.less_equal(curves.latency_ms, wanted_ms)
                 reached, first = there.any(axis=1), there.argmax(axis=1)
@@ -183,7 +191,7 @@ def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
                 minutes = np.where(reached, curves.elapsed_s[np.arange(len(first)), first] / 60, np.inf)
                 middle, minute = (float(np.quantile(values, 0.5, method="higher")) for values in (spent, minutes))
                 share = f"{100 * gain:.0f}"
-                line |= {f"evaluations_{share}": _finite(middle), f"minutes_{share}": _finite(minute)}
+                line |= {f"evaluations_{share}": _finite_or_none(middle), f"minutes_{share}": _finite_or_none(minute)}
                 line[f"reached_{share}"] = int(reached.sum())
                 count = f"{middle:.0f}, {minute:.1f} min" if np.isfinite(middle) else f"> {there.shape[1]}"
                 cells[f"{share} % of the gain"] = f"{count} ({reached.sum()} of {len(first)})"
@@ -191,20 +199,21 @@ def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
             shown.append(cells)
     note = (
         "Evaluations, and recorded minutes of builds and measurements, until a search had so much of the gain from the "
-        f"float model to the table's optimum: median over {seeds_said(blocks, study)}; those that never had it within "
-        f"{study.most} evaluations count as later than all others. In brackets: how many had it, "
+        f"float model to the table's optimum: median over {describe_seed_counts(blocks, study)}; those that "
+        f"never had it within {study.max_evaluations} "
+        "evaluations count as later than all others. In brackets: how many had it, "
         "if only for a while. A table without a placement faster than the float model has no line."
     )
     return Table(name="reach", title="Time to the gain", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
 
 
-def _score(blocks: Sequence[Block], study: BudgetStudy) -> Table:
+def _score_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
     lines, shown = [], []
     for block in blocks:
         random_ms = block.random_ms.mean(axis=0)
         for name, curves in block.curves.items():
             scores = score_against_random(curves.latency_ms, random_ms, block.optimum_ms, block.told)
-            mean, half = (None, None) if np.isnan(scores).any() else _mean(scores)
+            mean, half = (None, None) if np.isnan(scores).any() else _mean_with_half_width(scores)
             low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
             line = {"table": block.name, "searcher": name}
             lines.append({**line, "score": mean, "low": low, "high": high})
@@ -214,13 +223,13 @@ def _score(blocks: Sequence[Block], study: BudgetStudy) -> Table:
         "How much of what random search leaves a searcher finds, on average until random search itself has found 95 % "
         "of what there is to find, after the placements that all are told first (Willemsen et al. 2024): 0 is random "
         "search from the same start, 1 the optimum at once, and below 0 worse than random. "
-        f"Mean over {seeds_said(blocks, study)} with its 95 % interval (Student's), for random search is a mean too; a "
-        "dash where these placements leave nothing."
+        f"Mean over {describe_seed_counts(blocks, study)} with its 95 % interval (Student's), for random "
+        "search is a mean too; a dash where these placements leave nothing."
     )
     return Table(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
 
 
-def _pairs(blocks: Sequence[Block], study: BudgetStudy) -> Table:
+def _pairwise_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
     """The first searcher with each of the others, at each budget."""
     control, *others = blocks[0].curves
     frames = []
@@ -249,7 +258,7 @@ def _pairs(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     return Table(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 
 
-def _ranking(ranks: Mapping[int, Ranks]) -> Table:
+def _rank_rows(ranks: Mapping[int, Ranks]) -> Table:
     """Mean rank of each searcher at each budget, the best of the largest budget first."""
     most = ranks[max(ranks)]
     columns = {str(budget): [found.mean[name] for name in most.mean] for budget, found in ranks.items()}
@@ -271,14 +280,14 @@ def _ranking(ranks: Mapping[int, Ranks]) -> Table:
     return Table(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
 
 
-def seeds_said(blocks: Sequence[Block], study: BudgetStudy) -> str:
+def describe_seed_counts(blocks: Sequence[TableResult], study: BudgetStudy) -> str:
     """How many seeds there are, and who had fewer."""
     fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
     said = ", ".join(f"{name}: {count}" for name, count in fewer.items())
     return f"{several(study.seeds, 'seed')} ({said})" if said else several(study.seeds, "seed")
 
 
-def _mean(values: Floats) -> tuple[float, float | None]:
+def _mean_with_half_width(values: Floats) -> tuple[float, float | None]:
     """Mean with the half-width of Student's 95 % interval; one value has none."""
     mean = float(values.mean())
     if len(values) < 2:
@@ -286,5 +295,5 @@ def _mean(values: Floats) -> tuple[float, float | None]:
     return mean, float(student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if np.isfinite(value) else None

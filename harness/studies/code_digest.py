@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["code_digest", "imported_by", "meaning_of"]
+__all__ = ["code_digest", "imported_by", "normalised_ast"]
 
-INSTALLED = ("site-packages", "dist-packages")
+LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 """Folders of libraries, in which only a searcher's own package is its own."""
 
-BY_NAME = "subspace.py"
+DYNAMIC_LOADER_MODULE = "subspace.py"
 """Of the package: finds searchers by their names. Whoever imports it may run any of them."""
 
 
@@ -28,44 +28,49 @@ def code_digest(file: Path | None, package: Path) -> bytes:
         package: Folder of the package `search`.
     """
     digest = hashlib.sha256()
-    for path in sorted(_followed(file, package)):
-        digest.update(meaning_of(path.read_bytes()))
+    for path in sorted(_transitive_sources(file, package)):
+        digest.update(normalised_ast(path.read_bytes()))
     return digest.digest()
 
 
 def imported_by(file: Path | None, package: Path) -> set[str]:
     """Top-level names of the modules that this code imports; see `code_digest`."""
-    names = (name for path in _followed(file, package) for level, name in _names(path.read_bytes()) if not level)
+    names = (
+        name
+        for path in _transitive_sources(file, package)
+        for level, name in _imported_names(path.read_bytes())
+        if not level
+    )
     return {name.partition(".")[0] for name in names}
 
 
 @lru_cache(maxsize=256)
-def meaning_of(code: bytes) -> bytes:
+def normalised_ast(code: bytes) -> bytes:
     """What some code does, whatever its comments, docstrings and layout say, and whichever Python reads it."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
-    return _told(tree).encode()
+            node.body = [each for each in node.body if not _is_docstring(each)] or [ast.Pass()]
+    return _dump_ast(tree).encode()
 
 
-def _told(node: object) -> str:
+def _dump_ast(node: object) -> str:
     """As `ast.dump`, less the fields that are empty: versions of Python differ in which of these there are."""
     if isinstance(node, ast.AST):
         fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
-        return f"{type(node).__name__}({', '.join(f'{name}={_told(value)}' for name, value in fields)})"
+        return f"{type(node).__name__}({', '.join(f'{name}={_dump_ast(value)}' for name, value in fields)})"
     if isinstance(node, list):
-        return f"[{', '.join(map(_told, node))}]"
+        return f"[{', '.join(map(_dump_ast, node))}]"
     return repr(node)
 
 
-def _followed(file: Path | None, package: Path) -> set[Path]:
+def _transitive_sources(file: Path | None, package: Path) -> set[Path]:
     """A searcher's file and all that it is made of."""
     found = set(package.rglob("*.py")) if file is None else _with_imports(file, package)
-    return found | set(package.rglob("*.py")) if package / BY_NAME in found else found
+    return found | set(package.rglob("*.py")) if package / DYNAMIC_LOADER_MODULE in found else found
 
 
-def _is_text(statement: ast.stmt) -> bool:
+def _is_docstring(statement: ast.stmt) -> bool:
     """A docstring, or that of a constant."""
     return (
         isinstance(statement, ast.Expr)
@@ -76,15 +81,15 @@ def _is_text(statement: ast.stmt) -> bool:
 
 def _with_imports(file: Path, package: Path) -> set[Path]:
     found, left = {file}, [file]
-    own = _own_root(file)
+    own = _import_root(file)
     while left:
-        fresh = set(_imports(left.pop(), package, own)) - found
+        fresh = set(_imported_files(left.pop(), package, own)) - found
         found |= fresh
         left += fresh
     return found
 
 
-def _own_root(file: Path) -> Path:
+def _import_root(file: Path) -> Path:
     """The folder in which imports find a file: above its packages."""
     folder = file.parent
     while (folder / "__init__.py").is_file():
@@ -92,15 +97,15 @@ def _own_root(file: Path) -> Path:
     return folder
 
 
-def _imports(file: Path, package: Path, own: Path) -> Iterator[Path]:
+def _imported_files(file: Path, package: Path, own: Path) -> Iterator[Path]:
     """Files of the package, and of those beside the searcher, that a file imports."""
-    for level, name in _names(file.read_bytes()):
+    for level, name in _imported_names(file.read_bytes()):
         top, *rest = name.split(".")
         if level:
             root = file.parents[min(level, len(file.parents)) - 1]
         elif top == package.name:
             root = package.parent
-        elif own.name in INSTALLED and not file.is_relative_to(own / top):
+        elif own.name in LIBRARY_FOLDERS and not file.is_relative_to(own / top):
             continue
         else:
             root = own
@@ -109,7 +114,7 @@ def _imports(file: Path, package: Path, own: Path) -> Iterator[Path]:
 
 
 @lru_cache(maxsize=256)
-def _names(code: bytes) -> tuple[tuple[int, str], ...]:
+def _imported_names(code: bytes) -> tuple[tuple[int, str], ...]:
     """What some code imports, modules and what may be modules, each with how many dots stand before it.
 
     Read once for all searchers that share it.

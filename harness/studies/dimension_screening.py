@@ -10,7 +10,7 @@ import numpy as np
 
 from search.space import Placement, Space
 
-__all__ = ["most_telling", "neighbours", "sensitivity"]
+__all__ = ["most_influential", "neighbours", "sensitivity"]
 
 
 def neighbours(space: Space, placement: Placement) -> Iterator[Placement]:
@@ -47,7 +47,7 @@ def sensitivity(
     return np.array([math.sqrt(sum(found) / len(found)) if found else 0.0 for found in squares])
 
 
-def most_telling(space: Space, found: np.ndarray[Any, np.dtype[np.float64]], dimensions: int) -> tuple[int, ...]:
+def most_influential(space: Space, found: np.ndarray[Any, np.dtype[np.float64]], dimensions: int) -> tuple[int, ...]:
     """The dimensions that change most, in the space's order, with at most 2 ** dimensions placements."""
     chosen: list[int] = []
     for index in np.argsort(-found, kind="stable").tolist():

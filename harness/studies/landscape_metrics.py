@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.studies.recorded_landscape import NEAR, Floats, Landscape
+from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Floats, Landscape
 from search.api import Score
 
-__all__ = ["Difficulty", "difficulty_of", "drift_of"]
+__all__ = ["Difficulty", "estimate_drift", "measure_difficulty"]
 
-FLAT = 1e-9
+FLAT_LOG_LATENCY = 1e-9
 """Smaller differences of log latency are rounding."""
 
 
@@ -45,14 +45,14 @@ class Difficulty:
     pairwise: float
 
 
-def difficulty_of(landscape: Landscape) -> Difficulty:
+def measure_difficulty(landscape: Landscape) -> Difficulty:
     """How hard a table is to search."""
-    near = landscape.latency_ms <= landscape.latency_ms[landscape.optimum] * (1 + NEAR)
+    near = landscape.latency_ms <= landscape.latency_ms[landscape.optimum] * (1 + NEAR_OPTIMUM_SHARE)
     grid = _grid(landscape)
-    additive, pairwise = _explained(grid)
+    additive, pairwise = _explained_variance(grid)
     return Difficulty(
         near_optimum=float(near.mean()),
-        random_evaluations=_until(landscape, near),
+        random_evaluations=_expected_random_evaluations(landscape, near),
         fitness_distance=_fitness_distance(landscape, grid),
         neighbour_correlation=_neighbour_correlation(grid),
         local_optima=_local_optima(landscape, grid),
@@ -61,7 +61,7 @@ def difficulty_of(landscape: Landscape) -> Difficulty:
     )
 
 
-def drift_of(landscape: Landscape) -> tuple[float, float]:
+def estimate_drift(landscape: Landscape) -> tuple[float, float]:
     """Change of log latency over the recording of a table, and its standard error; infinite where unknown.
 
     The order is random, so a slope over it of what single dimensions leave unexplained is the machine's.
@@ -76,7 +76,7 @@ def drift_of(landscape: Landscape) -> tuple[float, float]:
         return 0.0, math.inf
     grid = _grid(landscape)
     grid = grid - grid.mean()
-    rest = (grid - sum(_effects(grid))).ravel()[used]
+    rest = (grid - sum(_main_effects(grid))).ravel()[used]
     place = identity[used] - identity[used].mean()
     place = place / np.ptp(place)
     slope = float(place @ rest / (place @ place))
@@ -90,7 +90,7 @@ def _grid(landscape: Landscape) -> Floats:
     return logs
 
 
-def _until(landscape: Landscape, near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
+def _expected_random_evaluations(landscape: Landscape, near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
     """Different models that are met, in a random order of the placements, up to the first of some.
 
     In a random order a model of c placements comes before all C of those with the chance c / (c + C), and is counted
@@ -112,7 +112,7 @@ def _fitness_distance(landscape: Landscape, grid: Floats) -> float:
 
 def _neighbour_correlation(grid: Floats) -> float:
     """Pearson's over all ordered pairs; both sides have the same values, hence one mean and one variance."""
-    here, there = zip(*_neighbouring(grid), strict=True)
+    here, there = zip(*_neighbour_pairs(grid), strict=True)
     return _correlation(np.concatenate([*here, *there]), np.concatenate([*there, *here]))
 
 
@@ -128,26 +128,26 @@ def _local_optima(landscape: Landscape, grid: Floats) -> float:
     return float((optimal.ravel() & landscape.allowed).mean())
 
 
-def _effects(grid: Floats) -> list[Floats]:
+def _main_effects(grid: Floats) -> list[Floats]:
     """The mean over all other dimensions, for each dimension, in a form that can be added to the grid."""
     axes = range(grid.ndim)
     return [grid.mean(axis=tuple(a for a in axes if a != axis), keepdims=True) for axis in axes]
 
 
-def _explained(grid: Floats) -> tuple[float, float]:
+def _explained_variance(grid: Floats) -> tuple[float, float]:
     """Shares of variance of first and of second order."""
-    if np.ptp(grid) < FLAT:
+    if np.ptp(grid) < FLAT_LOG_LATENCY:
         return 1.0, 0.0
     grid = grid - grid.mean()
     total = float(grid.var())
-    single, axes, pairs = _effects(grid), range(grid.ndim), 0.0
+    single, axes, pairs = _main_effects(grid), range(grid.ndim), 0.0
     for first, second in itertools.combinations(axes, 2):
         others = tuple(axis for axis in axes if axis not in (first, second))
         pairs += float((grid.mean(axis=others, keepdims=True) - single[first] - single[second]).var())
     return sum(float(effect.var()) for effect in single) / total, pairs / total
 
 
-def _neighbouring(grid: Floats) -> list[tuple[Floats, Floats]]:
+def _neighbour_pairs(grid: Floats) -> list[tuple[Floats, Floats]]:
     """Values of all pairs of placements that differ in one dimension, each pair once."""
     return [
         (np.take(grid, first, axis=axis).ravel(), np.take(grid, second, axis=axis).ravel())
@@ -158,7 +158,7 @@ def _neighbouring(grid: Floats) -> list[tuple[Floats, Floats]]:
 
 def _correlation(first: Floats, second: Floats) -> float:
     """Pearson's; 0 where one side is constant."""
-    if min(np.ptp(first), np.ptp(second)) < FLAT:
+    if min(np.ptp(first), np.ptp(second)) < FLAT_LOG_LATENCY:
         return 0.0
     a, b = first - first.mean(), second - second.mean()
     return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))

@@ -11,23 +11,23 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from harness.analysis.noise import Components, Floats
-from harness.analysis.sensitivity import Effect, Sensitivities, Unit
+from harness.analysis.noise import Floats, NoiseComponents
+from harness.analysis.sensitivity import QuantizationUnit, SensitivityAnalysis, UnitEffect
 from harness.records import Failed
-from harness.studies.random_search import RANDOM
+from harness.studies.random_search import RANDOM_LABEL
 from harness.studies.recorded_landscape import Landscape
-from harness.studies.replay import Replayed
+from harness.studies.replay import ReplayedSearches
 
 __all__ = ["draw_curves", "draw_noise", "draw_sensitivities"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Told apart by colour-blind readers too (Okabe and Ito 2008)."""
-NAMED = 5
+LABELLED_UNITS = 5
 """Units with a name beside their dots."""
-LINES = ("-", "--", "-.", ":")
+LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def draw_noise(latency_ms: Floats, found: Components, title: str, path: Path) -> None:
+def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Path) -> None:
     """All readings build by build, one colour a process, and the components beside them.
 
     Args:
@@ -37,7 +37,7 @@ def draw_noise(latency_ms: Floats, found: Components, title: str, path: Path) ->
         path: PNG to write.
     """
     processes, builds, readings = latency_ms.shape
-    with _saved(path, columns=(2, 1)) as (left, right):
+    with _figure_file(path, columns=(2, 1)) as (left, right):
         for process in range(processes):
             colour = COLOURS[process % len(COLOURS)]
             for build in range(builds):
@@ -57,17 +57,19 @@ def draw_noise(latency_ms: Floats, found: Components, title: str, path: Path) ->
         right.grid(alpha=0.25, axis="y")
 
 
-def draw_curves(landscape: Landscape, random_ms: Floats, replayed: Sequence[Replayed], title: str, path: Path) -> None:
+def draw_curves(
+    landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], title: str, path: Path
+) -> None:
     """Median regret over evaluations: of random searches with their quartiles as a band, and of searchers."""
     optimum_ms = landscape.latency_ms[landscape.optimum]
     evaluations = np.arange(1, random_ms.shape[1] + 1)
-    with _saved(path, columns=(1,)) as (axes,):
+    with _figure_file(path, columns=(1,)) as (axes,):
         low, middle, high = 100 * (np.quantile(random_ms, (0.25, 0.5, 0.75), axis=0) / optimum_ms - 1)
         axes.fill_between(evaluations, low, high, step="post", color="0.9")
-        axes.step(evaluations, middle, where="post", color="0.4", label=RANDOM)
+        axes.step(evaluations, middle, where="post", color="0.4", label=RANDOM_LABEL)
         for index, found in enumerate(replayed):
             regret = 100 * (np.median(found.latency_ms, axis=0) / optimum_ms - 1)
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
             axes.step(evaluations, regret, where="post", label=found.searcher, **style)
         axes.set_xlabel("evaluations")
         axes.set_ylabel("latency above the optimum, %, median over searches")
@@ -77,7 +79,7 @@ def draw_curves(landscape: Landscape, random_ms: Floats, replayed: Sequence[Repl
         axes.legend(frameon=False)
 
 
-def draw_sensitivities(found: Sensitivities, path: Path) -> None:
+def draw_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
     """Fidelity lost against microseconds gained, one dot a unit: alone, and as what leaving it out gives and costs.
 
     The colour is the role, the bars the 95 % intervals; the most rewarding units are named.
@@ -88,10 +90,12 @@ def draw_sensitivities(found: Sensitivities, path: Path) -> None:
     """
     roles = list(dict.fromkeys(each.unit.role for each in found.units))
     colours = {role: COLOURS[index % len(COLOURS)] for index, role in enumerate(roles)}
-    with _saved(path, columns=(2, 2)) as (left, right):
-        _dots(left, [(each.unit, each.alone, 0.0) for each in found.units], colours)
+    with _figure_file(path, columns=(2, 2)) as (left, right):
+        _draw_effects(left, [(each.unit, each.alone, 0.0) for each in found.units], colours)
         compared = [each for each in found.units if each.unit.precision in found.full_db]
-        _dots(right, [(each.unit, each.left_out, found.full_db[each.unit.precision]) for each in compared], colours)
+        _draw_effects(
+            right, [(each.unit, each.left_out, found.full_db[each.unit.precision]) for each in compared], colours
+        )
         left.set_title("alone in the float model")
         left.set_ylabel("SQNR, dB (lower: more is lost)")
         right.set_title("left out of the full model")
@@ -101,7 +105,9 @@ def draw_sensitivities(found: Sensitivities, path: Path) -> None:
         left.legend(frameon=False, fontsize=7)
 
 
-def _dots(axes: Any, effects: Sequence[tuple[Unit, Effect | Failed, float]], colours: Mapping[str, str]) -> None:
+def _draw_effects(
+    axes: Any, effects: Sequence[tuple[QuantizationUnit, UnitEffect | Failed, float]], colours: Mapping[str, str]
+) -> None:
     """Draw the SQNR that each unit gains over its own base, in dB, against the time that quantizing it gains."""
     for rank, (unit, effect, base_db) in enumerate(effects):
         if isinstance(effect, Failed) or effect.gain_us is None:
@@ -109,7 +115,7 @@ def _dots(axes: Any, effects: Sequence[tuple[Unit, Effect | Failed, float]], col
         gain, place = effect.gain_us, (effect.gain_us.value, effect.sqnr_db - base_db)
         reach = [[max(0.0, gain.value - gain.low)], [max(0.0, gain.high - gain.value)]]
         axes.errorbar(*place, xerr=reach, fmt="o", ms=4, color=colours[unit.role], linewidth=0.6, alpha=0.8)
-        if rank < NAMED:
+        if rank < LABELLED_UNITS:
             axes.annotate(unit.name[:20], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
     axes.axvline(0, color="0.6", linewidth=0.8)
     axes.set_xlabel("microseconds gained by quantizing it")
@@ -117,7 +123,7 @@ def _dots(axes: Any, effects: Sequence[tuple[Unit, Effect | Failed, float]], col
 
 
 @contextmanager
-def _saved(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+def _figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
     """Axes side by side, written to a PNG afterwards; text is shown as it stands."""
     with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(3.2 * sum(columns) if len(columns) > 1 else 6.4, 4.0), layout="constrained")

@@ -8,22 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.studies.recorded_landscape import Floats, Landscape
-from harness.studies.simulated_selection import TURNS, Indices, chosen, log_turns
+from harness.studies.simulated_selection import TURNS_PER_RACE, Indices, draw_turns, simulate_selection
 from search.space import Placement
 
-__all__ = ["RANDOM", "random_search"]
+__all__ = ["RANDOM_LABEL", "random_search"]
 
-SEARCHES = 10_000
+RANDOM_SEARCHES = 10_000
 """Their mean is ten times as sure as that of a hundred seeds."""
-RANDOM = f"random, {SEARCHES} searches"
+RANDOM_LABEL = f"random, {RANDOM_SEARCHES} searches"
 """What tables call it, to tell it from the searcher `random` with its seeds."""
-READINGS = 1_000
+READINGS_PER_MODEL = 1_000
 """Readings of each model that the searches share."""
-RACES = 250
+MAX_RACES = 250
 """What each model reads in so many runoffs, which they share too; fewer where models are many."""
-AT_ONCE = 2**22
+NUMBERS_PER_BATCH = 2**22
 """Numbers drawn at once."""
-MOST = 2**26
+MAX_TURNS_IN_MEMORY = 2**26
 """Turns that are held at once."""
 
 
@@ -47,33 +47,33 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
     told = [int(np.searchsorted(names, landscape.identity[landscape.index(placement)])) for placement in first]
     told = list(dict.fromkeys(told))[:evaluations]
     rest = np.setdiff1d(np.arange(len(models)), told)
-    readings = np.full((len(models), READINGS), np.inf)
-    shared = min(RACES, max(1, MOST // (len(models) * TURNS)))
-    races = np.full((len(models), shared, TURNS), np.inf, dtype=np.float32)
+    readings = np.full((len(models), READINGS_PER_MODEL), np.inf)
+    shared = min(MAX_RACES, max(1, MAX_TURNS_IN_MEMORY // (len(models) * TURNS_PER_RACE)))
+    races = np.full((len(models), shared, TURNS_PER_RACE), np.inf, dtype=np.float32)
     for number, index in enumerate(models):
         if landscape.allowed[index]:
-            readings[number] = landscape.readings_ms(int(index), rng, READINGS)
-            races[number] = log_turns(landscape, int(index), rng, shared)
+            readings[number] = landscape.readings_ms(int(index), rng, READINGS_PER_MODEL)
+            races[number] = draw_turns(landscape, int(index), rng, shared)
     slowest_ms = landscape.latency_ms.max()
     found = []
-    for size in _portions(max(1, AT_ONCE // len(models))):
+    for size in _batch_slices(max(1, NUMBERS_PER_BATCH // len(models))):
         # The first of w uniform arrivals is ordered like one exponential arrival at the rate w.
         arrival = rng.exponential(size=(size, len(rest))) / copies[rest]
         order = rest[np.argsort(arrival, axis=1)[:, : evaluations - len(told)]]
         met = np.hstack([np.broadcast_to(np.array(told, dtype=int), (size, len(told))), order])
-        once, again = rng.integers(READINGS, size=met.shape), rng.integers(shared, size=met.shape)
+        once, again = rng.integers(READINGS_PER_MODEL, size=met.shape), rng.integers(shared, size=met.shape)
 
         def log_ms_of(
             rows: Indices, evaluations: Indices, met: Indices = met, again: Indices = again
         ) -> npt.NDArray[np.floating]:
             return races[met[rows[:, None], evaluations], again[rows[:, None], evaluations]]
 
-        place = chosen(readings[met, once], log_ms_of)
+        place = simulate_selection(readings[met, once], log_ms_of)
         handed = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
         found.append(np.where(place < 0, slowest_ms, handed))
     latency_ms: Floats = np.vstack(found)
     return np.pad(latency_ms, ((0, 0), (0, evaluations - latency_ms.shape[1])), mode="edge")
 
 
-def _portions(size: int) -> list[int]:
-    return [min(size, SEARCHES - done) for done in range(0, SEARCHES, size)]
+def _batch_slices(size: int) -> list[int]:
+    return [min(size, RANDOM_SEARCHES - done) for done in range(0, RANDOM_SEARCHES, size)]

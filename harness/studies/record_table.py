@@ -40,9 +40,9 @@ from harness.search_loop.loop import COLD_START, SearchTask, Seed, Trial, run_se
 from harness.search_loop.objective import Goal
 from harness.search_loop.trial import Care, attempt_with
 from harness.selection.confirmation import float_latency, level, noise_floor
-from harness.studies.best_confirmation import Meeting, latencies
-from harness.studies.dimension_screening import most_telling, neighbours, sensitivity
-from harness.studies.study_task import Study, open_study
+from harness.studies.best_confirmation import BestConfirmation, median_latencies
+from harness.studies.dimension_screening import most_influential, neighbours, sensitivity
+from harness.studies.study_task import StudyTask, prepare_study
 from harness.timing.provenance import comparability_key, describe_environment
 from harness.timing.sampling import STEADY_TOLERANCE
 from harness.timing.workers.engines import Engines
@@ -53,16 +53,16 @@ from search.space import Placement, Space
 
 __all__ = ["record"]
 
-FINDER = "portfolio"
+OPTIMUM_SEARCHER = "portfolio"
 """What searches first, where a search is asked for: a table must not lie around what `auto`'s own rules found."""
-DIMENSIONS = 11
+DEFAULT_DIMENSIONS = 11
 """Two thousand placements: an evening's work for a model of some milliseconds."""
-LIMIT_MB = 5
+MAX_TABLE_MB = 5
 """A committed table is no larger."""
 Rows = dict[str, TableEntry]
 
 
-def record(study: Study, out: Path, dimensions: int | None, observer: Observer, *, search: int = 0) -> Path:
+def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observer, *, search: int = 0) -> Path:
     """Measure a table, or go on where it was interrupted; a finished one is left as it is.
 
     The sensitivity of every dimension is measured first, one change at a time around a few placements; the most telling
@@ -80,23 +80,23 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
         raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
     if out.exists():
         with TemporaryDirectory(prefix="qdq-record-") as scratch:
-            _refuse_another(study, out, dimensions, Path(scratch), observer)
+            _check_finished_table(study, out, dimensions, Path(scratch), observer)
         return out
     folder = out.with_name(f"{out.name}.recording")
     with owned_results_dir(folder, study.experiment):
         machine = describe_environment()
-        _begun(folder / "env.json", comparability_key(machine))
-        cell, worker = open_study(study, folder, observer)
-        most = DIMENSIONS if dimensions is None else dimensions
-        _refuse_nothing(cell.space, most)
+        _record_or_check_metadata(folder / "env.json", comparability_key(machine))
+        cell, worker = prepare_study(study, folder, observer)
+        most = DEFAULT_DIMENSIONS if dimensions is None else dimensions
+        _check_dimensions(cell.space, most)
         opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
             noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
             level_ms = level(folder, cell.spec.backend, study.experiment.sampling.beside)
-            recording = _Recording(
+            recording = _TableRecorder(
                 study=study, cell=cell, engines=engines, folder=folder, observer=observer, level_ms=level_ms
             )
-            meeting = Meeting(
+            meeting = BestConfirmation(
                 cell=cell,
                 open_engines=lambda: opened(worker),
                 folder=folder,
@@ -111,13 +111,13 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
         write_table(out, TableMetadata(**facts, environment=machine), rows)
         read_table(out)
     size_mb = out.stat().st_size / 1e6
-    if size_mb > LIMIT_MB:
-        observer.say(f"{out} has {size_mb:.1f} MB, more than the {LIMIT_MB} MB of a committed table: sample less")
+    if size_mb > MAX_TABLE_MB:
+        observer.say(f"{out} has {size_mb:.1f} MB, more than the {MAX_TABLE_MB} MB of a committed table: sample less")
     shutil.rmtree(folder)
     return out
 
 
-def _refuse_nothing(space: Space, dimensions: int) -> None:
+def _check_dimensions(space: Space, dimensions: int) -> None:
     """Before anything is timed: no table is smaller than its smallest dimension, and a model may have none."""
     least = min(space.sizes, default=0)
     if not 2 <= least <= 2**dimensions:
@@ -126,14 +126,14 @@ def _refuse_nothing(space: Space, dimensions: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recording:
+class _TableRecorder:
     """One table while it is measured.
 
     Attributes:
         level_ms: See `harness.selection.confirmation.level`.
     """
 
-    study: Study
+    study: StudyTask
     cell: Cell
     engines: Engines
     folder: Path
@@ -150,29 +150,29 @@ class _Recording:
         if isinstance(found, Failed):
             raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
 
-    def run(self, dimensions: int, meeting: Meeting, search: int) -> tuple[Rows, dict[str, Any]]:
+    def run(self, dimensions: int, meeting: BestConfirmation, search: int) -> tuple[Rows, dict[str, Any]]:
         """All rows, and what the table says about itself."""
-        space, facts = self.cell.space, self.facts()
+        space, facts = self.cell.space, self.table_metadata()
         rows: Rows = {}
-        anchors = [*self.cell.placements.values(), *self._found(search, meeting, rows, facts)]
+        anchors = [*self.cell.placements.values(), *self._search_optimum(search, meeting, rows, facts)]
         around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]
-        self._measure("sensitivity", around, rows, facts)
-        best = self._best(meeting, "sensitivity", around, rows)
-        found = sensitivity(space, anchors, latencies(rows))
-        varied = most_telling(space, found, dimensions)
+        self._measure_missing("sensitivity", around, rows, facts)
+        best = self._confirm_best(meeting, "sensitivity", around, rows)
+        found = sensitivity(space, anchors, median_latencies(rows))
+        varied = most_influential(space, found, dimensions)
         subspace = TableSubspace(space, varied, best)
         order = np.random.default_rng(0).permutation(len(subspace))
         listed = [subspace.to_full_space(placement) for placement in subspace.placements()]
         facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
         self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
-        self._measure("table", [listed[index] for index in order], rows, facts)
-        self._say_beaten(self._best(meeting, "table", listed, rows), rows)
+        self._measure_missing("table", [listed[index] for index in order], rows, facts)
+        self._warn_if_optimum_beaten(self._confirm_best(meeting, "table", listed, rows), rows)
         facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
         return rows, facts
 
-    def _say_beaten(self, optimum: Placement, rows: Rows) -> None:
+    def _warn_if_optimum_beaten(self, optimum: Placement, rows: Rows) -> None:
         """Tell of what everybody knows and is faster than the optimum: then the table fixes what it should not."""
-        digest, latency_ms = self.cell.space.digest, latencies(rows)
+        digest, latency_ms = self.cell.space.digest, median_latencies(rows)
         least_ms = latency_ms[digest(optimum)]
         for name, placement in self.cell.placements.items():
             own_ms = latency_ms.get(digest(placement), math.inf)
@@ -182,29 +182,31 @@ class _Recording:
                     "table leaves fixed is not the best; use more --dimensions, or --search 200"
                 )
 
-    def _found(self, evaluations: int, meeting: Meeting, rows: Rows, facts: Mapping[str, Any]) -> Iterator[Placement]:
+    def _search_optimum(
+        self, evaluations: int, meeting: BestConfirmation, rows: Rows, facts: Mapping[str, Any]
+    ) -> Iterator[Placement]:
         """What a search finds that is told the anchors first and goes by no rules of experts; nothing for none."""
         if evaluations:
             seeds = tuple(Seed(name=name, placement=p) for name, p in self.cell.placements.items())
-            searcher: Searcher = registry.load_plugin("searcher", FINDER)(self.cell.space, seed=0)
+            searcher: Searcher = registry.load_plugin("searcher", OPTIMUM_SEARCHER)(self.cell.space, seed=0)
             self._search("search", searcher, rows, facts, evaluations, seeds)
-            yield self._best(meeting, "search", [Placement(row.choices) for row in rows.values()], rows)
+            yield self._confirm_best(meeting, "search", [Placement(row.choices) for row in rows.values()], rows)
 
-    def _best(self, meeting: Meeting, name: str, listed: Sequence[Placement], rows: Rows) -> Placement:
+    def _confirm_best(self, meeting: BestConfirmation, name: str, listed: Sequence[Placement], rows: Rows) -> Placement:
         """The fastest of the listed placements, by a meeting; the rows of those that met have its readings.
 
         Raises:
             UserError: None of them could be measured.
         """
         digests = [self.cell.space.digest(placement) for placement in listed]
-        rows |= meeting.settled(name, digests, rows)
-        latency_ms = latencies({digest: rows[digest] for digest in digests})
+        rows |= meeting.confirm_fastest(name, digests, rows)
+        latency_ms = median_latencies({digest: rows[digest] for digest in digests})
         if not latency_ms:
             first = next(row.outcome for row in rows.values() if isinstance(row.outcome, Failed))
             raise UserError(f"no placement could be measured; {first.stage}: {first.reason}\n{first.log_tail}")
         return Placement(rows[min(latency_ms, key=latency_ms.__getitem__)].choices)
 
-    def facts(self) -> dict[str, Any]:
+    def table_metadata(self) -> dict[str, Any]:
         """What is known before anything is measured; a table that exists must agree with it."""
         cell, experiment = self.cell, self.study.experiment
         ranges = json.dumps(dict(cell.ranges), sort_keys=True)
@@ -222,11 +224,11 @@ class _Recording:
             "sampling": experiment.sampling.model_dump(mode="json"),
         }
 
-    def _measure(self, name: str, listed: Sequence[Placement], rows: Rows, facts: Mapping[str, Any]) -> None:
+    def _measure_missing(self, name: str, listed: Sequence[Placement], rows: Rows, facts: Mapping[str, Any]) -> None:
         """Measure those of the placements that have no row yet, and add their rows."""
         space = self.cell.space
         missing = {space.digest(p): p for p in listed if space.digest(p) not in rows}
-        self._search(name, _Listed(missing.values()), rows, facts, len(missing))
+        self._search(name, EnumeratingSearcher(missing.values()), rows, facts, len(missing))
 
     def _search(
         self,
@@ -246,7 +248,9 @@ class _Recording:
             seeds=seeds,
             candidate=self.cell.candidate,
             evaluations=max(evaluations, 1),
-            patience=max(evaluations, 1) if latencies(rows) else COLD_START,  # what works elsewhere is no broken setup
+            patience=max(evaluations, 1)
+            if median_latencies(rows)
+            else COLD_START,  # what works elsewhere is no broken setup
         )
         with (
             Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,
@@ -260,11 +264,11 @@ class _Recording:
                 )
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
-            ending = run_search(task, SyncExecutor(self._attempt()), journal, watch)
+            ending = run_search(task, SyncExecutor(self._make_trial_fn()), journal, watch)
         if ending.broken is not None:
             raise UserError(f"{name}: the searcher broke: {ending.reason}\n{ending.broken.log_tail}")
 
-    def _attempt(self) -> TrialFn:
+    def _make_trial_fn(self) -> TrialFn:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
         evaluator = self.study.spec.model.evaluator
         judge = None if evaluator is None else Judge(goal=Goal(metric=evaluator.use, max_drop=None))
@@ -277,7 +281,7 @@ class _Recording:
         return None if model.evaluator is None else [model.evaluator.model_dump(), str(model.preprocess)]
 
 
-class _Listed:
+class EnumeratingSearcher:
     """A searcher that asks for given placements in order."""
 
     def __init__(self, placements: Iterable[Placement]) -> None:
@@ -291,28 +295,32 @@ class _Listed:
         """Nothing to learn."""
 
 
-def _begun(path: Path, facts: dict[str, Any]) -> None:
+def _record_or_check_metadata(path: Path, facts: dict[str, Any]) -> None:
     if path.exists():
         require_same_fingerprint(path, read_json(path), facts)
     else:
         write_json(path, facts)
 
 
-def _refuse_another(study: Study, out: Path, dimensions: int | None, scratch: Path, observer: Observer) -> None:
+def _check_finished_table(
+    study: StudyTask, out: Path, dimensions: int | None, scratch: Path, observer: Observer
+) -> None:
     """Refuse to take a finished table of something else, or of another size, for the one that is asked for.
 
     Raises:
         UserError: With each leaf that differs.
     """
     there = read_table(out).metadata
-    cell, worker = open_study(study, scratch, observer)
+    cell, worker = prepare_study(study, scratch, observer)
     with open_engines(worker, study.experiment.limits) as engines:
-        here = _Recording(study=study, cell=cell, engines=engines, folder=scratch, observer=observer).facts()
+        here = _TableRecorder(
+            study=study, cell=cell, engines=engines, folder=scratch, observer=observer
+        ).table_metadata()
     known = {key: getattr(there, key) for key in here}
     for facts in (known, here):
         facts["dimensions"] = space_digest(Space(facts["dimensions"]))
     if dimensions is not None:
         told = np.array([there.sensitivity[dimension.name] for dimension in there.dimensions])
         known["varied in the finished table"] = len(there.varied)
-        here["varied in the finished table"] = len(most_telling(Space(there.dimensions), told, dimensions))
+        here["varied in the finished table"] = len(most_influential(Space(there.dimensions), told, dimensions))
     require_same_fingerprint(out, json.loads(json.dumps(known)), here)

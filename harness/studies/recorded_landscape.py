@@ -17,15 +17,15 @@ from harness.statistics import median_ci, stderr_of_median
 from search.api import Failure, Score
 from search.space import Placement
 
-__all__ = ["NEAR", "Bound", "Floats", "Landscape"]
+__all__ = ["NEAR_OPTIMUM_SHARE", "Floats", "Landscape", "MetricBound"]
 
 Floats = npt.NDArray[np.float64]
-NEAR = 0.01
+NEAR_OPTIMUM_SHARE = 0.01
 """Share of the optimum's latency within which a placement is as good as the optimum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class MetricBound:
     """A recorded metric that a placement must reach, for instance an SQNR of 20 dB."""
 
     metric: str
@@ -50,7 +50,7 @@ class Landscape:
         UserError: No placement is allowed, or the table does not have the metric.
     """
 
-    def __init__(self, table: BenchmarkTable, bound: Bound | None = None) -> None:
+    def __init__(self, table: BenchmarkTable, bound: MetricBound | None = None) -> None:
         self.table = table
         self.sizes = table.subspace.space.sizes
         self.outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]

@@ -20,26 +20,26 @@ from harness.errors import UserError, suggest_names
 from harness.pipeline.task import open_model
 from harness.records import Failed
 from harness.search_loop.loop import DUPLICATES_IN_A_ROW
-from harness.studies.recorded_landscape import NEAR, Landscape
-from harness.studies.simulated_selection import Walks
+from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Landscape
+from harness.studies.simulated_selection import SearchPaths
 from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 
 __all__ = [
-    "Replayed",
+    "ReplayedSearches",
     "check_table",
-    "first_placements",
-    "is_walk",
+    "initial_placements",
+    "is_valid_path",
+    "optimum_in_initial_design",
+    "read_paths",
     "replay",
     "replay_once",
-    "replay_walks",
-    "told_optimum",
-    "walks_of",
+    "replay_paths",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayedSearches:
     """Many searches of one searcher on one table.
 
     Attributes:
@@ -51,7 +51,7 @@ class Replayed:
     """
 
     searcher: str
-    walks: Walks
+    walks: SearchPaths
     latency_ms: npt.NDArray[np.float64]
     wall_s: float
     build_s: float
@@ -64,12 +64,12 @@ class Replayed:
 
 def replay(
     landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
-) -> Replayed:
-    """Run a searcher once for each seed; see `replay_walks`, which takes and raises the same."""
+) -> ReplayedSearches:
+    """Run a searcher once for each seed; see `replay_paths`, which takes and raises the same."""
     started_s = time.perf_counter()
-    found = replay_walks(landscape, use, seeds=seeds, budget=budget, initial=initial)
-    walks = walks_of(landscape, found, budget)
-    return Replayed(
+    found = replay_paths(landscape, use, seeds=seeds, budget=budget, initial=initial)
+    walks = read_paths(landscape, found, budget)
+    return ReplayedSearches(
         searcher=use.name,
         walks=walks,
         latency_ms=walks.latency_ms(landscape),
@@ -78,7 +78,7 @@ def replay(
     )
 
 
-def replay_walks(
+def replay_paths(
     landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
 ) -> dict[int, npt.NDArray[np.int32]]:
     """What a searcher evaluates: by seed, the indices in order.
@@ -94,7 +94,7 @@ def replay_walks(
     """
     if budget < 1 or not seeds:
         raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(seeds)}")
-    space, first = landscape.table.subspace.space, first_placements(landscape, initial)
+    space, first = landscape.table.subspace.space, initial_placements(landscape, initial)
     factory = registry.check_params("searcher", use.use, use.params, supplied=("space", "seed"))
 
     def searcher(seed: int) -> Any:
@@ -111,7 +111,7 @@ def replay_walks(
         return {seed: np.array(run(seed), dtype=np.int32) for seed in seeds}
 
 
-def walks_of(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], budget: int) -> Walks:
+def read_paths(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], budget: int) -> SearchPaths:
     """Some searches with what they read, which follows from the seed and from what was evaluated.
 
     Args:
@@ -123,21 +123,21 @@ def walks_of(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], b
     """
     indices, readings_ms = np.full((len(walks), budget), -1), np.full((len(walks), budget), np.inf)
     for row, (seed, walk) in enumerate(walks.items()):
-        rng = _noise(seed)
-        if len(walk) > budget or not is_walk(landscape, walk):
+        rng = _reading_rng(seed)
+        if len(walk) > budget or not is_valid_path(landscape, walk):
             raise ValueError(f"seed {seed}: more than {budget} evaluations, or no search of this table")
         indices[row, : len(walk)] = walk
         readings_ms[row, : len(walk)] = [_reading_ms(landscape.observe(index, rng)) for index in walk.tolist()]
-    return Walks(seeds=tuple(walks), indices=indices, readings_ms=readings_ms)
+    return SearchPaths(seeds=tuple(walks), indices=indices, readings_ms=readings_ms)
 
 
-def is_walk(landscape: Landscape, walk: npt.NDArray[np.int32]) -> bool:
+def is_valid_path(landscape: Landscape, walk: npt.NDArray[np.int32]) -> bool:
     """Whether these can be the indices of what one search evaluated: all there, and no model twice."""
     there = bool(np.all((walk >= 0) & (walk < len(landscape.outcomes))))
     return there and len(np.unique(landscape.identity[walk])) == len(walk)
 
 
-def _noise(seed: int) -> np.random.Generator:
+def _reading_rng(seed: int) -> np.random.Generator:
     """What the readings of one search are drawn with."""
     return np.random.default_rng([seed, 0x5EED])
 
@@ -147,7 +147,7 @@ def _reading_ms(outcome: Score | Failure) -> float:
     return outcome.objective if isinstance(outcome, Score) and outcome.violation == 0 else math.inf
 
 
-def first_placements(landscape: Landscape, initial: Sequence[str]) -> list[Placement]:
+def initial_placements(landscape: Landscape, initial: Sequence[str]) -> list[Placement]:
     """What every search of a table is told first.
 
     Args:
@@ -168,13 +168,13 @@ def first_placements(landscape: Landscape, initial: Sequence[str]) -> list[Place
     return [simple[name]() for name in initial]
 
 
-def told_optimum(landscape: Landscape, initial: Sequence[str]) -> str:
+def optimum_in_initial_design(landscape: Landscape, initial: Sequence[str]) -> str:
     """Name of the initial placement that is the optimum, or within 1 % of it; "" where none is.
 
     Every search is told it, so that such a table tells no searcher from another.
     """
-    near_ms = (1 + NEAR) * float(landscape.latency_ms[landscape.optimum])
-    found = zip(initial, first_placements(landscape, initial), strict=True)
+    near_ms = (1 + NEAR_OPTIMUM_SHARE) * float(landscape.latency_ms[landscape.optimum])
+    found = zip(initial, initial_placements(landscape, initial), strict=True)
     told = [(float(landscape.latency_ms[landscape.index(placement)]), name) for name, placement in found]
     latency_ms, name = min(told, default=(float("inf"), ""))
     return name if latency_ms <= near_ms else ""
@@ -186,9 +186,9 @@ def replay_once(
     """One search, as `harness.search_loop.loop` runs it: the same model again is told again and costs nothing.
 
     Returns:
-        The evaluated indices in order; for what was read of each see `walks_of`.
+        The evaluated indices in order; for what was read of each see `read_paths`.
     """
-    space, rng = landscape.table.subspace.space, _noise(seed)
+    space, rng = landscape.table.subspace.space, _reading_rng(seed)
     known: dict[int, Score | Failure] = {}
     walk: list[int] = []
     waiting, duplicates = list(first)[::-1], 0

@@ -26,35 +26,35 @@ from harness.progress import Observer
 from harness.registry import load_plugin
 from harness.search_loop.loop import DUPLICATES_IN_A_ROW
 from harness.statistics import stderr_of_median
-from harness.studies.budget_tables import Curves
-from harness.studies.code_digest import code_digest, imported_by, meaning_of
-from harness.studies.path_cache import Indices, Kept, Series, Walk, write_part
+from harness.studies.budget_tables import SearchCurves
+from harness.studies.code_digest import code_digest, imported_by, normalised_ast
+from harness.studies.path_cache import Indices, PathCache, SearchKey, SearchPath, write_part
 from harness.studies.recorded_landscape import Landscape
-from harness.studies.replay import first_placements, is_walk, replay_walks, walks_of
-from harness.studies.study_file import BudgetStudy, Contender
+from harness.studies.replay import initial_placements, is_valid_path, read_paths, replay_paths
+from harness.studies.study_file import BudgetStudy, ReplayedSearcher
 from search.space import Space
 
-__all__ = ["Chunk", "curves_of", "missing_of", "replay_all", "series_of"]
+__all__ = ["ReplayBatch", "missing_batches", "replay_batches", "search_curves", "search_key"]
 
-OURS = Path(search.__file__).parent
+SEARCH_PACKAGE = Path(search.__file__).parent
 
-CHUNK = 10
+SEARCHES_PER_BATCH = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
 LIBRARIES = {"optuna": "optuna", "scipy": "scipy", "sklearn": "scikit-learn", "torch": "torch"}
 """What draws and proposes, by the name of its module: another version may search differently from the same seed."""
-LATE = ("scipy", "torch")
+LAZY_LIBRARIES = ("scipy", "torch")
 """What Optuna imports for some of its samplers alone; cmaes too, which need not be there, for one that is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class ReplayBatch:
     """Some searches of one searcher on one table.
 
     Attributes:
         path: Takes their walks.
     """
 
-    series: Series
+    series: SearchKey
     table: Path
     searcher: PluginSpec
     seeds: tuple[int, ...]
@@ -63,7 +63,7 @@ class Chunk:
     path: Path
 
 
-def series_of(table: Path, contender: Contender, study: BudgetStudy) -> Series:
+def search_key(table: Path, contender: ReplayedSearcher, study: BudgetStudy) -> SearchKey:
     """The searches of a searcher on a table.
 
     No budget is in the digests, for a searcher is told none: a walk is the beginning of a longer one.
@@ -72,60 +72,75 @@ def series_of(table: Path, contender: Contender, study: BudgetStudy) -> Series:
         UserError: No such searcher, or no such table.
     """
     asked = {"use": contender.use, "params": contender.params, "initial": study.initial}
-    made_of: dict[str, Any] = {"patience": DUPLICATES_IN_A_ROW, "libraries": _libraries(contender)}
-    code = (_content(table), *(_code(use) for use in _involved(contender)), *_told_by())
-    return Series(table.stem, contender.name, _digest(asked), _digest(made_of, *code))
+    made_of: dict[str, Any] = {"patience": DUPLICATES_IN_A_ROW, "libraries": _library_versions(contender)}
+    code = (
+        _table_digest(table),
+        *(_searcher_code_digest(use) for use in _nested_searchers(contender)),
+        *_observation_sources(),
+    )
+    return SearchKey(table.stem, contender.name, _settings_digest(asked), _settings_digest(made_of, *code))
 
 
-def walks_there(kept: Kept, series: Series, landscape: Landscape, study: BudgetStudy) -> dict[int, Indices]:
+def cached_paths(kept: PathCache, series: SearchKey, landscape: Landscape, study: BudgetStudy) -> dict[int, Indices]:
     """What was kept of such searches, by seed; what cannot be a search of this table was not."""
-    told = dict.fromkeys(landscape.index(placement) for placement in first_placements(landscape, study.initial))
-    first = list(dict.fromkeys(landscape.identity[list(told)].tolist()))[: study.most]
-    found = {seed: walk.within(study.most) for seed, walk in kept.of(series).items()}
+    told = dict.fromkeys(landscape.index(placement) for placement in initial_placements(landscape, study.initial))
+    first = list(dict.fromkeys(landscape.identity[list(told)].tolist()))[: study.max_evaluations]
+    found = {seed: walk.truncate_to_budget(study.max_evaluations) for seed, walk in kept.paths_by_seed(series).items()}
     return {
         seed: walk
         for seed, walk in found.items()
-        if walk is not None and is_walk(landscape, walk) and landscape.identity[walk[: len(first)]].tolist() == first
+        if walk is not None
+        and is_valid_path(landscape, walk)
+        and landscape.identity[walk[: len(first)]].tolist() == first
     }
 
 
-def missing_of(
-    kept: Kept, series: Series, table: Path, landscape: Landscape, contender: Contender, study: BudgetStudy
-) -> list[Chunk]:
+def missing_batches(
+    kept: PathCache,
+    series: SearchKey,
+    table: Path,
+    landscape: Landscape,
+    contender: ReplayedSearcher,
+    study: BudgetStudy,
+) -> list[ReplayBatch]:
     """The searches that nobody kept, a few at a time."""
-    there = walks_there(kept, series, landscape, study)
+    there = cached_paths(kept, series, landscape, study)
     seeds = [seed for seed in range(contender.seeds or study.seeds) if seed not in there]
-    some = [tuple(seeds[first : first + CHUNK]) for first in range(0, len(seeds), CHUNK)]
+    some = [tuple(seeds[first : first + SEARCHES_PER_BATCH]) for first in range(0, len(seeds), SEARCHES_PER_BATCH)]
     return [
-        Chunk(
+        ReplayBatch(
             series=series,
             table=table,
             searcher=contender,
             seeds=chunk,
-            budget=study.most,
+            budget=study.max_evaluations,
             initial=study.initial,
-            path=kept.part(series, chunk, study.most),
+            path=kept.new_part_file(series, chunk, study.max_evaluations),
         )
         for chunk in some
     ]
 
 
-def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> None:
+def replay_batches(chunks: Sequence[ReplayBatch], workers: int, observer: Observer) -> None:
     """Replay what is missing.
 
     Raises:
         UserError: An unknown searcher or placement, or a worker died.
     """
     with observer.work("replay", len(chunks)) as step:
-        for chunk in _replayed(chunks, workers):
+        for chunk in _iter_finished(chunks, workers):
             step.advance(f"{chunk.searcher.name} on {chunk.table.stem}")
 
 
-def curves_of(kept: Kept, series: Series, landscape: Landscape, contender: Contender, study: BudgetStudy) -> Curves:
+def search_curves(
+    kept: PathCache, series: SearchKey, landscape: Landscape, contender: ReplayedSearcher, study: BudgetStudy
+) -> SearchCurves:
     """What was replayed, all seeds together."""
-    there = walks_there(kept, series, landscape, study)
-    walks = walks_of(landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.most)
-    return Curves(
+    there = cached_paths(kept, series, landscape, study)
+    walks = read_paths(
+        landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.max_evaluations
+    )
+    return SearchCurves(
         latency_ms=walks.latency_ms(landscape),
         found_ms=walks.found_ms(landscape),
         elapsed_s=walks.elapsed_s(landscape),
@@ -133,16 +148,16 @@ def curves_of(kept: Kept, series: Series, landscape: Landscape, contender: Conte
     )
 
 
-def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
+def _iter_finished(chunks: Sequence[ReplayBatch], workers: int) -> Iterator[ReplayBatch]:
     """The chunks as they are done; in this very process where one worker is enough."""
     if min(workers, len(chunks)) < 2:
         for chunk in chunks:
-            _replay(chunk)
+            _replay_batch(chunk)
             yield chunk
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
-        waiting = {pool.submit(_replay, chunk): chunk for chunk in chunks}
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker) as pool:
+        waiting = {pool.submit(_replay_batch, chunk): chunk for chunk in chunks}
         try:
             for done in as_completed(waiting):
                 done.result()
@@ -156,15 +171,15 @@ def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
             pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
+def _initialize_worker() -> None:
     """A worker begins: an interrupt ends it at once, unless nobody listens to any, and so does its parent's end."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # of what a search loads only as it goes: Torch
-    Thread(target=_leave_with_parent, daemon=True).start()
+    Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     """A killed parent gives no more work and ends nobody: without this its workers would wait for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -172,60 +187,62 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _replay(chunk: Chunk) -> None:
-    landscape = _landscape(chunk.table, chunk.table.stat().st_mtime_ns)
-    walks = replay_walks(landscape, chunk.searcher, seeds=chunk.seeds, budget=chunk.budget, initial=chunk.initial)
-    write_part(chunk.path, chunk.series, {seed: Walk(walk, chunk.budget) for seed, walk in walks.items()})
+def _replay_batch(chunk: ReplayBatch) -> None:
+    landscape = _load_landscape(chunk.table, chunk.table.stat().st_mtime_ns)
+    walks = replay_paths(landscape, chunk.searcher, seeds=chunk.seeds, budget=chunk.budget, initial=chunk.initial)
+    write_part(chunk.path, chunk.series, {seed: SearchPath(walk, chunk.budget) for seed, walk in walks.items()})
 
 
 @lru_cache(maxsize=1)
-def _landscape(table: Path, _written_ns: int) -> Landscape:
+def _load_landscape(table: Path, _written_ns: int) -> Landscape:
     """Read once for many chunks, unless it was written again."""
     return Landscape(read_table(table))
 
 
-def _content(table: Path) -> bytes:
+def _table_digest(table: Path) -> bytes:
     try:
         return hashlib.sha256(table.read_bytes()).digest()
     except OSError as error:
         raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
 
 
-def _digest(asked: Mapping[str, Any], *content: bytes) -> str:
+def _settings_digest(asked: Mapping[str, Any], *content: bytes) -> str:
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
     for part in content:
         digest.update(part)
     return digest.hexdigest()[:24]
 
 
-def _libraries(contender: Contender) -> dict[str, str | None]:
+def _library_versions(contender: ReplayedSearcher) -> dict[str, str | None]:
     """Versions of what a searcher draws and proposes with, whatever hardware a wheel was built for."""
-    modules = {name for use in _involved(contender) for name in imported_by(_file(use), OURS)}
+    modules = {
+        name for use in _nested_searchers(contender) for name in imported_by(_searcher_file(use), SEARCH_PACKAGE)
+    }
     names = {"numpy", *(name for module, name in LIBRARIES.items() if module in modules)}
     if "optuna" in modules:
-        names |= {*LATE, *(("cmaes",) if "CmaEs" in json.dumps(contender.params, default=str) else ())}
-    return {name: _version(name) for name in sorted(names)}
+        names |= {*LAZY_LIBRARIES, *(("cmaes",) if "CmaEs" in json.dumps(contender.params, default=str) else ())}
+    return {name: _library_version(name) for name in sorted(names)}
 
 
-def _version(name: str) -> str | None:
+def _library_version(name: str) -> str | None:
     try:
         return version(name).partition("+")[0]
     except PackageNotFoundError:
         return None
 
 
-def _involved(contender: Contender) -> tuple[str, ...]:
+def _nested_searchers(contender: ReplayedSearcher) -> tuple[str, ...]:
     """A searcher, and those that its parameters name: what `per_pattern` and `portfolio` run may be somebody else's."""
     params = contender.params
     return (contender.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
 
 
-def _code(use: str) -> bytes:
+def _searcher_code_digest(use: str) -> bytes:
     """Digest of a searcher's code, which may be somebody else's."""
-    return code_digest(_file(use), OURS)
+    return code_digest(_searcher_file(use), SEARCH_PACKAGE)
 
 
-def _file(use: str) -> Path | None:
+def _searcher_file(use: str) -> Path | None:
     """Where a searcher is written; None where nobody can tell."""
     try:
         file = inspect.getsourcefile(load_plugin("searcher", use))
@@ -235,9 +252,9 @@ def _file(use: str) -> Path | None:
 
 
 @lru_cache(maxsize=1)
-def _told_by() -> tuple[bytes, ...]:
+def _observation_sources() -> tuple[bytes, ...]:
     """The code that decides what a searcher is told."""
     files = (
-        inspect.getsourcefile(told_by) for told_by in (Landscape, Space, BenchmarkTable, replay_walks, stderr_of_median)
+        inspect.getsourcefile(told_by) for told_by in (Landscape, Space, BenchmarkTable, replay_paths, stderr_of_median)
     )
-    return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)
+    return tuple(normalised_ast(Path(str(file)).read_bytes()) for file in files)

@@ -18,20 +18,20 @@ from harness.report.statistics import quartiles
 from harness.report.tables.report_table import interval
 from harness.results_dir.io import explain_write_errors
 from harness.studies.budget_tables import RISES
-from harness.studies.landscape_metrics import difficulty_of, drift_of
-from harness.studies.random_search import RANDOM, random_search
-from harness.studies.recorded_landscape import NEAR, Bound, Floats, Landscape
-from harness.studies.replay import Replayed, check_table, first_placements, replay, told_optimum
-from harness.studies.study_file import MOST_EVALUATIONS, MOST_SEEDS
+from harness.studies.landscape_metrics import estimate_drift, measure_difficulty
+from harness.studies.random_search import RANDOM_LABEL, random_search
+from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Floats, Landscape, MetricBound
+from harness.studies.replay import ReplayedSearches, check_table, initial_placements, optimum_in_initial_design, replay
+from harness.studies.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS
 
-__all__ = ["ReplayOrder", "replay_all", "table_lines"]
+__all__ = ["ReplayRequest", "replay_all", "table_lines"]
 
-Lines = tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]
+TableText = tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]
 """Header, rows, and what is said below them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOrder:
+class ReplayRequest:
     """What is to be replayed.
 
     Attributes:
@@ -49,10 +49,10 @@ class ReplayOrder:
     model: str | None = None
 
 
-def table_lines(table: BenchmarkTable, bound: Bound | None = None) -> list[str]:
+def table_lines(table: BenchmarkTable, bound: MetricBound | None = None) -> list[str]:
     """What a table is, its optimum, and how hard it is to search."""
     facts, landscape = table.metadata, Landscape(table, bound)
-    backend, hard, (drift, drift_se) = facts.backend, difficulty_of(landscape), drift_of(landscape)
+    backend, hard, (drift, drift_se) = facts.backend, measure_difficulty(landscape), estimate_drift(landscape)
     space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
     quantized = [f"{d.name}={d.choices[c]}" for d, c in zip(space.dimensions, best.choices, strict=True) if c]
     fixed = [c for d, c in zip(facts.dimensions, facts.base, strict=True) if d.name not in facts.varied]
@@ -74,7 +74,7 @@ def table_lines(table: BenchmarkTable, bound: Bound | None = None) -> list[str]:
     ]
 
 
-def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayOrder, out: Path | None) -> Lines:
+def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayRequest, out: Path | None) -> TableText:
     """Replay searchers beside random search from the same start.
 
     Args:
@@ -84,67 +84,67 @@ def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayOrd
     Raises:
         UserError: A table of another model, no such searcher, placement or metric, or the folder cannot be written.
     """
-    if order.budget > MOST_EVALUATIONS or order.seeds > MOST_SEEDS:
+    if order.budget > MAX_EVALUATIONS_PER_SEARCH or order.seeds > MAX_SEEDS:
         raise UserError(
-            f"a replay has at most {MOST_EVALUATIONS} evaluations and {MOST_SEEDS} seeds, but got {order.budget} and "
-            f"{order.seeds}"
+            f"a replay has at most {MAX_EVALUATIONS_PER_SEARCH} evaluations and {MAX_SEEDS} seeds, but got "
+            f"{order.budget} and {order.seeds}"
         )
     if order.model is not None:
         with tempfile.TemporaryDirectory() as work:
             check_table(table, ModelSpec(use=order.model, label="model"), Path(work))
-    landscape = Landscape(table, None if order.at_least is None else _bound(order.at_least))
-    random_ms = random_search(landscape, order.budget, first_placements(landscape, order.initial))
+    landscape = Landscape(table, None if order.at_least is None else _parse_bound(order.at_least))
+    random_ms = random_search(landscape, order.budget, initial_placements(landscape, order.initial))
     replayed = [
         replay(landscape, PluginSpec(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
         for name in searchers
     ]
     if out is not None:
         with explain_write_errors(out):
-            _write(landscape, random_ms, replayed, out)
+            _write_files(landscape, random_ms, replayed, out)
     marks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if n < order.budget] + [order.budget]
     header = ("searcher", *(str(mark) for mark in marks))
     optimum_ms = landscape.latency_ms[landscape.optimum]
-    curves = [(RANDOM, random_ms), *((found.searcher, found.latency_ms) for found in replayed)]
-    rows = [(name, *_cells(latency_ms, marks, optimum_ms)) for name, latency_ms in curves]
+    curves = [(RANDOM_LABEL, random_ms), *((found.searcher, found.latency_ms) for found in replayed)]
+    rows = [(name, *_format_row(latency_ms, marks, optimum_ms)) for name, latency_ms in curves]
     spent = f"after {', '.join(header[1:])} evaluations"
     columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
-    told = _told_first(landscape, order.initial)
-    nothing = _nothing_to_find(landscape, order.initial)
-    return header, rows, [columns, RISES, *filter(None, [told, nothing]), *_notes(replayed)]
+    told = _describe_initial_latency(landscape, order.initial)
+    nothing = _explain_flat_table(landscape, order.initial)
+    return header, rows, [columns, RISES, *filter(None, [told, nothing]), *_format_notes(replayed)]
 
 
-def _told_first(landscape: Landscape, initial: Sequence[str]) -> str:
+def _describe_initial_latency(landscape: Landscape, initial: Sequence[str]) -> str:
     """How fast the initial placements are where the table's own fixed dimensions stay as they are; "" for none."""
-    found = zip(initial, first_placements(landscape, initial), strict=True)
+    found = zip(initial, initial_placements(landscape, initial), strict=True)
     told = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in found]
     return f"told first, with what the table fixes: {', '.join(told)}" if told else ""
 
 
-def _nothing_to_find(landscape: Landscape, initial: Sequence[str]) -> str:
+def _explain_flat_table(landscape: Landscape, initial: Sequence[str]) -> str:
     """Why no searcher can be told from another here; "" where they can."""
-    name = told_optimum(landscape, initial)
+    name = optimum_in_initial_design(landscape, initial)
     return name and (
         f"{landscape.table.path.stem} tells no searcher from another: {name!r}, which every search is told first, is "
-        f"within {100 * NEAR:.0f} % of the optimum; begin cold (initial: none; here without --initial)"
+        f"within {100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum; begin cold (initial: none; here without --initial)"
     )
 
 
-def _bound(text: str) -> Bound:
+def _parse_bound(text: str) -> MetricBound:
     name, equals, value = text.partition("=")
     try:
         if not equals or not math.isfinite(float(value)):
             raise ValueError
-        return Bound(metric=name, at_least=float(value))
+        return MetricBound(metric=name, at_least=float(value))
     except ValueError:
         raise UserError(f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20") from None
 
 
-def _cells(latency_ms: Floats, marks: Sequence[int], optimum_ms: float) -> Iterator[str]:
+def _format_row(latency_ms: Floats, marks: Sequence[int], optimum_ms: float) -> Iterator[str]:
     for mark in marks:
         yield interval(*quartiles(100 * (latency_ms[:, mark - 1] / optimum_ms - 1)))
 
 
-def _notes(replayed: Sequence[Replayed]) -> Iterator[str]:
+def _format_notes(replayed: Sequence[ReplayedSearches]) -> Iterator[str]:
     for found in replayed:
         yield (
             f"{found.searcher}: {found.evaluations} evaluations in {found.wall_s:.2f} s "
@@ -153,18 +153,18 @@ def _notes(replayed: Sequence[Replayed]) -> Iterator[str]:
         )
 
 
-def _write(landscape: Landscape, random_ms: Floats, replayed: Sequence[Replayed], out: Path) -> None:
+def _write_files(landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], out: Path) -> None:
     from harness.studies.plots import draw_curves  # matplotlib takes a second, and a replay without plot less
 
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
     out.mkdir(parents=True, exist_ok=True)
-    frames = [_frame(RANDOM, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
-    frames += [_frame(found.searcher, found.walks.seeds, found.latency_ms, optimum_ms) for found in replayed]
+    frames = [_curve_frame(RANDOM_LABEL, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
+    frames += [_curve_frame(found.searcher, found.walks.seeds, found.latency_ms, optimum_ms) for found in replayed]
     pd.concat(frames).to_csv(out / "curves.csv", index=False)
     draw_curves(landscape, random_ms, replayed, landscape.table.metadata.model, out / "curves.png")
 
 
-def _frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:
+def _curve_frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:
     """One line for each seed and evaluation."""
     budget = latency_ms.shape[1]
     return pd.DataFrame(

@@ -20,18 +20,18 @@ from harness.selection.racing import TURN
 from harness.studies.recorded_landscape import Floats, Landscape
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
 
-__all__ = ["TURNS", "Indices", "Walks", "chosen", "log_turns"]
+__all__ = ["TURNS_PER_RACE", "Indices", "SearchPaths", "draw_turns", "simulate_selection"]
 
 Indices = npt.NDArray[np.intp]
-CONTENDERS = Confirmation().contenders
-AT_ONCE = 2**24
+DEFAULT_FINALISTS = Confirmation().contenders
+TURNS_PER_BATCH = 2**24
 """Turns that are drawn at once."""
-TURNS = sum(TURNS_PER_RACING_ROUND)
+TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)
 """Of one contender in a runoff, if it is there to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walks:
+class SearchPaths:
     """What some searches evaluated, in order; both arrays are [search, evaluation].
 
     Attributes:
@@ -46,21 +46,21 @@ class Walks:
 
     def latency_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Recorded latency of what each search would hand over; the slowest that is allowed while there is nothing."""
-        at_once = max(1, AT_ONCE // (self.indices.shape[1] * TURNS))
+        at_once = max(1, TURNS_PER_BATCH // (self.indices.shape[1] * TURNS_PER_RACE))
         starts = range(0, len(self.seeds), at_once)
-        place = np.vstack([self._places(landscape, slice(start, start + at_once)) for start in starts])
+        place = np.vstack([self._selected_evaluations(landscape, slice(start, start + at_once)) for start in starts])
         handed = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
         return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[handed])
 
-    def _places(self, landscape: Landscape, some: slice) -> Indices:
+    def _selected_evaluations(self, landscape: Landscape, some: slice) -> Indices:
         """Which evaluation some of the searches would hand over, after each of theirs."""
         indices, readings_ms = self.indices[some], self.readings_ms[some]
-        log_ms = np.full((*indices.shape, TURNS), np.inf, dtype=np.float32)
+        log_ms = np.full((*indices.shape, TURNS_PER_RACE), np.inf, dtype=np.float32)
         for row, seed in enumerate(self.seeds[some]):
             rng = np.random.default_rng([seed, 0x0FF])
             for column in np.flatnonzero(np.isfinite(readings_ms[row])):
-                log_ms[row, column] = log_turns(landscape, int(indices[row, column]), rng)
-        return chosen(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
+                log_ms[row, column] = draw_turns(landscape, int(indices[row, column]), rng)
+        return simulate_selection(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
 
     def found_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Recorded latency of the fastest that each search evaluated; the slowest while there is nothing allowed."""
@@ -70,18 +70,20 @@ class Walks:
 
     def elapsed_s(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Recorded wall-clock of all builds and measurements until then; once a search ended, its last."""
-        spent_s = np.array([*(_recorded_s(outcome) for outcome in landscape.outcomes), 0.0])
+        spent_s = np.array([*(_recorded_duration_s(outcome) for outcome in landscape.outcomes), 0.0])
         return np.cumsum(spent_s[self.indices], axis=1)
 
 
-def log_turns(landscape: Landscape, index: int, rng: np.random.Generator, races: int = 1) -> Floats:
+def draw_turns(landscape: Landscape, index: int, rng: np.random.Generator, races: int = 1) -> Floats:
     """Logarithm of what a placement reads in the turns of runoffs, [race, turn]."""
-    turns_ms = landscape.readings_ms(index, rng, races * TURNS, TURN)
-    read: Floats = np.log(turns_ms).reshape(races, TURNS)
+    turns_ms = landscape.readings_ms(index, rng, races * TURNS_PER_RACE, TURN)
+    read: Floats = np.log(turns_ms).reshape(races, TURNS_PER_RACE)
     return read
 
 
-def chosen(readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDArray[np.floating]]) -> Indices:
+def simulate_selection(
+    readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDArray[np.floating]]
+) -> Indices:
     """Which evaluation each search would hand over after each of its evaluations.
 
     Args:
@@ -95,12 +97,12 @@ def chosen(readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDAr
     """
     searches, evaluations = readings_ms.shape
     place = np.full((searches, evaluations), -1, dtype=np.intp)
-    led = np.full((searches, CONTENDERS), -1, dtype=np.intp)
+    led = np.full((searches, DEFAULT_FINALISTS), -1, dtype=np.intp)
     wins = np.full(searches, -1, dtype=np.intp)
     for latest in range(evaluations):
         several = np.column_stack([led, np.full(searches, latest)])
-        several = np.where(np.isfinite(_of(readings_ms, several)), several, -1)
-        lowest = np.argsort(_of(readings_ms, several), axis=1, kind="stable")[:, :CONTENDERS]
+        several = np.where(np.isfinite(_values_at(readings_ms, several)), several, -1)
+        lowest = np.argsort(_values_at(readings_ms, several), axis=1, kind="stable")[:, :DEFAULT_FINALISTS]
         before, led = led, np.take_along_axis(several, lowest, axis=1)
         rows = np.flatnonzero((led != before).any(axis=1))  # else the same race again
         if len(rows):
@@ -110,13 +112,13 @@ def chosen(readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDAr
     return place
 
 
-def _of(figures: Floats, evaluations: npt.NDArray[np.intp]) -> Floats:
+def _values_at(figures: Floats, evaluations: npt.NDArray[np.intp]) -> Floats:
     """Figures of these evaluations, of each search its own; infinite for -1."""
     taken: Floats = np.where(evaluations >= 0, np.take_along_axis(figures, evaluations, axis=1), np.inf)
     return taken
 
 
-def _recorded_s(outcome: Outcome) -> float:
+def _recorded_duration_s(outcome: Outcome) -> float:
     if isinstance(outcome, Failed):
         return outcome.wall_s
     return outcome.build_s + outcome.measure_s + outcome.evaluate_s

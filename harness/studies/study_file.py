@@ -15,33 +15,33 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.registry import installed_plugins
 
-__all__ = ["MOST_EVALUATIONS", "MOST_SEEDS", "BudgetStudy", "Contender", "everybody", "load_study"]
+__all__ = ["MAX_EVALUATIONS_PER_SEARCH", "MAX_SEEDS", "BudgetStudy", "ReplayedSearcher", "all_searchers", "load_study"]
 
-LEFT_OUT = ("exhaustive", "optuna")
+EXCLUDED_SEARCHERS = ("exhaustive", "optuna")
 """The one walks a table from end to end and says nothing about searching; the other's Gaussian process takes up to a
 second for a proposal. Both run where they are named."""
 MAX_BYTES = 2**20
 
 
-MOST_SEEDS = 10_000
-MOST_EVALUATIONS = 5_000
+MAX_SEEDS = 10_000
+MAX_EVALUATIONS_PER_SEARCH = 5_000
 """Of one search: ten thousand random searches of them take 0.4 GB."""
 
 
-def _rising(budgets: tuple[int, ...]) -> tuple[int, ...]:
+def _check_rising(budgets: tuple[int, ...]) -> tuple[int, ...]:
     if list(budgets) != sorted(set(budgets)):
         raise ValueError(f"budgets rise, and none comes twice, but got {list(budgets)}")
     return budgets
 
 
-class Contender(PluginSpec):
+class ReplayedSearcher(PluginSpec):
     """A searcher of a study.
 
     Attributes:
         seeds: Searches on each table, for one that takes its time; None: as many as of all others.
     """
 
-    seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] | None = None
+    seeds: Annotated[int, Field(ge=1, le=MAX_SEEDS)] | None = None
 
 
 class BudgetStudy(BaseModel):
@@ -50,7 +50,7 @@ class BudgetStudy(BaseModel):
     Attributes:
         study: Its name.
         tables: Files of `qdq record`, relative to the study's file; `*` stands for whatever is there.
-        searchers: Who takes part; none: all that are installed but `LEFT_OUT`.
+        searchers: Who takes part; none: all that are installed but `EXCLUDED_SEARCHERS`.
         seeds: Searches of each searcher on each table, with seeds from 0.
         budgets: Evaluations at which searches are compared; they run to the largest.
         initial: Placements that every search is told first (float, all, linear); they cost evaluations. "none" is the
@@ -62,24 +62,28 @@ class BudgetStudy(BaseModel):
     study: str
     description: str = ""
     tables: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    searchers: Annotated[tuple[Contender, ...], Field(strict=False)] = ()
-    seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 100
+    searchers: Annotated[tuple[ReplayedSearcher, ...], Field(strict=False)] = ()
+    seeds: Annotated[int, Field(ge=1, le=MAX_SEEDS)] = 100
     budgets: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=MOST_EVALUATIONS)], ...],
+        tuple[Annotated[int, Field(ge=1, le=MAX_EVALUATIONS_PER_SEARCH)], ...],
         Field(strict=False, min_length=1),
-        AfterValidator(_rising),
+        AfterValidator(_check_rising),
     ] = (10, 25, 50, 100, 200)
     initial: Annotated[tuple[str, ...], BeforeValidator(as_list), Field(strict=False)] = ("float", "all", "linear")
 
     @property
-    def most(self) -> int:
+    def max_evaluations(self) -> int:
         """Evaluations of one search."""
         return max(self.budgets)
 
 
-def everybody() -> tuple[Contender, ...]:
-    """Every installed searcher but `LEFT_OUT`."""
-    return tuple(Contender(use=plugin.name) for plugin in installed_plugins("searcher") if plugin.name not in LEFT_OUT)
+def all_searchers() -> tuple[ReplayedSearcher, ...]:
+    """Every installed searcher but `EXCLUDED_SEARCHERS`."""
+    return tuple(
+        ReplayedSearcher(use=plugin.name)
+        for plugin in installed_plugins("searcher")
+        if plugin.name not in EXCLUDED_SEARCHERS
+    )
 
 
 def load_study(path: Path) -> BudgetStudy:
@@ -98,10 +102,10 @@ def load_study(path: Path) -> BudgetStudy:
         study = BudgetStudy.model_validate(document)
     except ValidationError as error:
         raise to_user_error(BudgetStudy, str(path), error) from error
-    return study.model_copy(update={"tables": tuple(_files(path, study.tables))})
+    return study.model_copy(update={"tables": tuple(_resolve_table_files(path, study.tables))})
 
 
-def _files(path: Path, tables: tuple[str, ...]) -> list[str]:
+def _resolve_table_files(path: Path, tables: tuple[str, ...]) -> list[str]:
     found: list[str] = []
     for text in tables:
         names = sorted(glob(text, root_dir=path.parent, recursive=True)) if "*" in text else [text]

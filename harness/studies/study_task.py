@@ -22,23 +22,23 @@ from harness.progress import Observer
 from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
-__all__ = ["Study", "open_study", "study_of", "subject"]
+__all__ = ["StudyTask", "make_study", "prepare_study", "study_name"]
 
-ANCHORS = ("float", "all", "linear")
+ANCHOR_PLACEMENTS = ("float", "all", "linear")
 """Placements that every study knows by name; PTQ tools take minutes and are none of its business."""
 
-BRIEF: Mapping[str, Any] = {
+STUDY_LIMITS: Mapping[str, Any] = {
     "warmup_ms": 30.0, "min_samples": 7, "max_samples": 21, "max_ms": 300.0, "beside": "always",
 }  # fmt: skip
 """How an engine is timed where the study is given a model: thousands of engines, so few samples of each, and always
 beside the float model, for in the quarter of an hour that a table takes a machine changes its pace."""
 
-PLAIN = re.compile(r"[A-Za-z0-9._=-]{0,60}")
+SAFE_FOLDER_NAME = re.compile(r"[A-Za-z0-9._=-]{0,60}")
 """What may stand in the name of a folder as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Study:
+class StudyTask:
     """What is studied: one model on one backend at one precision.
 
     Attributes:
@@ -48,7 +48,7 @@ class Study:
     spec: TaskSpec
 
 
-def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
+def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
     text: str,
     *,
     backend: str | None = None,
@@ -57,7 +57,7 @@ def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
     dims: Mapping[str, int] | None = None,
     precision: str | None = None,
     fidelity: bool = False,
-) -> Study:
+) -> StudyTask:
     """A study of a model, or of the only cell of an experiment file.
 
     Args:
@@ -73,7 +73,7 @@ def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
     Raises:
         UserError: Anything that cannot be used, or an experiment with more than one cell.
     """
-    changes: dict[str, Any] = {"initial": list(ANCHORS), "baselines": ["all", "linear"]}
+    changes: dict[str, Any] = {"initial": list(ANCHOR_PLACEMENTS), "baselines": ["all", "linear"]}
     if backend is not None or params:
         changes["backends"] = [{"use": backend or "openvino", "params": dict(params or {})}]
     if precision is not None:
@@ -81,23 +81,23 @@ def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
     if Path(text).suffix in (".yaml", ".yml"):
         experiment = load_experiment(Path(text))
     else:
-        model = {"use": text, "label": _label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
-        experiment = _parse({"experiment": "study", "models": [model], "sampling": dict(BRIEF)})
+        model = {"use": text, "label": _model_label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
+        experiment = _parse_experiment({"experiment": "study", "models": [model], "sampling": dict(STUDY_LIMITS)})
     described = {**experiment.model_dump(mode="json"), **changes}
     if fidelity:
         described["models"] = [
             {**model, "evaluator": model["evaluator"] or "fidelity"} for model in described["models"]
         ]
-    experiment = _parse(described, experiment.base_dir)
+    experiment = _parse_experiment(described, experiment.base_dir)
     check_experiment(experiment)
     cells = plan_tasks(experiment)
     if len(cells) > 1:
         names = ", ".join(cell.name for cell in cells)
         raise UserError(f"{text}: a study has one cell, but this experiment has {len(cells)}: {names}; keep one")
-    return Study(experiment=experiment, spec=cells[0])
+    return StudyTask(experiment=experiment, spec=cells[0])
 
 
-def subject(study: Study, placement: str) -> str:
+def study_name(study: StudyTask, placement: str) -> str:
     """What is measured, as the name of a folder: model, backend with its parameters, shapes, placement, precision.
 
     For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision.
@@ -108,11 +108,14 @@ def subject(study: Study, placement: str) -> str:
     given = {**spec.backend.params, **spec.model.shapes, **spec.model.dims}
     told = "-".join(f"{name}={value}" for name, value in sorted(given.items()) if name != "base")
     what = placement if placement == "float" else f"{placement}-{spec.precision}"
-    plain = (each if PLAIN.fullmatch(each) else hashlib.sha256(each.encode()).hexdigest()[:12] for each in (told, what))
+    plain = (
+        each if SAFE_FOLDER_NAME.fullmatch(each) else hashlib.sha256(each.encode()).hexdigest()[:12]
+        for each in (told, what)
+    )
     return "-".join(filter(None, (spec.model.name, spec.backend.name, *plain)))
 
 
-def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, WorkerSpec]:
+def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[Cell, WorkerSpec]:
     """The study's cell, and what a worker needs for it; the backend is at its strongest float precision.
 
     Args:
@@ -135,10 +138,10 @@ def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, Wo
     )
 
 
-def _parse(described: Mapping[str, Any], base_dir: Path | None = None) -> Experiment:
+def _parse_experiment(described: Mapping[str, Any], base_dir: Path | None = None) -> Experiment:
     return parse_experiment(yaml.safe_dump(dict(described)), "study", base_dir)
 
 
-def _label(text: str) -> str:
+def _model_label(text: str) -> str:
     """What tables call a model given by its path."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text.rpartition(":")[2]).stem).strip("-._") or "model"

@@ -126,8 +126,10 @@ def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch:
         raise UserError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.compat.modelopt_autotune.command._strongest", stop)
-    monkeypatch.setattr("harness.compat.modelopt_autotune.command._target", lambda use: "a GPU that is not here")
+    monkeypatch.setattr("harness.compat.modelopt_autotune.command._select_float_baseline", stop)
+    monkeypatch.setattr(
+        "harness.compat.modelopt_autotune.command._describe_target", lambda use: "a GPU that is not here"
+    )
     library = tmp_path / "my.so"
     library.touch()
     given = ["-m", str(net(tmp_path)), "-o", "out", "--use_trtexec", "--timing_cache", "cache"]

@@ -10,12 +10,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.compat.modelopt_autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError, dq_dtype
+from harness.compat.modelopt_autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError, parse_dq_dtype
 from harness.errors import UserError
 
 __all__ = [
-    "MODE_PRESETS", "Depth", "add_sizes", "arguments", "depth_of", "get_node_filter_list", "get_parser",
-    "idle_flags", "shapes_of",
+    "MODE_PRESETS",
+    "ModePreset",
+    "add_sizes",
+    "get_node_filter_list",
+    "get_parser",
+    "ineffective_flags",
+    "parse_arguments",
+    "parse_shapes",
+    "select_mode_preset",
 ]  # fmt: skip
 
 MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
@@ -28,11 +35,11 @@ MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 """Figures of ModelOpt 0.47."""
 MAX_FILTER_BYTES = 1 << 20
 TRTEXEC = "--trtexec_benchmark_args"
-LEAST_RUNS = 3
+MIN_TIMING_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Depth:
+class ModePreset:
     """How thorough a run is."""
 
     schemes_per_region: int
@@ -40,21 +47,21 @@ class Depth:
     timing_runs: int
 
 
-def depth_of(options: argparse.Namespace) -> Depth:
+def select_mode_preset(options: argparse.Namespace) -> ModePreset:
     """The preset of the mode, apart from what was given.
 
     Raises:
         AutotunerError: A figure that cannot be.
     """
-    given = {name: getattr(options, name) for name in Depth.__dataclass_fields__}
+    given = {name: getattr(options, name) for name in ModePreset.__dataclass_fields__}
     least = {"schemes_per_region": 1, "warmup_runs": 0, "timing_runs": 1}
     for name, value in given.items():
         if value is not None and value < least[name]:
             raise AutotunerError(f"--{name} is at least {least[name]}, but got {value}")
-    return Depth(**{**MODE_PRESETS[options.mode], **{name: v for name, v in given.items() if v is not None}})
+    return ModePreset(**{**MODE_PRESETS[options.mode], **{name: v for name, v in given.items() if v is not None}})
 
 
-def idle_flags(options: argparse.Namespace, taken: Collection[str], *, typed: bool) -> Iterator[str]:
+def ineffective_flags(options: argparse.Namespace, taken: Collection[str], *, typed: bool) -> Iterator[str]:
     """Yield the flags of a command line that change nothing, with the reason.
 
     Args:
@@ -69,9 +76,11 @@ def idle_flags(options: argparse.Namespace, taken: Collection[str], *, typed: bo
         yield "--calibration_samples: there is no --calibration_data to take samples of"
     if typed and options.default_dq_dtype != "float32":
         yield f"--default_dq_dtype {options.default_dq_dtype}: all types of this model are known"
-    if options.timing_runs is not None and options.timing_runs < LEAST_RUNS:
-        yield f"--timing_runs {options.timing_runs}: {LEAST_RUNS} are timed, the fewest that have a median"
-    if options.mode != "default" and all(getattr(options, name) is not None for name in Depth.__dataclass_fields__):
+    if options.timing_runs is not None and options.timing_runs < MIN_TIMING_RUNS:
+        yield f"--timing_runs {options.timing_runs}: {MIN_TIMING_RUNS} are timed, the fewest that have a median"
+    if options.mode != "default" and all(
+        getattr(options, name) is not None for name in ModePreset.__dataclass_fields__
+    ):
         yield f"--mode {options.mode}: each of its figures is given by a flag of its own"
 
 
@@ -89,23 +98,23 @@ def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
             raise UserError(f"--node_filter_list {path}: more than {MAX_FILTER_BYTES} bytes are no list of wildcards")
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--node_filter_list {path}: cannot be read: {_plainly(error)}") from error
+        raise UserError(f"--node_filter_list {path}: cannot be read: {_describe_pattern_error(error)}") from error
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
         raise UserError(f"--node_filter_list {path}: there is no wildcard in it; one a line, such as *conv*")
     return found
 
 
-def _plainly(error: OSError | UnicodeDecodeError) -> str:
+def _describe_pattern_error(error: OSError | UnicodeDecodeError) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else "it is no text"
 
 
-def arguments(given: Sequence[str], prog: str) -> argparse.Namespace:
+def parse_arguments(given: Sequence[str], prog: str) -> argparse.Namespace:
     """The options of a command line; ends the process where one is wrong, as argparse does."""
-    return get_parser(prog).parse_args(_with_value(given, TRTEXEC))
+    return get_parser(prog).parse_args(_join_option_value(given, TRTEXEC))
 
 
-def _with_value(given: Sequence[str], option: str) -> list[str]:
+def _join_option_value(given: Sequence[str], option: str) -> list[str]:
     """Return arguments with an option and its value in one: argparse takes a value such as --verbose for an option."""
     found: list[str] = []
     for argument in given:
@@ -154,7 +163,7 @@ def add_sizes(group: Any) -> None:
     )
 
 
-def shapes_of(options: argparse.Namespace) -> dict[str, str]:
+def parse_shapes(options: argparse.Namespace) -> dict[str, str]:
     """Static shapes by input name.
 
     Raises:
@@ -199,7 +208,7 @@ def _add_quantization(group: Any) -> None:
     group.add_argument("--quant_type", choices=QUANT_TYPES, default="int8", help="(default: %(default)s)")
     group.add_argument(
         "--default_dq_dtype",
-        type=dq_dtype,
+        type=parse_dq_dtype,
         choices=DQ_DTYPES,
         default="float32",
         help="type of tensors whose type cannot be inferred (default: %(default)s)",

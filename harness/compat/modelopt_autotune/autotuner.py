@@ -7,7 +7,7 @@ from typing import Any
 from harness.compat.modelopt_autotune.autotuner_base import QDQAutotunerBase
 from harness.compat.modelopt_autotune.cache import PatternCache
 from harness.compat.modelopt_autotune.common import Config
-from harness.compat.modelopt_autotune.region_index import Atlas
+from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 
 __all__ = ["CombinedRegionSearch", "QDQAutotuner"]
@@ -36,7 +36,7 @@ class CombinedRegionSearch:
     def __init__(
         self, graph: Any, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
     ) -> None:
-        self.graph = graph if isinstance(graph, Atlas) else QDQAutotunerBase(graph).graph
+        self.graph = graph if isinstance(graph, RegionIndex) else QDQAutotunerBase(graph).graph
         self.maximum_sequence_region_size = maximum_sequence_region_size
         self.minimum_topdown_search_size = minimum_topdown_search_size
         self.regions: list[Region] = []

@@ -21,14 +21,20 @@ from harness.compat.modelopt_autotune.common import (
     Config,
     InvalidSchemeError,
 )
-from harness.compat.modelopt_autotune.model_writer import export
-from harness.compat.modelopt_autotune.pattern_search import Turn
+from harness.compat.modelopt_autotune.model_writer import export_model
+from harness.compat.modelopt_autotune.pattern_search import PatternSearch
 from harness.compat.modelopt_autotune.points import ResolvedInsertionPoint
-from harness.compat.modelopt_autotune.region_index import Atlas
+from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import PatternSchemes
-from harness.compat.modelopt_autotune.session import Backend, Session
-from harness.compat.modelopt_autotune.state import State, cache_path, changes, read_state, write_state
+from harness.compat.modelopt_autotune.session import AutotuneSession, Backend
+from harness.compat.modelopt_autotune.state import (
+    AutotuneState,
+    cache_path,
+    describe_config_changes,
+    read_state,
+    write_state,
+)
 from harness.config.sections import PluginSpec
 from harness.graph.io.conversions import as_proto, proto_digest
 from harness.graph.load import from_proto
@@ -68,7 +74,7 @@ class QDQAutotunerBase:
             proto = as_proto(model)
             self._model = from_proto(proto, source="model", sha256=proto_digest(proto), min_opset=MIN_OPSET)
         self.onnx_model = self._model.proto
-        self.graph = Atlas(self._model)
+        self.graph = RegionIndex(self._model)
         self.regions: list[Region] = []
         self.config = Config()
         self.initialized = False
@@ -82,8 +88,8 @@ class QDQAutotunerBase:
         self.profiled_patterns: list[PatternSchemes] = []
         self.unfinished: set[str] = set()
         self.delivered: Placement | None = None
-        self._made: Session | None = None
-        self._turn: Turn | None = None
+        self._made: AutotuneSession | None = None
+        self._turn: PatternSearch | None = None
 
     @property
     def current_profile_region(self) -> Region | None:
@@ -118,7 +124,7 @@ class QDQAutotunerBase:
             origin, source = self._model.origin, self._model.source
             upgraded = from_proto(self.onnx_model, source=source, sha256=self._model.sha256, min_opset=opset)
             self._model = dataclasses.replace(upgraded, origin=origin and dataclasses.replace(origin, min_opset=opset))
-        self.graph = Atlas(self._model, self._backend.dialect, precision, self.config.default_dq_dtype)
+        self.graph = RegionIndex(self._model, self._backend.dialect, precision, self.config.default_dq_dtype)
         self.pattern_cache = pattern_cache or PatternCache(
             self.config.pattern_cache_minimum_distance, self.config.pattern_cache_max_entries_per_pattern
         )
@@ -126,7 +132,7 @@ class QDQAutotunerBase:
         self.initialized = True
 
     @property
-    def session(self) -> Session:
+    def session(self) -> AutotuneSession:
         """What is worked on; made when it is first needed, and anew where `regions` are others by then.
 
         Raises:
@@ -135,7 +141,7 @@ class QDQAutotunerBase:
         if not self.initialized:
             raise AutotunerNotInitializedError(f"{type(self).__name__}: call initialize() first")
         if self._made is None or self._made.regions != tuple(self.regions):
-            self._made = Session(self.graph, self.regions, self.config, self._backend)
+            self._made = AutotuneSession(self.graph, self.regions, self.config, self._backend)
             self.delivered = None
             if self.pattern_cache is not None:
                 self.pattern_cache.origin = self._made.origin
@@ -166,10 +172,10 @@ class QDQAutotunerBase:
         if any(known.pattern == pattern for known in self.profiled_patterns):
             return
         around = session.with_schemes(self.profiled_patterns)
-        self._turn = session.turn(region, around)
+        self._turn = session.pattern_search(region, around)
         self._turn.seed([session.chart.encode(region, around)])  # what there is competes, and as a rule is measured
         if self.pattern_cache is not None:
-            self._turn.seed(self.pattern_cache.starts(pattern.signature))
+            self._turn.seed(self.pattern_cache.initial_schemes(pattern.signature))
 
     def generate(self) -> int:
         """Index of the next scheme to measure: those of the cache first, then what the searcher proposes.
@@ -218,7 +224,9 @@ class QDQAutotunerBase:
         record = session.record(placement, latency_ms if measured else None, turn.signature, stderr_ms=stderr_ms)
         turn.fill(turn.generated, record)
         if measured and self.pattern_cache is not None:
-            self.pattern_cache.learn(session.learned(placement, latency_ms, self.baseline_latency_ms))
+            self.pattern_cache.add_measurements(
+                session.measured_schemes(placement, latency_ms, self.baseline_latency_ms)
+            )
 
     def placement(self, best: bool = False) -> Placement:
         """The whole model's choice: profiled patterns at their best, the current one as generated last or its best.
@@ -239,7 +247,7 @@ class QDQAutotunerBase:
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """Inputs of nodes that carry a Q/DQ pair in `placement`."""
         session = self.session
-        found = session.chart.resolved(session.space.resolve(self.placement(best)))
+        found = session.chart.resolved_points(session.space.resolve(self.placement(best)))
         if verbose:
             _logger.info("%d insertion points: %s", len(found), sorted(map(repr, found)))
         return found
@@ -265,7 +273,7 @@ class QDQAutotunerBase:
         resolved = session.space.resolve(self.placement(best)) if insert_qdq else ()
         proto = session.delivery.proto(resolved)
         path = None if output_path is None else Path(output_path)
-        return export(proto if model_transform is None else model_transform(proto), path)
+        return export_model(proto if model_transform is None else model_transform(proto), path)
 
     def import_insertion_points(self, quantized_tensors: set[str] | list[str]) -> None:
         """Begin with what a Q/DQ model has: its schemes are tried first, and stand until the turn of their pattern.
@@ -275,7 +283,7 @@ class QDQAutotunerBase:
         """
         session = self.session
         self.delivered = None
-        session.base = session.imported(set(quantized_tensors))
+        session.base = session.import_placement(set(quantized_tensors))
         if self.pattern_cache is not None:
             for region in self.regions:
                 self.pattern_cache.add_pattern_from_region(region, self.graph, set(quantized_tensors))
@@ -286,7 +294,7 @@ class QDQAutotunerBase:
         Raises:
             AutotunerError: A file cannot be written.
         """
-        state = State(
+        state = AutotuneState(
             facts=self.session.facts,
             config={**dataclasses.asdict(self.config), "backend_params": dict(self.config.backend_params)},
             baseline_latency_ms=self.baseline_latency_ms,
@@ -312,11 +320,11 @@ class QDQAutotunerBase:
             self._set_baseline(state.baseline_latency_ms)
         self.beside_float = state.beside_float
         self.delivered = None
-        self.changes = tuple(changes(state.config, dataclasses.asdict(self.config)))
+        self.changes = tuple(describe_config_changes(state.config, dataclasses.asdict(self.config)))
         self.session.measured.update(state.measured)
         self.profiled_patterns += [each for each in state.patterns if each.schemes]
         if self.pattern_cache is not None and cache_path(path).exists():
-            self.pattern_cache.learn(PatternCache.load(str(cache_path(path))).content)
+            self.pattern_cache.add_measurements(PatternCache.load(str(cache_path(path))).content)
 
     def _set_baseline(self, latency_ms: float) -> None:
         self.baseline_latency_ms = latency_ms

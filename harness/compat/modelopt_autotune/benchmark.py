@@ -18,7 +18,7 @@ import numpy as np
 from harness import registry
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.common import AutotunerError
-from harness.compat.modelopt_autotune.sampling_policy import beside_sampling, exactly, latency_ms, write_log
+from harness.compat.modelopt_autotune.sampling_policy import fixed_sampling, latency_ms, reference_sampling, write_log
 from harness.config.sections import Confirmation, Limits, PluginSpec
 from harness.errors import UserError
 from harness.graph.io.files import file_digest
@@ -34,10 +34,10 @@ __all__ = [
 ]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
-_CURRENT: ContextVar[Benchmark | None] = ContextVar("benchmark", default=None)
+_current_benchmarks: ContextVar[Benchmark | None] = ContextVar("benchmark", default=None)
 """The one piece of state that the door's functions share, because ModelOpt's do."""
 _LIMITS = Limits(build_s=1800, measure_s=3600)
-_NAMES: Mapping[str, tuple[str, ...]] = {
+_TENSORRT_OPTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "plugin_libraries": ("plugin_libraries", "plugins"),
     "timing_cache_file": ("timing_cache_file",),
     "trtexec_args": ("extra", "trtexec_args", "extra_args", "args"),
@@ -78,7 +78,7 @@ class Benchmark:
         self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
         self._level_ms: float | None = None
 
-    def beside(self, reference: Path, level_ms: float) -> None:
+    def time_against_reference(self, reference: Path, level_ms: float) -> None:
         """Time from now on in turns with a model, which takes the machine's pace out of the readings.
 
         Warm-up and readings are then as in an experiment, see `harness.timing.reference_sampling`.
@@ -87,14 +87,14 @@ class Benchmark:
             reference: The float model.
             level_ms: Its latency, which sets the scale.
         """
-        self._time_beside(reference, level_ms)
+        self._measure_against_reference(reference, level_ms)
 
-    def alone(self) -> None:
+    def time_without_reference(self) -> None:
         """Time each model by itself again, as at first."""
         if self._level_ms is not None:
-            self._time_beside(None, None)
+            self._measure_against_reference(None, None)
 
-    def _time_beside(self, reference: Path | None, level_ms: float | None) -> None:
+    def _measure_against_reference(self, reference: Path | None, level_ms: float | None) -> None:
         self._opened.close()
         self._worker, self._level_ms = replace(self._worker, reference=reference), level_ms
         self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
@@ -125,26 +125,26 @@ class Benchmark:
 
     def measure(self, candidate: Candidate, log_file: str | Path | None = None) -> Outcome:
         """Build and time a candidate, and say in the log what came of it."""
-        outcome = self._measured(candidate)
+        outcome = self._measure_alone(candidate)
         if log_file is not None:
             write_log(outcome, candidate, Path(log_file))
         if isinstance(outcome, Failed):
             _logger.warning("%s: %s: %s", candidate.digest, outcome.stage, outcome.reason)
         return outcome
 
-    def _measured(self, candidate: Candidate) -> Outcome:
+    def _measure_alone(self, candidate: Candidate) -> Outcome:
         if self._level_ms is not None:
-            sampling = beside_sampling(self.timing_runs, self._level_ms)
+            sampling = reference_sampling(self.timing_runs, self._level_ms)
             return attempt_with(self._engines, sampling, care=Care(level_ms=self._level_ms))(candidate, None)
         built = self._engines.build(candidate)
         if isinstance(built, Failed):
             return built
         try:
             if self.warmup_runs:
-                warm = self._engines.sample(built.handle, exactly(self.warmup_runs))
+                warm = self._engines.sample(built.handle, fixed_sampling(self.warmup_runs))
                 if isinstance(warm, Failed):
                     return warm
-            samples = self._engines.sample(built.handle, exactly(self.timing_runs))
+            samples = self._engines.sample(built.handle, fixed_sampling(self.timing_runs))
             if isinstance(samples, Failed):
                 return samples
             return Measured(
@@ -159,7 +159,7 @@ class Benchmark:
         finally:
             self._engines.release(built.handle)
 
-    def fresh(self) -> AbstractContextManager[Engines]:
+    def open_fresh_engines(self) -> AbstractContextManager[Engines]:
         """Engines in a worker of their own."""
         return open_engines(self._worker, _LIMITS)
 
@@ -173,7 +173,7 @@ class Benchmark:
         events = confirm(
             [Contender(name="final", candidate=final)],
             Contender(name="baseline", candidate=baseline),
-            open_engines=self.fresh,
+            open_engines=self.open_fresh_engines,
             schedule=Confirmation(builds=builds, rounds=4, samples=samples),
             rng=np.random.default_rng(0),
         )
@@ -247,7 +247,7 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
     for option, value in options.items():
         if not value:
             continue
-        known = next((each for each in _NAMES[option] if each in taken), None)
+        known = next((each for each in _TENSORRT_OPTION_NAMES[option] if each in taken), None)
         if known is not None:
             found[known] = [*found.get(known, ()), *value] if isinstance(value, list | tuple) else value
         elif option != "timing_cache_file":
@@ -302,13 +302,13 @@ def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
     before = current_benchmark()
     if before is not None:
         before.close()
-    _CURRENT.set(made)
+    _current_benchmarks.set(made)
     return made
 
 
 def current_benchmark() -> Benchmark | None:
     """What `init_benchmark_instance` made last, unless that was closed."""
-    found = _CURRENT.get()
+    found = _current_benchmarks.get()
     return found if found is not None and found.close.alive else None
 
 

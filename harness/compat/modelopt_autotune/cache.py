@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.compat.modelopt_autotune.common import AutotunerError
-from harness.compat.modelopt_autotune.points import point_at
-from harness.compat.modelopt_autotune.region_index import Atlas
+from harness.compat.modelopt_autotune.points import make_insertion_point
+from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.graph import pattern_cache as engine
@@ -92,7 +92,7 @@ class PatternCache:
             usable = (scheme for scheme in pattern_schemes.schemes if not scheme.error)
             self._put(self._pattern(pattern_schemes.pattern, usable))
 
-    def add_pattern_from_region(self, region: Region, graph: Atlas, quantized_tensors: set[str]) -> None:
+    def add_pattern_from_region(self, region: Region, graph: RegionIndex, quantized_tensors: set[str]) -> None:
         """Take over what a Q/DQ model has in a region, and in the regions below it.
 
         Args:
@@ -100,7 +100,7 @@ class PatternCache:
         """
         names = float_names(set(quantized_tensors), graph.model)
         for each in region.walk():
-            found = [p for p in graph.full_scheme(each).points if _tensors(each, graph, p) & names]
+            found = [p for p in graph.full_scheme(each).points if _point_tensors(each, graph, p) & names]
             self._put(self._pattern(graph.pattern(each), [InsertionScheme.of(found)]))
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
@@ -112,11 +112,11 @@ class PatternCache:
         }
         self._put(engine.PatternCache(patterns=found))
 
-    def learn(self, content: engine.PatternCache) -> None:
+    def add_measurements(self, content: engine.PatternCache) -> None:
         """Take over what was measured; nobody begins with that again."""
         self.content = engine.merged(self.content, content)
 
-    def starts(self, pattern_signature: str) -> list[InsertionScheme]:
+    def initial_schemes(self, pattern_signature: str) -> list[InsertionScheme]:
         """Schemes of a pattern to begin with, best first."""
         found = self.seeds.patterns.get(pattern_signature)
         return [] if found is None else _schemes(found).schemes
@@ -169,7 +169,7 @@ class PatternCache:
         return f"PatternCache(patterns={self.num_patterns}, schemes={self.total_schemes})"
 
     def _put(self, content: engine.PatternCache) -> None:
-        self.learn(content)
+        self.add_measurements(content)
         self.seeds = engine.merged(self.seeds, content)
 
     def _pattern(self, pattern: RegionPattern, schemes: Iterable[InsertionScheme]) -> engine.PatternCache:
@@ -189,14 +189,14 @@ class PatternCache:
         )
 
 
-def _tensors(region: Region, graph: Atlas, point: Any) -> set[str]:
+def _point_tensors(region: Region, graph: RegionIndex, point: Any) -> set[str]:
     return {resolved.tensor_name for resolved in point.resolve(region, graph)}
 
 
 def _schemes(pattern: engine.CachedPattern) -> PatternSchemes:
     schemes = []
     for cached in pattern.schemes:
-        scheme = InsertionScheme.of(point_at(point.kind, point.place) for point in sorted(cached.points))
+        scheme = InsertionScheme.of(make_insertion_point(point.kind, point.place) for point in sorted(cached.points))
         if cached.latency_ms is not None:
             scheme.latency_ms = cached.latency_ms
         schemes.append(scheme)

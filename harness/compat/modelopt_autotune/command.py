@@ -13,18 +13,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from harness.compat.modelopt_autotune.arguments import (
-    Depth,
-    arguments,
-    depth_of,
+    ModePreset,
     get_node_filter_list,
-    idle_flags,
-    shapes_of,
+    ineffective_flags,
+    parse_arguments,
+    parse_shapes,
+    select_mode_preset,
 )
 from harness.compat.modelopt_autotune.benchmark import backend_use, init_benchmark_instance, split_arguments
 from harness.compat.modelopt_autotune.common import AutotunerError, Config
-from harness.compat.modelopt_autotune.model_writer import calibration_feeds
-from harness.compat.modelopt_autotune.procedure import Plan, run_plan
-from harness.compat.modelopt_autotune.region_index import untyped
+from harness.compat.modelopt_autotune.model_writer import load_calibration_batches
+from harness.compat.modelopt_autotune.procedure import AutotuneJob, run_job
+from harness.compat.modelopt_autotune.region_index import untyped_linear_inputs
 from harness.compat.modelopt_autotune.session import Backend
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.errors import UserError
@@ -43,7 +43,7 @@ from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["autotune"]
 
-EXPERIMENT = ("experiment.yaml", "cell.json")
+RESULTS_FOLDER_MARKERS = ("experiment.yaml", "cell.json")
 """What tells a results folder of `qdq run`, and that of one of its cells."""
 
 
@@ -53,13 +53,13 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     Raises:
         UserError: Anything in it that cannot be used.
     """
-    options = arguments(given, prog)
-    depth = depth_of(options)
+    options = parse_arguments(given, prog)
+    depth = select_mode_preset(options)
     fresh = not Path(options.output_dir).exists()
-    plan = replace(_plan(options, observer), schemes_per_region=depth.schemes_per_region)
+    plan = replace(_make_job(options, observer), schemes_per_region=depth.schemes_per_region)
     try:
-        with _logged(options.verbose, observer):
-            _run(options, depth, plan)
+        with _forward_logs(options.verbose, observer):
+            _run_autotune(options, depth, plan)
     except UserError:
         if fresh:
             with suppress(OSError):  # something came of it
@@ -71,22 +71,22 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
         raise
 
 
-def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
-    backend = _backend(options)
-    target = _target(backend)
+def _run_autotune(options: argparse.Namespace, depth: ModePreset, plan: AutotuneJob) -> None:
+    backend = _select_backend(options)
+    target = _describe_target(backend)
     plan.observer.say(f"searched for {target}")
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
         spec = ModelSpec(
-            use=options.onnx_path, label="model", shapes=shapes_of(options), dims=parse_dims(options.dim or ())
+            use=options.onnx_path, label="model", shapes=parse_shapes(options), dims=parse_dims(options.dim or ())
         )
         model = open_model(spec, Path(scratch))
-        for idle in idle_flags(options, backend.params, typed=not untyped(model)):
+        for idle in ineffective_flags(options, backend.params, typed=not untyped_linear_inputs(model)):
             plan.observer.say(f"without effect: {idle}")
         if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
-            calibration_feeds(options.calibration_data, model, options.calibration_samples)
+            load_calibration_batches(options.calibration_data, model, options.calibration_samples)
         if plan.qdq_baseline is not None:
             import_qdq(plan.qdq_baseline, model)
-        use = _strongest(backend, save(model, Path(scratch) / "float"), plan)
+        use = _select_float_baseline(backend, save(model, Path(scratch) / "float"), plan)
         benchmark = init_benchmark_instance(
             use_trtexec=options.use_trtexec,
             backend=use.use,
@@ -95,8 +95,8 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
             timing_runs=depth.timing_runs,
         )
         try:
-            run_plan(model, plan)
-            if model.origin is None and (fixed := shapes_of(options)):  # else it was said of the delivered model
+            run_job(model, plan)
+            if model.origin is None and (fixed := parse_shapes(options)):  # else it was said of the delivered model
                 said = ", ".join(f"{name}: {shape}" for name, shape in fixed.items())
                 plan.observer.say(f"The models written take these shapes alone: {said}")
             plan.observer.say(f"Made for {target}")
@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
             benchmark.close()
 
 
-def _target(use: PluginSpec) -> str:
+def _describe_target(use: PluginSpec) -> str:
     """Return what models are made for: backend, device and dialect, and for what they are not.
 
     Raises:
@@ -120,12 +120,12 @@ def _target(use: PluginSpec) -> str:
 
 
 @contextmanager
-def _logged(verbose: bool, observer: Observer) -> Iterator[None]:
+def _forward_logs(verbose: bool, observer: Observer) -> Iterator[None]:
     """Show what our parts log, down to the details, while a run lasts."""
     if not verbose:
         yield
         return
-    logger, handler = logging.getLogger("harness"), _Said(observer)
+    logger, handler = logging.getLogger("harness"), ObserverHandler(observer)
     before = logger.level
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)
@@ -136,7 +136,7 @@ def _logged(verbose: bool, observer: Observer) -> Iterator[None]:
         logger.setLevel(before)
 
 
-class _Said(logging.Handler):
+class ObserverHandler(logging.Handler):
     """Gives records to an observer, which knows how to write beside its own progress."""
 
     def __init__(self, observer: Observer) -> None:
@@ -147,7 +147,7 @@ class _Said(logging.Handler):
         self._observer.say(f"{record.name}: {record.getMessage()}")
 
 
-def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
+def _make_job(options: argparse.Namespace, observer: Observer) -> AutotuneJob:
     if options.max_evals is not None and options.max_evals < 1:
         raise AutotunerError(f"--max_evals is at least 1, but got {options.max_evals}")
     if options.seed < 0:
@@ -164,8 +164,8 @@ def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
         calibration_samples=options.calibration_samples,
     )
     baseline = options.qdq_baseline
-    return Plan(
-        output_dir=_folder(options.output_dir),
+    return AutotuneJob(
+        output_dir=_check_output_folder(options.output_dir),
         pattern_cache_file=None if options.pattern_cache is None else Path(options.pattern_cache),
         state_file=None if options.state_file is None else Path(options.state_file),
         qdq_baseline=None if baseline is None else resolve_path(baseline),
@@ -177,11 +177,11 @@ def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
     )
 
 
-def _folder(text: str) -> Path:
+def _check_output_folder(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path}: is a file, not a folder; give another folder")
-    if theirs := next((name for name in EXPERIMENT if (path / name).exists()), None):
+    if theirs := next((name for name in RESULTS_FOLDER_MARKERS if (path / name).exists()), None):
         raise UserError(f"--output_dir {path}: holds results of an experiment ({theirs}); give another folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _folder(text: str) -> Path:
     return path
 
 
-def _backend(options: argparse.Namespace) -> PluginSpec:
+def _select_backend(options: argparse.Namespace) -> PluginSpec:
     """The backend with TensorRT's options, as far as it takes them."""
     if options.use_trtexec and options.backend not in (None, "trtexec"):
         raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
@@ -207,7 +207,7 @@ def _backend(options: argparse.Namespace) -> PluginSpec:
     return backend_use(name, given)
 
 
-def _strongest(backend: PluginSpec, float_file: Path, plan: Plan) -> PluginSpec:
+def _select_float_baseline(backend: PluginSpec, float_file: Path, plan: AutotuneJob) -> PluginSpec:
     """The backend at the float precision at which the float model is fastest: speedups are over that."""
     open_worker = partial(open_engines, limits=Limits())
     try:

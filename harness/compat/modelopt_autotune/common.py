@@ -9,7 +9,7 @@ from typing import Any
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import UserError
 
-__all__ = ["AutotunerError", "AutotunerNotInitializedError", "Config", "InvalidSchemeError", "dq_dtype"]
+__all__ = ["AutotunerError", "AutotunerNotInitializedError", "Config", "InvalidSchemeError", "parse_dq_dtype"]
 
 QUANT_TYPES = ("int8", "fp8")
 DQ_DTYPES = ("float16", "float32", "bfloat16")
@@ -27,7 +27,7 @@ class InvalidSchemeError(AutotunerError):
     """There is no scheme, or no region, that this could be about."""
 
 
-def dq_dtype(text: str) -> str:
+def parse_dq_dtype(text: str) -> str:
     """Return a float type by ModelOpt's name ("float16"), given in any usual spelling."""
     return {"f16": "float16", "f32": "float32", "bf16": "bfloat16"}.get(normalize_float_precision(text), text)
 
@@ -82,7 +82,7 @@ class Config:
     calibration_samples: int | None = None
 
     def __post_init__(self) -> None:
-        self.default_dq_dtype = dq_dtype(self.default_dq_dtype)
+        self.default_dq_dtype = parse_dq_dtype(self.default_dq_dtype)
         for name, allowed in (("default_quant_type", QUANT_TYPES), ("default_dq_dtype", DQ_DTYPES)):
             if getattr(self, name) not in allowed:
                 raise AutotunerError(f"{name}: one of {', '.join(allowed)}, but got {getattr(self, name)!r}")

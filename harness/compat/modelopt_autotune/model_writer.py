@@ -23,7 +23,7 @@ from harness.accuracy.data.batching import Batches, batches, sample_count
 from harness.accuracy.data.datasets import open_data
 from harness.api import Array
 from harness.compat.modelopt_autotune.common import AutotunerError, Config
-from harness.compat.modelopt_autotune.region_index import Atlas
+from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.io.conversions import encode, write_model
@@ -36,7 +36,7 @@ from harness.pipeline.model_loader import MIN_OPSET, input_types
 from harness.random_inputs import random_feeds
 from search.space import Resolved, Space
 
-__all__ = ["Delivery", "Feeds", "calibration_feeds", "export"]
+__all__ = ["CalibrationBatches", "ModelWriter", "export_model", "load_calibration_batches"]
 
 _logger = logging.getLogger(__name__)
 RANDOM_SAMPLES = 8
@@ -44,7 +44,7 @@ RANDOM_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feeds:
+class CalibrationBatches:
     """Calibration data of a model.
 
     Attributes:
@@ -58,7 +58,7 @@ class Feeds:
     description: str
 
 
-class Delivery:
+class ModelWriter:
     """Models of one space of placements.
 
     Args:
@@ -71,7 +71,7 @@ class Delivery:
         calibrated_on: The data that the scales come from, for messages.
     """
 
-    def __init__(self, atlas: Atlas, space: Space, config: Config, backend: PluginSpec) -> None:
+    def __init__(self, atlas: RegionIndex, space: Space, config: Config, backend: PluginSpec) -> None:
         self._model = atlas.model
         self._dialect = atlas.dialect
         self._config = config
@@ -79,38 +79,38 @@ class Delivery:
         self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
         self.folder = Path(self._scratch.name)
         self.calibrated_on = "random data"
-        self._ranges = self._calibrated(space)
+        self._ranges = self._calibrated_inserter(space)
         self.space = narrowed(space, self._ranges)
         if len(space):
             refuse_empty(self.space, self._ranges, self._model.source)
 
     @cached_property
-    def _cleaned(self) -> Path:
+    def _normalized_model(self) -> Path:
         return save(self._model, self.folder)
 
     @cached_property
     def float_file(self) -> Path:
         """The float model as the backend reads it, cast where its floats are others: the baseline."""
-        return parsed(self._backend, self._cleaned, self.folder / CAST)
+        return parsed(self._backend, self._normalized_model, self.folder / CAST)
 
     @cached_property
-    def _floating(self) -> Model:
+    def _float_model(self) -> Model:
         """What is in `float_file`."""
-        if self.float_file == self._cleaned:
+        if self.float_file == self._normalized_model:
             return self._model
         return load(self.float_file, source=self._model.source, min_opset=MIN_OPSET)
 
     @cached_property
     def _inserter(self) -> Inserter:
         ranges = finite_ranges(self._ranges)
-        if self._floating is self._model:
+        if self._float_model is self._model:
             return Inserter(self._model, self._dialect, ranges)
-        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), self._floating)
-        return CastInserter(self._floating, self._dialect, ranges, self._model)
+        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), self._float_model)
+        return CastInserter(self._float_model, self._dialect, ranges, self._model)
 
     def proto(self, resolved: Resolved) -> Any:
         """A placement's model in memory, as ONNX has it."""
-        return self._inserter.insert(resolved) if resolved else self._floating.proto
+        return self._inserter.insert(resolved) if resolved else self._float_model.proto
 
     def candidate_file(self, resolved: Resolved, name: str) -> Path:
         """A placement's model as a file for building; it shares its weights with its like."""
@@ -123,9 +123,9 @@ class Delivery:
         given = self._config.calibration_data
         if given is None:
             return random_feeds(input_types(self._model), RANDOM_SAMPLES)
-        return calibration_feeds(given, self._model, self._config.calibration_samples).batches
+        return load_calibration_batches(given, self._model, self._config.calibration_samples).batches
 
-    def _calibrated(self, space: Space) -> Ranges:
+    def _calibrated_inserter(self, space: Space) -> Ranges:
         tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in self._model.constants}
         if not tensors:
             return {}
@@ -135,12 +135,12 @@ class Delivery:
             _logger.info("%s: calibrated on random data: do not trust any accuracy", self._model.source)
             data, samples, feeds = "random feeds 1", RANDOM_SAMPLES, random_feeds(types, RANDOM_SAMPLES)
         else:
-            found = calibration_feeds(given, self._model, self._config.calibration_samples)
+            found = load_calibration_batches(given, self._model, self._config.calibration_samples)
             data, samples, feeds = found.fingerprint, len(found.batches), found.batches
             self.calibrated_on = found.description
         key = CalibrationKey(model_sha256=self._model.sha256, data=f"{data} as {types}", samples=samples)
         try:
-            ranges = cached_ranges(key, self._cleaned, sorted(tensors), feeds, source=self._model.source)
+            ranges = cached_ranges(key, self._normalized_model, sorted(tensors), feeds, source=self._model.source)
         except UserError as error:
             if given is not None or not any(node.opaque for node in self._model.nodes):
                 raise
@@ -152,7 +152,7 @@ class Delivery:
         return ranges
 
 
-def export(proto: Any, path: Path | None) -> bytes:
+def export_model(proto: Any, path: Path | None) -> bytes:
     """A model as bytes, written to a file as well where one is given; above 2 GB the file is all there is.
 
     Raises:
@@ -164,7 +164,7 @@ def export(proto: Any, path: Path | None) -> bytes:
     return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()
 
 
-def calibration_feeds(text: str, model: Model, samples: int | None = None) -> Feeds:
+def load_calibration_batches(text: str, model: Model, samples: int | None = None) -> CalibrationBatches:
     """Open a file of arrays as calibration data.
 
     Args:
@@ -183,7 +183,7 @@ def calibration_feeds(text: str, model: Model, samples: int | None = None) -> Fe
             "images are for 'qdq run', which knows how to turn them into inputs"
         )
     arrays = open_data({"use": kind, "path": text}, Path.cwd(), samples, spread=True)
-    return Feeds(
+    return CalibrationBatches(
         fingerprint=f"{arrays.fingerprint}, {len(arrays)} of {arrays.available}",
         batches=batches(arrays, None, input_types(model)),
         description=sample_count(arrays, samples, text),

@@ -8,17 +8,17 @@ from typing import Any
 
 from harness import registry
 from harness.compat.modelopt_autotune.common import Config
-from harness.compat.modelopt_autotune.region_index import Chart
+from harness.compat.modelopt_autotune.region_index import PlacementMap
 from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.schemes import UNMEASURED, InsertionScheme, PatternSchemes, RegionPattern
+from harness.compat.modelopt_autotune.schemes import UNMEASURED_MS, InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.state import Measurement
 from search.api import CONTRACT, Failure, Observation, Score, Searcher
 from search.space import Placement, Space
 
-__all__ = ["Turn"]
+__all__ = ["PatternSearch"]
 
 
-class Turn:
+class PatternSearch:
     """Profiles one pattern, everything else being as it is.
 
     Args:
@@ -33,8 +33,10 @@ class Turn:
         index: Which scheme was generated last; None before the first.
     """
 
-    def __init__(self, chart: Chart, region: Region, allowed: Sequence[int], around: Placement, config: Config) -> None:
-        pattern, _ = chart.place(region)
+    def __init__(
+        self, chart: PlacementMap, region: Region, allowed: Sequence[int], around: Placement, config: Config
+    ) -> None:
+        pattern, _ = chart.locate_region(region)
         composite = pattern.type is not RegionType.LEAF
         self.region = region
         self.schemes = PatternSchemes(RegionPattern(pattern.signature, len(pattern.operators), composite=composite))
@@ -47,7 +49,7 @@ class Turn:
         whole = pattern.type is RegionType.ROOT
         self._indices = [index for index in allowed if whole or index in own]
         self._space = Space(tuple(chart.space.dimensions[index] for index in self._indices))
-        self._searcher = self._made(config) if self._indices else None
+        self._searcher = self._create_searcher(config) if self._indices else None
 
     @property
     def signature(self) -> str:
@@ -70,18 +72,18 @@ class Turn:
         schemes = self.schemes.schemes
         for index, seed in enumerate(schemes):
             if not seed.is_profiled and self._look_up(seed, measured) is None:
-                return self._at(index)
+                return self._find_scheme(index)
         in_vain = 0
-        while in_vain < self._attempts and (scheme := self._proposed()) is not None:
+        while in_vain < self._attempts and (scheme := self._ask_searcher()) is not None:
             in_vain += 1
             earlier = next((known for known in schemes if known.hash == scheme.hash), None)
             if earlier is not None:
-                self._tell(earlier)
+                self._tell_searcher(earlier)
                 continue
             schemes.append(scheme)
             known = self._look_up(scheme, measured)
             if known is None:
-                return self._at(len(schemes) - 1)
+                return self._find_scheme(len(schemes) - 1)
             if known.signature == self.signature:  # measured in this turn, before an interruption
                 in_vain = 0
         return -1
@@ -90,10 +92,10 @@ class Turn:
         """Note what came of a scheme, and let the searcher know."""
         failed = measurement.latency_ms is None
         scheme.error = failed
-        scheme.latency_ms = UNMEASURED if measurement.latency_ms is None else measurement.latency_ms
+        scheme.latency_ms = UNMEASURED_MS if measurement.latency_ms is None else measurement.latency_ms
         scheme.profile_timestamp = measurement.timestamp
         self._stderr_ms[scheme.hash] = measurement.stderr_ms
-        self._tell(scheme)
+        self._tell_searcher(scheme)
 
     @property
     def generated(self) -> InsertionScheme | None:
@@ -103,9 +105,9 @@ class Turn:
     def placement(self, scheme: InsertionScheme) -> Placement:
         """The placement of the whole model that has this scheme."""
         decoded = self._chart.decode(self.signature, scheme, self._around)
-        return self._filled(self._cut(decoded))
+        return self._update_scheme(self._restrict_placement(decoded))
 
-    def _at(self, index: int) -> int:
+    def _find_scheme(self, index: int) -> int:
         self.index = index
         return index
 
@@ -115,39 +117,39 @@ class Turn:
             self.fill(scheme, known)
         return known
 
-    def _proposed(self) -> InsertionScheme | None:
+    def _ask_searcher(self) -> InsertionScheme | None:
         asked = () if self._searcher is None else self._searcher.ask(1)
-        return self._chart.encode(self.region, self._filled(asked[0])) if asked else None
+        return self._chart.encode(self.region, self._update_scheme(asked[0])) if asked else None
 
-    def _tell(self, scheme: InsertionScheme) -> None:
+    def _tell_searcher(self, scheme: InsertionScheme) -> None:
         if self._searcher is None:
             return
-        placement = self._cut(self.placement(scheme))
+        placement = self._restrict_placement(self.placement(scheme))
         failed = Failure(stage="measure", reason="the model that has this scheme could not be measured")
         stderr_ms = self._stderr_ms.get(scheme.hash, 0.0)
         outcome = failed if scheme.error else Score(objective=scheme.latency_ms, stderr=stderr_ms)
         digest = self._space.digest(placement)
         self._searcher.tell(Observation(placement=placement, digest=digest, outcome=outcome))
 
-    def _cut(self, placement: Placement) -> Placement:
+    def _restrict_placement(self, placement: Placement) -> Placement:
         return Placement(tuple(placement.choices[index] for index in self._indices))
 
-    def _filled(self, placement: Placement) -> Placement:
+    def _update_scheme(self, placement: Placement) -> Placement:
         choices = list(self._around.choices)
         for index, choice in zip(self._indices, placement.choices, strict=True):
             choices[index] = choice
         return Placement(tuple(choices))
 
-    def _made(self, config: Config) -> Searcher:
+    def _create_searcher(self, config: Config) -> Searcher:
         """The searcher, seeded for this pattern alone: the order of regions does not matter."""
         make: Any = registry.load_plugin("searcher", config.searcher)
         digest = hashlib.sha256(f"{config.seed} {self.signature}".encode()).digest()
-        made: Searcher = make(self._space, seed=int.from_bytes(digest[:4], "big"), **_settings(config))
+        made: Searcher = make(self._space, seed=int.from_bytes(digest[:4], "big"), **_searcher_params(config))
         registry.require_methods(f"searcher {config.searcher!r}", made, CONTRACT)
         return made
 
 
-def _settings(config: Config) -> Mapping[str, Any]:
+def _searcher_params(config: Config) -> Mapping[str, Any]:
     """The parameters of a searcher that stand in the config: those of ModelOpt's algorithm."""
     if config.searcher != "random_mutation":
         return {}

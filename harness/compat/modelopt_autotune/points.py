@@ -16,7 +16,7 @@ from search.space import PointKind
 
 __all__ = [
     "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
-    "NodeInputInsertionPoint", "Places", "ResolvedInsertionPoint", "point_at",
+    "NodeInputInsertionPoint", "Places", "ResolvedInsertionPoint", "make_insertion_point",
 ]  # fmt: skip
 
 Address = tuple[PointKind, tuple[int, int]]
@@ -42,7 +42,7 @@ class ResolvedInsertionPoint:
 
 
 class Places(Protocol):
-    """What points ask of the graph that they are in; `harness.compat.modelopt_autotune.region_index.Atlas` is one."""
+    """What points ask of the graph that they are in; `region_index.RegionIndex` is one."""
 
     def addresses(self, region: Region) -> list[Address]:
         """Places of the legal points of a region."""
@@ -78,7 +78,7 @@ class InsertionPoint(ABC):
     def collect_from_region(cls, region: Region, graph: Places) -> list[Self]:
         """All legal points of this kind in a region."""
         places = graph.addresses(region)
-        return [point for kind, place in places if isinstance(point := point_at(kind, place), cls)]
+        return [point for kind, place in places if isinstance(point := make_insertion_point(kind, place), cls)]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
         return None if self.node_index is None else ("output", (self.node_index, self.output_index))
 
 
-def point_at(kind: PointKind, place: tuple[int, int]) -> InsertionPoint:
+def make_insertion_point(kind: PointKind, place: tuple[int, int]) -> InsertionPoint:
     """The point of a kind at a place."""
     if kind == "output":
         return ChildRegionOutputInsertionPoint(region_index=None, node_index=place[0], output_index=place[1])

@@ -15,11 +15,11 @@ from harness.compat.modelopt_autotune.autotuner_base import Transform
 from harness.compat.modelopt_autotune.benchmark import Benchmark, current_benchmark
 from harness.compat.modelopt_autotune.cache import PatternCache
 from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError, Config
-from harness.compat.modelopt_autotune.model_writer import export
+from harness.compat.modelopt_autotune.model_writer import export_model
 from harness.compat.modelopt_autotune.regions import Region
-from harness.compat.modelopt_autotune.runoff import Runoff, fastest, open_checker
-from harness.compat.modelopt_autotune.sampling_policy import latency_ms, restless, stderr_ms
-from harness.compat.modelopt_autotune.summary import Delivered, proved, verdict_lines
+from harness.compat.modelopt_autotune.runoff import FinalSelection, open_checker, select_fastest
+from harness.compat.modelopt_autotune.sampling_policy import is_noisy, latency_ms, stderr_ms
+from harness.compat.modelopt_autotune.summary import AutotuneResult, is_proven_faster, summary_lines
 from harness.config.sections import Confirmation
 from harness.errors import UserError
 from harness.graph.io.files import move_model
@@ -36,20 +36,20 @@ from harness.verification.dynamic_delivery import deliver_dynamic, fixed_sizes
 from harness.verification.output_comparison import CHECKS
 from search.space import Placement
 
-__all__ = ["Plan", "run_plan"]
+__all__ = ["AutotuneJob", "run_job"]
 
 _logger = logging.getLogger(__name__)
-CONTENDERS = Confirmation().contenders
-BUILDS, RESTLESS_BUILDS = 3, 6
+DEFAULT_FINALISTS = Confirmation().contenders
+BUILDS, NOISY_MACHINE_BUILDS = 3, 6
 """Fresh builds of what is delivered and of the float model; more where a machine's readings scatter."""
 FINAL, UNPROVED, NOT_FASTER = "optimized_final.onnx", "unproved.onnx", "not_faster.onnx"
 """What is delivered; the choice until it is timed; and where that lies then if it did not prove faster."""
-SAVE_S = 10.0
+STATE_SAVE_INTERVAL_S = 10.0
 """While a region is under profile, its measurements are saved so often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class AutotuneJob:
     """What to do; see `harness.compat.modelopt_autotune.workflows`.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan:
         return self.state_file or self.output_dir / "autotuner_state.yaml"
 
 
-def run_plan(model: Any, plan: Plan) -> QDQAutotuner:
+def run_job(model: Any, plan: AutotuneJob) -> QDQAutotuner:
     """Do what a plan says; what was measured is saved even where this is interrupted.
 
     Args:
@@ -88,20 +88,20 @@ def run_plan(model: Any, plan: Plan) -> QDQAutotuner:
     benchmark = current_benchmark()
     if benchmark is None:
         raise AutotunerNotInitializedError("Benchmark instance not initialized: call init_benchmark_instance() first")
-    autotuner = _autotuner(model, plan)
-    run = _Run(autotuner, benchmark, plan)
+    autotuner = _create_autotuner(model, plan)
+    run = AutotuneRun(autotuner, benchmark, plan)
     try:
-        run.begin()
-        run.regions()
-        run.finish()
+        run.time_initial_placements()
+        run.profile_regions()
+        run.deliver_and_summarize()
     finally:
         if autotuner.baseline_latency_ms is not None:
             autotuner.save_state(str(plan.state))
-        benchmark.alone()
+        benchmark.time_without_reference()
     return autotuner
 
 
-def _autotuner(model: Any, plan: Plan) -> QDQAutotuner:
+def _create_autotuner(model: Any, plan: AutotuneJob) -> QDQAutotuner:
     for folder in ("logs", "region_models"):
         (plan.output_dir / folder).mkdir(parents=True, exist_ok=True)
     cache = None
@@ -121,7 +121,7 @@ def _autotuner(model: Any, plan: Plan) -> QDQAutotuner:
     return autotuner
 
 
-class _Run:
+class AutotuneRun:
     """One run of the workflow.
 
     Args:
@@ -130,7 +130,7 @@ class _Run:
         plan: What to do.
     """
 
-    def __init__(self, autotuner: QDQAutotuner, benchmark: Benchmark, plan: Plan) -> None:
+    def __init__(self, autotuner: QDQAutotuner, benchmark: Benchmark, plan: AutotuneJob) -> None:
         self._autotuner = autotuner
         self._session = autotuner.session
         self._benchmark = benchmark
@@ -140,22 +140,24 @@ class _Run:
         self._warm = autotuner.pattern_cache.seeds if plan.pattern_cache_file and autotuner.pattern_cache else None
         self._elsewhere = strangers(self._warm, self._session.origin) if self._warm else ()
 
-    def begin(self) -> None:
+    def time_initial_placements(self) -> None:
         """Time the float model and the whole placements to begin with; the best of them stands until a turn comes."""
         autotuner, session = self._autotuner, self._session
         for sentence in self._elsewhere:
             _logger.warning(sentence)
         self._export("baseline.onnx", session.space.float_placement())
-        session.keep({autotuner.graph.pattern(region).signature for region in self._chosen()})
-        self._plan.observer.say(self._extent())
+        session.restrict_to_patterns({autotuner.graph.pattern(region).signature for region in self._selected_regions()})
+        self._plan.observer.say(self._describe_workload())
         self._plan.observer.say(f"scales: calibrated on {session.delivery.calibrated_on}")
         if (precision := self._plan.config.default_quant_type) in session.emulated:
             self._plan.observer.say(
                 f"this device only emulates {precision}: latencies say nothing of a device that has it"
             )
         self._time_baseline()
-        starts = session.starts(self._warm, self._plan.qdq_baseline)
-        found = {name: self._start(name, placement) for name, placement in starts.items() if self._in_reach(placement)}
+        starts = session.initial_placements(self._warm, self._plan.qdq_baseline)
+        found = {
+            name: self._start(name, placement) for name, placement in starts.items() if self._is_measurable(placement)
+        }
         name = min(found, key=lambda each: found[each], default=None)
         if name is not None and found[name] < self._baseline_ms:
             session.base = starts[name]
@@ -179,39 +181,39 @@ class _Run:
                     f"{outcome.reason}"
                 )
             autotuner.submit(latency_ms(outcome))
-            autotuner.beside_float = restless(outcome)
+            autotuner.beside_float = is_noisy(outcome)
         if autotuner.beside_float:
-            self._benchmark.beside(self._plan.output_dir / "baseline.onnx", self._baseline_ms)
+            self._benchmark.time_against_reference(self._plan.output_dir / "baseline.onnx", self._baseline_ms)
             self._plan.observer.say(
                 "this machine is restless: models are timed in turns with the float model, whose "
                 f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
             )
 
-    def regions(self) -> None:
+    def profile_regions(self) -> None:
         """Give each pattern its turn, or the whole model one."""
-        turns = [self._session.chart.whole] if self._plan.whole else self._chosen()
+        turns = [self._session.chart.whole] if self._plan.whole else self._selected_regions()
         with self._plan.observer.work("search" if self._plan.whole else "regions", len(turns)) as step:
             for region in turns:
-                if not self._full or self._begun(region):
+                if not self._is_evaluation_limit_reached or self._is_profiling_started(region):
                     self._autotuner.set_profile_region(region, commit=True)
                     if self._autotuner.current_profile_pattern_schemes is not None:
-                        self._profile(region)
+                        self._profile_region(region)
                 step.advance(self._note())
         self._autotuner.set_profile_region(None, commit=True)
 
-    def finish(self) -> None:
+    def deliver_and_summarize(self) -> None:
         """Write the model, build it afresh beside the float model, and say how they compare."""
-        chosen = self._chosen_in_runoff(self._rivals(self._autotuner.placement(best=True)))
+        chosen = self._select_final(self._final_candidates(self._autotuner.placement(best=True)))
         tried = self._export(UNPROVED, chosen)
         final = replace(self._session.candidate(chosen), source=lambda: tried)
         self._outcome(final, "final")
         baseline_path = self._plan.output_dir / "baseline.onnx"
         floating = self._session.candidate(self._session.space.float_placement())
-        builds = RESTLESS_BUILDS if self._autotuner.beside_float else BUILDS
+        builds = NOISY_MACHINE_BUILDS if self._autotuner.beside_float else BUILDS
         summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path), builds)
         read, pairs = self._session.measured.get(self._session.space.digest(chosen)), pairs_in(tried)
-        file, kept = self._deliver(tried, chosen, proved(summary))
-        delivered = Delivered(
+        file, kept = self._deliver(tried, chosen, is_proven_faster(summary))
+        delivered = AutotuneResult(
             file=file,
             kept=kept,
             pairs=pairs,
@@ -220,7 +222,7 @@ class _Run:
             calibrated=self._plan.config.calibration_data is not None,
         )
         lines = [
-            *verdict_lines(summary, delivered),
+            *summary_lines(summary, delivered),
             *self._with_dynamic_axes(file),
             *self._elsewhere,
         ]
@@ -258,7 +260,7 @@ class _Run:
         made = deliver_dynamic(model, file, self._benchmark.backend.use)
         return [] if made is None else [f"{file.name} takes {fixed_sizes(model)} alone; {made.said}"]
 
-    def _rivals(self, best: Placement) -> tuple[Placement, dict[str, Placement]]:
+    def _final_candidates(self, best: Placement) -> tuple[Placement, dict[str, Placement]]:
         """Return what the walk came to and the fastest by digest, without those that the runtime computes wrongly.
 
         Where the walk came to such a one, the float model stands in its place.
@@ -267,7 +269,7 @@ class _Run:
         folder, observer = self._plan.output_dir, self._plan.observer
         with open_checker(self._benchmark, session.delivery.feeds(), folder, observer) as is_wrong:
             while True:
-                rivals = session.leaders(CONTENDERS, self._baseline_ms, wrong)
+                rivals = session.fastest_by_digest(DEFAULT_FINALISTS, self._baseline_ms, wrong)
                 if any(best.choices):
                     rivals = {session.space.digest(best): best, **rivals}
                 candidates = {digest: self._transformed(session.candidate(each)) for digest, each in rivals.items()}
@@ -278,13 +280,13 @@ class _Run:
                 if session.space.digest(best) in wrong:
                     best = session.space.float_placement()
 
-    def _chosen_in_runoff(self, found: tuple[Placement, dict[str, Placement]]) -> Placement:
+    def _select_final(self, found: tuple[Placement, dict[str, Placement]]) -> Placement:
         """What the walk came to, or whichever of the fastest beats it where all are built afresh.
 
         One rival alone needs no race: the confirmation judges it.
 
         Args:
-            found: See `_rivals`.
+            found: See `_final_candidates`.
         """
         space, folder = self._session.space, self._plan.output_dir
         best, rivals = found
@@ -292,13 +294,13 @@ class _Run:
             return next(iter(rivals.values()), best)
         floating = self._session.candidate(space.float_placement())
         try:
-            won, speedup = fastest(
+            won, speedup = select_fastest(
                 [self._transformed(self._session.candidate(placement)) for placement in rivals.values()],
                 replace(floating, source=lambda: folder / "baseline.onnx"),
-                Runoff(
+                FinalSelection(
                     path=folder / "logs" / RUNOFF,
                     facts=self._session.facts,
-                    open_engines=self._benchmark.fresh,
+                    open_engines=self._benchmark.open_fresh_engines,
                     observer=self._plan.observer,
                 ),
             )
@@ -309,7 +311,7 @@ class _Run:
             return rivals[won]
         return best
 
-    def _extent(self) -> str:
+    def _describe_workload(self) -> str:
         """How much there is to do, or why there is nothing."""
         autotuner, session = self._autotuner, self._session
         if not len(session.space):
@@ -325,7 +327,7 @@ class _Run:
     def _baseline_ms(self) -> float:
         return self._autotuner.baseline_latency_ms or float("inf")
 
-    def _chosen(self) -> list[Region]:
+    def _selected_regions(self) -> list[Region]:
         """The regions to profile: with filters, those that have a node whose name matches."""
         filters, nodes = self._plan.node_filters, self._autotuner.graph.nodes
 
@@ -339,42 +341,42 @@ class _Run:
             raise AutotunerError(f"node filters {', '.join(filters)}: no node of the model has such a name")
         return found
 
-    def _profile(self, region: Region) -> None:
+    def _profile_region(self, region: Region) -> None:
         autotuner = self._autotuner
         schemes = autotuner.current_profile_pattern_schemes
         signature = "" if schemes is None else schemes.pattern_signature
-        left = not self._full or autotuner.generate() >= 0  # which brings back what is known
-        while left and not self._spent(signature) and (left := (index := autotuner.generate()) >= 0):
+        left = not self._is_evaluation_limit_reached or autotuner.generate() >= 0  # which brings back what is known
+        while left and not self._is_budget_spent(signature) and (left := (index := autotuner.generate()) >= 0):
             name = f"region_{region.id}_scheme_{index}"
             outcome = self._outcome(autotuner.candidate(), name)
             autotuner.submit(latency_ms(outcome), not isinstance(outcome, Failed), stderr_ms(outcome))
-            self._save_now_and_then()
+            self._save_periodically()
         if left and self._own(signature) < self._plan.schemes_per_region:
             autotuner.unfinished.add(signature)
         name = f"region_{region.id}_level_{region.level}.onnx"
         self._export(f"region_models/{name}", autotuner.placement(best=True))
         autotuner.save_state(str(self._plan.state))
 
-    def _spent(self, signature: str) -> bool:
+    def _is_budget_spent(self, signature: str) -> bool:
         """Whether the turn of a pattern is over, counting what was measured in it before an interruption."""
-        return self._own(signature) >= self._plan.schemes_per_region or self._full
+        return self._own(signature) >= self._plan.schemes_per_region or self._is_evaluation_limit_reached
 
     def _own(self, signature: str) -> int:
         return sum(each.signature == signature for each in self._session.measured.values())
 
-    def _begun(self, region: Region) -> bool:
+    def _is_profiling_started(self, region: Region) -> bool:
         """Whether something was measured in the turn of a region's pattern."""
         return self._own(self._autotuner.graph.pattern(region).signature) > 0
 
     @property
-    def _full(self) -> bool:
+    def _is_evaluation_limit_reached(self) -> bool:
         """Whether as many models are measured as may be."""
         limit = self._plan.max_evals
         return limit is not None and len(self._session.measured) >= limit
 
-    def _in_reach(self, placement: Placement) -> bool:
+    def _is_measurable(self, placement: Placement) -> bool:
         """Whether a placement is measured, or still may be."""
-        return not self._full or self._session.space.digest(placement) in self._session.measured
+        return not self._is_evaluation_limit_reached or self._session.space.digest(placement) in self._session.measured
 
     def _start(self, name: str, placement: Placement) -> float:
         known = self._session.measured.get(self._session.space.digest(placement))
@@ -394,7 +396,7 @@ class _Run:
         path = self._session.delivery.folder / "transformed.onnx"
 
         def source() -> Path:
-            export(transform(self._session.delivery.proto(candidate.edges)), path)
+            export_model(transform(self._session.delivery.proto(candidate.edges)), path)
             return path
 
         return replace(candidate, source=source)
@@ -402,11 +404,11 @@ class _Run:
     def _export(self, name: str, placement: Placement) -> Path:
         path = self._plan.output_dir / name
         proto = self._session.delivery.proto(self._session.space.resolve(placement))
-        export(proto if self._plan.transform is None else self._plan.transform(proto), path)
+        export_model(proto if self._plan.transform is None else self._plan.transform(proto), path)
         return path
 
-    def _save_now_and_then(self) -> None:
-        if time.monotonic() - self._saved_s > SAVE_S:
+    def _save_periodically(self) -> None:
+        if time.monotonic() - self._saved_s > STATE_SAVE_INTERVAL_S:
             self._autotuner.save_state(str(self._plan.state))
             self._saved_s = time.monotonic()
 

@@ -1,7 +1,7 @@
 """What a model's regions, patterns and points are, and the way between the door's words and the engine's.
 
-`Atlas` is what the door calls the graph: it answers for any region of the model. `Chart` is one set of regions with
-the space of placements over them.
+`RegionIndex` answers questions about any region of a model. `PlacementMap` holds one set of regions with the space
+of placements over them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from harness.compat.modelopt_autotune.common import AutotunerError
-from harness.compat.modelopt_autotune.points import Address, InsertionPoint, ResolvedInsertionPoint, point_at
+from harness.compat.modelopt_autotune.points import (
+    Address,
+    InsertionPoint,
+    ResolvedInsertionPoint,
+    make_insertion_point,
+)
 from harness.compat.modelopt_autotune.regions import Region, RegionType, from_graph, to_graph
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, RegionPattern
 from harness.graph.model import Model, Node, TensorType
@@ -23,12 +28,12 @@ from harness.graph.rules.dialects import OPENVINO, Dialect
 from harness.graph.rules.operator_sets import LINEAR
 from search.space import Edge, Placement, PointKind, Resolved, Space
 
-__all__ = ["Atlas", "Chart"]
+__all__ = ["PlacementMap", "RegionIndex"]
 
 _DTYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 
 
-class Chart:
+class PlacementMap:
     """A set of regions, their patterns, and the space of placements over them.
 
     Attributes:
@@ -57,7 +62,7 @@ class Chart:
         for derived in ("_dimensions", "sites"):
             self.__dict__.pop(derived, None)
 
-    def place(self, region: Region) -> tuple[Pattern, int]:
+    def locate_region(self, region: Region) -> tuple[Pattern, int]:
         """Pattern of a region, and which of the pattern's regions it is."""
         return self._place[id(self._graph[region])]
 
@@ -75,14 +80,14 @@ class Chart:
         found: dict[str, dict[Address, int]] = {}
         for group, indices in self.space.groups.items():
             signature = next(s for s in self.sizes if s.startswith(group))
-            found[signature] = {_address(self.space.dimensions[i].name, group): i for i in indices}
+            found[signature] = {_parse_address(self.space.dimensions[i].name, group): i for i in indices}
         return found
 
     def edges(self, region: Region) -> Mapping[Address, tuple[Edge, ...]]:
         """What each point of a region's pattern acts on in this region alone."""
-        pattern, number = self.place(region)
+        pattern, number = self.locate_region(region)
         if pattern.type is RegionType.ROOT:
-            return self.sites
+            return self.model_points
         own = {self.model.nodes[index].name for index in pattern.order[number]}
         found: dict[Address, tuple[Edge, ...]] = {}
         for address, index in self.dimensions(pattern.signature).items():
@@ -96,9 +101,9 @@ class Chart:
         return found
 
     @cached_property
-    def sites(self) -> Mapping[Address, tuple[Edge, ...]]:
+    def model_points(self) -> Mapping[Address, tuple[Edge, ...]]:
         """Points of the pattern of the whole model: what stands at each node's input, and the model's outputs."""
-        pattern, number = self.place(self.whole)
+        pattern, number = self.locate_region(self.whole)
         position = {self.model.nodes[node].name: place for place, node in enumerate(pattern.order[number])}
         found: dict[Address, set[Edge]] = defaultdict(set)
         for dimension in self.space.dimensions:
@@ -114,27 +119,27 @@ class Chart:
 
     def encode(self, region: Region, placement: Placement) -> InsertionScheme:
         """What a placement says of a region's pattern."""
-        pattern, _ = self.place(region)
+        pattern, _ = self.locate_region(region)
         if pattern.type is RegionType.ROOT:
             quantized = {edge for edge, _ in self.space.resolve(placement)}
-            chosen = [address for address, edges in self.sites.items() if quantized.issuperset(edges)]
+            chosen = [address for address, edges in self.model_points.items() if quantized.issuperset(edges)]
         else:
             dimensions = self.dimensions(pattern.signature)
             chosen = [address for address, index in dimensions.items() if placement.choices[index]]
-        return InsertionScheme.of(point_at(*address) for address in sorted(chosen))
+        return InsertionScheme.of(make_insertion_point(*address) for address in sorted(chosen))
 
     def decode(self, signature: str, scheme: InsertionScheme, around: Placement) -> Placement:
         """The placement that has a scheme for its pattern and is `around` elsewhere; unknown points are left out."""
         addresses = {point.address for point in scheme.points}
-        if signature == self.place(self.whole)[0].signature:
-            edges = (edge for address, edges in self.sites.items() if address in addresses for edge in edges)
+        if signature == self.locate_region(self.whole)[0].signature:
+            edges = (edge for address, edges in self.model_points.items() if address in addresses for edge in edges)
             return self.space.nearest(dict.fromkeys(edges, self.precision))
         choices = list(around.choices)
         for address, index in self.dimensions(signature).items():
             choices[index] = int(address in addresses)
         return Placement(tuple(choices))
 
-    def resolved(self, resolved: Resolved) -> set[ResolvedInsertionPoint]:
+    def resolved_points(self, resolved: Resolved) -> set[ResolvedInsertionPoint]:
         """Quantized edges as the door calls them."""
         index = {node.name: node.index for node in self.model.nodes}
         return {
@@ -145,7 +150,7 @@ class Chart:
         }
 
 
-class Atlas:
+class RegionIndex:
     """A model, and what its regions are.
 
     Args:
@@ -161,10 +166,10 @@ class Atlas:
         if precision not in dialect.precisions:
             offered = ", ".join(sorted(dialect.precisions))
             raise AutotunerError(f"quant_type {precision!r}: dialect {dialect.name!r} has {offered}")
-        self.model = _typed(model, _DTYPES[default_dtype])
+        self.model = _add_missing_types(model, _DTYPES[default_dtype])
         self.dialect = dialect
         self.precision = precision
-        self._chart: Chart | None = None
+        self._chart: PlacementMap | None = None
         self._charted: tuple[Region, ...] = ()
 
     @property
@@ -181,48 +186,48 @@ class Atlas:
         )
         return [from_graph(child) for child in root.children]
 
-    def chart(self, regions: Sequence[Region]) -> Chart:
+    def chart(self, regions: Sequence[Region]) -> PlacementMap:
         """The chart of these regions; the last one is kept."""
         if self._chart is None or self._charted != tuple(regions):
-            self._chart = Chart(self.model, self.dialect, self.precision, regions)
+            self._chart = PlacementMap(self.model, self.dialect, self.precision, regions)
             self._charted = tuple(regions)
         return self._chart
 
-    def _with(self, region: Region) -> Chart:
+    def _build_map(self, region: Region) -> PlacementMap:
         if self._chart is not None and region in self._chart:
             return self._chart
         while region.parent is not None:
             region = region.parent
-        return Chart(self.model, self.dialect, self.precision, [region])
+        return PlacementMap(self.model, self.dialect, self.precision, [region])
 
     def pattern(self, region: Region) -> RegionPattern:
         """The pattern of a region."""
-        pattern, _ = self._with(region).place(region)
+        pattern, _ = self._build_map(region).locate_region(region)
         composite = pattern.type is not RegionType.LEAF
         return RegionPattern(pattern.signature, len(pattern.operators), composite=composite)
 
     def order(self, region: Region) -> list[int]:
         """Nodes of a region in its pattern's order."""
-        pattern, number = self._with(region).place(region)
+        pattern, number = self._build_map(region).locate_region(region)
         return list(pattern.order[number])
 
     def addresses(self, region: Region) -> list[Address]:
         """Places of the legal points of a region."""
-        return sorted(self._with(region).edges(region))
+        return sorted(self._build_map(region).edges(region))
 
     def full_scheme(self, region: Region) -> InsertionScheme:
         """All legal points of a region."""
-        return InsertionScheme.of(point_at(*address) for address in self.addresses(region))
+        return InsertionScheme.of(make_insertion_point(*address) for address in self.addresses(region))
 
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]:
         """What points act on in a region; nothing where they may not be quantized."""
-        chart = self._with(region)
+        chart = self._build_map(region)
         edges = chart.edges(region)
         wanted = {edge for point in points if point.address for edge in edges.get(point.address, ())}
-        return chart.resolved(tuple((edge, self.precision) for edge in wanted))
+        return chart.resolved_points(tuple((edge, self.precision) for edge in wanted))
 
 
-def _address(name: str, group: str) -> Address:
+def _parse_address(name: str, group: str) -> Address:
     """Kind and place out of the name of a dimension."""
     kind, _, place = name.removeprefix(f"{group}/").partition("/")
     first, _, second = place.partition(".")
@@ -234,16 +239,16 @@ def _output(model: Model, position: Mapping[str, int], tensor: str) -> Address:
     return "output", (position[node.name], node.outputs.index(tensor))
 
 
-def untyped(model: Model) -> list[str]:
+def untyped_linear_inputs(model: Model) -> list[str]:
     """Return the tensors that feed linear operators and whose type cannot be inferred."""
     names = {name for node in model.nodes if node.op in LINEAR for name in node.inputs[:2]}
     return sorted(name for name in names if name and name not in model.types)
 
 
-def _typed(model: Model, dtype: str) -> Model:
+def _add_missing_types(model: Model, dtype: str) -> Model:
     """The model with a type for what feeds linear operators and has none, as behind operators of a plug-in.
 
     Its shape stays unknown; one dimension stands for it, because a tensor without any is never quantized.
     """
-    unknown = {name: TensorType(dtype, (1,)) for name in untyped(model)}
+    unknown = {name: TensorType(dtype, (1,)) for name in untyped_linear_inputs(model)}
     return replace(model, types={**unknown, **model.types}) if unknown else model

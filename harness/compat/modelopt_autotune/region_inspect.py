@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from harness.analysis.region_report import inspect_regions
-from harness.compat.modelopt_autotune.arguments import add_sizes, shapes_of
+from harness.compat.modelopt_autotune.arguments import add_sizes, parse_shapes
 from harness.errors import UserError
 from harness.graph.partition.summary import TreeView
 from harness.graph.passes.dimension_errors import parse_dims
@@ -33,7 +33,7 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         dims = parse_dims(options.dim or ())
         found = inspect_regions(
-            options.model, shapes_of(options), dims=dims, max_sequence_size=options.max_sequence_size
+            options.model, parse_shapes(options), dims=dims, max_sequence_size=options.max_sequence_size
         )
     except UserError as error:
         print(f"region_inspect: {error}", file=sys.stderr)

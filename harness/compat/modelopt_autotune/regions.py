@@ -142,12 +142,12 @@ def to_graph(model: Model, regions: Sequence[Region]) -> tuple[GraphRegion, Mapp
         if count > 1:
             name = model.nodes[node].name
             raise AutotunerError(f"regions: node {name!r} is in {count} of them; each node belongs to one LEAF")
-    converter = _Converter(model)
-    children = _sorted([converter.convert(region, 0) for region in tops])
+    converter = _RegionConverter(model)
+    children = _sort_regions([converter.convert(region, 0) for region in tops])
     return converter.make(-1, RegionType.ROOT, -1, (), children), converter.found
 
 
-class _Converter:
+class _RegionConverter:
     """Turns regions of the door into those of the engine, and finds their boundaries."""
 
     def __init__(self, model: Model) -> None:
@@ -168,7 +168,7 @@ class _Converter:
         if children and nodes:  # nodes beside children get a LEAF of their own
             children.append(self.make(next(self._numbers), RegionType.LEAF, level + 1, nodes, ()))
         kind = RegionType.COMPOSITE if children else RegionType.LEAF
-        self.found[region] = self.make(number, kind, level, () if children else nodes, _sorted(children))
+        self.found[region] = self.make(number, kind, level, () if children else nodes, _sort_regions(children))
         return self.found[region]
 
     def make(
@@ -187,5 +187,5 @@ class _Converter:
         return replace(bare, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
-def _sorted(regions: Sequence[GraphRegion]) -> tuple[GraphRegion, ...]:
+def _sort_regions(regions: Sequence[GraphRegion]) -> tuple[GraphRegion, ...]:
     return tuple(sorted(regions, key=lambda region: region.members()[:1]))

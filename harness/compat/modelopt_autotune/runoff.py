@@ -22,13 +22,13 @@ from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
 from search.space import digest_of
 
-__all__ = ["Runoff", "fastest", "open_checker"]
+__all__ = ["FinalSelection", "open_checker", "select_fastest"]
 
-BASELINE = "baseline"
+BASELINE_ROW = "baseline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runoff:
+class FinalSelection:
     """Where rivals meet.
 
     Attributes:
@@ -57,7 +57,7 @@ def open_checker(
         yield lambda candidate: False
         return
     floating = folder / "baseline.onnx"
-    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch, benchmark.fresh() as engines:
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch, benchmark.open_fresh_engines() as engines:
         plan = CheckPlan(
             float_file=floating,
             floats={MAIN_BENCHMARKER: floating},
@@ -79,7 +79,7 @@ def open_checker(
             yield is_wrong
 
 
-def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) -> tuple[str, float]:
+def select_fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: FinalSelection) -> tuple[str, float]:
     """Digest of the one that wins the race (`harness.selection.racing`), and its speedup there; "" where none came
     through.
 
@@ -95,11 +95,11 @@ def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) ->
         name="runoff",
         path=runoff.path,
         header={"rows": sorted(names), "heats": list(TURNS_PER_RACING_ROUND), **runoff.facts},
-        baseline=Contender(name=BASELINE, candidate=baseline),
+        baseline=Contender(name=BASELINE_ROW, candidate=baseline),
         rows=rows,
         plan=FIRST,
     )
     (left,) = race(contest, {"all": names}, 1, runoff.open_engines, runoff.observer).values()
-    speedups = read_speedups(runoff.path, BASELINE)
+    speedups = read_speedups(runoff.path, BASELINE_ROW)
     won = max(left or speedups, key=speedups.__getitem__, default="")  # who was beaten, where all others failed
     return won, speedups.get(won, 0.0)

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.api import Candidate
-from harness.compat.modelopt_autotune.arguments import LEAST_RUNS
+from harness.compat.modelopt_autotune.arguments import MIN_TIMING_RUNS
 from harness.config.sections import Sampling
 from harness.records import Failed, Measured, Outcome
 from harness.statistics import median_ci, stderr_of_median
 
-__all__ = ["beside_sampling", "exactly", "latency_ms", "restless", "stderr_ms", "write_log"]
+__all__ = ["fixed_sampling", "is_noisy", "latency_ms", "reference_sampling", "stderr_ms", "write_log"]
 
-RESTLESS = 0.02
+NOISY_STDERR_SHARE = 0.02
 """A median that is not known to this share, either way, says more about the machine than about the model."""
 
 
@@ -28,7 +28,7 @@ def stderr_ms(outcome: Outcome) -> float:
     return 0.0 if isinstance(outcome, Failed) else stderr_of_median(outcome.samples_ms)
 
 
-def restless(outcome: Outcome) -> bool:
+def is_noisy(outcome: Outcome) -> bool:
     """Whether readings of one model alone depend on what else the machine did: then any two models compare by luck.
 
     On a machine whose cores others use, an inference takes its own time or that plus a time slice of the kernel's, and
@@ -36,16 +36,16 @@ def restless(outcome: Outcome) -> bool:
     """
     if isinstance(outcome, Failed):
         return False
-    return not outcome.stable or median_ci(outcome.samples_ms).relative_width / 2 > RESTLESS
+    return not outcome.stable or median_ci(outcome.samples_ms).relative_width / 2 > NOISY_STDERR_SHARE
 
 
-def exactly(runs: int) -> Sampling:
+def fixed_sampling(runs: int) -> Sampling:
     """So many readings and no warm-up of the sampler's own; three are the fewest that have a median."""
-    count = max(LEAST_RUNS, runs)
+    count = max(MIN_TIMING_RUNS, runs)
     return Sampling(warmup_ms=0.0, min_samples=count, max_samples=count, max_ms=1e12)
 
 
-def beside_sampling(runs: int, level_ms: float) -> Sampling:
+def reference_sampling(runs: int, level_ms: float) -> Sampling:
     """As an experiment samples, and for no less time than so many inferences of the float model take."""
     usual = Sampling()
     return usual.model_copy(update={"max_ms": max(usual.max_ms, runs * level_ms)})

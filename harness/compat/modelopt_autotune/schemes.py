@@ -21,7 +21,7 @@ from harness.compat.modelopt_autotune.regions import Region
 
 __all__ = ["InsertionScheme", "PatternSchemes", "Patterns", "RegionPattern"]
 
-UNMEASURED = float("inf")
+UNMEASURED_MS = float("inf")
 """What ModelOpt's classes say where there is no latency; inside the engine there is none instead."""
 
 
@@ -38,7 +38,7 @@ class InsertionScheme:
     node_inputs: list[NodeInputInsertionPoint] = field(default_factory=list)
     child_region_inputs: list[ChildRegionInputInsertionPoint] = field(default_factory=list)
     region_outputs: list[ChildRegionOutputInsertionPoint] = field(default_factory=list)
-    latency_ms: float = UNMEASURED
+    latency_ms: float = UNMEASURED_MS
     error: bool = False
     profile_timestamp: str | None = None
 
@@ -108,7 +108,7 @@ class InsertionScheme:
                     ChildRegionInputInsertionPoint.from_dict(p) for p in data.get("child_region_inputs", [])
                 ],
                 region_outputs=[ChildRegionOutputInsertionPoint.from_dict(p) for p in data.get("region_outputs", [])],
-                latency_ms=UNMEASURED if latency_ms is None else float(latency_ms),
+                latency_ms=UNMEASURED_MS if latency_ms is None else float(latency_ms),
                 error=bool(data.get("error", False)),
                 profile_timestamp=data.get("profile_timestamp"),
             )
@@ -117,7 +117,7 @@ class InsertionScheme:
 
 
 class Patterns(Places, Protocol):
-    """What patterns ask of the graph that they are in; `harness.compat.modelopt_autotune.region_index.Atlas` is one."""
+    """What patterns ask of the graph that they are in; `region_index.RegionIndex` is one."""
 
     def pattern(self, region: Region) -> RegionPattern:
         """The pattern of a region."""

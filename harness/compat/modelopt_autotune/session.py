@@ -10,9 +10,9 @@ from typing import Any
 from harness import registry
 from harness.api import Candidate, capabilities_of
 from harness.compat.modelopt_autotune.common import Config
-from harness.compat.modelopt_autotune.model_writer import Delivery
-from harness.compat.modelopt_autotune.pattern_search import Turn
-from harness.compat.modelopt_autotune.region_index import Atlas, Chart
+from harness.compat.modelopt_autotune.model_writer import ModelWriter
+from harness.compat.modelopt_autotune.pattern_search import PatternSearch
+from harness.compat.modelopt_autotune.region_index import PlacementMap, RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import PatternSchemes
 from harness.compat.modelopt_autotune.state import Measurement
@@ -25,7 +25,7 @@ from harness.pipeline.model_loader import input_types
 from search.api import Observation, Score
 from search.space import Placement
 
-__all__ = ["Backend", "Session"]
+__all__ = ["AutotuneSession", "Backend"]
 
 
 class Backend:
@@ -49,7 +49,7 @@ class Backend:
         self.dialect = dialect_called(dialect_name(benchmarker, use.use, self.facts))
 
 
-class Session:
+class AutotuneSession:
     """One model with its regions, and what was measured of it.
 
     Args:
@@ -59,18 +59,18 @@ class Session:
         backend: What it is made for.
 
     Attributes:
-        allowed: Dimensions that may be quantized; `keep` makes them fewer.
+        allowed: Dimensions that may be quantized; `restrict_to_patterns` makes them fewer.
         base: What patterns have whose turn has not come.
         measured: By digest.
     """
 
-    def __init__(self, atlas: Atlas, regions: Sequence[Region], config: Config, backend: Backend) -> None:
+    def __init__(self, atlas: RegionIndex, regions: Sequence[Region], config: Config, backend: Backend) -> None:
         self._config = config
         self._backend = backend
         self._model = atlas.model
         self.regions = tuple(regions)
-        self.chart: Chart = atlas.chart(regions)
-        self.delivery = Delivery(atlas, self.chart.space, config, backend.use)
+        self.chart: PlacementMap = atlas.chart(regions)
+        self.delivery = ModelWriter(atlas, self.chart.space, config, backend.use)
         self.chart.narrow(self.delivery.space)
         self.space = self.chart.space
         self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
@@ -100,14 +100,14 @@ class Session:
             "space": dimensions[:16],  # what differs here follows from one of the others as a rule
         }
 
-    def keep(self, signatures: Iterable[str]) -> None:
+    def restrict_to_patterns(self, signatures: Iterable[str]) -> None:
         """Leave all patterns but these float."""
         kept = {index for signature in signatures for index in self.chart.dimensions(signature).values()}
         self.allowed = tuple(sorted(kept))
 
-    def turn(self, region: Region, around: Placement) -> Turn:
+    def pattern_search(self, region: Region, around: Placement) -> PatternSearch:
         """The turn of a region."""
-        return Turn(self.chart, region, self.allowed, around, self._config)
+        return PatternSearch(self.chart, region, self.allowed, around, self._config)
 
     def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
         """The best scheme of each profiled pattern; the others as the base has them, and float what is not allowed."""
@@ -115,7 +115,7 @@ class Session:
         for schemes in profiled:
             if schemes.best_scheme is not None:
                 placement = self.chart.decode(schemes.pattern_signature, schemes.best_scheme, placement)
-        return self._allowed(placement)
+        return self._drop_illegal_points(placement)
 
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement."""
@@ -137,7 +137,7 @@ class Session:
         self.measured[self.space.digest(placement)] = made
         return made
 
-    def leaders(self, count: int, below_ms: float, without: Collection[str] = ()) -> dict[str, Placement]:
+    def fastest_by_digest(self, count: int, below_ms: float, without: Collection[str] = ()) -> dict[str, Placement]:
         """The fastest of what was measured, by digest, as far as it is faster than that and may be delivered.
 
         Args:
@@ -146,12 +146,12 @@ class Session:
         read = [(each.latency_ms, digest, each.choices) for digest, each in self.measured.items() if each.latency_ms]
         found: dict[str, Placement] = {}
         for latency_ms, digest, choices in sorted(read, key=lambda each: each[0]):
-            placement = None if digest in without else self._written(choices)
+            placement = None if digest in without else self._restore_placement(choices)
             if len(found) < count and latency_ms < below_ms and placement and self.space.digest(placement) == digest:
                 found[digest] = placement
         return found
 
-    def _written(self, choices: str) -> Placement | None:
+    def _restore_placement(self, choices: str) -> Placement | None:
         """A placement from a state file; None where it is none of this space, or has what may not be quantized now."""
         if not (choices.isascii() and choices.isdigit()):
             return None
@@ -159,16 +159,16 @@ class Session:
             placement = self.space.validate(Placement(tuple(map(int, choices))))
         except ValueError:
             return None
-        return placement if self._allowed(placement) == placement else None
+        return placement if self._drop_illegal_points(placement) == placement else None
 
-    def learned(self, placement: Placement, latency_ms: float, baseline_ms: float) -> engine.PatternCache:
+    def measured_schemes(self, placement: Placement, latency_ms: float, baseline_ms: float) -> engine.PatternCache:
         """What a measurement tells the pattern cache."""
         observation = Observation(
             placement=placement, digest=self.space.digest(placement), outcome=Score(objective=latency_ms)
         )
         return engine.cache_of([observation], self.space, self.chart.sizes, baseline_ms, self.origin)
 
-    def starts(self, cache: engine.PatternCache | None, qdq_baseline: Any) -> dict[str, Placement]:
+    def initial_placements(self, cache: engine.PatternCache | None, qdq_baseline: Any) -> dict[str, Placement]:
         """Whole placements to begin with, by name: simple ones, and what was found elsewhere.
 
         Args:
@@ -184,17 +184,17 @@ class Session:
         if cache is not None:
             for rank, placement in enumerate(engine.placements(cache, self.space, self.origin)):
                 found[f"pattern_cache_{rank}"] = placement
-        return {name: self._allowed(placement) for name, placement in found.items()}
+        return {name: self._drop_illegal_points(placement) for name, placement in found.items()}
 
-    def imported(self, tensors: set[str]) -> Placement:
+    def import_placement(self, tensors: set[str]) -> Placement:
         """The placement that quantizes where most of a point's activations are among these tensors."""
         names = float_names(tensors, self._model)
         choices = []
         for dimension in self.space.dimensions:
             data = [e.tensor in names for e in dimension.edges if e.tensor not in self._model.constants]
             choices.append(int(2 * sum(data) > len(data)))
-        return self._allowed(Placement(tuple(choices)))
+        return self._drop_illegal_points(Placement(tuple(choices)))
 
-    def _allowed(self, placement: Placement) -> Placement:
+    def _drop_illegal_points(self, placement: Placement) -> Placement:
         allowed = frozenset(self.allowed)
         return Placement(tuple(c if index in allowed else 0 for index, c in enumerate(placement.choices)))

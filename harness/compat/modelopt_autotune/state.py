@@ -15,7 +15,7 @@ from harness.compat.modelopt_autotune.common import AutotunerError
 from harness.compat.modelopt_autotune.schemes import PatternSchemes
 from harness.graph.pattern_cache_io import read_plain_yaml, write_plain_yaml
 
-__all__ = ["Measurement", "State", "cache_path", "changes", "read_state", "write_state"]
+__all__ = ["AutotuneState", "Measurement", "cache_path", "describe_config_changes", "read_state", "write_state"]
 
 _KIND = "qdq autotuner state"
 _MAX_BYTES = 256 << 20
@@ -41,7 +41,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class AutotuneState:
     """Everything that is kept.
 
     Attributes:
@@ -66,7 +66,7 @@ def cache_path(state_path: Path) -> Path:
     return state_path.with_name(f"{state_path.stem}_pattern_cache{state_path.suffix}")
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def describe_config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """What to say of settings that an earlier part of a run had otherwise.
 
     Args:
@@ -83,7 +83,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} was {before[key]} and is {now[key]}: {sentence}"
 
 
-def write_state(state: State, path: Path) -> None:
+def write_state(state: AutotuneState, path: Path) -> None:
     """Replace a state file in one step.
 
     Raises:
@@ -106,7 +106,7 @@ def write_state(state: State, path: Path) -> None:
         raise AutotunerError(f"{path}: cannot be written: {error.strerror or error}; make room and go on") from error
 
 
-def read_state(path: Path, facts: Mapping[str, Any]) -> State:
+def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
     """Read a state file.
 
     Args:
@@ -131,32 +131,32 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> State:
         raise AutotunerError(f"{path}: made with something else: {'; '.join(changed)}; {remedy}")
     try:
         baseline_ms = body["baseline_latency_ms"]
-        return State(
+        return AutotuneState(
             facts=facts,
             config=dict(body["config"]),
-            baseline_latency_ms=None if baseline_ms is None else _positive(baseline_ms),
+            baseline_latency_ms=None if baseline_ms is None else _check_positive(baseline_ms),
             beside_float=body.get("beside_float") is True,
             current=body["current_profile_pattern_schemes_signature"] or "",
-            measured={str(digest): _measurement(each) for digest, each in body["measured"].items()},
+            measured={str(digest): _read_measurement(each) for digest, each in body["measured"].items()},
             patterns=tuple(PatternSchemes.from_dict(each) for each in body["patterns"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, AutotunerError) as error:
         raise AutotunerError(f"{path}: damaged ({error}); {remedy}") from error
 
 
-def _measurement(body: Mapping[str, Any]) -> Measurement:
+def _read_measurement(body: Mapping[str, Any]) -> Measurement:
     latency_ms = body["latency_ms"]
     stderr_ms = body.get("stderr_ms", 0.0)  # what older files do not have
     return Measurement(
-        latency_ms=None if latency_ms is None else _positive(latency_ms),
-        stderr_ms=_positive(stderr_ms) if stderr_ms else 0.0,
+        latency_ms=None if latency_ms is None else _check_positive(latency_ms),
+        stderr_ms=_check_positive(stderr_ms) if stderr_ms else 0.0,
         signature=str(body["signature"]),
         timestamp=body["timestamp"],
         choices=str(body.get("choices", "")),  # nor this
     )
 
 
-def _positive(value: Any) -> float:
+def _check_positive(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"a latency is a positive number, but got {value!r}")
     return float(value)

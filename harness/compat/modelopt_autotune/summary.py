@@ -8,11 +8,11 @@ from pathlib import Path
 
 from harness.timing.confirmation import ConfirmationSummary
 
-__all__ = ["Delivered", "verdict_lines"]
+__all__ = ["AutotuneResult", "summary_lines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
+class AutotuneResult:
     """What was delivered, and the model that was timed for it.
 
     Attributes:
@@ -32,12 +32,12 @@ class Delivered:
     calibrated: bool
 
 
-def proved(summary: ConfirmationSummary) -> bool:
+def is_proven_faster(summary: ConfirmationSummary) -> bool:
     """Whether the model that was built afresh is faster than the float model, beyond what noise would do."""
     return "final" in summary.rows and summary.rows["final"].verdict == "faster"
 
 
-def verdict_lines(summary: ConfirmationSummary, delivered: Delivered) -> Iterator[str]:
+def summary_lines(summary: ConfirmationSummary, delivered: AutotuneResult) -> Iterator[str]:
     """Sentences for people, the figures first.
 
     Args:
@@ -46,7 +46,7 @@ def verdict_lines(summary: ConfirmationSummary, delivered: Delivered) -> Iterato
     if "final" not in summary.rows:
         yield f"Final: could not be timed: {summary.failed['final'].reason}"
         if delivered.kept is not None:
-            yield _float_instead("What cannot be timed beside the float model is not delivered", delivered)
+            yield _describe_float_delivery("What cannot be timed beside the float model is not delivered", delivered)
         return
     float_row, row = summary.rows["baseline"], summary.rows["final"]
     low, high = row.speedup.low, row.speedup.high
@@ -68,7 +68,7 @@ def verdict_lines(summary: ConfirmationSummary, delivered: Delivered) -> Iterato
         beaten = (
             "Slower than the float model" if row.verdict == "slower" else "Not faster than the float model beyond noise"
         )
-        yield _float_instead(beaten, delivered)
+        yield _describe_float_delivery(beaten, delivered)
     elif not delivered.calibrated:
         yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
     else:
@@ -80,6 +80,6 @@ def verdict_lines(summary: ConfirmationSummary, delivered: Delivered) -> Iterato
         )
 
 
-def _float_instead(why: str, delivered: Delivered) -> str:
+def _describe_float_delivery(why: str, delivered: AutotuneResult) -> str:
     kept = "" if delivered.kept is None else f"; the one with Q/DQ pairs is kept as {delivered.kept.name}"
     return f"{why}, so {delivered.file.name} is that model{kept}"

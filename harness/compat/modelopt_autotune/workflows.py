@@ -12,7 +12,7 @@ from harness.compat.modelopt_autotune.autotuner import QDQAutotuner
 from harness.compat.modelopt_autotune.autotuner_base import Transform
 from harness.compat.modelopt_autotune.benchmark import benchmark_onnx_model, init_benchmark_instance
 from harness.compat.modelopt_autotune.common import AutotunerError, Config
-from harness.compat.modelopt_autotune.procedure import Plan, run_plan
+from harness.compat.modelopt_autotune.procedure import AutotuneJob, run_job
 
 __all__ = ["benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow"]
 
@@ -71,7 +71,7 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
             calibration_data=calibration_data,
             calibration_samples=calibration_samples,
         )
-        plan = Plan(
+        plan = AutotuneJob(
             output_dir=Path(folder),
             schemes_per_region=num_schemes_per_region,
             pattern_cache_file=None if pattern_cache_file is None else Path(pattern_cache_file),
@@ -81,4 +81,4 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
             config=config,
             transform=model_transform,
         )
-        return run_plan(model, plan)
+        return run_job(model, plan)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.analysis.noise import Components, Design, components, measure_noise
+from harness.analysis.noise import NestedDesign, NoiseComponents, estimate_components, measure_noise
 from harness.api import Candidate
 from harness.config.sections import PluginSpec, Sampling
 from harness.errors import UserError
@@ -23,10 +23,10 @@ from search.space import digest_of
 
 def drawn(
     rng: np.random.Generator, run: float, build: float, process: float, shape: tuple[int, int, int]
-) -> Components:
+) -> NoiseComponents:
     p, b, r = shape
     noise = process * rng.standard_normal((p, 1, 1)) + build * rng.standard_normal((p, b, 1))
-    return components(10.0 * np.exp(noise + run * rng.standard_normal((p, b, r))))
+    return estimate_components(10.0 * np.exp(noise + run * rng.standard_normal((p, b, r))))
 
 
 @pytest.mark.parametrize("truth", [(0.01, 0.02, 0.03), (0.05, 0.01, 0.01), (0.02, 0.05, 0.0)])
@@ -44,17 +44,17 @@ def test_intervals_cover_the_truth_and_estimates_are_unbiased(truth: tuple[float
 def test_mean_squares_of_a_small_table_by_hand() -> None:
     """Two processes of two builds of two readings; sums of squares worked out by hand."""
     logs = np.array([[[0.0, 0.2], [0.4, 0.6]], [[1.0, 1.2], [1.4, 1.6]]])
-    run, build, process = (component.sd.value**2 for component in components(np.exp(logs)).components)
+    run, build, process = (component.sd.value**2 for component in estimate_components(np.exp(logs)).components)
     assert run == pytest.approx(0.02)  # 4 builds of 2 x 0.01 over 4 degrees of freedom
     assert build == pytest.approx((0.16 - 0.02) / 2)  # 2 x 4 x 0.04 over 2
     assert process == pytest.approx((2.0 - 0.16) / 4)  # 4 x 2 x 0.25 over 1
 
 
 def test_shares_sum_up_and_nothing_is_negative() -> None:
-    found = components(np.exp(np.random.default_rng(1).standard_normal((3, 3, 10)) * 0.1))
+    found = estimate_components(np.exp(np.random.default_rng(1).standard_normal((3, 3, 10)) * 0.1))
     assert sum(component.share for component in found.components) == pytest.approx(1)
     assert all(0 <= c.sd.low <= c.sd.value <= c.sd.high for c in found.components)
-    still = components(np.full((2, 2, 2), 5.0))
+    still = estimate_components(np.full((2, 2, 2), 5.0))
     assert still.latency_ms == pytest.approx(5.0)
     assert still.processes_needed == 1
     assert still.one_build == 0
@@ -70,7 +70,7 @@ def test_how_well_one_build_is_known() -> None:
 @pytest.mark.parametrize("shape", [(1, 3, 3), (3, 1, 3), (3, 3, 1), (9,)])
 def test_a_design_without_repeats_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="2 or more of each level"):
-        components(np.ones(shape))
+        estimate_components(np.ones(shape))
 
 
 def candidate() -> Candidate:
@@ -92,9 +92,11 @@ def opener(tmp_path: Path, **params: object):  # type: ignore[no-untyped-def]
 
 def test_simulated_noise_is_measured_level_by_level(tmp_path: Path) -> None:
     opened = opener(tmp_path, noise=0.01, build_noise=0.05, process_noise=0.2)
-    latency_ms = measure_noise(opened, candidate(), Design(processes=12, builds=6, readings=10), Silent()).latency_ms
+    latency_ms = measure_noise(
+        opened, candidate(), NestedDesign(processes=12, builds=6, readings=10), Silent()
+    ).latency_ms
     assert latency_ms.shape == (12, 6, 10)
-    for component, truth in zip(components(latency_ms).components, (0.01, 0.05, 0.2), strict=True):
+    for component, truth in zip(estimate_components(latency_ms).components, (0.01, 0.05, 0.2), strict=True):
         assert component.sd.low <= truth <= component.sd.high
 
 
@@ -120,11 +122,11 @@ def test_time_does_not_pass_for_a_difference_between_builds() -> None:
     def open_engines() -> Iterator[Engines]:
         yield Slowing()  # type: ignore[misc]
 
-    occasion = measure_noise(open_engines, candidate(), Design(processes=6, builds=4, readings=29), Silent())
+    occasion = measure_noise(open_engines, candidate(), NestedDesign(processes=6, builds=4, readings=29), Silent())
     latency_ms = occasion.latency_ms
     assert latency_ms.shape == (6, 4, 29)
     assert occasion.disturbed == 0.25, "one build of four"
-    run, build, _ = components(latency_ms).components
+    run, build, _ = estimate_components(latency_ms).components
     assert run.sd.value > 0.1, "the pace fell by a third"
     assert build.share < 0.02
 
@@ -144,10 +146,10 @@ def test_nothing_that_works_is_a_mistake_with_its_reason(tmp_path: Path) -> None
         yield Refusing()  # type: ignore[misc]
 
     with pytest.raises(UserError, match="0 of 3 processes went through; build: unsupported"):
-        measure_noise(open_engines, candidate(), Design(processes=3, builds=2, readings=3), Silent())
+        measure_noise(open_engines, candidate(), NestedDesign(processes=3, builds=2, readings=3), Silent())
 
 
 @pytest.mark.parametrize("name", ["processes", "builds", "readings"])
 def test_a_level_that_is_not_repeated_is_refused_by_its_option(name: str) -> None:
     with pytest.raises(UserError, match=f"--{name}: at least 2, or there is no variance to see, but got 1"):
-        Design(**{name: 1})
+        NestedDesign(**{name: 1})

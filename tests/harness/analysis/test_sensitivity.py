@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small import qdq, save_chain
 
-from harness.analysis.sensitivity import Effect, Sensitivity, units_of
+from harness.analysis.sensitivity import UnitEffect, UnitSensitivity, quantization_units
 from harness.errors import UserError
 from harness.pipeline.prior import PriorUnit, ladder, read_prior
 from harness.statistics import Interval
@@ -97,8 +97,8 @@ def test_each_point_has_both_directions_best_gain_per_noise_first(measured: Path
 
 def test_of_what_loses_time_the_noisier_stands_behind() -> None:
     def rank(gain_us: float, sqnr_db: float) -> float:
-        effect = Effect(gain_us=Interval(value=gain_us, low=gain_us, high=gain_us), sqnr_db=sqnr_db)
-        return Sensitivity(unit=None, alone=effect, left_out=effect).rank  # type: ignore[arg-type]
+        effect = UnitEffect(gain_us=Interval(value=gain_us, low=gain_us, high=gain_us), sqnr_db=sqnr_db)
+        return UnitSensitivity(unit=None, alone=effect, left_out=effect).rank  # type: ignore[arg-type]
 
     ranks = [rank(*each) for each in ((10.0, 40.0), (10.0, 10.0), (-10.0, 40.0), (-10.0, 10.0), (-20.0, 10.0))]
     assert ranks == sorted(ranks, reverse=True)
@@ -165,9 +165,9 @@ def space() -> Space:
 
 
 def test_units_are_patterns_or_points_at_each_precision() -> None:
-    patterns = [(unit.name, unit.precision, unit.dimensions) for unit in units_of(space(), "pattern")]
+    patterns = [(unit.name, unit.precision, unit.dimensions) for unit in quantization_units(space(), "pattern")]
     assert patterns == [("g", "int8", (0, 1)), ("g", "fp8", (0, 1)), ("h", "int8", (2,))]
-    assert [unit.name for unit in units_of(space(), "point")] == ["a", "a", "b", "c"]
+    assert [unit.name for unit in quantization_units(space(), "point")] == ["a", "a", "b", "c"]
 
 
 def test_a_ladder_takes_the_best_first_and_drops_what_the_model_does_not_have() -> None:

@@ -11,7 +11,7 @@ import pytest
 from small import qdq, save_chain
 
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
-from harness.studies.study_task import study_of, subject
+from harness.studies.study_task import make_study, study_name
 from harness.timing.workers.sandbox import InProcess
 
 SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
@@ -80,7 +80,7 @@ def test_noise_advises_what_it_has(
 
 def test_results_of_noise_are_called_after_what_was_measured(model: str) -> None:
     def name(placement: str = "float", shapes: dict[str, str] | None = None, **params: object) -> str:
-        return subject(study_of(model, backend="simulated", params=params, shapes=shapes), placement)
+        return study_name(make_study(model, backend="simulated", params=params, shapes=shapes), placement)
 
     assert name() == "net-simulated-float"
     assert name("linear") == "net-simulated-linear-int8"

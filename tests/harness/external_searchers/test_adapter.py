@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import BuildFailed
-from harness.external_searchers.adapter import BROKEN, PeerSearcher, model_in
+from harness.external_searchers.adapter import BROKEN_MODEL_DIGEST, ExternalSearcherAdapter, external_model_path
 from search.api import Failure, Observation, Score
 from search.space import Placement
 
@@ -35,19 +35,19 @@ class Files:
 
 @pytest.fixture
 def opened(tmp_path):
-    def make(*contents: str | None, keep: int = 1) -> tuple[PeerSearcher, Files]:
+    def make(*contents: str | None, keep: int = 1) -> tuple[ExternalSearcherAdapter, Files]:
         files = Files(tmp_path, *contents)
 
         @contextmanager
         def factory():
             yield files
 
-        return PeerSearcher(factory, tmp_path / "models", keep), files
+        return ExternalSearcherAdapter(factory, tmp_path / "models", keep), files
 
     return make
 
 
-def tell(searcher: PeerSearcher, placement: Placement, outcome: float | str) -> None:
+def tell(searcher: ExternalSearcherAdapter, placement: Placement, outcome: float | str) -> None:
     scored = Failure(stage="build", reason=outcome) if isinstance(outcome, str) else Score(objective=outcome)
     digest = searcher.space.digest(placement)
     searcher.tell(Observation(placement=placement, digest=digest, outcome=scored))
@@ -80,7 +80,7 @@ def test_only_models_that_were_among_the_best_are_kept(opened, tmp_path):
             assert candidate.edges == ()
             assert candidate.source().exists()
             tell(peer, placement, latency_ms)
-            kept.append(model_in(tmp_path / "models", candidate.digest).exists())
+            kept.append(external_model_path(tmp_path / "models", candidate.digest).exists())
         assert kept == [True, True, False, True]
         with pytest.raises(BuildFailed, match="kept only while it may be the best"):
             peer.candidate(Placement((2,))).source()
@@ -101,7 +101,7 @@ def test_a_peer_that_breaks_gives_its_reason_as_a_failed_build_and_ends(opened):
     with peer:
         tell(peer, peer.ask(1)[0], 1.0)
         (broken,) = peer.ask(1)
-        assert peer.space.digest(broken) == BROKEN
+        assert peer.space.digest(broken) == BROKEN_MODEL_DIGEST
         with pytest.raises(BuildFailed, match="the tool broke"):
             peer.candidate(broken).source()
         tell(peer, broken, "the tool broke")

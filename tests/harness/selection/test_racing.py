@@ -12,7 +12,7 @@ import pytest
 from turns import Instant, Listening, row
 
 from harness.api import Candidate
-from harness.compat.modelopt_autotune.runoff import Runoff, fastest
+from harness.compat.modelopt_autotune.runoff import FinalSelection, select_fastest
 from harness.config.sections import Sampling
 from harness.progress import Silent
 from harness.records import Failed
@@ -154,8 +154,8 @@ def test_autotune_delivers_whoever_came_through(tmp_path: Path, broken: str, won
         broken=lambda name, number: name in broken and (number == 1 or name == "c"),
     )
     rivals = [row(name).candidate for name in "abc"]
-    runoff = Runoff(path=tmp_path / "runoff.jsonl", facts={}, open_engines=machine.open, observer=Silent())
-    found, speedup = fastest(rivals, replace(row(FLOAT).candidate, digest=FLOAT), runoff)
+    runoff = FinalSelection(path=tmp_path / "runoff.jsonl", facts={}, open_engines=machine.open, observer=Silent())
+    found, speedup = select_fastest(rivals, replace(row(FLOAT).candidate, digest=FLOAT), runoff)
     assert found == won
     assert speedup == pytest.approx({"a": 2.0, "b": 2.0 / 1.001, "c": 2.0 / 1.5, "": 0.0}[won])
 

@@ -25,8 +25,8 @@ from harness.registry import check_params
 from harness.results_dir.ownership import exclusive_lock
 from harness.studies import path_cache as kept
 from harness.studies import replay_pool
-from harness.studies.path_cache import Series
-from harness.studies.study_file import BudgetStudy, Contender, load_study
+from harness.studies.path_cache import SearchKey
+from harness.studies.study_file import BudgetStudy, ReplayedSearcher, load_study
 
 MakeTable = Callable[..., BenchmarkTable]
 SEARCHERS = ["--searcher", "random", "--searcher", "local"]
@@ -45,13 +45,13 @@ def tables(make_table: MakeTable, tmp_path: Path) -> list[str]:
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     """What is replayed from now on: table, searcher, seed. One worker, this process, does it."""
     done: list[tuple[str, str, int]] = []
-    replay_walks = replay_pool.replay_walks
+    replay_walks = replay_pool.replay_paths
 
     def watched(landscape: Any, use: Any, *, seeds: tuple[int, ...], **rest: Any) -> Any:
         done.extend((landscape.table.path.stem, use.name, seed) for seed in seeds)
         return replay_walks(landscape, use, seeds=seeds, **rest)
 
-    monkeypatch.setattr(replay_pool, "replay_walks", watched)
+    monkeypatch.setattr(replay_pool, "replay_paths", watched)
     return done
 
 
@@ -134,7 +134,7 @@ def test_it_goes_on_where_it_stopped(
     replayed.clear()
     write_part = replay_pool.write_part
 
-    def stops(path: Path, asked: Series, walks: Any) -> None:
+    def stops(path: Path, asked: SearchKey, walks: Any) -> None:
         if asked.searcher == "local":
             raise KeyboardInterrupt
         write_part(path, asked, walks)
@@ -523,7 +523,7 @@ def test_changed_code_of_a_searcher_within_another_is_replayed_again(
     asked = []
     for body in ("pass", "'Other words.'", "other = 'code'"):
         (tmp_path / "plug_inner.py").write_text(code.format(body))
-        asked.append(replay_pool.series_of(table, Contender(use=use, params=params), study))
+        asked.append(replay_pool.search_key(table, ReplayedSearcher(use=use, params=params), study))
     assert asked[0] == asked[1]
     assert asked[1] != asked[2]
 

@@ -14,7 +14,7 @@ from harness.records import Failed, Measured, Outcome
 from harness.report.statistics import score_against_random
 from harness.studies.random_search import random_search
 from harness.studies.recorded_landscape import Landscape
-from harness.studies.replay import first_placements, replay, replay_once, walks_of
+from harness.studies.replay import initial_placements, read_paths, replay, replay_once
 from search.api import Observation, Placement
 
 MakeTable = Callable[..., BenchmarkTable]
@@ -39,7 +39,7 @@ def enumerated(landscape: Landscape, evaluations: int, first: Sequence[Placement
     found = []
     for order in itertools.permutations(landscape.table.subspace.placements()):
         walk = replay_once(landscape, Listed(order), budget=evaluations, seed=0, first=first)
-        readings_ms = walks_of(landscape, {0: np.array(walk, dtype=np.int32)}, len(walk)).readings_ms[0]
+        readings_ms = read_paths(landscape, {0: np.array(walk, dtype=np.int32)}, len(walk)).readings_ms[0]
         curve = np.minimum(np.minimum.accumulate(readings_ms), landscape.latency_ms.max()).tolist()
         found.append(curve + curve[-1:] * (evaluations - len(curve)))
     return np.array(found)
@@ -82,7 +82,7 @@ def test_it_is_the_mean_over_all_orders(
 ) -> None:
     landscape = Landscape(make_table(dimensions=2, outcome=by_latency(latency_ms)))
     landscape.identity[list(alike)] = min(landscape.identity[list(alike)], default=0)
-    first = first_placements(landscape, initial)
+    first = initial_placements(landscape, initial)
     wanted = enumerated(landscape, evaluations, first)
     found = random_search(landscape, evaluations, first)
     assert found.shape[1] == evaluations
@@ -111,7 +111,7 @@ def test_the_searcher_random_has_its_mean_and_the_score_0(
 ) -> None:
     landscape = Landscape(make_table(outcome=partly_alike(noise)))
     landscape.identity[1:32:2] = landscape.identity[0:32:2]
-    first, seeds = first_placements(landscape, initial), 300
+    first, seeds = initial_placements(landscape, initial), 300
     searched = replay(landscape, PluginSpec(use="random"), seeds=range(seeds), budget=25, initial=initial).latency_ms
     random_ms = random_search(landscape, 25, first).mean(axis=0)
     error = searched.std(axis=0) / np.sqrt(seeds)

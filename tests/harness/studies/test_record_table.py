@@ -18,10 +18,10 @@ from harness.graph.builder import GraphBuilder
 from harness.progress import Silent
 from harness.records import Failed, Measured
 from harness.search_loop.loop import COLD_START
-from harness.studies.dimension_screening import most_telling, neighbours, sensitivity
+from harness.studies.dimension_screening import most_influential, neighbours, sensitivity
 from harness.studies.record_table import record
 from harness.studies.recorded_landscape import Landscape
-from harness.studies.study_task import study_of
+from harness.studies.study_task import make_study
 from harness.timing.workers.in_process import InProcess
 from search.space import Dimension, Edge, Placement, Space
 from search.synthetic_problem import planted_space
@@ -42,7 +42,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> BenchmarkTable:
-    study = study_of(str(model), backend="simulated", params={**PARAMS, **params})
+    study = make_study(str(model), backend="simulated", params={**PARAMS, **params})
     return read_table(record(study, out, dimensions, Silent(), search=search))
 
 
@@ -147,7 +147,7 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(
         return replace(found, latency_ms=tuple(value / 10 for value in found.latency_ms))
 
     monkeypatch.setattr(InProcess, "sample", once_ten_times_faster)
-    monkeypatch.setattr("harness.studies.best_confirmation.FASTEST", 1)
+    monkeypatch.setattr("harness.studies.best_confirmation.FASTEST_PER_COMPARISON", 1)
     table = recorded(model, tmp_path / "lucky.parquet", dimensions=3)
     assert lucky
     outcome = table.rows[chosen].outcome
@@ -182,7 +182,7 @@ def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(
 def test_what_has_too_many_choices_for_so_few_placements_is_refused_before_it_is_measured(
     model: Path, tmp_path: Path
 ) -> None:
-    study = study_of(str(model), backend="simulated", params=PARAMS, precision="mixed")
+    study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
         record(study, tmp_path / "mixed.parquet", 1, Silent())
     assert not list(tmp_path.glob("mixed.parquet.recording/*.jsonl"))
@@ -208,7 +208,7 @@ def test_a_machine_that_changes_its_pace_is_told(model: Path, tmp_path: Path, mo
         return replace(found, latency_ms=tuple(2 * value for value in found.latency_ms)) if late else found
 
     monkeypatch.setattr(InProcess, "sample", slower_at_the_end)
-    study, observer = study_of(str(model), backend="simulated", params=PARAMS), Listening()
+    study, observer = make_study(str(model), backend="simulated", params=PARAMS), Listening()
     alone = study.experiment.sampling.model_copy(update={"beside": "never"})
     study = replace(study, experiment=study.experiment.model_copy(update={"sampling": alone}))
     record(study, tmp_path / "t.parquet", 1, observer)
@@ -223,7 +223,7 @@ def test_a_machine_that_changes_its_pace_is_told(model: Path, tmp_path: Path, mo
 
 def test_a_steady_machine_is_not_spoken_of(model: Path, tmp_path: Path) -> None:
     observer = Listening()
-    record(study_of(str(model), backend="simulated", params=PARAMS), tmp_path / "t.parquet", 2, observer)
+    record(make_study(str(model), backend="simulated", params=PARAMS), tmp_path / "t.parquet", 2, observer)
     assert not [text for text in observer.said if "float model takes" in text or "optimum" in text]
 
 
@@ -257,7 +257,7 @@ def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a search has measured first shows that the machine works, however many single changes are refused."""
-    study = study_of(str(model), backend="simulated", params=PARAMS, precision="mixed")
+    study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     whole = read_table(record(study, tmp_path / "plain.parquet", 2, Silent())).subspace.full_space
     refused = {whole.digest(p) for p in neighbours(whole, whole.float_placement())}
     assert len(refused) > COLD_START
@@ -277,10 +277,11 @@ def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_
 def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.studies.best_confirmation.FASTEST", 2)
-    monkeypatch.setattr("harness.studies.best_confirmation.TURNS", TurnSchedule(builds=1, rounds=6, samples=3))
+    monkeypatch.setattr("harness.studies.best_confirmation.FASTEST_PER_COMPARISON", 2)
+    schedule = TurnSchedule(builds=1, rounds=6, samples=3)
+    monkeypatch.setattr("harness.studies.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
     params = {"precision": "f32"}
-    study = study_of(str(model), backend="openvino", params=params, fidelity=True)
+    study = make_study(str(model), backend="openvino", params=params, fidelity=True)
     table = read_table(record(study, tmp_path / "t.parquet", 2, Silent()))
     outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]
     assert len(outcomes) == 4
@@ -309,9 +310,9 @@ def test_sensitivity_is_the_typical_change_of_log_latency() -> None:
     found = sensitivity(space, anchors, known)
     # Around float: -0.2 and -0.4; around the other: +0.2 and -0.2.
     assert found == pytest.approx([np.sqrt((0.04 + 0.16 + 0.04 + 0.04) / 4), np.sqrt(0.03 / 4), 0.0])
-    assert most_telling(space, found, 2) == (0,)  # three ways each: 3 of at most 4, and 9 are too many
-    assert most_telling(space, found, 4) == (0, 1)
-    assert most_telling(space, found, 11) == (0, 1, 2)
+    assert most_influential(space, found, 2) == (0,)  # three ways each: 3 of at most 4, and 9 are too many
+    assert most_influential(space, found, 4) == (0, 1)
+    assert most_influential(space, found, 11) == (0, 1, 2)
     assert sensitivity(space, anchors, {}).tolist() == [0.0, 0.0, 0.0]
 
 
@@ -367,13 +368,13 @@ backends: [{use: simulated, params: {seed: 3}}]
 sampling: {min_samples: 5, max_samples: 5}
 """
     (tmp_path / "one.yaml").write_text(text)
-    study = study_of(str(tmp_path / "one.yaml"))
+    study = make_study(str(tmp_path / "one.yaml"))
     assert study.experiment.models[0].calibration.method == "percentile"
     assert study.experiment.sampling.max_samples == 5
     assert study.spec.backend.params == {"seed": 3}
-    assert study_of(str(tmp_path / "one.yaml"), backend="openvino").spec.backend.use == "openvino"
+    assert make_study(str(tmp_path / "one.yaml"), backend="openvino").spec.backend.use == "openvino"
     (tmp_path / "two.yaml").write_text(text.replace("backends: [", "backends: [openvino, "))
     with pytest.raises(
         UserError, match=r"one cell, but this experiment has 2: net-openvino-int8, net-simulated-int8; k"
     ):
-        study_of(str(tmp_path / "two.yaml"))
+        make_study(str(tmp_path / "two.yaml"))

@@ -13,8 +13,8 @@ import pytest
 from harness.benchmark_table import BenchmarkTable
 from harness.errors import UserError
 from harness.records import Failed, Measured, Outcome
-from harness.studies.landscape_metrics import difficulty_of, drift_of
-from harness.studies.recorded_landscape import Bound, Landscape
+from harness.studies.landscape_metrics import estimate_drift, measure_difficulty
+from harness.studies.recorded_landscape import Landscape, MetricBound
 from search.api import Failure
 
 MakeTable = Callable[..., BenchmarkTable]
@@ -38,7 +38,7 @@ def test_optimum_and_anchors(make_table: MakeTable) -> None:
 
 def test_variance_is_shared_out_exactly(make_table: MakeTable) -> None:
     """Of a pair product, half the effect falls to each single dimension and a quarter of it to the pair."""
-    difficulty = difficulty_of(Landscape(make_table()))
+    difficulty = measure_difficulty(Landscape(make_table()))
     single = np.array([-0.4 - 0.2, 0.3 - 0.2, -0.2, 0.1, -0.05, 0.02]) / 2
     pair = 0.4 / 4
     total = float((single**2).sum() + pair**2)
@@ -53,7 +53,7 @@ def test_difficulty_tells_easy_from_hard(make_table: MakeTable) -> None:
     def rough(choices: tuple[int, ...]) -> Outcome:
         return measured(float(np.exp(rng.standard_normal())))
 
-    easy, hard = difficulty_of(Landscape(make_table())), difficulty_of(Landscape(make_table(outcome=rough)))
+    easy, hard = measure_difficulty(Landscape(make_table())), measure_difficulty(Landscape(make_table(outcome=rough)))
     assert easy.fitness_distance > 0.5 > hard.fitness_distance
     assert easy.neighbour_correlation > 0.5 > hard.neighbour_correlation
     assert easy.local_optima == pytest.approx(1 / 64)
@@ -64,7 +64,7 @@ def test_difficulty_tells_easy_from_hard(make_table: MakeTable) -> None:
 
 
 def test_a_flat_table_is_all_optimum(make_table: MakeTable) -> None:
-    difficulty = difficulty_of(Landscape(make_table(outcome=lambda _: measured(3.0))))
+    difficulty = measure_difficulty(Landscape(make_table(outcome=lambda _: measured(3.0))))
     assert difficulty.near_optimum == difficulty.local_optima == difficulty.additive == 1.0
     assert difficulty.random_evaluations == 1.0
     assert difficulty.fitness_distance == difficulty.neighbour_correlation == difficulty.pairwise == 0.0
@@ -77,7 +77,7 @@ def test_what_failed_or_misses_the_bound_cannot_be_the_optimum(make_table: MakeT
         return measured(5.0 - choices[0] - 0.5 * choices[2], sqnr_db=30.0 - 20 * choices[0])
 
     table = make_table(outcome=outcome)
-    free, bound = Landscape(table), Landscape(table, Bound(metric="sqnr_db", at_least=20.0))
+    free, bound = Landscape(table), Landscape(table, MetricBound(metric="sqnr_db", at_least=20.0))
     assert free.latency_ms[free.optimum] == pytest.approx(3.5)
     assert free.allowed.sum() == 48
     assert bound.latency_ms[bound.optimum] == pytest.approx(4.5)
@@ -93,7 +93,7 @@ def test_a_metric_without_limit_is_no_answer_to_a_bound(make_table: MakeTable) -
     assert isinstance(row.outcome, Measured)
     endless = replace(row, outcome=replace(row.outcome, metrics={"sqnr_db": -math.inf}))
     landscape = Landscape(
-        replace(table, rows={**table.rows, digests[-1]: endless}), Bound(metric="sqnr_db", at_least=-1000.0)
+        replace(table, rows={**table.rows, digests[-1]: endless}), MetricBound(metric="sqnr_db", at_least=-1000.0)
     )
     (failure,) = [score for score in landscape.scores if isinstance(score, Failure)]
     assert failure.reason == "no sqnr_db was recorded"
@@ -102,9 +102,9 @@ def test_a_metric_without_limit_is_no_answer_to_a_bound(make_table: MakeTable) -
 def test_bounds_that_no_placement_can_answer_are_refused(make_table: MakeTable) -> None:
     table = make_table()
     with pytest.raises(UserError, match="no metric 'sqnr' was recorded; did you mean 'sqnr_db'"):
-        Landscape(table, Bound(metric="sqnr", at_least=1.0))
+        Landscape(table, MetricBound(metric="sqnr", at_least=1.0))
     with pytest.raises(UserError, match="no placement reaches the bound"):
-        Landscape(table, Bound(metric="sqnr_db", at_least=1000.0))
+        Landscape(table, MetricBound(metric="sqnr_db", at_least=1000.0))
     nothing = make_table(outcome=lambda _: Failed(stage="build", reason="unsupported"))
     with pytest.raises(UserError, match="no placement could be measured"):
         Landscape(nothing)
@@ -131,8 +131,8 @@ def test_drift_is_seen_through_the_random_order(make_table: MakeTable) -> None:
         turned = [(digest, row, drifting(row.choices)) for digest, row in items]
         return {d: type(r)(number=i, choices=r.choices, outcome=o) for i, (d, r, o) in enumerate(turned)}
 
-    slope, stderr = drift_of(Landscape(make_table(anchors={}, rows=shuffled)))
+    slope, stderr = estimate_drift(Landscape(make_table(anchors={}, rows=shuffled)))
     assert slope == pytest.approx(0.1, abs=3 * stderr)
     assert 0 < stderr < 0.03
-    slope, stderr = drift_of(Landscape(make_table(noise=0.05)))
+    slope, stderr = estimate_drift(Landscape(make_table(noise=0.05)))
     assert abs(slope) < 3 * stderr

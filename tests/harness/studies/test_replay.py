@@ -18,9 +18,9 @@ from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.records import Failed, Measured, Outcome
-from harness.studies.recorded_landscape import Bound, Landscape
-from harness.studies.replay import check_table, replay, replay_once, walks_of
-from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
+from harness.studies.recorded_landscape import Landscape, MetricBound
+from harness.studies.replay import check_table, read_paths, replay, replay_once
+from harness.studies.replay_report import ReplayRequest, replay_all, table_lines
 from search.api import Failure, Observation, Placement, Score
 
 MakeTable = Callable[..., BenchmarkTable]
@@ -44,7 +44,7 @@ class Listed:
 def read(landscape: Landscape, walk: list[int], seed: int) -> list[float]:
     """What a search read on its walk."""
     readings_ms: list[float] = (
-        walks_of(landscape, {seed: np.array(walk, dtype=np.int32)}, len(walk)).readings_ms[0].tolist()
+        read_paths(landscape, {seed: np.array(walk, dtype=np.int32)}, len(walk)).readings_ms[0].tolist()
     )
     return readings_ms
 
@@ -79,7 +79,7 @@ def test_failures_and_bounds_are_told_and_are_no_incumbents(make_table: MakeTabl
             samples_ms=(4.0 - choices[0],) * 7, build_s=1.0, measure_s=0.5, metrics={"sqnr_db": 30.0 - 20 * choices[0]}
         )
 
-    landscape = Landscape(make_table(dimensions=2, outcome=outcome), Bound(metric="sqnr_db", at_least=20.0))
+    landscape = Landscape(make_table(dimensions=2, outcome=outcome), MetricBound(metric="sqnr_db", at_least=20.0))
     searcher = Listed([(1, 1), (1, 0), (0, 1)])
     walk = replay_once(landscape, searcher, budget=10, seed=0)
     assert walk == [3, 2, 1]
@@ -135,7 +135,7 @@ def test_mistakes_name_what_would_do(make_table: MakeTable, tmp_path: Path) -> N
         replay(landscape, PluginSpec(use="random"), seeds=[0], budget=0)
     for text in ("sqnr_db", "sqnr_db=much", "sqnr_db=nan"):
         with pytest.raises(UserError, match=f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20"):
-            replay_all(table, ["random"], ReplayOrder(seeds=1, at_least=text), None)
+            replay_all(table, ["random"], ReplayRequest(seeds=1, at_least=text), None)
 
 
 def test_a_table_of_another_model_is_refused(make_table: MakeTable, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_the_command_prints_and_writes(
 def test_initial_placements_are_told_as_fast_as_the_table_has_them(make_table: MakeTable) -> None:
     """Within the table: what it fixes stays fixed, so they are others than the anchors of the whole space."""
     table = make_table()
-    notes = replay_all(table, ["random"], ReplayOrder(seeds=1, budget=5, initial=("float", "all")), None)[2]
+    notes = replay_all(table, ["random"], ReplayRequest(seeds=1, budget=5, initial=("float", "all")), None)[2]
     landscape = Landscape(table)
     space = table.subspace.space
     both = [landscape.latency_ms[landscape.index(p)] for p in (space.float_placement(), space.everywhere())]
@@ -212,7 +212,7 @@ def test_a_table_whose_optimum_everybody_is_told_tells_nobody_apart(
         return Measured(samples_ms=(4.0 - gain * sum(choices[:2]),) * 7, build_s=1.0, measure_s=0.5)
 
     table = make_table(dimensions=2, outcome=outcome)
-    *_, notes = replay_all(table, ["random"], ReplayOrder(seeds=1, budget=4, initial=initial), None)
+    *_, notes = replay_all(table, ["random"], ReplayRequest(seeds=1, budget=4, initial=initial), None)
     found = [note for note in notes if "which every search is told first" in note]
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
@@ -222,13 +222,15 @@ def test_what_is_skewed_has_a_median_and_quartiles(make_table: MakeTable) -> Non
     def outcome(choices: tuple[int, ...]) -> Outcome:
         return Measured(samples_ms=(1.0 + 99.0 * (not any(choices[:2])),) * 7, build_s=1.0, measure_s=0.5)
 
-    order = ReplayOrder(seeds=20, budget=1)
+    order = ReplayRequest(seeds=20, budget=1)
     _, rows, _ = replay_all(make_table(dimensions=2, outcome=outcome), ["random"], order, None)
     random, searched = rows
     assert random[1].startswith("0.00 [0.00, ")
     assert searched[0] == "random"
     assert "+-" not in searched[1]
-    _, rows, _ = replay_all(make_table(dimensions=2, outcome=outcome), ["random"], ReplayOrder(seeds=1, budget=1), None)
+    _, rows, _ = replay_all(
+        make_table(dimensions=2, outcome=outcome), ["random"], ReplayRequest(seeds=1, budget=1), None
+    )
     assert rows[1][1] in ("0.00", "9900.00"), "a single search has no quartiles"
 
 

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from harness.benchmark_table import BenchmarkTable
 from harness.studies.recorded_landscape import Floats, Landscape
-from harness.studies.simulated_selection import CONTENDERS, TURNS, Walks, chosen
+from harness.studies.simulated_selection import DEFAULT_FINALISTS, TURNS_PER_RACE, SearchPaths, simulate_selection
 
 INF = float("inf")
 
@@ -21,9 +21,9 @@ def settled(readings: Floats, runoff: Floats) -> np.ndarray:
     """What is chosen where every turn of a runoff reads the same."""
 
     def log_ms_of(rows: np.ndarray, evaluations: np.ndarray) -> np.ndarray:
-        return np.repeat(np.log(runoff[rows[:, None], evaluations])[..., None], TURNS, axis=-1)
+        return np.repeat(np.log(runoff[rows[:, None], evaluations])[..., None], TURNS_PER_RACE, axis=-1)
 
-    return chosen(readings, log_ms_of)
+    return simulate_selection(readings, log_ms_of)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_it_is_the_best_in_the_runoff_of_the_best_readings(readings: Floats, run
     found = settled(readings, runoff)
     for search, latest in np.ndindex(found.shape):
         so_far = [n for n in range(latest + 1) if np.isfinite(readings[search, n])]
-        leading = sorted(so_far, key=lambda n: (readings[search, n], n))[:CONTENDERS]
+        leading = sorted(so_far, key=lambda n: (readings[search, n], n))[:DEFAULT_FINALISTS]
         wanted = min(leading, key=lambda n: (runoff[search, n], readings[search, n], n), default=-1)
         assert found[search, latest] == wanted
 
 
 def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable[..., BenchmarkTable]) -> None:
     landscape = Landscape(make_table(dimensions=2))
-    walks = Walks(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
+    walks = SearchPaths(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
     latency_ms, elapsed_s = walks.latency_ms(landscape), walks.elapsed_s(landscape)
     assert latency_ms[0].tolist() == [landscape.latency_ms[0]] * 3
     assert walks.found_ms(landscape)[0].tolist() == np.minimum.accumulate(landscape.latency_ms[[0, 1, 1]]).tolist()
@@ -70,6 +70,6 @@ def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable
 
 def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table: Callable[..., BenchmarkTable]) -> None:
     landscape = Landscape(make_table(dimensions=2))
-    walks = Walks(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
+    walks = SearchPaths(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
     assert walks.latency_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]
     assert walks.found_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from harness.compat.modelopt_autotune.benchmark import _CURRENT, Benchmark, init_benchmark_instance
+from harness.compat.modelopt_autotune.benchmark import Benchmark, _current_benchmarks, init_benchmark_instance
 from harness.graph.builder import GraphBuilder
 from harness.records import Failed, Measured
 from harness.runtimes.simulated import SimulatedBenchmarker
@@ -81,5 +81,5 @@ def runtime(monkeypatch):
 def benchmark_instance(runtime):
     init_benchmark_instance(backend="simulated", params={"noise": 0.0})
     yield runtime
-    _CURRENT.get().close()
-    _CURRENT.set(None)
+    _current_benchmarks.get().close()
+    _current_benchmarks.set(None)

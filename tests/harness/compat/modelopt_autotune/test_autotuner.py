@@ -275,7 +275,7 @@ def test_patterns_that_are_done_stay_float_where_they_may_not_be_quantized_any_m
     autotuner = begun(model)
     walk(autotuner, fewer_is_slower)
     assert any(autotuner.placement(best=True).choices)
-    autotuner.session.keep(())
+    autotuner.session.restrict_to_patterns(())
     assert not any(autotuner.placement(best=True).choices)
 
 

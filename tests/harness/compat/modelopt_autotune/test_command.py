@@ -12,7 +12,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.compat.modelopt_autotune import MODE_PRESETS, get_node_filter_list
-from harness.compat.modelopt_autotune.arguments import depth_of, get_parser
+from harness.compat.modelopt_autotune.arguments import get_parser, select_mode_preset
 from harness.compat.modelopt_autotune.benchmark import (
     Benchmark,
     backend_use,
@@ -21,7 +21,7 @@ from harness.compat.modelopt_autotune.benchmark import (
     split_arguments,
 )
 from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError
-from harness.compat.modelopt_autotune.summary import Delivered, verdict_lines
+from harness.compat.modelopt_autotune.summary import AutotuneResult, summary_lines
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
@@ -68,15 +68,15 @@ def test_defaults_are_those_of_the_guide():
     assert (options.mode, options.quant_type, options.default_dq_dtype) == ("default", "int8", "float32")
     assert options.timing_cache.endswith("trtexec_timing.cache")
     assert (options.use_trtexec, options.verbose, options.plugin_libraries) == (False, False, None)
-    depth = depth_of(options)
+    depth = select_mode_preset(options)
     assert (depth.schemes_per_region, depth.warmup_runs, depth.timing_runs) == (50, 50, 100)
 
 
 @pytest.mark.parametrize("mode", list(MODE_PRESETS))
 def test_a_mode_sets_what_was_not_given(mode):
     parse = get_parser().parse_args
-    assert vars_of(depth_of(parse(["-m", "m", "--mode", mode]))) == dict(MODE_PRESETS[mode])
-    given = depth_of(parse(["-m", "m", "--mode", mode, "-s", "50", "--timing_runs", "7"]))
+    assert vars_of(select_mode_preset(parse(["-m", "m", "--mode", mode]))) == dict(MODE_PRESETS[mode])
+    given = select_mode_preset(parse(["-m", "m", "--mode", mode, "-s", "50", "--timing_runs", "7"]))
     assert vars_of(given) == {**MODE_PRESETS[mode], "schemes_per_region": 50, "timing_runs": 7}
 
 
@@ -264,7 +264,7 @@ def test_a_runoff_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading(fo
     def refused(*arguments):
         raise UserError("the baseline failed in the confirmation: memory: more than 16 GB")
 
-    monkeypatch.setattr("harness.compat.modelopt_autotune.procedure.fastest", refused)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.procedure.select_fastest", refused)
     runtime.generous = True
     assert qdq("-m", "model.onnx", "--max_evals", "12") == 0
     said = " ".join(capsys.readouterr().err.split())
@@ -315,8 +315,9 @@ def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
     row = ContenderSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
     summary = ConfirmationSummary(floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
     kept = Path("out/kept.onnx") if pairs and verdict != "faster" else None
-    told = Delivered(file=Path("out/final.onnx"), kept=kept, pairs=pairs, read=None, options="", calibrated=calibrated)
-    said = list(verdict_lines(summary, told))
+    file = Path("out/final.onnx")
+    told = AutotuneResult(file=file, kept=kept, pairs=pairs, read=None, options="", calibrated=calibrated)
+    said = list(summary_lines(summary, told))
     figures = f"{verdict}; 3 fresh builds in turns with the baseline, A/A floor 1.2 %), {pairs} Q/DQ pairs"
     assert (figures in said[1]) == (pairs > 0), "the float model has no speedup over itself"
     assert any(line.startswith(says) for line in said)
@@ -332,7 +333,7 @@ def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, runtime):
 def test_what_does_not_prove_faster_is_kept_and_the_float_model_delivered(folder, runtime, capsys, monkeypatch):
     out = folder / "autotuner_output"
     runtime.generous = True  # while it is searched; fresh builds of a worker know nothing of that
-    monkeypatch.setattr(procedure, "proved", lambda summary: False)
+    monkeypatch.setattr(procedure, "is_proven_faster", lambda summary: False)
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
     assert delivered(onnx.load(out / "not_faster.onnx"))
@@ -347,7 +348,7 @@ def test_what_proves_faster_is_delivered_and_what_an_earlier_run_kept_goes(folde
     out.mkdir()
     (out / "not_faster.onnx").write_text("of an earlier run")
     runtime.generous = True
-    monkeypatch.setattr(procedure, "proved", lambda summary: True)
+    monkeypatch.setattr(procedure, "is_proven_faster", lambda summary: True)
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     assert delivered(onnx.load(out / "optimized_final.onnx"))
     assert not {"not_faster.onnx", "unproved.onnx"}.intersection(path.name for path in out.iterdir())
@@ -550,7 +551,7 @@ def test_the_workflow_takes_either_name_of_the_model_and_a_transform(folder, ben
 
 
 def test_measurements_are_saved_while_a_region_is_under_profile(folder, benchmark_instance, monkeypatch):
-    monkeypatch.setattr(procedure, "SAVE_S", -1.0)
+    monkeypatch.setattr(procedure, "STATE_SAVE_INTERVAL_S", -1.0)
     saved = []
     original = procedure.QDQAutotuner.save_state
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance
-from harness.compat.modelopt_autotune.sampling_policy import restless
+from harness.compat.modelopt_autotune.sampling_policy import is_noisy
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured
@@ -107,7 +107,7 @@ def measured(*samples_ms: float, stable: bool = True) -> Measured:
 def test_readings_tell_a_restless_machine():
     quiet = [1.0 + 0.001 * (number % 3) for number in range(50)]
     preempted = [0.75 if number % 2 else 4.0 for number in range(50)]
-    assert not restless(measured(*quiet))
-    assert restless(measured(*preempted))
-    assert restless(measured(*quiet, stable=False))
-    assert not restless(Failed(stage="build", reason="no"))
+    assert not is_noisy(measured(*quiet))
+    assert is_noisy(measured(*preempted))
+    assert is_noisy(measured(*quiet, stable=False))
+    assert not is_noisy(Failed(stage="build", reason="no"))
