@@ -1,1 +1,5 @@
-"""Accuracy of one engine: datasets, preprocessing, decoding, metrics."""
+"""Accuracy of an engine: labelled data, metrics with their intervals, calibration.
+
+May import `graph`, `timing` and the contracts.
+Must not import `pipeline`, `report` or a runtime.
+"""

@@ -1,1 +1,5 @@
-"""The subcommands of `qdq`, one a module: parameters, help text, and the call into the harness."""
+"""Subcommands of `qdq`: parameters, help text, and the call into the harness.
+
+May import everything, inside functions where that keeps the start short.
+Must not hold logic that a Python user would miss.
+"""

@@ -1,1 +1,5 @@
-"""Experiment files: sections with defaults, the strict YAML reader, and the plan of tasks."""
+"""Experiment files: sections with defaults, the strict YAML reader, and the plan of tasks.
+
+May import the contracts (`api`, `registry`, `records`, `paths`, `errors`).
+Must not import anything that loads models, times engines or reads results.
+"""

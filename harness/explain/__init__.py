@@ -1,1 +1,5 @@
-"""What a runtime made of a Q/DQ model: which operators run quantized, what was left over, and why."""
+"""Explanations of a measured model: fused operators, pairs without effect, worth of each part.
+
+May import `pipeline`, `selection`, `report.load` and `graph`.
+Must not import `cli` or `compat`.
+"""

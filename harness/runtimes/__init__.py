@@ -1,1 +1,5 @@
-"""Latency of one engine, one runtime a file; the contract is in harness.api."""
+"""Benchmarkers, one runtime a module; the contract is `harness.api.Benchmarker`.
+
+May import `graph`, `timing` and the runtime's own library, the latter inside functions.
+Must not import another benchmarker, `pipeline` or `report`.
+"""

@@ -1,1 +1,5 @@
-"""The loop of one search: ask, build, sample, score, journal, tell."""
+"""Loop of one search: ask, build, sample, score, journal, tell.
+
+May import `timing`, `results_dir`, `config` and `search`.
+Must not import `graph`, `selection` or `pipeline`: trials are handed in.
+"""

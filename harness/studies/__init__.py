@@ -1,1 +1,5 @@
-"""Studies of searchers and of measuring itself: replay tables, their landscapes, components of noise."""
+"""Replay tables and studies of searchers on them: recording, replay, budget ablations.
+
+May import `pipeline`, `selection` and `report`.
+Must not import `cli` or `compat`.
+"""

@@ -1,1 +1,5 @@
-"""Activation ranges from data, and the PTQ baselines of other tools."""
+"""Activation ranges from data, and quantized models of other PTQ tools.
+
+May import `accuracy.data` and `graph`.
+Must not import `accuracy.metrics`.
+"""

@@ -1,1 +1,5 @@
-"""Quantize, build and evaluate by spec files, for users who do not search."""
+"""Quantization, engine builds and evaluation by spec files, for users who do not search.
+
+May import `accuracy`, `graph`, `runtimes` by name, and `pipeline`.
+Must not import `compat.modelopt_autotune`.
+"""

@@ -1,1 +1,5 @@
-"""Checks that the prepared model computes what the file computes."""
+"""Comparison of the prepared model with its file, by running both.
+
+May import `graph.io` and `graph.passes`.
+Must not import `graph.quantize`.
+"""

@@ -1,1 +1,5 @@
-"""Model files: reading, writing, validity checks, conversions."""
+"""Model files: reading, writing, validity checks, conversions, and the helper process for native calls.
+
+May import `errors` and the worker process of `timing`.
+Must not import `graph.passes`, `graph.partition` or `graph.quantize`.
+"""

@@ -1,1 +1,5 @@
-"""How a graph is cut into regions and regions are compared: flow, outline, wiring, canonical form."""
+"""Regions of a graph and the patterns that isomorphic regions share.
+
+May import `graph.model` and `graph.rules.operator_sets`.
+Must not import `graph.qdq` or `graph.quantize`.
+"""

@@ -1,1 +1,5 @@
-"""What loading does to a file until it is a `Model`: reading, cleaning, folding, static shapes."""
+"""Passes that prepare a model file: opset, constants, folding, static shapes.
+
+May import `graph.io`.
+Must not import `graph.rules`, `graph.qdq` or `graph.quantize`.
+"""

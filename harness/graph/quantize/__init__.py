@@ -1,1 +1,5 @@
-"""How Q/DQ pairs are written: scales, quantized weights, the constants and nodes of a pair."""
+"""Constants and nodes of Q/DQ pairs: scales, quantized weights, encoded variants of each node.
+
+May import `graph.model` and `graph.rules`.
+Must not import `graph.qdq`, which assembles what is made here.
+"""

@@ -1,1 +1,5 @@
-"""Placement rules: which tensors may carry Q/DQ pairs in the dialect of a runtime."""
+"""Placement rules: which tensors may carry Q/DQ pairs in the dialect of a runtime.
+
+May import `graph.model` and `graph.partition`.
+Must not import a runtime: a dialect is data.
+"""

@@ -1,1 +1,5 @@
-"""What all NVIDIA runtimes have in common: the device, its memory, its clocks, and time by CUDA events."""
+"""Parts that all NVIDIA runtimes share: the device, its memory, its clocks, time by CUDA events.
+
+May import cuda-python and NVML, inside functions.
+Must not import a runtime.
+"""

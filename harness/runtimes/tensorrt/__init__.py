@@ -1,1 +1,5 @@
-"""What the benchmarkers of TensorRT share: the library, model files as it wants them, builds, engines, inspection."""
+"""TensorRT by its Python API: library, builds, timing cache, engines, inspection.
+
+May import `runtimes.cuda` and `graph`.
+Must not import `runtimes.trtexec`.
+"""

@@ -1,1 +1,0 @@
-"""From an experiment YAML to journals: configuration, plan, composition, engine, journal, budget."""
