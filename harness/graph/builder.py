@@ -1,4 +1,4 @@
-"""A small builder for ONNX models, so that nobody else has to speak protobuf.
+"""Builder of small ONNX models without protobuf code.
 
 builder = GraphBuilder("tiny")
 x = builder.input("x", (1, 3, 32, 32))

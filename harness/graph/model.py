@@ -1,4 +1,4 @@
-"""A loaded model: checked, cleaned, with static shapes, and indexed for the rest of the graph room."""
+"""Loaded model: checked, prepared, with static shapes, and indexed for the rest of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pattern cache: the best schemes of each pattern, across runs and models. `cache_file` reads and writes it.
+"""Pattern cache: the best schemes of each pattern, across runs and models; `pattern_cache_io` reads and writes it.
 
 A scheme is a set of points in pattern coordinates, named as dimensions of a space are, so it fits every region with
 that pattern in any model. Schemes are ranked by their share of the baseline's latency: milliseconds of different models

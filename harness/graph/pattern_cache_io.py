@@ -1,4 +1,4 @@
-"""The file of a pattern cache: YAML that people can read, and that is checked before any of it is believed."""
+"""File of a pattern cache: readable YAML, validated completely when it is read."""
 
 from __future__ import annotations
 

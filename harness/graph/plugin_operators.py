@@ -1,4 +1,4 @@
-"""Plug-in operators, which ONNX does not define: found, and taken out of a model for tools that do not know them."""
+"""Plug-in operators, which ONNX does not define: detection, and removal for tools that do not know them."""
 
 from __future__ import annotations
 

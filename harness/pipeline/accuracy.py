@@ -1,4 +1,4 @@
-"""How the models of a cell are scored: on which half of the data, by which proxy, and what the searches aim at."""
+"""Set-up of accuracy in a task: the evaluator, its half of the data, the proxy, and the objective."""
 
 from __future__ import annotations
 

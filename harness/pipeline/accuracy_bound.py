@@ -1,4 +1,4 @@
-"""The bound on accuracy as it is understood, in words, and where it bounds nothing or less than one image."""
+"""Accuracy bound of a task: its wording, and warnings where it is finer than one image or bounds nothing."""
 
 from __future__ import annotations
 

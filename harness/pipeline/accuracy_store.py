@@ -1,4 +1,4 @@
-"""Accuracy of the rows of a cell: each exported file is built once more and scored by the evaluator."""
+"""Accuracy of the rows of a task: each exported file is built once more and scored by the evaluator."""
 
 from __future__ import annotations
 

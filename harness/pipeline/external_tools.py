@@ -1,4 +1,4 @@
-"""Q/DQ models that the PTQ tools make: fixed baselines, and seeds of the searches. Each is made once and then kept."""
+"""Q/DQ models made by PTQ tools: fixed baselines and initial placements, each made once and stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which float precision a cell is compared with: the strongest one of its runtime on its device, by measurement.
+"""Selection of the float baseline: the fastest float precision of the runtime on this device, by measurement.
 
 A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment
 leaves the precision open, the float model is timed at each, and the fastest becomes the baseline of the

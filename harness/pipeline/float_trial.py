@@ -1,4 +1,4 @@
-"""The float model scored on a few samples, before the calibration: data, preprocessing and decoder that do not fit."""
+"""Trial of the float model on a few samples, to find unfit data, preprocessing or decoder early."""
 
 from __future__ import annotations
 

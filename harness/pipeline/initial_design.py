@@ -1,4 +1,4 @@
-"""The placements that searches start from and are compared with, by name."""
+"""Initial placements of the searches and fixed baselines, by name."""
 
 from __future__ import annotations
 

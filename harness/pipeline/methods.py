@@ -1,4 +1,4 @@
-"""How a method of the table searches a cell: a searcher, one that goes without a part of the harness, or a peer."""
+"""Set-up of a method in a task: a searcher, an ablated searcher, or a search by another tool."""
 
 from __future__ import annotations
 

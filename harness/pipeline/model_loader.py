@@ -1,4 +1,4 @@
-"""The model that a specification names, and its evaluator with what only the model can say filled in."""
+"""Loading of the model that a specification names, and completion of its evaluator from the model."""
 
 from __future__ import annotations
 

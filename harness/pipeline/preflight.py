@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything runs: every model, data set, plug-in and parameter.
+"""Preflight validation of an experiment: models, data sets, plug-ins and parameters.
 
 A run takes hours, so its last cell is looked at before its first begins: models that data or shapes belong to
 are loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.

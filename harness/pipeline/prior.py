@@ -1,4 +1,4 @@
-"""What `qdq sensitivity` measured as starts of a search: the most rewarding units first, one upon the other."""
+"""Nested initial placements from measured sensitivities, most rewarding units first."""
 
 from __future__ import annotations
 

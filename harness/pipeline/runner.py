@@ -1,4 +1,4 @@
-"""Runs an experiment: for each cell compose, search, choose finalists, score, confirm. Can be run again at any time.
+"""Run of an experiment: compose, search, select, score and confirm each task. Safe to repeat at any time.
 
 A results folder holds, for each cell:
     env.json        the machine on which it was begun

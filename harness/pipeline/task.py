@@ -1,4 +1,4 @@
-"""From a cell of the plan to the things that its searches need: model, space, scales, seeds, baselines."""
+"""Construction of a task: model, space, scales, initial placements and baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cell while its searches run: what each search is made of, and what must not change while it goes on."""
+"""Run of the searches of one task, and the fingerprint that must not change meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one cell found, as rows of its siblings: the same model on another backend, another model on the same backend.
+"""Transfer of placements between tasks: same model on another backend, other model on the same backend.
 
 Between backends the best placement goes over edge by edge, and takes the other backend's dialect. Between models it
 goes over by the pattern cache: each pattern that both models have takes the best scheme that was found for it.

@@ -1,4 +1,4 @@
-"""How much an experiment has to do, before it begins."""
+"""Estimate of the work in an experiment before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which candidates the evaluator is asked about: those that may still win by what is cheap to know."""
+"""Accuracy gate: evaluates only candidates that may still win by their latency and proxy."""
 
 from __future__ import annotations
 

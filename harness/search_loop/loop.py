@@ -1,4 +1,4 @@
-"""The loop of one search: ask, build, sample, score, journal, tell. Resuming is running it again.
+"""Loop of one search: ask, build, sample, score, journal, tell. Resuming replays the journal.
 
 The journal's lines are an input of the loop: where the next proposal is already there with its
 outcome, the outcome is told instead of measured. A searcher that proposes something else than it

@@ -1,4 +1,4 @@
-"""What counts as better in a search: outcomes as scores, and what is known of accuracy while it is under way."""
+"""Objective of a search: outcomes as scores, and the state of the incumbent during the search."""
 
 from __future__ import annotations
 

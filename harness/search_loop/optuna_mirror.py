@@ -1,4 +1,4 @@
-"""A run as it goes, for optuna-dashboard: every trial of every search in an Optuna journal, whatever the searcher.
+"""Copy of a run as an Optuna journal, for optuna-dashboard: every trial of every search.
 
 It is a copy for people to look at: nothing is read back from it but how far it has come, and where it cannot be written
 the search goes on. A trial's parameters are how many insertion points of each pattern are quantized: a placement has

@@ -1,4 +1,4 @@
-"""A searcher as the engine meets it: other people's code, whose first error ends its search and nothing else.
+"""Fault isolation of a searcher: its first error ends its own search only.
 
 It has one thread for linear algebra. Its matrices are small, so more threads only wait for each other: with two of them
 `auto` spends up to four times as much processor time.

@@ -1,4 +1,4 @@
-"""One trial: build, sample, score, and take again what looks like a new incumbent; engines may fail at any step."""
+"""Trial of one placement: build, sample, score, and repeat what looks like a new incumbent."""
 
 from __future__ import annotations
 

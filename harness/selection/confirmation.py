@@ -1,4 +1,4 @@
-"""Confirmation of a cell's rows, and the A/A floor before its searches; every turn is kept raw.
+"""Confirmation of the rows of a task, and the A/A noise floor before its searches; raw turns are stored.
 
 `confirm.jsonl` grows turn by turn, so the confirmation goes on where it stopped; `floor.json` is written once.
 """

@@ -1,4 +1,4 @@
-"""Picks and exports the finalists of a cell: the float model, the fixed baselines, and what each search chose."""
+"""Export of the finalists of a task: the float model, fixed baselines, and the choice of each search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runoff: the best placements of each search meet, built afresh, before one of them is its choice.
+"""Final selection: the best placements of each search are rebuilt and timed in turns before one is chosen.
 
 The lowest of a hundred noisy readings is a lucky one, and what is confirmed then is luck's choice. So the few that lead
 are timed in turns with the float model, those that stay close for longer, and these readings alone choose. What tables

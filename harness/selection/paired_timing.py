@@ -1,4 +1,4 @@
-"""A contest: rows timed in turns against the baseline, written down turn by turn, so that it can go on later."""
+"""Paired comparison: rows timed in turns against the baseline, logged turn by turn, and resumable."""
 
 from __future__ import annotations
 

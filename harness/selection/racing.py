@@ -1,4 +1,4 @@
-"""A race of models that are built afresh, heat by heat, and written down turn by turn.
+"""Race of rebuilt models in elimination rounds, logged turn by turn.
 
 See `harness.timing.racing_test` for who is out of it when, and `harness.selection.paired_timing` for the record.
 """
