@@ -1,4 +1,4 @@
-"""Which of many candidates is worth an evaluation: expected improvement under constraints and failures.
+"""Acquisition of candidates: expected improvement under constraints and failures.
 
 Jones, Schonlau, Welch 1998 (J. Global Optim. 13, eq. 15) for the improvement; Gardner et al. 2014 ("Bayesian
 optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. Where scores

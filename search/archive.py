@@ -1,4 +1,4 @@
-"""What a searcher remembers: every placement asked or told, the scored ones best first."""
+"""Archive of a searcher: every placement asked or told, the scored ones best first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements by the rules that experts go by: the roles of operators, and what reads their results."""
+"""Placements by expert rules: roles of operators, and the readers of their results."""
 
 from __future__ import annotations
 

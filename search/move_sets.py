@@ -1,4 +1,4 @@
-"""Which insertion points belong together: what a space's names, roles and edges say about the graph behind it."""
+"""Groups of insertion points that are moved together, from a space's names, roles and edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How placements are varied: pure functions of their arguments and a Generator.
+"""Moves between placements: pure functions of their arguments and a Generator.
 
 Quantized means: a choice other than 0 ("float"). No function changes what it is given.
 """

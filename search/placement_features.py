@@ -1,4 +1,4 @@
-"""What a model of latency sees of a placement: its resolved edges, summed up at several scales.
+"""Features of a placement for a model of latency: its resolved edges, summed up at several scales.
 
 Edges that the same dimensions cover always have the same precision, so they are one *atom*. An atom's
 state is all there is to know of its edges; two placements are the same graph exactly where all atoms

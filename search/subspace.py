@@ -1,4 +1,4 @@
-"""Parts of a space with a searcher of their own, and searchers by name."""
+"""Subspaces with a searcher of their own, and searchers by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A planted problem: a made-up space and a latency over it whose optimum is known exactly."""
+"""Synthetic problem: a space and a latency over it whose optimum is known exactly."""
 
 from __future__ import annotations
 

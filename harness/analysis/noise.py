@@ -1,4 +1,4 @@
-"""Where the noise of a latency comes from: within a run, between builds, between processes.
+"""Components of latency noise: within a run, between builds, between processes.
 
 A nested design: some processes, in each of them some fresh builds of the same model, of each build some readings. The
 model is log y = mu + P + B(P) + e with independent effects; the components of its variance are estimated by analysis of

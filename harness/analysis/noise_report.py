@@ -1,4 +1,4 @@
-"""What `qdq noise` measures, prints, plots and keeps."""
+"""Report of `qdq noise`: terminal text, plot and JSON."""
 
 from __future__ import annotations
 

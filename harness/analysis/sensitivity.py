@@ -1,4 +1,4 @@
-"""What each pattern, or each point, does to latency and fidelity: alone, and left out of the fully quantized."""
+"""Effect of each pattern or point on latency and fidelity: quantized alone, and left out of the full placement."""
 
 from __future__ import annotations
 

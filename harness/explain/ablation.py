@@ -1,4 +1,4 @@
-"""What the parts of a placement are worth, by leaving them out, and the fewest of them that keep its gain."""
+"""Ablation of a placement: worth of each part by leaving it out, and the smallest part that retains the gain."""
 
 from __future__ import annotations
 

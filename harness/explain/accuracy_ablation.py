@@ -1,4 +1,4 @@
-"""What the parts of a placement cost in accuracy: it is scored beside what is left of it without each part."""
+"""Accuracy cost of the parts of a placement: its score against that of the placement without each part."""
 
 from __future__ import annotations
 

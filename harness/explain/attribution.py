@@ -1,4 +1,4 @@
-"""Why a row of a results folder is as fast as it is: measured part by part, on this machine, now."""
+"""Attribution of a row's speed to the parts of its placement, measured on this machine."""
 
 from __future__ import annotations
 

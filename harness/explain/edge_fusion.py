@@ -1,4 +1,4 @@
-"""What a runtime made of a model: layers with their times, and what became of each quantized edge."""
+"""Layers of a built engine with their times, and the fusion of each quantized edge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer is, by its runtime's own words: computing, left-over quantization, change of layout, or other."""
+"""Classification of layers by their runtime's names: computing, left-over quantization, reformat, or other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of an engine with their times, counted over inferences that nothing held up."""
+"""Layer times of an engine, over inferences without a disturbance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An explanation in words and pictures, for the terminal and beside its data."""
+"""Rendering of an explanation as text, pictures and JSON."""
 
 from __future__ import annotations
 

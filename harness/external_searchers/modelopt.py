@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's own ONNX autotuner as a peer: its workflow in a child process, our benchmarker behind it."""
+"""NVIDIA ModelOpt's ONNX autotuner as an external searcher: its workflow in a child process, with our benchmarker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes everything that a report consists of, and gives it as frames."""
+"""Writer of a complete report, which also returns its frames."""
 
 from __future__ import annotations
 

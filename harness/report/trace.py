@@ -1,4 +1,4 @@
-"""Where a cell of any table comes from: the raw readings behind it, and the file and line that hold them."""
+"""Trace of a table cell to the raw readings behind it, with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up runtime whose truth is known, so that searchers, intervals and rankings can be checked.
+"""Simulated runtime with known latencies, to check searchers, intervals and rankings.
 
 Every quantized edge has an effect and so has every pair of them, drawn by hashing their names with a
 seed. Wanted edges make the model faster, alone and more so in company; unwanted ones make it slower,

@@ -1,4 +1,4 @@
-"""The fastest rows of a table meet, freshly built and in turns, before one of them decides anything."""
+"""Confirmation of the fastest rows of a table on fresh builds, timed in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each searcher is worth at each budget, over many seeds and tables: all of it replayed, none of it measured."""
+"""Budget ablation: worth of each searcher at each budget, over many seeds and replayed tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code a searcher is made of, so that what was replayed with other code is known to be of other code."""
+"""Digest of a searcher's code, so that results replayed with other code are recognised."""
 
 from __future__ import annotations
 

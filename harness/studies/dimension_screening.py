@@ -1,4 +1,4 @@
-"""Which dimensions of a space tell most about latency: one change at a time around a few placements."""
+"""Screening of the dimensions that influence latency most: one change at a time around a few placements."""
 
 from __future__ import annotations
 

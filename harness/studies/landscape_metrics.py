@@ -1,4 +1,4 @@
-"""What a complete table says of the problem itself: how hard it is to search, and whether the machine drifted."""
+"""Metrics of a complete table: difficulty of the search, and drift of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random search on a table, ten thousand times: what every searcher is held against."""
+"""Random search on a table, ten thousand times: the reference of every searcher."""
 
 from __future__ import annotations
 

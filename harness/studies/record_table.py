@@ -1,4 +1,4 @@
-"""Measures a replay table: which dimensions of a space tell most, and then every placement of them."""
+"""Recording of a replay table: screening of dimensions, then every placement of the selected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A complete table as a search meets it: its optimum, and readings as they would be taken."""
+"""Complete table as a search problem: its optimum, and readings with recorded noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `qdq replay` says of a table, and of searchers on it."""
+"""Report of `qdq replay` on a table, and on searchers that were replayed on it."""
 
 from __future__ import annotations
 

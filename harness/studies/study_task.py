@@ -1,4 +1,4 @@
-"""The one cell that a study looks at, from a model's name or from an experiment file."""
+"""Task of a study, from a model's name or from an experiment file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the zoo has, by name, and how to write it to a file."""
+"""Catalog of the zoo: models by name, and their export to a file."""
 
 from __future__ import annotations
 

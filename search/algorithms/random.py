@@ -1,4 +1,4 @@
-"""Random search without repeats: the yardstick of every table."""
+"""Random search without repeats: the reference of every table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranges alone do not show of the values of a tensor: sentinels, and masks with few values."""
+"""Observer of values that ranges alone do not show: sentinels, and masks with few values."""
 
 from __future__ import annotations
 

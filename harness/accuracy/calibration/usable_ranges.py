@@ -1,4 +1,4 @@
-"""What calibrated ranges are good for: which tensors a scale can be made for, and why the others stay float."""
+"""Usable ranges: the tensors that a scale can be made for, and the reasons why the others stay float."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From data to what a model is run on: which input images feed, and batches of the size that the model takes."""
+"""Batches of model inputs from data: the inputs that images feed, in the batch size of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which decoder and preprocessing a detector wants, by the shapes of its outputs."""
+"""Detection of a detector's decoder and preprocessing from the shapes of its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What turns an image into a model's input: one place for calibration and for accuracy.
+"""Preprocessing of images into model inputs, shared by calibration and accuracy.
 
 A preprocessing of one's own is a class with `prepare`, registered under `qdq.preprocessings` or
 named as `package.module:Class`; ours are in `harness.accuracy.data.preprocessings`.

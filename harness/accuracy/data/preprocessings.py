@@ -1,4 +1,4 @@
-"""The preprocessings that come along, by the names of their models.
+"""Built-in preprocessings, named after their models.
 
 Images are resized by Pillow, bilinear unless said otherwise; its filters average over the covered pixels
 when they shrink.

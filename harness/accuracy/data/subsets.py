@@ -1,4 +1,4 @@
-"""Keys that every `data` mapping may have: which samples are taken, and which half of them."""
+"""Keys that every `data` mapping may have: selection of samples, and of one half of them."""
 
 from __future__ import annotations
 

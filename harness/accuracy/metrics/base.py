@@ -1,4 +1,4 @@
-"""What the evaluators share: prepared images, runs of the engine, and how the harness makes an evaluator."""
+"""Base of the evaluators: prepared images, runs of the engine, and construction by the harness."""
 
 from __future__ import annotations
 

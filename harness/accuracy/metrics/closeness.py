@@ -1,4 +1,4 @@
-"""How close the outputs of an engine are to those of the float model: the worst output, and its worst part, count."""
+"""Distance between the outputs of an engine and of the float model, by the worst output and its worst part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A metric of one's own, as a plain Python function of outputs and labels."""
+"""Custom metric: a plain Python function of outputs and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How close the outputs of an engine are to those of the float model; needs no labels."""
+"""Fidelity: signal-to-noise ratio of an engine's outputs against the float model; needs no labels."""
 
 from __future__ import annotations
 

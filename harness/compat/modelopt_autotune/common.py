@@ -1,4 +1,4 @@
-"""The settings and the errors of the door."""
+"""Settings and errors of the front end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From quantized edges to models: calibrated once, written as candidates, files or bytes."""
+"""Writer of models from quantized edges: calibrated once, written as candidates, files or bytes."""
 
 from __future__ import annotations
 

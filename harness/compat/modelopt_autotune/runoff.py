@@ -1,4 +1,4 @@
-"""The fastest of a walk meet before one of them is delivered: the lowest of many readings is a lucky one."""
+"""Final comparison of the fastest candidates, because the lowest of many readings is often a lucky one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an autotuner works on: one model, one chart of its regions, and every model that was measured."""
+"""Session of an autotuner: one model, one set of its regions, and every measured model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the autotuner says at the end: how the model that it wrote compares with the float model, and what to do."""
+"""Final summary: comparison of the written model with the float model, and advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people who know ModelOpt's autotune call: the workflow, and the benchmark that it uses."""
+"""Workflow and benchmark functions with the names of ModelOpt's autotune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ModelOpt is told: its interface read without importing it, and a spec or command line in its words."""
+"""Arguments for ModelOpt: its interface read without an import, and a spec or command line translated to it."""
 
 from __future__ import annotations
 

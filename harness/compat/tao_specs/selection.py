@@ -1,4 +1,4 @@
-"""Which nodes an entry of `layers` or of `skip_names` means."""
+"""Selection of nodes by the entries of `layers` and `skip_names`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which quantized layers of a Q/DQ model hurt most: each is quantized alone, and its outputs are compared."""
+"""Ranking of the quantized layers of a Q/DQ model by their harm: each is quantized alone, outputs are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns: what isomorphic regions have in common, with the isomorphism.
+"""Patterns: classes of isomorphic regions, with the isomorphism.
 
 Two regions have one pattern exactly when their canonical codes are equal: operators, the attributes that matter, the
 wiring input by input, which inputs are constants, omitted or of which kind of type, and which results leave the region.

@@ -1,4 +1,4 @@
-"""What `qdq regions` shows of regions and patterns: figures, text lines and JSON. Nothing here prints."""
+"""Summary of regions and patterns for `qdq regions`: figures, text lines and JSON. Nothing here prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to be looked at to decide: float, the PTQ tools, simple rules, and the best that was found."""
+"""Decision frame: float model, PTQ tools, simple rules, and the best placement found."""
 
 from __future__ import annotations
 

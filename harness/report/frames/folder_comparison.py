@@ -1,4 +1,4 @@
-"""Two results folders side by side: two machines, two versions, before and after a change."""
+"""Comparison of two results folders: two machines, two versions, before and after a change."""
 
 from __future__ import annotations
 

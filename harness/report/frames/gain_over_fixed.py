@@ -1,4 +1,4 @@
-"""What a search adds to the best fixed row: each searcher's choice beside the fastest rule or PTQ tool of its cell."""
+"""Gain over the best fixed row: each searcher's choice against the fastest rule or PTQ tool of its task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the front of latency and accuracy grew in the searches: its hypervolume over evaluations and minutes."""
+"""Hypervolume of the latency-accuracy front over evaluations and minutes of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two engines of one model, layer by layer: what of the latency went where."""
+"""Differences in latency between two engines of one model, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as pandas frames of raw figures; nothing is rounded here. What the searches did is in `searching`."""
+"""Main results as pandas frames of unrounded figures; `budget_frames` has those of the searches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a results folder says of the searchers themselves, over all its cells: scores, pairs, ranks."""
+"""Statistics of the searchers over all tasks of a results folder: scores, pairs, ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `qdq explain DIR ROW` measured, as a value: written by it, read by the report."""
+"""Stored result of `qdq explain DIR ROW`: written by it, read by the report."""
 
 from __future__ import annotations
 

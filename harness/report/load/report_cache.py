@@ -1,4 +1,4 @@
-"""Whether a report is still the one of its results: a digest of all that it is made of, kept beside the page."""
+"""Check that a report matches its results, by a digest of its inputs stored next to the page."""
 
 from __future__ import annotations
 

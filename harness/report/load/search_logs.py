@@ -1,4 +1,4 @@
-"""What a report keeps of a search: a few figures of each evaluation; the raw samples stay in the journal."""
+"""Searches as the report holds them: a few figures of each evaluation; raw samples stay in the journal."""
 
 from __future__ import annotations
 

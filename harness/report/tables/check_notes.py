@@ -1,4 +1,4 @@
-"""What tables say of rows whose runtime computes something else than their file, or that could not be compared."""
+"""Notes on rows with wrong results, and on rows that could not be compared with their file."""
 
 from __future__ import annotations
 

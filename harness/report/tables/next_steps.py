@@ -1,4 +1,4 @@
-"""Where the model to take lies and how it was timed, or what may be done where no row of a cell may be shipped."""
+"""Next steps: the model to deploy with its timing settings, or remedies if no row of a task qualifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader must know of each table; it stands below it."""
+"""Notes below each table."""
 
 from __future__ import annotations
 

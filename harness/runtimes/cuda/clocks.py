@@ -1,4 +1,4 @@
-"""What a GPU did while it was timed, by NVML: clocks, heat, power, and what held the clocks back."""
+"""State of a GPU during a timing, by NVML: clocks, temperature, power, and throttling reasons."""
 
 from __future__ import annotations
 

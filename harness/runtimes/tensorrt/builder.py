@@ -1,4 +1,4 @@
-"""From an ONNX file to a TensorRT engine: parse, configure, build, load; refusals in TensorRT's own words."""
+"""Build of a TensorRT engine from an ONNX file: parse, configure, build, load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorRT's engine inspector tells, in either spelling, as layers.
+"""Layers of an engine from TensorRT's engine inspector, in the formats of 10.x and 11.x.
 
 Version 10 writes one string "Format/Datatype" per tensor ("Channel major FP16 format where channel % 4 == 0",
 "Thirty-two wide channel vectorized row major Int8 format."), 11 splits it; the engine's own tensors are "Bindings" in

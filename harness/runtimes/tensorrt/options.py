@@ -1,4 +1,4 @@
-"""What the benchmarkers of TensorRT are told, checked in one place, and model files as those options want them."""
+"""Options of the TensorRT benchmarkers, checked once, and model files prepared for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An opened engine: timed on fixed inputs, and run on anybody's."""
+"""Opened engine: timed on fixed inputs, and run on given ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is made of, and the time of each layer, from runs of their own: a profiler slows what it watches."""
+"""Layers of an engine with their times, from separate runs, because a profiler slows the engine."""
 
 from __future__ import annotations
 
