@@ -6,6 +6,7 @@ so that a crash of the C++ below onnx is a finding, and not the end of the tests
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -174,6 +175,7 @@ def in_fork(work: Callable[[], str], limit_s: float = SLOW_S) -> str:
     read, write = os.pipe()
     child = os.fork()
     if not child:
+        gc.freeze()  # finalizers of the parent's objects may wait for threads that a fork lacks
         said = "broken"
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1))
