@@ -104,7 +104,7 @@ def stderr_from_interval(median: Interval) -> float:
 
 
 def stderr_of_median(samples: Floats) -> float:
-    """Return the standard error of the median of samples; see `stderr_of`."""
+    """Return the standard error of the median of samples; see `stderr_from_interval`."""
     return stderr_from_interval(median_ci(samples))
 
 

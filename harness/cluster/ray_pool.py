@@ -40,7 +40,7 @@ class RayWorkerHandle:
         actor: Its Ray handle.
         node: Name of its machine.
         environment: See `harness.timing.provenance.describe_environment`.
-        load: Sum of `WAITING` and `WORKING` of the engines that are open on it.
+        load: Sum of `TASK_LOAD` and `SEARCH_LOAD` of the engines that are open on it.
     """
 
     actor: Any

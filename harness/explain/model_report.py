@@ -16,10 +16,10 @@ from harness.errors import CandidateError, UserError
 from harness.explain.fusion import Explanation, explain_layers
 from harness.explain.layer_timing import counted
 from harness.graph.io.files import file_digest
-from harness.graph.io.signature import with_static_inputs
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.qdq.read_structure import read_asked
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.graph.signature import with_static_inputs
 from harness.paths import resolve_path
 from harness.timing.provenance import format_options
 

@@ -34,7 +34,7 @@ class ModelOptAutotune:
     guide "Autotune (ONNX)"), so its models have a latency and no accuracy.
 
     Args:
-        task: See `PeerTask`.
+        task: See `ExternalSearchTask`.
         schemes_per_region: Schemes that it tries for each pattern, its flag of this name. Its workflow's default, 30,
             is that of its mode "quick"; 50 is its command's default.
         qdq_baseline: Its flag of this name: the Q/DQ model whose placement it starts from ("modelopt_ptq", or a file);

@@ -35,9 +35,9 @@ class Scoring:
     """How the models of a cell are scored.
 
     Attributes:
-        evaluators: By name: `MAIN` scores the finalists, `SEARCH` the candidates of searches where they have a half
+        evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH` the candidates of searches where they have a half
             of the data for themselves, `PROXY_EVALUATOR` is the proxy. None where the model has no evaluator.
-        metric: Of `MAIN`; None where there is none.
+        metric: Of `MAIN_BENCHMARKER`; None where there is none.
         facts: How the searches' figures came about; what a run depends on.
         data: Digests of what the evaluators score on, by their names, as far as they tell it; a run depends on it too.
     """

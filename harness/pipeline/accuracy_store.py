@@ -26,7 +26,7 @@ class ScoreBook:
     """What the evaluators found, kept in `accuracy.json`: a file that was scored already is not scored again.
 
     A figure belongs to a file, a benchmarker and an evaluator, for instance one on the half of the data that the
-    searches see. Rows are scored by `MAIN`.
+    searches see. Rows are scored by `MAIN_BENCHMARKER`.
 
     Args:
         folder: The cell's.

@@ -110,7 +110,7 @@ def float_benchmarkers(
     observer: Observer,
     facts: Mapping[str, Any] | None = None,
 ) -> Mapping[str, PluginSpec]:
-    """The backend at its strongest float precision as `MAIN`, and by precision at each other one.
+    """The backend at its strongest float precision as `MAIN_BENCHMARKER`, and by precision at each other one.
 
     The choice and its readings are kept in `float.json`, so that a resumed run of the same model on the same
     runtime keeps to it.

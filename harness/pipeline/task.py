@@ -72,7 +72,7 @@ class Cell:
         foreign: Models of the PTQ tools, and imported ones.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
-        benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
+        benchmarkers: The backend at each float precision, the baseline's as `MAIN_BENCHMARKER`; none before `at`.
         cast: The model as `model_file` has it, where that is not `model`.
         facts: What the backend says of itself and its device.
         feeds: Calibration batches.

@@ -67,7 +67,7 @@ class _Trial:
     care: Care
 
     def attempt(self, candidate: Candidate, incumbent: Interval | None) -> Outcome:
-        """See `Attempt`."""
+        """See `TrialFn`."""
         rival = self.judge.rival(incumbent)
 
         def look(handle: int, measured: Measured) -> Outcome:

@@ -33,7 +33,7 @@ class MetricBound:
 
 
 class Landscape:
-    """A table as arrays over its placements, in the order of `Subspace.placements`.
+    """A table as arrays over its placements, in the order of `TableSubspace.placements`.
 
     Placements that failed, or miss the bound, count as slow as the slowest that is allowed: they help nobody, and an
     average over them stays a latency.

@@ -45,7 +45,7 @@ class ReplayedSearches:
     Attributes:
         searcher: Its name.
         walks: What they evaluated.
-        latency_ms: [seed, evaluation]: see `Walks.latency_ms`.
+        latency_ms: [seed, evaluation]: see `SearchPaths.latency_ms`.
         wall_s: Wall-clock of them all.
         build_s: Recorded wall-clock of all builds and measurements that this stands for.
     """

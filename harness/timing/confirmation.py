@@ -142,7 +142,7 @@ class BuildTurns:
     """Turns of one group of rows in one build.
 
     Attributes:
-        worker: See `Block.worker`.
+        worker: See `Turn.worker`.
     """
 
     def __init__(

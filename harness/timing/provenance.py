@@ -140,7 +140,7 @@ def cpu_model_name() -> str:
 
 
 def machine_processor_label(name: str | None = None) -> str:
-    """Return `with_instructions` for this machine, with the name that a runtime gives or the processor's own."""
+    """Return `processor_label` for this machine, with the name that a runtime gives or the processor's own."""
     return processor_label(name or cpu_model_name(), {"cpu": _or_none(_cpu_facts) or {}})
 
 

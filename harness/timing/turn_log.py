@@ -38,7 +38,7 @@ class Turn:
         worker: Number of the worker in the sequence of its build and group: if one died or was interrupted, the turns
             of the next replace all of its.
         round: Number of the turn.
-        row: `Row.name`, or `TWIN`.
+        row: `Contender.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
         discarded_ms: Readings of disturbed earlier attempts, which were repeated.
         disturbed: What disturbed `samples_ms` too, or "".
@@ -76,7 +76,7 @@ class TurnMatrix:
         turns: Median latency in ms of each turn.
         failed: Failures.
         disturbed: Description of the disturbance of each disturbed turn.
-        workers: Number of the last worker of each build and group, see `Block.worker`.
+        workers: Number of the last worker of each build and group, see `Turn.worker`.
     """
 
     def __init__(self, events: Iterable[TurnEvent]) -> None:

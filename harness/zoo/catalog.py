@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from harness.errors import UserError, suggest_names
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.signature import before_transpose
+from harness.graph.signature import before_transpose
 from harness.zoo import cnn, detector, transformer
 
 __all__ = ["names", "write"]

@@ -36,7 +36,7 @@ from harness.compat.modelopt_autotune.state import (
     write_state,
 )
 from harness.config.sections import PluginSpec
-from harness.graph.io.conversions import as_proto, proto_digest
+from harness.graph.conversions import as_proto, proto_digest
 from harness.graph.load import from_proto
 from harness.graph.model import Model
 from harness.pipeline.model_loader import MIN_OPSET

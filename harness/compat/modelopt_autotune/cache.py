@@ -14,7 +14,7 @@ from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.graph import pattern_cache as engine
-from harness.graph.io.conversions import float_names
+from harness.graph.conversions import float_names
 from harness.graph.pattern_cache_io import read_cache, write_cache
 
 __all__ = ["PatternCache"]

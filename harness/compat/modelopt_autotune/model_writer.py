@@ -26,7 +26,7 @@ from harness.compat.modelopt_autotune.common import AutotunerError, Config
 from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
-from harness.graph.io.conversions import encode, write_model
+from harness.graph.conversions import encode, write_model
 from harness.graph.load import load, save
 from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import CastInserter, refuse_lost_nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.graph.io.conversions import as_proto, quantized_tensors
+from harness.graph.conversions import as_proto, quantized_tensors
 
 __all__ = ["get_quantized_tensors"]
 

@@ -18,7 +18,7 @@ from harness.compat.modelopt_autotune.schemes import PatternSchemes
 from harness.compat.modelopt_autotune.state import Measurement
 from harness.config.sections import PluginSpec
 from harness.graph import pattern_cache as engine
-from harness.graph.io.conversions import float_names
+from harness.graph.conversions import float_names
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
 from harness.pipeline.model_loader import input_types

@@ -18,7 +18,7 @@ from harness.compat.tao_specs.sensitivity import rank, suggestion
 from harness.compat.tao_specs.spec import Dataset
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
-from harness.graph.io.signature import read_declared
+from harness.graph.signature import read_declared
 from harness.progress import Observer
 from harness.random_inputs import InputTypes
 from harness.statistics import Interval

@@ -14,8 +14,8 @@ from harness.compat.tao_specs.model_file import onnx_file, static_shapes, static
 from harness.compat.tao_specs.spec import Dataset, EngineSection, TensorRTOptions
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
-from harness.graph.io.signature import Declared, with_static_inputs
 from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.signature import Declared, with_static_inputs
 from harness.random_inputs import InputTypes
 
 __all__ = ["build_engine"]

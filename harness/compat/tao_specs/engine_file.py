@@ -11,7 +11,7 @@ from typing import Any
 from harness import registry
 from harness.api import Artifact, Benchmarker, Candidate, SupportsSave
 from harness.errors import CandidateError, UserError
-from harness.graph.io.signature import Dims
+from harness.graph.signature import Dims
 from harness.pipeline.model_loader import safe_file_name
 from harness.random_inputs import InputTypes
 

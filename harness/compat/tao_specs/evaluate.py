@@ -24,9 +24,9 @@ from harness.compat.tao_specs.model_file import found_file, onnx_file, static_sh
 from harness.compat.tao_specs.spec import Dataset, EvaluateSection, Spec, section
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
-from harness.graph.io.signature import Dims, with_static_inputs
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import parse_shape
+from harness.graph.signature import Dims, with_static_inputs
 from harness.pipeline.accuracy_store import watching
 from harness.progress import Observer, Silent
 from harness.random_inputs import InputTypes

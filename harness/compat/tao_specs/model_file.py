@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from harness.errors import UserError, suggest_names
-from harness.graph.io.signature import Declared, Dims, read_declared
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, format_axes, parse_shape, resolve_shapes
+from harness.graph.signature import Declared, Dims, read_declared
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes
 

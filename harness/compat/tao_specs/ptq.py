@@ -16,8 +16,8 @@ from harness.compat.tao_specs.quantize import Quantized, by_modelopt, counted, r
 from harness.compat.tao_specs.selection import skipped
 from harness.compat.tao_specs.spec import Dataset
 from harness.errors import UserError, suggest_names
-from harness.graph.io.signature import Declared, read_declared
 from harness.graph.passes.dimension_errors import parse_dims
+from harness.graph.signature import Declared, read_declared
 from harness.paths import resolve_path
 
 __all__ = ["get_parser", "ptq"]

@@ -19,7 +19,7 @@ from harness.compat.tao_specs.modelopt_arguments import modelopt_arguments
 from harness.compat.tao_specs.presets import PRESETS
 from harness.compat.tao_specs.spec import Dataset, Layer, QuantizeSection, TypedAs
 from harness.errors import BuildFailed, UserError
-from harness.graph.io.signature import Declared, read_declared
+from harness.graph.signature import Declared, read_declared
 
 __all__ = ["OUTPUT", "Quantized", "by_modelopt", "counted", "quantize", "refuse_quantized", "with_shapes"]
 

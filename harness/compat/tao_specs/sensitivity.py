@@ -16,10 +16,10 @@ from harness import registry
 from harness.accuracy.metrics.closeness import closeness, layout_of
 from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
-from harness.graph.io.signature import read_declared, with_static_inputs
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.qdq.remove_pairs import Bypass
 from harness.graph.qdq.upcast import UPCAST, upcast
+from harness.graph.signature import read_declared, with_static_inputs
 from harness.progress import Observer
 
 __all__ = ["Sensitivity", "rank", "suggestion"]

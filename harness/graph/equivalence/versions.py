@@ -67,7 +67,7 @@ class RunFailed(Exception):
 
 @dataclass(slots=True)
 class ModelVersion:
-    """One of the two models; its methods raise `NotRun` if ONNX Runtime is missing or fails.
+    """One of the two models; its methods raise `RunFailed` if ONNX Runtime is missing or fails.
 
     Attributes:
         source: The file or the serialized model.

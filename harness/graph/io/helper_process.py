@@ -56,7 +56,7 @@ def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, memo
         memory_gb: Memory that the process may use.
 
     Raises:
-        Fallen: The process crashed, exceeded the time limit, or used too much memory.
+        HelperCallFailed: The process crashed, exceeded the time limit, or used too much memory.
     """
     result: T = _process_helper(os.getpid()).call(what, (work, args), memory_gb)
     return result

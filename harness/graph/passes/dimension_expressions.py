@@ -28,7 +28,7 @@ def expression_symbols(text: str) -> tuple[str, ...]:
 
 
 def evaluate_expression(text: str, values: Mapping[str, int]) -> int | None:
-    """Return the value of an expression that `names_in` accepts; None if it is no size."""
+    """Return the value of an expression that `expression_symbols` accepts; None if it is no size."""
     try:
         size = _evaluate_tree(ast.parse(text, mode="eval").body, values)
     except ZeroDivisionError:

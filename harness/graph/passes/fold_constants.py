@@ -39,7 +39,7 @@ def fold_constants(
     opsets: Mapping[str, int],
     source: str,
 ) -> tuple[set[str], TensorValues]:
-    """Compute the nodes outside `BOX` that depend on constants alone.
+    """Compute the nodes outside `OPAQUE_DOMAIN` that depend on constants alone.
 
     Nodes must be in topological order and have unique names.
 
@@ -70,7 +70,7 @@ def _foldable_nodes(nodes: Iterable[onnx.NodeProto], constants: Iterable[str]) -
 def _evaluate_nodes(
     foldable: list[onnx.NodeProto], read: list[str], opsets: Mapping[str, int], constants: Weights
 ) -> tuple[set[str], TensorValues]:
-    """Compute the nodes whose results come back from ONNX Runtime with their type; see `folded`."""
+    """Compute the nodes whose results come back from ONNX Runtime with their type; see `fold_constants`."""
     import onnxruntime
 
     imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]

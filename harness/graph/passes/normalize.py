@@ -87,7 +87,7 @@ def isolate_custom_ops(proto: onnx.ModelProto) -> list[str]:
 
 
 def restore_custom_ops(proto: onnx.ModelProto) -> None:
-    """Undo `mask_unknown`, in place."""
+    """Undo `isolate_custom_ops`, in place."""
     for graph in graphs(proto.graph):
         for node in graph.node:
             if node.domain.startswith(MASK_PREFIX):

@@ -41,7 +41,7 @@ class WorkerSpec:
     """Plug-ins that a worker needs to build, time and score engines.
 
     Attributes:
-        benchmarkers: By name; `MAIN` is required, another may be the same runtime at FP32.
+        benchmarkers: By name; `MAIN_BENCHMARKER` is required, another may be the same runtime at FP32.
         evaluators: By name; constructed on first use.
         reference: Float model against which candidates may be timed.
         workdir: Folder for scratch files and the worker's log.

@@ -1,7 +1,7 @@
 """Executors of trials: a search submits candidates by number and collects the outcomes as they finish.
 
-A trial is all the work on one candidate (build, sample, score). `Inline` runs it in the caller's thread; a
-`Pool` has workers with engines of their own, in processes of this machine or on a cluster.
+A trial is all the work on one candidate (build, sample, score). `SyncExecutor` runs it in the caller's thread; a
+`ThreadedExecutor` has workers with engines of their own, in processes of this machine or on a cluster.
 """
 
 from __future__ import annotations

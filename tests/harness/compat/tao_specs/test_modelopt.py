@@ -21,8 +21,8 @@ from harness.compat.tao_specs.quantize import quantize
 from harness.compat.tao_specs.spec import parse_spec, section
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.signature import read_declared
 from harness.graph.qdq.read_edges import delivered
+from harness.graph.signature import read_declared
 
 INT8 = "weights: {dtype: int8}, activations: {dtype: int8}"
 E4M3 = "weights: {dtype: fp8_e4m3fn}, activations: {dtype: fp8_e4m3fn}"
