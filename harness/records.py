@@ -13,10 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-__all__ = [
+__all__ = ["MAIN_BENCHMARKER", 
     "SCHEMA_VERSION", "Failed", "JournalLine", "Measured", "Outcome", "Proposal", "TrialResult", "decode_line",
     "encode_line", "field_values", "from_json",
 ]  # fmt: skip
+
+MAIN_BENCHMARKER = "main"  # name of the default benchmarker and of the default evaluator
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")

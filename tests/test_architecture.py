@@ -16,6 +16,9 @@ def test_imports_go_one_way():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+CALIBRATION_WITH_ONNX = ("histogram_calibrators", "sentinel_observer", "ptq_child")
+
+
 def test_only_graph_imports_onnx():
     offenders = [
         str(path.relative_to(ROOT))
@@ -24,7 +27,9 @@ def test_only_graph_imports_onnx():
         and any(line.startswith(("import onnx\n", "import onnx ", "from onnx ", "from onnx.", "import onnx_g"))
                 for line in path.read_text().splitlines(keepends=True))
     ]  # fmt: skip
-    assert [path for path in offenders if not path.startswith("harness/accuracy/calibration/")] == []
+    # These two run in ONNX Runtime's calibration, the third in a process of its own.
+    allowed = {f"harness/accuracy/calibration/{name}.py" for name in CALIBRATION_WITH_ONNX}
+    assert set(offenders) <= allowed
 
 
 @pytest.mark.parametrize(

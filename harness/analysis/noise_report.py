@@ -6,15 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.analysis.noise import NestedDesign, NoiseComponent, estimate_components, measure_noise
+from harness.analysis.plots import draw_noise
 from harness.errors import UserError, suggest_names
 from harness.progress import Observer
+from harness.records import MAIN_BENCHMARKER
 from harness.registry import create_plugin
 from harness.results_dir.io import explain_write_errors, write_json
-from harness.studies.plots import draw_noise
 from harness.studies.study_task import StudyTask, prepare_study
 from harness.timing.provenance import describe_environment
 from harness.timing.turn_log import disturbance_note
-from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["noise_report"]

@@ -15,11 +15,11 @@ from harness.pipeline.accuracy import PROXY_EVALUATOR, proxy_use
 from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.task import Cell
 from harness.progress import Observer
-from harness.records import SCHEMA_VERSION, Failed
+from harness.records import MAIN_BENCHMARKER, SCHEMA_VERSION, Failed
 from harness.results_dir.io import write_json
 from harness.statistics import Interval, paired_ratio_ci
 from harness.studies.study_task import StudyTask, prepare_study
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from search.space import Placement, Space
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.analysis.plots import draw_sensitivities
 from harness.analysis.sensitivity import (
     SensitivityAnalysis,
     UnitEffect,
@@ -18,7 +19,6 @@ from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
-from harness.studies.plots import draw_sensitivities
 from harness.studies.study_task import StudyTask
 
 __all__ = ["sensitivity_report"]

@@ -22,7 +22,7 @@ def compare(
     """
     from harness.report.frames.folder_comparison import compared, differences
     from harness.report.load.results import load
-    from harness.report.tables.report_table import plain_text
+    from harness.report.report_table import plain_text
     from harness.report.tables.terminal_table import Drawn
 
     first, second = tidy(first), tidy(second)

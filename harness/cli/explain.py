@@ -66,7 +66,7 @@ def explain(
 
 
 def _plain(lines: Iterable[str]) -> str:
-    from harness.report.tables.report_table import printable
+    from harness.report.report_table import printable
 
     return "\n".join(map(printable, lines))
 

@@ -51,7 +51,7 @@ def study(
     Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
     """
     from harness.cli.progress import Terminal
-    from harness.report.tables.report_table import markdown, note_markdown
+    from harness.report.report_table import markdown, note_markdown
     from harness.studies.budget_study import study_budgets
     from harness.timing.provenance import count_cores
 

@@ -21,8 +21,8 @@ from harness.cluster.ray_worker import BuildRequest
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.errors import UserError
 from harness.progress import Observer
-from harness.records import Failed
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.records import MAIN_BENCHMARKER, Failed
+from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from harness.timing.workers.execution_target import CandidateWriter, ExecutionTarget, QueueFactory
 from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.timing_policy import TimingPolicy

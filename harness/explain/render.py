@@ -10,11 +10,11 @@ import pandas as pd
 
 from harness.explain.attribution import explain_row
 from harness.progress import Observer
-from harness.report.display_names import CAPPED, cut, metric_name, shown_drop
 from harness.report.frames.layer_waterfall import waterfall_frame
 from harness.report.load.attribution_store import Effect, Explanation, Fate, write_explanation
+from harness.report.load.display_names import CAPPED, cut, metric_name, shown_drop
 from harness.report.plots.plot_files import draw_explained
-from harness.report.tables.report_table import MISSING, Table, interval, markdown, markdown_text
+from harness.report.report_table import MISSING, Table, interval, markdown, markdown_text
 from harness.results_dir.io import explain_write_errors, write_text
 from harness.statistics import Interval
 

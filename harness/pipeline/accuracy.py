@@ -16,12 +16,11 @@ from harness.errors import UserError
 from harness.graph.model import Model
 from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.model_loader import evaluator_spec
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.fingerprint import facts_digest
 from harness.search_loop.accuracy_gate import Judge
 from harness.search_loop.objective import Goal
 from harness.selection.confirmation import float_latency
-from harness.timing.workers.engines import MAIN_BENCHMARKER
 
 __all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
 
@@ -35,9 +34,9 @@ class Scoring:
     """How the models of a cell are scored.
 
     Attributes:
-        evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH` the candidates of searches where they have a half
-            of the data for themselves, `PROXY_EVALUATOR` is the proxy. None where the model has no evaluator.
-        metric: Of `MAIN_BENCHMARKER`; None where there is none.
+        evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH` the candidates of searches if they have
+            their own half of the data, `PROXY_EVALUATOR` is the proxy. Empty if the model has no evaluator.
+        metric: Metric of `MAIN_BENCHMARKER`; None without an evaluator.
         facts: How the searches' figures came about; what a run depends on.
         data: Digests of what the evaluators score on, by their names, as far as they tell it; a run depends on it too.
     """

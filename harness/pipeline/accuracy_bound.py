@@ -12,7 +12,7 @@ from harness.config.experiment import Experiment
 from harness.config.objective import Objective, absolute_bound
 from harness.errors import UserError
 from harness.records import Failed
-from harness.report.display_names import CAPPED, METRICS, metric_name, shown_drop
+from harness.report.load.display_names import CAPPED, METRICS, metric_name, shown_drop
 from harness.report.load.results import CellResults
 from harness.search_loop.objective import Goal
 from harness.statistics import Interval

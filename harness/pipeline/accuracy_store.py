@@ -10,10 +10,10 @@ from typing import Any
 from harness.api import Accuracy, Candidate
 from harness.graph.io.files import file_digest
 from harness.progress import Observer, Step
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_finalists
 from harness.results_dir.io import read_json, write_json
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, ScoringCallback
+from harness.timing.workers.engines import Engines, ScoringCallback
 from search.space import digest_of
 
 __all__ = ["SCORES", "ScoreBook", "read_scores", "watching"]

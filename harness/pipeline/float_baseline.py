@@ -26,11 +26,12 @@ from harness.graph.qdq.cast_insert import refuse_lost_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
 from harness.progress import Observer
+from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.timing.confirmation import Contender, confirm, summarize_turns
 from harness.timing.turn_log import encode_turn_event
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import digest_of
 

@@ -15,8 +15,8 @@ from harness.errors import UserError
 from harness.graph.model import Model
 from harness.pipeline.model_loader import evaluator_spec
 from harness.progress import Observer
-from harness.records import Failed
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.records import MAIN_BENCHMARKER, Failed
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
 from search.space import digest_of
 

@@ -45,6 +45,7 @@ from harness.pipeline.task import Cell, compose
 from harness.pipeline.task_run import Running
 from harness.pipeline.transfer import guests, remember
 from harness.progress import Observer
+from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, require_same_fingerprint
 from harness.results_dir.io import archive_existing, read_json, write_json
 from harness.results_dir.ownership import owned_results_dir
@@ -60,7 +61,7 @@ from harness.selection.confirmation import confirm_rows, noise_floor
 from harness.selection.export import choose
 from harness.selection.final_selection import run_off
 from harness.timing.provenance import comparability_key, git_commit, lacks_vnni
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import ExecutionTarget
 from harness.timing.workers.trial_pool import WorkerLost, run_concurrently
 from harness.verification.dynamic_delivery import deliver_rows

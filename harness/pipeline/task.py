@@ -43,9 +43,9 @@ from harness.pipeline.initial_design import Seeding, imported
 from harness.pipeline.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.progress import Observer
 from harness.random_inputs import random_feeds
+from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.io import explain_write_errors
 from harness.search_loop.loop import Seed
-from harness.timing.workers.engines import MAIN_BENCHMARKER
 from search.space import Placement, Resolved, Space
 
 __all__ = ["MIN_OPSET", "Cell", "compose", "dialect_use", "evaluator_spec", "open_model"]

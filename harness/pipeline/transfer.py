@@ -22,7 +22,7 @@ from harness.pipeline.task import Cell
 from harness.results_dir.artifacts import best_choice, read_finalists
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.journal import read_journal
-from harness.results_dir.journal_reader import iter_evaluations
+from harness.search_loop.journal_reader import iter_evaluations
 from harness.search_loop.objective import Goal
 from harness.verification.output_comparison import read_checks
 from search.api import Observation

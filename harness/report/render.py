@@ -20,14 +20,15 @@ from harness.report.frames.main_frame import finalist_frame, main_frame, precisi
 from harness.report.frames.searcher_statistics import pair_frame, score_frame
 from harness.report.frames.speedup_overview import overview_frame
 from harness.report.frames.transfer import transfer_frame
-from harness.report.load.report_cache import digest_of, is_current, keep_digest
+from harness.report.load.graph_store import write_graph
 from harness.report.load.results import Results
 from harness.report.load.results import load as load_results
-from harness.report.page.graph_snapshots import graph_of, keep_graph
+from harness.report.page.graph_snapshots import graph_of
 from harness.report.page.index_page import index
 from harness.report.plots.plot_files import draw
+from harness.report.report_cache import digest_of, is_current, keep_digest
+from harness.report.report_table import Table, plain_text, printable, without_repeats, write_table
 from harness.report.tables.notes import partial, progress
-from harness.report.tables.report_table import Table, plain_text, printable, without_repeats, write_table
 from harness.report.tables.table_layouts import tables_of
 from harness.report.tables.terminal_table import Drawn
 from harness.results_dir.io import explain_write_errors, write_text
@@ -138,7 +139,7 @@ def write_report(folder: Path) -> tuple[Results, list[Table]]:
         graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
         for cell in results.cells:
             if cell.name in graphs:
-                keep_graph(cell, graphs[cell.name])
+                write_graph(cell, graphs[cell.name])
         tables = write_tables(results, out)
         pictures = draw(results, out)
         write_text(out / "index.html", index(results, tables, graphs, pictures))

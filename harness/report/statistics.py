@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.report.tables.report_table import several
+from harness.report.report_table import several
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 
 __all__ = [

@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 
 from harness.errors import UserError, suggest_names
+from harness.report import provenance_lines
 from harness.report.frames.main_frame import main_frame
 from harness.report.frames.speedup_overview import MEAN
-from harness.report.load import provenance_lines
-from harness.report.load.provenance_lines import Source
 from harness.report.load.results import CellResults, Results
-from harness.report.tables.report_table import Table
+from harness.report.provenance_lines import Source
+from harness.report.report_table import Table
 from harness.report.tables.table_layouts import tables_of
 from harness.selection.paired_timing import RUNOFF
 

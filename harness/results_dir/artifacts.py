@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.api import Candidate
-from harness.records import from_json
+from harness.records import MAIN_BENCHMARKER, from_json
 from harness.results_dir.io import read_json
-from harness.timing.workers.engines import MAIN_BENCHMARKER
 from search.space import Placement, Space, digest_of
 
 __all__ = [

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from harness.records import Failed, Measured, Outcome
+from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.search_loop.objective import BELIEVED, PROXY, Goal, Scored, Standing
 from harness.statistics import Interval, median_ci
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines
+from harness.timing.workers.engines import Engines
 
 __all__ = ["Judge", "least_loss"]
 

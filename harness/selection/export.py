@@ -17,7 +17,7 @@ from harness.pipeline.task_run import Running
 from harness.pipeline.transfer import Guest
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet
 from harness.results_dir.io import explain_write_errors, write_json
-from harness.results_dir.journal_reader import BudgetState, Evaluation
+from harness.search_loop.journal_reader import BudgetState, Evaluation
 from harness.selection.final_selection import Found, Leader
 from search.space import Placement, Resolved, digest_of
 

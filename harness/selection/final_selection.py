@@ -26,7 +26,7 @@ from harness.pipeline.task import Cell
 from harness.pipeline.task_run import Running
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
-from harness.results_dir.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
+from harness.search_loop.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
 from harness.selection.paired_timing import RUNOFF, Contest, read_speedups
 from harness.selection.racing import FIRST, TURN, race
 from harness.timing.confirmation import MAX_GROUP_ROWS, Contender

@@ -12,8 +12,8 @@ import pandas as pd
 from harness.benchmark_table import read_table
 from harness.errors import UserError
 from harness.progress import Observer
+from harness.report.report_table import Table, several, write_table
 from harness.report.statistics import Ranks, ranks_of
-from harness.report.tables.report_table import Table, several, write_table
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.ownership import exclusive_lock
 from harness.studies.budget_tables import SearchCurves, TableResult, budget_tables, describe_seed_counts

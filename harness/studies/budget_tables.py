@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.stats import t as student
 
+from harness.report.report_table import Table, interval, several
 from harness.report.statistics import (
     FEWEST,
     Ranks,
@@ -19,7 +20,6 @@ from harness.report.statistics import (
     score_against_random,
     smallest_p,
 )
-from harness.report.tables.report_table import Table, interval, several
 from harness.studies.random_search import RANDOM_LABEL
 from harness.studies.recorded_landscape import Floats
 from harness.studies.study_file import BudgetStudy

@@ -1,69 +1,39 @@
-"""Plots of studies as PNG: components of noise, searchers beside random search."""
+"""Plots of studies as PNG: searchers against random search, and the figure file that other plots use too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from harness.analysis.noise import Floats, NoiseComponents
-from harness.analysis.sensitivity import QuantizationUnit, SensitivityAnalysis, UnitEffect
-from harness.records import Failed
 from harness.studies.random_search import RANDOM_LABEL
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import ReplayedSearches
 
-__all__ = ["draw_curves", "draw_noise", "draw_sensitivities"]
+__all__ = ["COLOURS", "draw_curves", "figure_file"]
 
+#: Distinct for colour-blind readers too (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Told apart by colour-blind readers too (Okabe and Ito 2008)."""
-LABELLED_UNITS = 5
-"""Units with a name beside their dots."""
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Path) -> None:
-    """All readings build by build, one colour a process, and the components beside them.
-
-    Args:
-        latency_ms: [process, build, reading].
-        found: What `components` says of them.
-        title: Shown as it stands.
-        path: PNG to write.
-    """
-    processes, builds, readings = latency_ms.shape
-    with _figure_file(path, columns=(2, 1)) as (left, right):
-        for process in range(processes):
-            colour = COLOURS[process % len(COLOURS)]
-            for build in range(builds):
-                place = (process * builds + build) * (readings + readings // 5) + np.arange(readings)
-                left.plot(place, latency_ms[process, build], ".", ms=2, color=colour)
-                median = np.median(latency_ms[process, build])
-                left.plot(place[[0, -1]], [median, median], color="black", linewidth=1)
-        left.set_xticks([])
-        left.set_xlabel("readings of each build, which took turns; a colour is a process, a line a build's median")
-        left.set_ylabel("latency, ms")
-        left.set_title(title)
-        sd = [100 * component.sd.value for component in found.components]
-        errors = [[100 * abs(getattr(c.sd, end) - c.sd.value) for c in found.components] for end in ("low", "high")]
-        right.bar(range(len(sd)), sd, yerr=errors, capsize=4, color="#56B4E9")
-        right.set_xticks(range(len(sd)), [component.name.replace(" ", "\n", 1) for component in found.components])
-        right.set_ylabel("standard deviation, % of latency")
-        right.grid(alpha=0.25, axis="y")
-
-
 def draw_curves(
-    landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], title: str, path: Path
+    landscape: Landscape,
+    random_ms: npt.NDArray[np.float64],
+    replayed: Sequence[ReplayedSearches],
+    title: str,
+    path: Path,
 ) -> None:
     """Median regret over evaluations: of random searches with their quartiles as a band, and of searchers."""
     optimum_ms = landscape.latency_ms[landscape.optimum]
     evaluations = np.arange(1, random_ms.shape[1] + 1)
-    with _figure_file(path, columns=(1,)) as (axes,):
+    with figure_file(path, columns=(1,)) as (axes,):
         low, middle, high = 100 * (np.quantile(random_ms, (0.25, 0.5, 0.75), axis=0) / optimum_ms - 1)
         axes.fill_between(evaluations, low, high, step="post", color="0.9")
         axes.step(evaluations, middle, where="post", color="0.4", label=RANDOM_LABEL)
@@ -79,52 +49,9 @@ def draw_curves(
         axes.legend(frameon=False)
 
 
-def draw_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
-    """Fidelity lost against microseconds gained, one dot a unit: alone, and as what leaving it out gives and costs.
-
-    The colour is the role, the bars the 95 % intervals; the most rewarding units are named.
-
-    Args:
-        found: The units, best first.
-        path: PNG to write.
-    """
-    roles = list(dict.fromkeys(each.unit.role for each in found.units))
-    colours = {role: COLOURS[index % len(COLOURS)] for index, role in enumerate(roles)}
-    with _figure_file(path, columns=(2, 2)) as (left, right):
-        _draw_effects(left, [(each.unit, each.alone, 0.0) for each in found.units], colours)
-        compared = [each for each in found.units if each.unit.precision in found.full_db]
-        _draw_effects(
-            right, [(each.unit, each.left_out, found.full_db[each.unit.precision]) for each in compared], colours
-        )
-        left.set_title("alone in the float model")
-        left.set_ylabel("SQNR, dB (lower: more is lost)")
-        right.set_title("left out of the full model")
-        right.set_ylabel("SQNR regained, dB")
-        for role, colour in colours.items():
-            left.plot([], [], "o", color=colour, label=role)
-        left.legend(frameon=False, fontsize=7)
-
-
-def _draw_effects(
-    axes: Any, effects: Sequence[tuple[QuantizationUnit, UnitEffect | Failed, float]], colours: Mapping[str, str]
-) -> None:
-    """Draw the SQNR that each unit gains over its own base, in dB, against the time that quantizing it gains."""
-    for rank, (unit, effect, base_db) in enumerate(effects):
-        if isinstance(effect, Failed) or effect.gain_us is None:
-            continue
-        gain, place = effect.gain_us, (effect.gain_us.value, effect.sqnr_db - base_db)
-        reach = [[max(0.0, gain.value - gain.low)], [max(0.0, gain.high - gain.value)]]
-        axes.errorbar(*place, xerr=reach, fmt="o", ms=4, color=colours[unit.role], linewidth=0.6, alpha=0.8)
-        if rank < LABELLED_UNITS:
-            axes.annotate(unit.name[:20], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
-    axes.axvline(0, color="0.6", linewidth=0.8)
-    axes.set_xlabel("microseconds gained by quantizing it")
-    axes.grid(alpha=0.25)
-
-
 @contextmanager
-def _figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Axes side by side, written to a PNG afterwards; text is shown as it stands."""
+def figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield axes in a row and write them to a PNG afterwards; text is not parsed as formulas."""
     with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(3.2 * sum(columns) if len(columns) > 1 else 6.4, 4.0), layout="constrained")
         yield tuple(figure.subplots(1, len(columns), squeeze=False, width_ratios=columns)[0])

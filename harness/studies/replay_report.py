@@ -14,8 +14,8 @@ import pandas as pd
 from harness.benchmark_table import BenchmarkTable
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
+from harness.report.report_table import interval
 from harness.report.statistics import quartiles
-from harness.report.tables.report_table import interval
 from harness.results_dir.io import explain_write_errors
 from harness.studies.budget_tables import RISES
 from harness.studies.landscape_metrics import estimate_drift, measure_difficulty

@@ -19,7 +19,8 @@ from harness.pipeline.float_baseline import float_benchmarkers
 from harness.pipeline.preflight import check_experiment
 from harness.pipeline.task import Cell, compose, evaluator_spec
 from harness.progress import Observer
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.records import MAIN_BENCHMARKER
+from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["StudyTask", "make_study", "prepare_study", "study_name"]

@@ -17,10 +17,10 @@ import numpy as np
 from harness.api import Candidate
 from harness.config.sections import Sampling, TurnSchedule
 from harness.errors import UserError
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.statistics import Interval, block_ci, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.timing.turn_log import TWIN, BuildKey, RowFailure, Turn, TurnEvent, TurnMatrix
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines
+from harness.timing.workers.engines import Engines
 
 __all__ = [
     "ConfirmationSummary",

@@ -20,11 +20,11 @@ from harness.graph.io.files import file_digest
 from harness.pipeline.task import Cell
 from harness.progress import Observer
 from harness.random_inputs import feeds_digest
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.timing.provenance import count_cores
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.sandbox import open_engines
 from harness.verification.fault_localization import Suspect, find_fault, write_report

@@ -27,15 +27,15 @@ from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.float_baseline import float_benchmarkers
 from harness.pipeline.task import Cell, compose
 from harness.progress import Observer, Silent
-from harness.records import Failed
-from harness.report.display_names import CAPPED, shown_drop
+from harness.records import MAIN_BENCHMARKER, Failed
+from harness.report.load.display_names import CAPPED, shown_drop
 from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
 from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.statistics import Interval
 from harness.timing.confirmation import Contender, confirm, summarize_turns
 from harness.timing.provenance import machine_lacks_vnni
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from search.space import Placement

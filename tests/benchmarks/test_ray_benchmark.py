@@ -22,10 +22,11 @@ from harness.api import Candidate
 from harness.cluster import RAY_ENVIRONMENT, open_execution_target
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling
 from harness.progress import Silent
+from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.journal import Journal
 from harness.search_loop.loop import SearchTask, run_search
 from harness.search_loop.trial import attempt_with
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.engines import WorkerSpec
 from search.api import Observation, Placement
 from search.synthetic_problem import planted_space
 

@@ -19,7 +19,7 @@ import pytest
 from harness.report.load.results import CellResults, load
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
-from harness.results_dir.journal_reader import iter_evaluations
+from harness.search_loop.journal_reader import iter_evaluations
 from harness.selection.paired_timing import RUNOFF, read_speedups
 from harness.statistics import MIN_CLAIMED_GAIN
 from harness.timing.racing_test import build_variance_slack

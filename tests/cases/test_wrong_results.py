@@ -18,7 +18,8 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.progress import Silent
 from harness.random_inputs import random_feeds
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.records import MAIN_BENCHMARKER
+from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 

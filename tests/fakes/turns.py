@@ -10,10 +10,10 @@ from typing import Any
 from harness.api import Candidate
 from harness.config.sections import Sampling
 from harness.progress import Silent
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.timing.confirmation import Contender
 from harness.timing.sampling import Samples
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
+from harness.timing.workers.engines import BuiltEngine, Engines
 
 
 class Instant:

@@ -22,10 +22,10 @@ from harness.compat.modelopt_autotune.sampling_policy import fixed_sampling, lat
 from harness.config.sections import Confirmation, Limits, PluginSpec
 from harness.errors import UserError
 from harness.graph.io.files import file_digest
-from harness.records import Failed, Measured, Outcome
+from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.search_loop.trial import Care, attempt_with
 from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
 __all__ = [

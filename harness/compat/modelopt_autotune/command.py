@@ -36,9 +36,9 @@ from harness.paths import resolve_path
 from harness.pipeline.float_baseline import float_benchmarkers
 from harness.pipeline.model_loader import open_model
 from harness.progress import Observer
+from harness.records import MAIN_BENCHMARKER
 from harness.registry import find_entry_point
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
-from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["autotune"]

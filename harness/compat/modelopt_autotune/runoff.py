@@ -13,12 +13,12 @@ from harness.api import Array, Candidate
 from harness.compat.modelopt_autotune.benchmark import Benchmark
 from harness.config.sections import Limits
 from harness.progress import Observer
+from harness.records import MAIN_BENCHMARKER
 from harness.selection.paired_timing import Contest, read_speedups
 from harness.selection.racing import FIRST, race
 from harness.timing.confirmation import Contender, EngineFactory
 from harness.timing.provenance import machine_lacks_vnni
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
 from search.space import digest_of
 

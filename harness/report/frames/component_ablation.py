@@ -14,8 +14,8 @@ from harness.report.frames.confirmation_samples import Turns, advantage
 from harness.report.frames.speedup_overview import MEAN
 from harness.report.load.results import CellResults, Results
 from harness.report.load.stored_experiment import Stored
+from harness.report.report_table import MISSING, Table, interval
 from harness.report.statistics import ENOUGH, effect_size, geometric_mean
-from harness.report.tables.report_table import MISSING, Table, interval
 from harness.statistics import Interval, block_ci
 from harness.timing.turn_log import TurnMatrix
 

@@ -10,9 +10,9 @@ import pandas as pd
 
 from harness.config.initial import PTQ_TOOLS
 from harness.report.frames.main_frame import BROKEN, main_frame
+from harness.report.load.graph_store import sizes_of
 from harness.report.load.results import CellResults, Results
 from harness.report.load.stored_experiment import Stored
-from harness.report.page.graph_snapshots import sizes_of
 from harness.results_dir.artifacts import FLOAT_ROW
 
 __all__ = ["BEST", "decision_frame"]

@@ -14,9 +14,8 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import CellResults, Results
-from harness.report.tables.notes import NOISY
-from harness.report.tables.report_table import MISSING, Table, interval
+from harness.report.load.results import NOISY_FLOOR, CellResults, Results
+from harness.report.report_table import MISSING, Table, interval
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.fingerprint import diff_leaves
 from harness.statistics import Interval, speedup_verdict
@@ -159,7 +158,7 @@ def _noises(first: Results, second: Results) -> Iterator[str]:
     """Cells of which one machine was too noisy to tell much."""
     for one, two in _both(first, second):
         floors = [cell.floor or 0.0 for cell in (one, two)]
-        if max(floors) > NOISY:
+        if max(floors) > NOISY_FLOOR:
             yield (
                 f"Noisy machine: the A/A floor of {one.name} is {floors[0]:.1%} in the first and {floors[1]:.1%} in "
                 "the second; what differs by less than the larger one is a tie."

@@ -11,8 +11,8 @@ from harness.report.frames.budget_frames import chosen, ratio_over_seeds
 from harness.report.frames.confirmation_samples import Turns, advantage
 from harness.report.frames.speedup_overview import MEAN
 from harness.report.load.results import CellResults, Results
+from harness.report.report_table import MISSING, Table, interval
 from harness.report.statistics import over_blocks
-from harness.report.tables.report_table import MISSING, Table, interval
 from harness.statistics import MIN_CLAIMED_GAIN, speedup_verdict
 from harness.timing.turn_log import TurnMatrix
 

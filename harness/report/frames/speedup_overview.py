@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from harness.report.frames.main_frame import BROKEN, told_apart
+from harness.report.report_table import MISSING, Table, interval
 from harness.report.statistics import geometric_mean
-from harness.report.tables.report_table import MISSING, Table, interval
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
 

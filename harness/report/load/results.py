@@ -23,9 +23,10 @@ from harness.timing.confirmation import ContenderSummary, summarize_turns
 from harness.timing.turn_log import RowFailure, TurnEvent
 from harness.verification.output_comparison import CHECKS, Checked, read_checks
 
-__all__ = ["CellResults", "Results", "load"]
+__all__ = ["NOISY_FLOOR", "CellResults", "Results", "load"]
 
 T = TypeVar("T")
+NOISY_FLOOR = 0.10  # A/A floor of a noisy machine, on which gains of the size that quantization has are lost
 REMEDY = "move it away and repeat qdq run, which makes it anew, or restore it"
 
 

@@ -12,8 +12,8 @@ from statistics import median
 
 from harness.records import Measured, Outcome
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, has_header, read_journal
-from harness.results_dir.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
 from harness.results_dir.termination import Termination, read_termination
+from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
 from harness.search_loop.objective import Goal
 
 __all__ = ["Looked", "Search", "levels_ms", "read_search", "read_searches"]
@@ -26,7 +26,7 @@ class Looked:
     """An evaluation whose metric was measured.
 
     Attributes:
-        evaluations: See `harness.results_dir.journal_reader.Evaluation`, as for `elapsed_s`, `digest` and `latency_ms`.
+        evaluations: See `harness.search_loop.journal_reader.Evaluation`, as for `elapsed_s`, `digest` and `latency_ms`.
         value: Of the metric.
     """
 

@@ -6,7 +6,6 @@ control, so the picture is kept beside them as `graph.json`: a fresh clone rende
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,17 +22,14 @@ from harness.graph.partition.regions import discover
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.report.load.graph_store import exported, read_graph
 from harness.report.load.results import CellResults
 from harness.report.page.graph_layout import marks_of, scene_of
-from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel
-from harness.results_dir.io import write_text
+from harness.results_dir.artifacts import FLOAT_ROW
 from search.space import Dimension
 
-__all__ = ["exported", "graph_of", "keep_graph", "sizes_of"]
+__all__ = ["graph_of"]
 
-FILE = "graph.json"
-SCHEMA = 1
-MAX_BYTES = 50_000_000
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +39,7 @@ def graph_of(cell: CellResults) -> dict[str, Any] | None:
     From the exported files, else from `graph.json`; marks of rows whose file has changed since are left out. None where
     there is neither.
     """
-    kept = _kept(cell)
+    kept = read_graph(cell)
     row = cell.rows.get(FLOAT_ROW)
     path = None if row is None else exported(cell, row)
     if path is None or not path.exists():
@@ -59,47 +55,6 @@ def graph_of(cell: CellResults) -> dict[str, Any] | None:
         "marks": {**before["marks"], **_marks(cell, model)},
         "bytes": {**before["bytes"], **{row: _size(file) for row, file in there.items()}},
     }
-
-
-def sizes_of(cell: CellResults) -> Mapping[str, int]:
-    """Bytes of the exported file by row id, as `keep_graph` wrote them down; empty before."""
-    kept = _kept(cell)
-    return {} if kept is None else kept["bytes"]
-
-
-def keep_graph(cell: CellResults, graph: Mapping[str, Any]) -> None:
-    """Write `graph.json` where it does not say so already.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    rows = {row: cell.rows[row].sha256 for row in graph["marks"] if row in cell.rows}
-    text = json.dumps({"schema": SCHEMA, "rows": rows, **graph}, separators=(",", ":"), allow_nan=False)
-    path = cell.folder / FILE
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        write_text(path, text)
-
-
-def _kept(cell: CellResults) -> dict[str, Any] | None:
-    path = cell.folder / FILE
-    try:
-        if not path.exists() or path.stat().st_size > MAX_BYTES:
-            return None
-        body = json.loads(path.read_text(encoding="utf-8"))
-        if body["schema"] != SCHEMA:
-            return None
-        shas = {row: facts.sha256 for row, facts in cell.rows.items()}
-        current = [row for row in body["marks"] if row in shas and body["rows"][row] == shas[row]]
-        sizes = {row: int(size) for row, size in body.get("bytes", {}).items() if row in current}
-        return {"scene": dict(body["scene"]), "marks": {row: body["marks"][row] for row in current}, "bytes": sizes}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s: damaged, so there is no graph: %s", path, error)
-        return None
-
-
-def exported(cell: CellResults, row: ExportedModel) -> Path:
-    """Where the model of a row lies, if it is still there."""
-    return cell.folder / "models" / row.file
 
 
 def _size(path: Path) -> int:

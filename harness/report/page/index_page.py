@@ -11,17 +11,26 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.display_names import BEYOND, CAPPED, METRICS, UNSCORED, judged, labels_of, metric_name, shown_drop
 from harness.report.frames.budget_frames import budget_frame
 from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.attribution_store import Effect
+from harness.report.load.display_names import (
+    BEYOND,
+    CAPPED,
+    METRICS,
+    UNSCORED,
+    judged,
+    labels_of,
+    metric_name,
+    shown_drop,
+)
 from harness.report.load.results import CellResults, Results
 from harness.report.page.html_document import document
 from harness.report.page.interactive_charts import charts_of
 from harness.report.plots.plot_files import Picture, explanations_of
+from harness.report.report_table import Table, interval
 from harness.report.tables.notes import noise, partial, progress
-from harness.report.tables.report_table import Table, interval
 from harness.statistics import Interval
 
 __all__ = ["index"]

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from harness.report.display_names import METRICS
 from harness.report.frames.budget_frames import curve_frame
 from harness.report.frames.hypervolume import volume_frame
 from harness.report.frames.pareto_points import bounded, tried_frame, tried_name
+from harness.report.load.display_names import METRICS
 from harness.report.load.results import CellResults
 from harness.report.plots.result_plots import envelope, front, look
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from harness.report.display_names import cut
 from harness.report.load.attribution_store import Effect, Explanation
+from harness.report.load.display_names import cut
 from harness.report.plots.result_plots import COLOURS, drawn, name_lines
 from harness.statistics import Interval
 

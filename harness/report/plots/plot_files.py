@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.report.display_names import labels_of, metric_name
 from harness.report.frames.budget_frames import budget_frame, curve_frame
 from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.hypervolume import volume_frame
@@ -20,6 +19,7 @@ from harness.report.frames.searcher_statistics import ranks
 from harness.report.frames.speedup_overview import overview_frame
 from harness.report.frames.transfer import transfer_frame
 from harness.report.load.attribution_store import Explanation, read_explanations
+from harness.report.load.display_names import labels_of, metric_name
 from harness.report.load.results import CellResults, Results
 from harness.report.plots import layer_plots, result_plots, study_plots
 

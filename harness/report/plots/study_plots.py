@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from harness.report.plots.result_plots import COLOURS, READ, drawn, envelope, key, look, name_lines
+from harness.report.report_table import several
 from harness.report.statistics import Ranks
-from harness.report.tables.report_table import several
 
 __all__ = ["critical_difference", "speedups", "transfer_map", "volumes"]
 

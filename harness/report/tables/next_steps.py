@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.display_names import metric_name, shown_drop
+from harness.report.load.display_names import metric_name, shown_drop
+from harness.report.load.graph_store import exported
 from harness.report.load.results import CellResults, Results
 from harness.report.load.search_logs import Search
-from harness.report.page.graph_snapshots import exported
 from harness.report.tables.check_notes import wrong_rows
 from harness.report.tables.notes import without_vnni
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FLOAT_ROW

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import Estimate, accuracy_of, metric_estimate
-from harness.report.display_names import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.frames.budget_frames import looks
 from harness.report.frames.decision import BEST
 from harness.report.frames.main_frame import BROKEN
-from harness.report.load.results import CellResults, Results
+from harness.report.load.display_names import BEYOND, CAPPED, UNSCORED, metric_name
+from harness.report.load.results import NOISY_FLOOR, CellResults, Results
+from harness.report.report_table import interval
 from harness.report.tables.captions import DECIDED
 from harness.report.tables.check_notes import check_notes
-from harness.report.tables.report_table import interval
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW
 from harness.timing.provenance import lacks_vnni, processor_label
 from harness.timing.turn_log import disturbance_note
@@ -25,8 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 UNFIT = "not shipped: not scored"
-NOISY = 0.10
-"""A/A floor from which on a machine is called noisy: gains of the size that quantization has drown in it."""
 MISLED = 0.10
 """Share of disturbed evaluations above which a search is called misled."""
 UNSTEADY = 0.25
@@ -52,7 +50,7 @@ def floor_note(cells: Iterable[CellResults]) -> str:
 
 def _rough(cell: CellResults) -> str:
     """That gains drown in the noise."""
-    return f"the A/A floor is {cell.floor:.1%}" if cell.floor is not None and cell.floor > NOISY else ""
+    return f"the A/A floor is {cell.floor:.1%}" if cell.floor is not None and cell.floor > NOISY_FLOOR else ""
 
 
 def _misled(cell: CellResults) -> str:

@@ -13,9 +13,9 @@ from harness.report.frames.hypervolume import volume_frame
 from harness.report.frames.searcher_statistics import pair_frame, ranks, score_frame
 from harness.report.frames.transfer import likeness_frame, transfer_frame
 from harness.report.load.results import Results
+from harness.report.report_table import MISSING, Table, interval, several
 from harness.report.statistics import Ranks, smallest_p
 from harness.report.tables.captions import LEVEL_NOTE
-from harness.report.tables.report_table import MISSING, Table, interval, several
 from harness.statistics import median_ci
 
 __all__ = ["study_tables"]

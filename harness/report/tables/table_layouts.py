@@ -10,14 +10,15 @@ from typing import Any
 import pandas as pd
 
 from harness.accuracy.metrics.closeness import WORST
-from harness.report.display_names import CAPPED, METRICS, judged, labels_of, score_head, shown_drop
 from harness.report.frames.budget_frames import budget_frame, cost_frame, early_ends, failures, target_frame
 from harness.report.frames.confirmation_samples import variance_frame
 from harness.report.frames.decision import BEST, decision_frame
 from harness.report.frames.gain_over_fixed import fixed_frame, fixed_table
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame, told_apart
 from harness.report.frames.speedup_overview import overview_frame, overview_table
+from harness.report.load.display_names import CAPPED, METRICS, judged, labels_of, score_head, shown_drop
 from harness.report.load.results import Results
+from harness.report.report_table import MISSING, Table, interval
 from harness.report.tables.captions import (
     BUDGET_NOTE,
     COST_NOTE,
@@ -29,7 +30,6 @@ from harness.report.tables.captions import (
     VARIANCE_NOTE,
 )
 from harness.report.tables.notes import backend_notes, data_notes, decision_note, floor_note, main_note, noise
-from harness.report.tables.report_table import MISSING, Table, interval
 from harness.report.tables.study_layouts import study_tables
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval

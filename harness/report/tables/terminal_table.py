@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
-from harness.report.tables.report_table import Table, narrow_tables, printable
+from harness.report.report_table import Table, narrow_tables, printable
 
 __all__ = ["Drawn"]
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from harness.api import Accuracy, Array, Candidate
 from harness.config.sections import PluginSpec, Sampling
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
 
-__all__ = ["MAIN_BENCHMARKER", "BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
+__all__ = ["BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
 
-MAIN_BENCHMARKER = "main"  # name of the default benchmarker and the default evaluator
 ScoringCallback = Callable[[int, int], None]
 """Receives the number of finished inferences of a scoring and their total, at intervals."""
 

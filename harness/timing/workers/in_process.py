@@ -32,13 +32,13 @@ from harness.api import (
 )
 from harness.config.sections import Sampling
 from harness.errors import CandidateError, EvaluationFailed, UserError
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
 from harness.timing.machine_noise import MachineMonitor
 from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
 from harness.timing.sampling import Samples, sample_engine, warm_up
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from search.space import digest_of
 
 __all__ = ["InProcess", "as_outcome", "last_lines", "with_progress"]

@@ -23,18 +23,12 @@ from harness import registry
 from harness.api import Candidate, capabilities_of
 from harness.config.sections import Limits, Sampling
 from harness.errors import UserError
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
 from harness.timing.workers.device_lock import device_lock, timing_lock
-from harness.timing.workers.engines import (
-    MAIN_BENCHMARKER,
-    BuiltEngine,
-    Engines,
-    ScoringCallback,
-    WorkerSpec,
-)
+from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from harness.timing.workers.in_process import InProcess, as_outcome, last_lines
 from harness.timing.workers.process import WorkerProcess, die_with_parent
 from search.space import Resolved

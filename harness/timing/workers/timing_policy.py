@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.records import Failed
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback
+from harness.records import MAIN_BENCHMARKER, Failed
+from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback
 
 __all__ = ["ExclusiveTiming", "PolicedEngines", "SerialTiming", "TimingPolicy"]
 

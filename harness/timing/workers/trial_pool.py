@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, InvalidStateError, as_completed
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -252,9 +253,25 @@ def run_concurrently(works: Sequence[Callable[[], None]], threads: int) -> None:
         for work in works:
             work()
         return
-    pool = ThreadPoolExecutor(threads)
-    try:
-        for future in as_completed([pool.submit(work) for work in works]):
-            future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    futures = [Future[None]() for _ in works]
+    waiting = deque(zip(works, futures, strict=True))
+    # An executor of `concurrent.futures` would keep the process alive until its last function returns.
+    for _ in range(min(threads, len(works))):
+        threading.Thread(target=_run_waiting, args=(waiting,), daemon=True).start()
+    for future in as_completed(futures):
+        future.result()
+
+
+def _run_waiting(waiting: deque[tuple[Callable[[], None], Future[None]]]) -> None:
+    while True:
+        try:
+            work, future = waiting.popleft()
+        except IndexError:  # nothing is left
+            return
+        try:
+            work()
+        except BaseException as error:  # raised again by the caller
+            waiting.clear()
+            future.set_exception(error)
+        else:
+            future.set_result(None)

@@ -15,8 +15,9 @@ from harness.api import Candidate
 from harness.config.sections import PluginSpec, Sampling
 from harness.errors import UserError
 from harness.progress import Silent
+from harness.records import MAIN_BENCHMARKER
 from harness.timing.sampling import Samples
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, WorkerSpec
+from harness.timing.workers.engines import BuiltEngine, Engines, WorkerSpec
 from harness.timing.workers.sandbox import InProcess
 from search.space import digest_of
 

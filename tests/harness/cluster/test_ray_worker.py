@@ -15,8 +15,8 @@ from harness.cluster.ray_worker import BuildRequest, LRUByteCache, RayWorker
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.errors import UserError
 from harness.progress import Silent
-from harness.records import Failed
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, WorkerSpec
+from harness.records import MAIN_BENCHMARKER, Failed
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from search.space import Edge
 
 EDGES = ((Edge("x", "conv", 0), "int8"),)

@@ -21,7 +21,7 @@ from harness.api import Candidate
 from harness.config.sections import Confirmation, PluginSpec, Sampling
 from harness.records import Measured
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.journal_reader import state_at_budgets
+from harness.search_loop.journal_reader import state_at_budgets
 from harness.search_loop.loop import Goal, SearchTask, Seed, run_search
 from harness.search_loop.trial import attempt_with
 from harness.statistics import median_ci

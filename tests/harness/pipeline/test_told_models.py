@@ -15,7 +15,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called
 from harness.pipeline.methods import ToldModel
 from harness.results_dir.artifacts import read_finalists
-from harness.results_dir.journal_reader import Evaluation
+from harness.search_loop.journal_reader import Evaluation
 from harness.selection.final_selection import in_order
 
 PLUGINS = """

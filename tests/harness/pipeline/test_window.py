@@ -17,7 +17,7 @@ from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.results_dir.journal import RETRY_ORIGIN, Journal, read_journal
-from harness.results_dir.journal_reader import iter_incumbents
+from harness.search_loop.journal_reader import iter_incumbents
 from harness.search_loop.loop import SearchTask, Seed, run_search
 from harness.search_loop.objective import Goal
 from search.api import Failure, Observation, Score

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
-from harness.report.display_names import labels_of
 from harness.report.frames.budget_frames import budget_frame, curve_frame, target_frame
 from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.hypervolume import volume_frame
 from harness.report.frames.main_frame import main_frame
+from harness.report.load.display_names import labels_of
 from harness.report.load.results import load
 from harness.report.page.interactive_charts import charts_of
 from harness.report.plots.result_plots import envelope

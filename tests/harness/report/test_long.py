@@ -18,7 +18,7 @@ from harness.report.frames.budget_frames import curve_frame
 from harness.report.load.results import load
 from harness.report.plots.result_plots import envelope
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.journal_reader import iter_incumbents, state_at_budgets
+from harness.search_loop.journal_reader import iter_incumbents, state_at_budgets
 from harness.search_loop.objective import Goal
 
 pytestmark = pytest.mark.slow

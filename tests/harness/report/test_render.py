@@ -22,8 +22,8 @@ from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load as load_results
 from harness.report.page.index_page import index
 from harness.report.render import drawing_of, text_of, write_tables
+from harness.report.report_table import Table, markdown, write_table
 from harness.report.tables.next_steps import next_steps
-from harness.report.tables.report_table import Table, markdown, write_table
 from harness.report.tables.table_layouts import TIMED
 from harness.results_dir.io import write_json
 from harness.results_dir.termination import clear_task_error, write_task_error

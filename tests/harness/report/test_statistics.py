@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import friedmanchisquare, rankdata
 
+from harness.report.report_table import interval, several
 from harness.report.statistics import (
     compare_pairs,
     compare_with,
@@ -19,7 +20,6 @@ from harness.report.statistics import (
     score_against_random,
     smallest_p,
 )
-from harness.report.tables.report_table import interval, several
 
 # Demšar 2006, table 6: AUC of C4.5 with its parameters m and cf tuned, on 14 data sets.
 DEMSAR = pd.DataFrame(

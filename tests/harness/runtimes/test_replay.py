@@ -14,9 +14,9 @@ from harness.config.experiment import parse_experiment
 from harness.config.plan import plan_tasks
 from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
-from harness.records import Failed, Measured
+from harness.records import MAIN_BENCHMARKER, Failed, Measured
 from harness.runtimes.replay import ReplayBenchmarker
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from search.space import Edge, Placement, Resolved, Space, digest_of
 from search.synthetic_problem import planted_space

@@ -11,12 +11,13 @@ import pytest
 
 from harness.api import Candidate
 from harness.config.sections import PluginSpec, Sampling
+from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.journal import Journal
 from harness.search_loop.loop import SearchTask, run_search
 from harness.search_loop.objective import Goal
 from harness.search_loop.optuna_mirror import live_study
 from harness.search_loop.trial import attempt_with
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import InProcess
 from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Observation, Placement

@@ -9,7 +9,7 @@ from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.journal_reader import iter_incumbents, state_at_budgets
+from harness.search_loop.journal_reader import iter_incumbents, state_at_budgets
 from harness.search_loop.loop import Ending, Goal, SearchTask, Seed, run_search
 from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Failure, Observation, Placement, Score

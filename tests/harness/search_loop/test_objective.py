@@ -13,8 +13,8 @@ from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult
 from harness.results_dir.journal import JournalEntry
-from harness.results_dir.journal_reader import state_at_budgets
 from harness.search_loop.accuracy_gate import Judge, least_loss
+from harness.search_loop.journal_reader import state_at_budgets
 from harness.search_loop.objective import (
     BELIEVED,
     PROXY,

@@ -11,13 +11,13 @@ import pytest
 
 from harness.api import Accuracy, Candidate
 from harness.config.sections import Sampling
-from harness.records import Failed, Measured, Outcome, TrialResult, decode_line, encode_line
+from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome, TrialResult, decode_line, encode_line
 from harness.search_loop.accuracy_gate import Judge
 from harness.search_loop.objective import Goal
 from harness.search_loop.trial import Care, attempt_with
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
+from harness.timing.workers.engines import BuiltEngine
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 SAMPLING = Sampling()

@@ -11,11 +11,11 @@ from turns import Instant, Listening, row
 from harness.api import Candidate
 from harness.config.sections import Sampling, TurnSchedule
 from harness.progress import Silent
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
 from harness.timing.sampling import Samples
 from harness.timing.turn_log import TurnMatrix
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
+from harness.timing.workers.engines import BuiltEngine
 
 
 class Busy(Instant):

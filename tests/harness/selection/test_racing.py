@@ -15,12 +15,12 @@ from harness.api import Candidate
 from harness.compat.modelopt_autotune.runoff import FinalSelection, select_fastest
 from harness.config.sections import Sampling
 from harness.progress import Silent
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.selection.paired_timing import Contest, read_speedups
 from harness.selection.racing import FIRST, race
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.sampling import Samples
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
+from harness.timing.workers.engines import BuiltEngine, Engines
 
 FLOAT = "float"
 

@@ -13,7 +13,7 @@ import pytest
 from harness.api import Candidate
 from harness.config.sections import Confirmation, Sampling
 from harness.errors import UserError
-from harness.records import Failed
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
 from harness.timing.sampling import Samples
 from harness.timing.turn_log import (
@@ -25,7 +25,7 @@ from harness.timing.turn_log import (
     disturbance_note,
     encode_turn_event,
 )
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
+from harness.timing.workers.engines import BuiltEngine
 
 SCHEDULE = Confirmation(builds=3, rounds=4, samples=5)
 TRUTH = {"float": 10.0, "a": 5.0}

@@ -7,17 +7,17 @@ import subprocess
 import pandas as pd
 import pytest
 
-from harness.report.display_names import labels_of
 from harness.report.frames.budget_frames import budget_frame
 from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.main_frame import main_frame
+from harness.report.load.display_names import labels_of
 from harness.report.load.results import load
 from harness.report.page.interactive_charts import charts_of
 from harness.report.plots import result_plots
 from harness.report.plots.plot_files import draw
 from harness.report.plots.result_plots import anytime, envelope, front, latencies, look
 from harness.report.render import write_tables
-from harness.report.tables.report_table import Table, write_table
+from harness.report.report_table import Table, write_table
 
 CELL = "net-openvino-int8"
 CURVES = pd.DataFrame(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -203,3 +205,18 @@ def test_concurrent_functions_all_run_and_the_first_error_is_raised(threads: int
     assert sorted(done) == list(range(9))
     with pytest.raises(UserError, match="disk full"):
         run_concurrently([refuse, *([lambda: None] * 5)], threads)
+
+
+def test_a_function_that_still_runs_does_not_keep_the_process_alive() -> None:
+    code = """
+import time
+from harness.timing.workers.trial_pool import run_concurrently
+
+def refuse():
+    raise RuntimeError("refused")
+
+run_concurrently([lambda: time.sleep(600), refuse], 2)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "refused" in done.stderr

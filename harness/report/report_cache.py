@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from harness.report.page.graph_snapshots import FILE as KEPT
+from harness.report.load.graph_store import GRAPH_FILE
 from harness.results_dir.io import write_text
 
 __all__ = ["FILE", "digest_of", "is_current", "keep_digest"]
@@ -70,7 +70,9 @@ def _code(root: Path) -> Iterator[Path]:
 
 def _records(folder: Path) -> Iterator[Path]:
     """What a run wrote, and `qdq explain`; the kept graph is made from that and the models, by the report itself."""
-    found = {path for cell in _cells(folder) for pattern in RECORDS for path in cell.glob(pattern) if path.name != KEPT}
+    found = {
+        path for cell in _cells(folder) for pattern in RECORDS for path in cell.glob(pattern) if path.name != GRAPH_FILE
+    }
     return (path for path in sorted({folder / "experiment.yaml", *found}) if path.suffix in KINDS and path.is_file())
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
-from harness.report.load import report_cache
+from harness.report import report_cache
 
 CELL = "net-openvino-int8"
 SAID = "Nothing has changed since they were drawn"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
-from harness.results_dir.journal_reader import iter_counted, iter_evaluations, iter_incumbents, state_at_budgets
+from harness.search_loop.journal_reader import iter_counted, iter_evaluations, iter_incumbents, state_at_budgets
 from harness.search_loop.objective import Goal
 from search.pareto import fronts
 
@@ -99,5 +99,5 @@ def test_best_placements_equal_those_of_a_sorted_list_and_of_the_first_front(
 
 
 def test_scipy_is_imported_only_if_needed() -> None:
-    code = "import sys, harness.results_dir.journal_reader; sys.exit('scipy.stats' in sys.modules)"
+    code = "import sys, harness.search_loop.journal_reader; sys.exit('scipy.stats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

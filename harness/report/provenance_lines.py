@@ -14,8 +14,8 @@ import pandas as pd
 
 from harness.accuracy.metrics.intervals import RESAMPLES
 from harness.records import Measured, TrialResult
-from harness.report.display_names import CAPPED, METRICS
 from harness.report.frames.confirmation_samples import counted
+from harness.report.load.display_names import CAPPED, METRICS
 from harness.report.load.results import CellResults
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
@@ -26,7 +26,7 @@ __all__ = ["Reading", "Source", "of_row", "trials", "turns"]
 
 HEADER_LINES = 1
 SCORES = ("drop", "metric", *(name for name, _, _ in METRICS.values()))
-"""How headings of scores begin, see `harness.report.display_names.score_head`."""
+"""How headings of scores begin, see `harness.report.load.display_names.score_head`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

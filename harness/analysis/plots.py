@@ -1,0 +1,91 @@
+"""Plots of analyses as PNG: components of noise, and sensitivities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.analysis.noise import Floats, NoiseComponents
+from harness.analysis.sensitivity import QuantizationUnit, SensitivityAnalysis, UnitEffect
+from harness.records import Failed
+from harness.studies.plots import COLOURS, figure_file
+
+__all__ = ["draw_noise", "draw_sensitivities"]
+
+LABELLED_UNITS = 5  # units whose name is written next to their dots
+
+
+def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Path) -> None:
+    """Plot all readings build by build, one colour per process, and the components next to them.
+
+    Args:
+        latency_ms: [process, build, reading].
+        found: Components of these readings.
+        title: Title of the plot.
+        path: PNG to write.
+    """
+    processes, builds, readings = latency_ms.shape
+    with figure_file(path, columns=(2, 1)) as (left, right):
+        for process in range(processes):
+            colour = COLOURS[process % len(COLOURS)]
+            for build in range(builds):
+                place = (process * builds + build) * (readings + readings // 5) + np.arange(readings)
+                left.plot(place, latency_ms[process, build], ".", ms=2, color=colour)
+                median = np.median(latency_ms[process, build])
+                left.plot(place[[0, -1]], [median, median], color="black", linewidth=1)
+        left.set_xticks([])
+        left.set_xlabel("readings of each build, which took turns; a colour is a process, a line a build's median")
+        left.set_ylabel("latency, ms")
+        left.set_title(title)
+        sd = [100 * component.sd.value for component in found.components]
+        errors = [[100 * abs(getattr(c.sd, end) - c.sd.value) for c in found.components] for end in ("low", "high")]
+        right.bar(range(len(sd)), sd, yerr=errors, capsize=4, color="#56B4E9")
+        right.set_xticks(range(len(sd)), [component.name.replace(" ", "\n", 1) for component in found.components])
+        right.set_ylabel("standard deviation, % of latency")
+        right.grid(alpha=0.25, axis="y")
+
+
+def draw_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
+    """Plot fidelity lost against microseconds gained, one dot per unit: quantized alone, and left out.
+
+    The colour is the role, the bars the 95 % intervals; the most rewarding units are named.
+
+    Args:
+        found: The units, best first.
+        path: PNG to write.
+    """
+    roles = list(dict.fromkeys(each.unit.role for each in found.units))
+    colours = {role: COLOURS[index % len(COLOURS)] for index, role in enumerate(roles)}
+    with figure_file(path, columns=(2, 2)) as (left, right):
+        _draw_effects(left, [(each.unit, each.alone, 0.0) for each in found.units], colours)
+        compared = [each for each in found.units if each.unit.precision in found.full_db]
+        _draw_effects(
+            right, [(each.unit, each.left_out, found.full_db[each.unit.precision]) for each in compared], colours
+        )
+        left.set_title("alone in the float model")
+        left.set_ylabel("SQNR, dB (lower: more is lost)")
+        right.set_title("left out of the full model")
+        right.set_ylabel("SQNR regained, dB")
+        for role, colour in colours.items():
+            left.plot([], [], "o", color=colour, label=role)
+        left.legend(frameon=False, fontsize=7)
+
+
+def _draw_effects(
+    axes: Any, effects: Sequence[tuple[QuantizationUnit, UnitEffect | Failed, float]], colours: Mapping[str, str]
+) -> None:
+    """Draw the SQNR that each unit gains over its own base, in dB, against the time that quantizing it gains."""
+    for rank, (unit, effect, base_db) in enumerate(effects):
+        if isinstance(effect, Failed) or effect.gain_us is None:
+            continue
+        gain, place = effect.gain_us, (effect.gain_us.value, effect.sqnr_db - base_db)
+        reach = [[max(0.0, gain.value - gain.low)], [max(0.0, gain.high - gain.value)]]
+        axes.errorbar(*place, xerr=reach, fmt="o", ms=4, color=colours[unit.role], linewidth=0.6, alpha=0.8)
+        if rank < LABELLED_UNITS:
+            axes.annotate(unit.name[:20], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
+    axes.axvline(0, color="0.6", linewidth=0.8)
+    axes.set_xlabel("microseconds gained by quantizing it")
+    axes.grid(alpha=0.25)
