@@ -1,5 +1,6 @@
 """Structure of the code: import layers, plug-in declarations, test layout."""
 
+import ast
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -14,6 +15,16 @@ def test_imports_go_one_way():
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_search_needs_little_and_optuna_in_its_bridge_alone():
+    bridge = {"optuna_sampler", "optuna_study", "tpe"}
+    for path in (ROOT / "search").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        modules += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        foreign = {module.partition(".")[0] for module in modules} - {*sys.stdlib_module_names, "search"}
+        assert foreign <= {"numpy", "scipy", "sklearn"} | ({"optuna"} if path.stem in bridge else set()), path
 
 
 CALIBRATION_WITH_ONNX = ("histogram_calibrators", "sentinel_observer", "ptq_child")

@@ -18,7 +18,7 @@ from harness.graph.partition.summary import TreeView, describe_phases, describe_
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called
 from harness.graph.rules.points import refusals
-from harness.pipeline.task import open_model
+from harness.task_setup.task import open_model
 from search.space import Edge, Space
 
 __all__ = ["RegionReport", "inspect_regions"]

@@ -11,16 +11,16 @@ import numpy as np
 
 from harness.config.sections import Sampling
 from harness.errors import UserError
-from harness.pipeline.accuracy import PROXY_EVALUATOR, proxy_use
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.task import Cell
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, SCHEMA_VERSION, Failed
 from harness.results_dir.io import write_json
 from harness.statistics import Interval, paired_ratio_ci
 from harness.studies.study_task import StudyTask, prepare_study
+from harness.task_setup.accuracy import PROXY_EVALUATOR, proxy_use
+from harness.task_setup.task import Cell
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
+from harness.verification.accuracy_store import ScoreBook
 from search.space import Placement, Space
 
 __all__ = [

@@ -12,8 +12,8 @@ def autotune(context: typer.Context) -> None:
 
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
     """
-    from harness.cli.progress import Terminal
     from harness.compat.modelopt_autotune.command import autotune as run
+    from harness.terminal_progress import Terminal
 
     with Terminal() as terminal:
         try:

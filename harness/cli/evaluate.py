@@ -27,10 +27,10 @@ def evaluate(
     A classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
     """
     from harness.cli.common import importable, table
-    from harness.cli.progress import Terminal
     from harness.compat.tao_specs.comparison import advice, compared
     from harness.compat.tao_specs.evaluate import evaluate as run
     from harness.compat.tao_specs.spec import read_spec
+    from harness.terminal_progress import Terminal
 
     found = {path: read_spec(path) for path in specs}
     for path in specs:

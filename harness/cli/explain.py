@@ -77,8 +77,8 @@ def _explain_row(folder: Path, row: str | None, base: Path) -> None:
     Raises:
         UserError: No row is named, or there is none such.
     """
-    from harness.cli.progress import Terminal
     from harness.explain.render import explain_into
+    from harness.terminal_progress import Terminal
 
     if row is None:
         raise UserError(f"{folder}: a results folder needs a row beside it: qdq explain {folder} ROW (see qdq report)")

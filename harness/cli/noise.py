@@ -39,8 +39,8 @@ def noise(
     """
     from harness.analysis.noise import NestedDesign
     from harness.analysis.noise_report import noise_report
-    from harness.cli.progress import Terminal
     from harness.studies.study_task import make_study, study_name
+    from harness.terminal_progress import Terminal
 
     beside(model)
     study = make_study(

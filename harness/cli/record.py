@@ -46,10 +46,10 @@ def record(
     Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
     """
     from harness.benchmark_table import read_table
-    from harness.cli.progress import Terminal
     from harness.studies.record_table import record as record_table
     from harness.studies.replay_report import table_lines
     from harness.studies.study_task import make_study
+    from harness.terminal_progress import Terminal
 
     beside(model)
     study = make_study(

@@ -29,11 +29,11 @@ def reproduce(
 
     Example: `qdq reproduce results/quickstart --out out/again`
     """
-    from harness.cli.progress import Terminal
     from harness.config.experiment import load_experiment
-    from harness.pipeline.preflight import check_experiment
     from harness.pipeline.runner import run_experiment
     from harness.report.load.results import load
+    from harness.task_setup.preflight import check_experiment
+    from harness.terminal_progress import Terminal
 
     load(folder)  # before hours are spent on something that cannot be compared
     again = folder.resolve().with_name(f"{folder.resolve().name}-again") if out is None else out

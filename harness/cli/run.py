@@ -35,14 +35,14 @@ def run(
 
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
-    from harness.cli.progress import Terminal
     from harness.config.experiment import load_experiment
     from harness.config.plan import plan_tasks
-    from harness.pipeline.accuracy_bound import bound_lines
-    from harness.pipeline.preflight import check_experiment, check_models
     from harness.pipeline.runner import run_experiment
-    from harness.pipeline.workload import describe_workload
     from harness.results_dir.ownership import check_ownership
+    from harness.task_setup.accuracy_bound import bound_lines
+    from harness.task_setup.preflight import check_experiment, check_models
+    from harness.task_setup.workload import describe_workload
+    from harness.terminal_progress import Terminal
 
     config = load_experiment(experiment)
     importable(config.base_dir)

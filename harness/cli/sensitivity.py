@@ -48,8 +48,8 @@ def sensitivity(
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """
     from harness.analysis.sensitivity_report import sensitivity_report
-    from harness.cli.progress import Terminal
     from harness.studies.study_task import make_study
+    from harness.terminal_progress import Terminal
 
     beside(model)
     study = make_study(

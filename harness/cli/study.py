@@ -50,9 +50,9 @@ def study(
 
     Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
     """
-    from harness.cli.progress import Terminal
     from harness.report.report_table import markdown, note_markdown
     from harness.studies.budget_study import study_budgets
+    from harness.terminal_progress import Terminal
     from harness.timing.provenance import count_cores
 
     importable(Path.cwd())

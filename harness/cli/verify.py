@@ -49,10 +49,10 @@ def verify(
 
     Example: `qdq verify out/mine auto`, or `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
     """
-    from harness.cli.progress import Terminal
     from harness.config.objective import parse_bound
-    from harness.verification.verify import exported
-    from harness.verification.verify import verify as repeat
+    from harness.pipeline.verify import exported
+    from harness.pipeline.verify import verify as repeat
+    from harness.terminal_progress import Terminal
 
     model = exported(tidy(file), row) if file.is_dir() else file
     if not file.exists():

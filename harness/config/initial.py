@@ -24,7 +24,7 @@ MAX_FILE_PLACEMENTS = 32
 
 DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
 DEFAULT_BASELINES = ("all", "linear", *_COMMON_TOOLS)
-#: Stress test: everything quantized symmetrically; see `harness.pipeline.external_tools`.
+#: Stress test: everything quantized symmetrically; see `harness.task_setup.external_tools`.
 FULLY_QUANTIZED = "extreme"
 _FP8_SUFFIX = "-fp8"
 _FLOAT_ROW_NAME = re.compile(r"float-(f|bf|fp|tf)\d+")

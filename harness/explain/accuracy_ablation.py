@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from harness.accuracy.metrics.intervals import drop_estimate
 from harness.api import Accuracy
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.task import Cell
 from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.artifacts import ExportedModel
 from harness.statistics import Interval
+from harness.task_setup.task import Cell
 from harness.timing.workers.engines import Engines
+from harness.verification.accuracy_store import ScoreBook
 from search.space import Placement
 
 __all__ = ["Accountant"]

@@ -21,14 +21,14 @@ from harness.explain.accuracy_ablation import Accountant
 from harness.explain.edge_fusion import fates_of, layers_of
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover
-from harness.pipeline.accuracy import Scoring, scoring_of
-from harness.pipeline.task import Cell, compose
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.attribution_store import Effect, Explanation, Kept
 from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
 from harness.statistics import Interval
+from harness.task_setup.accuracy import Scoring, scoring_of
+from harness.task_setup.task import Cell, compose
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from search.space import Placement

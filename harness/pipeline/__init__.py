@@ -1,5 +1,5 @@
-"""Steps of an experiment, from a task of the plan to its exported and confirmed models.
+"""Run of an experiment: searches of each task, final selection, transfer, export, checks, and reproduction.
 
-May import every package below `compat`, `studies`, `analysis` and `explain`.
-Must not import those four or `cli`.
+May import `task_setup` and every package below it.
+Must not import `compat`, `studies`, `analysis`, `explain` or `cli`.
 """

@@ -38,10 +38,9 @@ from harness.cluster import open_execution_target
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
-from harness.pipeline.accuracy import scoring_of
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.float_baseline import float_benchmarkers
-from harness.pipeline.task import Cell, compose
+from harness.pipeline.export import choose
+from harness.pipeline.final_selection import run_off
+from harness.pipeline.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.pipeline.task_run import Running
 from harness.pipeline.transfer import guests, remember
 from harness.progress import Observer
@@ -58,14 +57,15 @@ from harness.results_dir.termination import (
     write_task_error,
 )
 from harness.selection.confirmation import confirm_rows, noise_floor
-from harness.selection.export import choose
-from harness.selection.final_selection import run_off
+from harness.task_setup.accuracy import scoring_of
+from harness.task_setup.float_baseline import float_benchmarkers
+from harness.task_setup.task import Cell, compose
 from harness.timing.provenance import comparability_key, git_commit, lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import ExecutionTarget
 from harness.timing.workers.trial_pool import WorkerLost, run_concurrently
+from harness.verification.accuracy_store import ScoreBook
 from harness.verification.dynamic_delivery import deliver_rows
-from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 
 __all__ = ["MAX_WORKER_LOSSES", "run_experiment", "run_with_recovery"]
 

@@ -13,9 +13,7 @@ from typing import Any
 from harness.config.experiment import Experiment
 from harness.config.plan import SearchSpec
 from harness.graph.io.files import file_digest
-from harness.pipeline.accuracy import Scoring
-from harness.pipeline.methods import open_search
-from harness.pipeline.task import Cell, dialect_use
+from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer, Step, best_note
 from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
@@ -28,10 +26,12 @@ from harness.search_loop.objective import goal_facts
 from harness.search_loop.optuna_mirror import LIVE, live_study
 from harness.search_loop.trial import BUILDS, Care, attempt_with
 from harness.selection.confirmation import float_latency, level
+from harness.task_setup.accuracy import Scoring
+from harness.task_setup.methods import open_search
+from harness.task_setup.task import Cell, dialect_use
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.execution_target import QueueFactory
 from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
-from harness.verification.runtime_checker import RuntimeChecker
 
 __all__ = ["Running"]
 

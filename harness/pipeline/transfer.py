@@ -17,13 +17,13 @@ from harness.graph.partition.regions import discover
 from harness.graph.pattern_cache import Origin, cache_of, placements
 from harness.graph.pattern_cache_io import read_cache, write_cache
 from harness.graph.qdq.import_placement import import_qdq
-from harness.pipeline.methods import is_peer
-from harness.pipeline.task import Cell
 from harness.results_dir.artifacts import best_choice, read_finalists
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import iter_evaluations
 from harness.search_loop.objective import Goal
+from harness.task_setup.methods import is_peer
+from harness.task_setup.task import Cell
 from harness.verification.output_comparison import read_checks
 from search.api import Observation
 from search.space import Placement

@@ -69,7 +69,7 @@ class Choice:
         budget: Evaluations after which the search would have stopped; None for the others.
         row: `ExportedModel.id`, or "" if the method gave nothing.
         search_ms: Latency by the search's own samples; None for a model of another tool (see
-            `harness.selection.final_selection`).
+            `harness.pipeline.final_selection`).
         loss: Loss of the metric in the search, if the search minimised it.
         runoff: Speedup over the float model in the final selection, if there was one.
         beaten: In that selection, the choice of another seed was faster.

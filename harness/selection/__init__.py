@@ -1,5 +1,5 @@
-"""Selection of the best placements: paired timing, racing, final selection, confirmation.
+"""Comparison of candidates on fresh builds: paired timing, racing, confirmation.
 
-May import `search_loop`, `timing` and, for the export of models, `pipeline`.
-Must not import `report` or `cli`.
+May import `timing`, `results_dir` and `config`.
+Must not import `task_setup`, `pipeline` or `report`.
 """

@@ -10,12 +10,12 @@ import numpy as np
 
 from harness.benchmark_table import TableEntry
 from harness.config.sections import TurnSchedule
-from harness.pipeline.task import Cell
 from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.selection.paired_timing import Contest, advise, hold, read_contest
 from harness.statistics import median_ci
+from harness.task_setup.task import Cell
 from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory
 from harness.timing.turn_log import TurnMatrix
 from search.space import Placement
@@ -67,7 +67,7 @@ class BestConfirmation:
         """Rows that have met others, with their readings: the fastest of all is among them.
 
         The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
-        optimum for ever; see `harness.selection.final_selection`. So the fastest meet again and again, until no row
+        optimum for ever; see `harness.pipeline.final_selection`. So the fastest meet again and again, until no row
         that has met
         nobody seems faster than they are.
 

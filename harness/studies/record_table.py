@@ -27,8 +27,6 @@ from harness.benchmark_table import (
     write_table,
 )
 from harness.errors import UserError
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.task import Cell
 from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.fingerprint import require_same_fingerprint
@@ -43,11 +41,13 @@ from harness.selection.confirmation import float_latency, level, noise_floor
 from harness.studies.best_confirmation import BestConfirmation, median_latencies
 from harness.studies.dimension_screening import most_influential, neighbours, sensitivity
 from harness.studies.study_task import StudyTask, prepare_study
+from harness.task_setup.task import Cell
 from harness.timing.provenance import comparability_key, describe_environment
 from harness.timing.sampling import STEADY_TOLERANCE
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.sandbox import open_engines
 from harness.timing.workers.trial_pool import SyncExecutor, TrialFn
+from harness.verification.accuracy_store import ScoreBook
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 

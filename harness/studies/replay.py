@@ -17,11 +17,11 @@ from harness import registry
 from harness.benchmark_table import BenchmarkTable
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError, suggest_names
-from harness.pipeline.task import open_model
 from harness.records import Failed
 from harness.search_loop.loop import DUPLICATES_IN_A_ROW
 from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Landscape
 from harness.studies.simulated_selection import SearchPaths
+from harness.task_setup.task import open_model
 from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 

@@ -1,7 +1,7 @@
 """What a replayed search hands over after each evaluation: the choice of a runoff among its best readings.
 
 A live search does not believe the lowest of many noisy readings: its leaders are built afresh and timed in turns, and
-those readings choose (`harness.selection.final_selection`). A replay that went by the lowest reading would get worse
+those readings choose (`harness.pipeline.final_selection`). A replay that went by the lowest reading would get worse
 with every lucky
 one, which no user of `qdq run` sees.
 """

@@ -15,11 +15,11 @@ import yaml
 from harness.config.experiment import Experiment, load_experiment, parse_experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
-from harness.pipeline.float_baseline import float_benchmarkers
-from harness.pipeline.preflight import check_experiment
-from harness.pipeline.task import Cell, compose, evaluator_spec
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
+from harness.task_setup.float_baseline import float_benchmarkers
+from harness.task_setup.preflight import check_experiment
+from harness.task_setup.task import Cell, compose, evaluator_spec
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 

@@ -1,5 +1,5 @@
-"""Checks of exported models: right results, dynamic axes, reproduction of recorded figures.
+"""Checks of exported models: accuracy, right results, faulty operators, dynamic axes.
 
-May import `pipeline`, `report.load`, `graph` and `timing`.
-Must not import `cli` or `compat`.
+May import `graph`, `accuracy` and `timing`.
+Must not import `task_setup`, `pipeline` or `report`.
 """

@@ -18,7 +18,7 @@ from harness.compat.modelopt_autotune.region_inspect import main as region_inspe
 from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.load import load
-from harness.pipeline.model_loader import open_model
+from harness.task_setup.model_loader import open_model
 
 Shape = tuple[int | str | None, ...]
 

@@ -16,12 +16,12 @@ from harness.graph.load import from_proto, save
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
+from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
 from harness.progress import Silent
 from harness.random_inputs import random_feeds
 from harness.records import MAIN_BENCHMARKER
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 
 SHAPES = {"tokens": (2, 49, 32), "concat": (1, 8, 16, 16)}
 without_amx = pytest.mark.skipif("amx_int8" in CPU_FLAGS, reason="with AMX these convolutions are right")

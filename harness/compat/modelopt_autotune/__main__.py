@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from harness.cli.progress import Terminal
 from harness.compat.modelopt_autotune.command import autotune
 from harness.errors import UserError
+from harness.terminal_progress import Terminal
 
 __all__ = ["main"]
 

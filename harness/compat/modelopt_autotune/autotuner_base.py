@@ -39,7 +39,7 @@ from harness.config.sections import PluginSpec
 from harness.graph.conversions import as_proto, proto_digest
 from harness.graph.load import from_proto
 from harness.graph.model import Model
-from harness.pipeline.model_loader import MIN_OPSET
+from harness.task_setup.model_loader import MIN_OPSET
 from search.space import Placement
 
 __all__ = ["QDQAutotunerBase", "Transform"]

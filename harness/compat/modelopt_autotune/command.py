@@ -33,12 +33,12 @@ from harness.graph.passes.dimension_errors import parse_dims
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.rules.dialects import TENSORRT
 from harness.paths import resolve_path
-from harness.pipeline.float_baseline import float_benchmarkers
-from harness.pipeline.model_loader import open_model
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.registry import find_entry_point
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.task_setup.float_baseline import float_benchmarkers
+from harness.task_setup.model_loader import open_model
 from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["autotune"]

@@ -31,9 +31,9 @@ from harness.graph.load import load, save
 from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import CastInserter, refuse_lost_nodes
 from harness.graph.qdq.insert import Inserter
-from harness.pipeline.float_baseline import CAST, parsed
-from harness.pipeline.model_loader import MIN_OPSET, input_types
 from harness.random_inputs import random_feeds
+from harness.task_setup.float_baseline import CAST, parsed
+from harness.task_setup.model_loader import MIN_OPSET, input_types
 from search.space import Resolved, Space
 
 __all__ = ["CalibrationBatches", "ModelWriter", "export_model", "load_calibration_batches"]

@@ -27,10 +27,10 @@ from harness.graph.load import load
 from harness.graph.pattern_cache import strangers
 from harness.graph.qdq.read_edges import pairs_in
 from harness.graph.rules.points import why_none
-from harness.pipeline.model_loader import MIN_OPSET
 from harness.progress import Observer, Silent, best_note
 from harness.records import Failed, Outcome
 from harness.selection.paired_timing import RUNOFF
+from harness.task_setup.model_loader import MIN_OPSET
 from harness.timing.provenance import format_options
 from harness.verification.dynamic_delivery import deliver_dynamic, fixed_sizes
 from harness.verification.output_comparison import CHECKS

@@ -12,6 +12,7 @@ from typing import Any
 from harness.api import Array, Candidate
 from harness.compat.modelopt_autotune.benchmark import Benchmark
 from harness.config.sections import Limits
+from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.selection.paired_timing import Contest, read_speedups
@@ -19,7 +20,6 @@ from harness.selection.racing import FIRST, race
 from harness.timing.confirmation import Contender, EngineFactory
 from harness.timing.provenance import machine_lacks_vnni
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.verification.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
 from search.space import digest_of
 
 __all__ = ["FinalSelection", "open_checker", "select_fastest"]

@@ -21,7 +21,7 @@ from harness.graph import pattern_cache as engine
 from harness.graph.conversions import float_names
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.pipeline.model_loader import input_types
+from harness.task_setup.model_loader import input_types
 from search.api import Observation, Score
 from search.space import Placement
 

@@ -12,8 +12,8 @@ from harness import registry
 from harness.api import Artifact, Benchmarker, Candidate, SupportsSave
 from harness.errors import CandidateError, UserError
 from harness.graph.signature import Dims
-from harness.pipeline.model_loader import safe_file_name
 from harness.random_inputs import InputTypes
+from harness.task_setup.model_loader import safe_file_name
 
 __all__ = ["TENSORRT", "EngineFacts", "engine_path", "load_engine", "read_facts", "save_engine", "stand_in"]
 

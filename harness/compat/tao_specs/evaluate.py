@@ -27,10 +27,10 @@ from harness.errors import CandidateError, UserError
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import parse_shape
 from harness.graph.signature import Dims, with_static_inputs
-from harness.pipeline.accuracy_store import watching
 from harness.progress import Observer, Silent
 from harness.random_inputs import InputTypes
 from harness.timing.workers.in_process import with_progress
+from harness.verification.accuracy_store import watching
 
 __all__ = ["Scored", "evaluate", "source_of"]
 

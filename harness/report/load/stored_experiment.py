@@ -15,7 +15,7 @@ from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
-from harness.pipeline.accuracy_store import read_scores
+from harness.verification.accuracy_store import read_scores
 
 __all__ = ["Stored", "read_stored", "scores_of"]
 

@@ -11,8 +11,8 @@ from small import qdq, save_chain
 
 from harness.analysis.sensitivity import UnitEffect, UnitSensitivity, quantization_units
 from harness.errors import UserError
-from harness.pipeline.prior import PriorUnit, ladder, read_prior
 from harness.statistics import Interval
+from harness.task_setup.prior import PriorUnit, ladder, read_prior
 from search.space import Dimension, Edge, Space
 
 PLUGINS = """

@@ -14,9 +14,9 @@ from small import qdq
 from harness import registry
 from harness.cli.list import purpose
 from harness.cli.main import COMMANDS
-from harness.cli.progress import Terminal
 from harness.graph.builder import GraphBuilder
 from harness.registry import Plugin
+from harness.terminal_progress import Terminal
 
 EXPERIMENT = """
 experiment: small

@@ -15,8 +15,8 @@ from harness.compat.tao_specs.spec import parse_spec
 from harness.config.experiment import parse_experiment
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import UserError
-from harness.pipeline.preflight import check_experiment
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
+from harness.task_setup.preflight import check_experiment
 
 
 @pytest.mark.parametrize(("text", "name"), [

@@ -15,7 +15,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.read_edges import delivered
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
-from harness.pipeline.external_tools import extreme_form
+from harness.task_setup.external_tools import extreme_form
 
 
 def net() -> Model:

@@ -15,9 +15,9 @@ from harness.config.experiment import Experiment, parse_experiment
 from harness.config.objective import Objective
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
-from harness.pipeline.accuracy import Scoring
 from harness.progress import Silent, best_note
 from harness.selection.confirmation import float_latency, level, noise_floor, read_floor
+from harness.task_setup.accuracy import Scoring
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import InProcess, open_engines
 

@@ -359,7 +359,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from harness.errors import UserError
-from harness.pipeline.task import compose
+from harness.task_setup.task import compose
 from harness.config.experiment import load_experiment
 from harness.progress import Silent
 from harness.config.plan import plan_tasks

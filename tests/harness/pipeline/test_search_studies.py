@@ -10,8 +10,8 @@ import pytest
 from harness.config.experiment import Experiment, load_experiment
 from harness.config.plan import plan_tasks
 from harness.errors import UserError
-from harness.pipeline.preflight import check_experiment
 from harness.registry import create_plugin
+from harness.task_setup.preflight import check_experiment
 
 FOLDER = Path(__file__).parents[3] / "experiments"
 SEVEN = [

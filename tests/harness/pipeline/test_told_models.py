@@ -13,10 +13,10 @@ from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called
-from harness.pipeline.methods import ToldModel
+from harness.pipeline.final_selection import in_order
 from harness.results_dir.artifacts import read_finalists
 from harness.search_loop.journal_reader import Evaluation
-from harness.selection.final_selection import in_order
+from harness.task_setup.methods import ToldModel
 
 PLUGINS = """
 import numpy as np

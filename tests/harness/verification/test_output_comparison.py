@@ -14,13 +14,13 @@ from small import qdq, save_chain
 
 from harness.api import Candidate
 from harness.config.sections import Limits
+from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
 from harness.progress import Silent
 from harness.records import Failed
 from harness.report.load.results import load
 from harness.results_dir.artifacts import read_finalists
 from harness.timing.workers.engines import BuiltEngine
 from harness.verification.output_comparison import compare_float, compare_with_file
-from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 from search.space import digest_of
 
 PLUGINS = """

@@ -14,12 +14,12 @@ from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import file_digest
-from harness.pipeline.preflight import check_experiment
 from harness.pipeline.runner import run_experiment
+from harness.pipeline.verify import verify
 from harness.progress import Silent
 from harness.runtimes.tensorrt import benchmarker
 from harness.runtimes.tensorrt.model_checks import read_structure
-from harness.verification.verify import verify
+from harness.task_setup.preflight import check_experiment
 
 YAML = """
 experiment: trt
@@ -125,7 +125,7 @@ def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path: Path, mon
     def late(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was opened first")
 
-    monkeypatch.setattr("harness.pipeline.task.open_model", late)
+    monkeypatch.setattr("harness.task_setup.task.open_model", late)
     with pytest.raises(UserError, match=r"no NVIDIA driver is loaded on this machine; install one"):
         run(tmp_path, backend="NoDriver", precision="auto", baselines="all, modelopt_ptq")
 

@@ -14,13 +14,13 @@ from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.model import Model
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.model_loader import evaluator_spec
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.fingerprint import facts_digest
 from harness.search_loop.accuracy_gate import Judge
 from harness.search_loop.objective import Goal
 from harness.selection.confirmation import float_latency
+from harness.task_setup.model_loader import evaluator_spec
+from harness.verification.accuracy_store import ScoreBook
 
 __all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
 

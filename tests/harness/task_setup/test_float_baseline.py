@@ -7,8 +7,8 @@ import pytest
 
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
-from harness.pipeline.float_baseline import float_benchmarkers
 from harness.progress import Silent
+from harness.task_setup.float_baseline import float_benchmarkers
 from harness.timing.workers.sandbox import open_engines
 
 PLUG_IN = """

@@ -18,9 +18,9 @@ from harness.external_searchers.adapter import ExternalSearcherAdapter, external
 from harness.graph.qdq.read_edges import precisions_in
 from harness.graph.qdq.space import build_space
 from harness.paths import resolve_path
-from harness.pipeline.task import Cell
 from harness.records import Failed
 from harness.search_loop.loop import Seed
+from harness.task_setup.task import Cell
 from harness.timing.workers.in_process import as_outcome
 from search.api import Searcher
 from search.space import Placement, Space

@@ -21,11 +21,7 @@ from harness.config.sections import Confirmation, Limits
 from harness.errors import UserError
 from harness.graph.io.files import file_digest
 from harness.graph.qdq.read_edges import diff, pairs_in
-from harness.pipeline.accuracy import scoring_of
-from harness.pipeline.accuracy_bound import bound_status
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.float_baseline import float_benchmarkers
-from harness.pipeline.task import Cell, compose
+from harness.pipeline.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.progress import Observer, Silent
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.display_names import CAPPED, shown_drop
@@ -33,11 +29,15 @@ from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
 from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.statistics import Interval
+from harness.task_setup.accuracy import scoring_of
+from harness.task_setup.accuracy_bound import bound_status
+from harness.task_setup.float_baseline import float_benchmarkers
+from harness.task_setup.task import Cell, compose
 from harness.timing.confirmation import Contender, confirm, summarize_turns
 from harness.timing.provenance import machine_lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
+from harness.verification.accuracy_store import ScoreBook
 from search.space import Placement
 
 __all__ = ["Check", "Exported", "exported", "verify"]

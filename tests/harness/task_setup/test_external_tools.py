@@ -17,10 +17,10 @@ from harness.graph.load import load
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME
-from harness.pipeline import external_tools as foreign
-from harness.pipeline.external_tools import Order, quantize_with, tool_remarks
 from harness.progress import Silent
 from harness.random_inputs import random_feeds
+from harness.task_setup import external_tools as foreign
+from harness.task_setup.external_tools import Order, quantize_with, tool_remarks
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
 from harness.graph.equivalence.reduce_model import ModelGraph, index_outputs, narrow
 from harness.graph.io.files import file_digest
-from harness.pipeline.task import Cell
 from harness.progress import Observer
 from harness.random_inputs import feeds_digest
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.task_setup.task import Cell
 from harness.timing.provenance import count_cores
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.in_process import as_outcome

@@ -11,14 +11,14 @@ from harness.config.initial import split_rule_precision
 from harness.config.plan import SearchSpec
 from harness.graph.io.files import copy_model, file_digest
 from harness.graph.qdq.read_edges import pairs_in, precisions_in
-from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by
-from harness.pipeline.task import Cell
+from harness.pipeline.final_selection import Found, Leader
 from harness.pipeline.task_run import Running
 from harness.pipeline.transfer import Guest
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet
 from harness.results_dir.io import explain_write_errors, write_json
 from harness.search_loop.journal_reader import BudgetState, Evaluation
-from harness.selection.final_selection import Found, Leader
+from harness.task_setup.methods import ToldModel, is_peer, peer_model, seen_by
+from harness.task_setup.task import Cell
 from search.space import Placement, Resolved, digest_of
 
 __all__ = ["choose"]
@@ -30,7 +30,7 @@ def choose(
     """Pick and export the finalists of a cell; the same journals and the same runoff give the same files.
 
     Args:
-        found: What its searches came to, see `harness.selection.final_selection`.
+        found: What its searches came to, see `harness.pipeline.final_selection`.
         others: Float precisions beside the baseline's; each gets a row.
         brought: What other cells found, by the name of its row; see `harness.pipeline.transfer`.
 

@@ -17,14 +17,14 @@ from harness.graph.pattern_cache_io import write_cache
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, TENSORRT
-from harness.pipeline.external_tools import Foreign
-from harness.pipeline.initial_design import Seeding, trt_guide
-from harness.pipeline.preflight import check_experiment
 from harness.pipeline.runner import run_experiment
 from harness.progress import Silent
 from harness.report.load.results import load as load_results
 from harness.report.tables.notes import main_note
 from harness.results_dir.journal import read_journal
+from harness.task_setup.external_tools import Foreign
+from harness.task_setup.initial_design import Seeding, trt_guide
+from harness.task_setup.preflight import check_experiment
 from search.api import Observation, Score
 
 EXPERIMENT = """

@@ -9,12 +9,12 @@ from harness.api import Accuracy
 from harness.config.objective import Objective
 from harness.config.sections import PluginSpec
 from harness.graph.io.files import file_digest
-from harness.pipeline.accuracy import Scoring
-from harness.pipeline.accuracy_store import ScoreBook, read_scores
 from harness.progress import Silent
 from harness.results_dir.artifacts import ExportedModel, FinalistSet
 from harness.results_dir.io import read_json, write_json
+from harness.task_setup.accuracy import Scoring
 from harness.timing.workers.engines import BuiltEngine
+from harness.verification.accuracy_store import ScoreBook, read_scores
 from search.space import Space
 
 

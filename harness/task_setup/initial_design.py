@@ -18,9 +18,9 @@ from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.qdq.read_edges import pairs_in
 from harness.paths import resolve_path
-from harness.pipeline.external_tools import Foreign
-from harness.pipeline.prior import ladder, read_prior
 from harness.progress import Observer
+from harness.task_setup.external_tools import Foreign
+from harness.task_setup.prior import ladder, read_prior
 from search.heuristics import RULES
 from search.space import Edge, Placement, Space
 

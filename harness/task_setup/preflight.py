@@ -30,11 +30,11 @@ from harness.graph.model import Model
 from harness.graph.qdq.import_placement import refuse_quantized
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
 from harness.paths import resolve_path
-from harness.pipeline.accuracy_bound import bound_resolution_note, check_bound
-from harness.pipeline.external_tools import PTQ, tool_remarks
-from harness.pipeline.float_baseline import cast_problems
-from harness.pipeline.initial_design import check_files
-from harness.pipeline.model_loader import evaluator_spec, input_types, open_model
+from harness.task_setup.accuracy_bound import bound_resolution_note, check_bound
+from harness.task_setup.external_tools import PTQ, tool_remarks
+from harness.task_setup.float_baseline import cast_problems
+from harness.task_setup.initial_design import check_files
+from harness.task_setup.model_loader import evaluator_spec, input_types, open_model
 from search.api import CONTRACT
 from search.synthetic_problem import planted_space
 

@@ -13,9 +13,9 @@ from harness.api import Accuracy, Candidate
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.model import Model
-from harness.pipeline.model_loader import evaluator_spec
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
+from harness.task_setup.model_loader import evaluator_spec
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
 from search.space import digest_of

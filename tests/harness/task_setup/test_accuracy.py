@@ -201,7 +201,7 @@ def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path, monkeyp
     before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
     for name in ("_prepare", "_evaluate"):
         monkeypatch.setattr(
-            f"harness.pipeline.accuracy_store.{name}", lambda *_: pytest.fail("everything is scored already")
+            f"harness.verification.accuracy_store.{name}", lambda *_: pytest.fail("everything is scored already")
         )
     assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
     assert before == {path: path.read_bytes() for path in before}

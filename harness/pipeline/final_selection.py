@@ -21,14 +21,14 @@ from pathlib import Path
 from harness.api import Candidate
 from harness.config.plan import SearchSpec
 from harness.graph.io.files import file_digest
-from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by, told_models
-from harness.pipeline.task import Cell
 from harness.pipeline.task_run import Running
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
 from harness.selection.paired_timing import RUNOFF, Contest, read_speedups
 from harness.selection.racing import FIRST, TURN, race
+from harness.task_setup.methods import ToldModel, is_peer, peer_model, seen_by, told_models
+from harness.task_setup.task import Cell
 from harness.timing.confirmation import MAX_GROUP_ROWS, Contender
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.workers.engines import Engines

@@ -35,17 +35,17 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.points import why_none
-from harness.pipeline.accuracy_store import SCORES
-from harness.pipeline.external_tools import PTQ, Foreign, Order, extreme_form, quantize_with
-from harness.pipeline.float_baseline import CAST, parsed
-from harness.pipeline.float_trial import Tryout
-from harness.pipeline.initial_design import Seeding, imported
-from harness.pipeline.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.progress import Observer
 from harness.random_inputs import random_feeds
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.io import explain_write_errors
 from harness.search_loop.loop import Seed
+from harness.task_setup.external_tools import PTQ, Foreign, Order, extreme_form, quantize_with
+from harness.task_setup.float_baseline import CAST, parsed
+from harness.task_setup.float_trial import Tryout
+from harness.task_setup.initial_design import Seeding, imported
+from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
+from harness.verification.accuracy_store import SCORES
 from search.space import Placement, Resolved, Space
 
 __all__ = ["MIN_OPSET", "Cell", "compose", "dialect_use", "evaluator_spec", "open_model"]

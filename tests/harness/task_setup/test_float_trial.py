@@ -13,9 +13,9 @@ from harness.compat.tao_specs.spec import parse_spec
 from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.pipeline.preflight import check_experiment
 from harness.pipeline.runner import run_experiment
 from harness.progress import Silent
+from harness.task_setup.preflight import check_experiment
 
 EXPERIMENT = """
 experiment: fit
