@@ -146,15 +146,20 @@ def exported(folder: Path, where: str | None) -> Exported:
         found = _exported(results.cell(str(line["cell"])), str(line["row"]))
         if found is not None:
             return found
-    files = [
-        f"  {pick.method}{'' if pick.budget is None else f' after {pick.budget}'}: {found.file}"
-        for cell in results.cells
-        for pick in cell.picks
-        if (found := _exported(cell, pick.row)) is not None
-    ]
+    files = [line for cell in results.cells for line in _exported_lines(cell)]
     said = "name a row, or its file" if where is None else f"row {where!r} has no exported model"
     there = "\n".join(["; there are:", *dict.fromkeys(files)]) if files else "; nothing is exported there"
     raise UserError(f"{folder}: {said}{there}")
+
+
+def _exported_lines(cell: CellResults) -> list[str]:
+    """Return a line for each exported file: by the methods that chose it, or by its row if none did."""
+    labels = [
+        (pick.row, f"{pick.method}{'' if pick.budget is None else f' after {pick.budget}'}") for pick in cell.picks
+    ]
+    labels += [(row, row) for row in cell.rows if row not in {pick.row for pick in cell.picks}]
+    found = [(label, _exported(cell, row)) for row, label in labels]
+    return [f"  {label}: {exported.file}" for label, exported in found if exported is not None]
 
 
 def _exported(cell: CellResults, row: str) -> Exported | None:
