@@ -110,7 +110,7 @@ def open_plugin(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return spec, {}
     for key in spec:
         if key not in ("use", "params"):
-            raise UserError(f"unknown key {key!r} beside 'use'; {suggest_names(str(key), ('use', 'params'))}")
+            raise UserError(f"unknown key {key!r} next to 'use'; {suggest_names(str(key), ('use', 'params'))}")
     use, params = spec.get("use"), spec.get("params", {})
     if not isinstance(use, str) or not isinstance(params, Mapping):
         raise UserError(f"a name, or a mapping of 'use' (a name) and 'params' (a mapping), but got {dict(spec)!r}")
