@@ -165,7 +165,7 @@ def test_boxes_are_cut_off_at_the_border() -> None:
 def test_unknown_names_and_parameters_are_explained() -> None:
     with pytest.raises(UserError, match="no preprocessing is called 'yolo'; did you mean 'yolox'"):
         open_preprocess("yolo")
-    with pytest.raises(UserError, match="unknown key 'parms'.*'params'"):
+    with pytest.raises(UserError, match=r"unknown key 'parms'.*'params'"):
         open_preprocess({"use": "yolox", "parms": {}})
     with pytest.raises(UserError, match=r"resize: .*'stretch', but got 'big'"):
         open_preprocess({"use": "tf_imagenet", "params": {"resize": "big"}})
