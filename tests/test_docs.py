@@ -81,6 +81,16 @@ def test_the_settings_of_searchers_shown_in_the_docs_are_all_and_are_so():
     }
 
 
+def test_every_term_of_the_glossary_appears_once_with_a_meaning_and_a_source():
+    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| (?!term \|).+", page, re.MULTILINE)
+    ]
+    terms = [term for term, _, _ in rows]
+    assert 35 <= len(terms) == len(set(terms)) <= 50
+    assert [term for term, meaning, source in rows if not (meaning.endswith(".") and source)] == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.name)
 def test_committed_experiments_are_valid_and_called_like_their_file(path):
     assert parse_experiment(path.read_text(encoding="utf-8"), path.name).experiment == path.stem
