@@ -13,7 +13,7 @@ from harness.cli.main import COMMANDS, app
 from harness.config.experiment import parse_experiment, to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCKS = [
     pytest.param(source, block, id=f"{page.stem}: {source}")
     for page in PAGES
@@ -29,10 +29,18 @@ def test_tables_shown_are_those_of_committed_runs(source, block):
     assert block.strip() == table.strip()
 
 
-def test_links_and_pictures_lead_somewhere():
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors(page: Path) -> set[str]:
+    """Fragments of a page's headings, by GitHub's rule."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_links_and_pictures_lead_somewhere(page):
+    for target, _, fragment in re.findall(r"\]\((?!https?:)([^)#\s]*)(#([^)]+))?\)", page.read_text(encoding="utf-8")):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not fragment or fragment in anchors(there), f"{target}#{fragment}"
 
 
 def test_every_command_shown_exists():
@@ -45,7 +53,7 @@ def test_every_command_shown_exists():
 
 
 def test_experiments_shown_in_the_docs_are_valid():
-    for page in (ROOT / "README.md", ROOT / "docs/experiment.md"):
+    for page in (ROOT / "README.md", ROOT / "docs/reference/experiment.md"):
         shown = re.findall(r"```yaml\n(experiment:.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert shown, page.name
         for text in shown:
@@ -53,7 +61,7 @@ def test_experiments_shown_in_the_docs_are_valid():
 
 
 def test_the_defaults_shown_in_the_docs_are_all_and_are_so():
-    page = (ROOT / "docs/experiment.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/experiment.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```yaml\n(experiment: shortest\n.*?)```", page, flags=re.DOTALL)
     shortest = parse_experiment("experiment: shortest\nmodels: [net.onnx]", "shortest")
     assert parse_experiment(shown, "docs") == shortest
@@ -65,7 +73,12 @@ def test_the_defaults_shown_in_the_docs_are_all_and_are_so():
 
 
 def test_the_settings_of_searchers_shown_in_the_docs_are_all_and_are_so():
-    page = (ROOT / "docs/searchers.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs/reference/searchers.md")
+        .read_text(encoding="utf-8")
+        .partition("## Settings")[2]
+        .partition("\n## ")[0]
+    )
     shown = {
         name: yaml.safe_load(f"{{{settings}}}")
         for name, settings in re.findall(r"^\| `(\w+)` \| (?:`([^`]+)`|none)", page, flags=re.MULTILINE)

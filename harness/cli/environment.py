@@ -33,7 +33,7 @@ READINGS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
 SATURATING = (
     "no VNNI: INT8 gains little, and its products are added in 16 bits, in which those of weights of 8 bits saturate: "
     "weights are stored in 7 bits here (reduce_range); figures of this machine are not those of processors that have "
-    "it (docs/accuracy.md)"
+    "it (docs/reference/accuracy.md)"
 )
 
 

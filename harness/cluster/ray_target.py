@@ -1,4 +1,4 @@
-"""Ray cluster as an execution target; see docs/cluster.md.
+"""Ray cluster as an execution target; see docs/how-to/cluster.md.
 
 Only this process writes results. A trial transfers its edges and its readings: the model and its weights are put into
 the object store once, reach each node once, and placements are written on the node that builds them.

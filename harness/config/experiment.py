@@ -71,7 +71,7 @@ QuantizedPrecision = Annotated[
 
 
 class Experiment(ConfigSection):
-    """Experiment file; docs/experiment.md shows every key."""
+    """Experiment file; docs/reference/experiment.md shows every key."""
 
     experiment: str
     description: str = ""

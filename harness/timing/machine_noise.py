@@ -26,7 +26,7 @@ class MachineSnapshot:
 
     The watched cores are those that this process may use, and their sibling threads. A process with cores of its own
     (taskset, a container's cpuset) is therefore not disturbed by work on others. Effects on shared caches and memory
-    are not seen; they were within noise on the machines that were measured (docs/measurement.md).
+    are not seen; they were within noise on the machines that were measured (docs/explanation/measurement.md).
 
     Attributes:
         at_s: Time on a monotonic clock.

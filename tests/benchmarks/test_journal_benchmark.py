@@ -1,8 +1,9 @@
 """What long journals cost: opened to go on, read for the finalists, and a whole `qdq report` over them.
 
 Run with `QDQ_LINES=1000000 pytest tests/benchmarks/test_journal_benchmark.py --benchmark-enable -s`; it prints rows for
-docs/reliability.md. Figures to reach at a million lines: opened in 10 s; the report streams, so it stays below 1 GiB.
-Each is taken in a process of its own. All evaluations of the journal were scored: no journal costs the report more.
+docs/explanation/reliability.md. Figures to reach at a million lines: opened in 10 s; the report streams, so it stays
+below 1 GiB. Each is taken in a process of its own. All evaluations of the journal were scored: no journal costs the
+report more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the harness itself takes of a trial in long runs: 10,000 simulated trials as `qdq run` makes them.
 
 Run with `pytest tests/benchmarks/test_long_run_benchmark.py --benchmark-enable -s`; it prints rows for
-docs/reliability.md and docs/cluster.md. Figures to reach: 2 ms of harness time a trial, 1 GiB.
+docs/explanation/reliability.md and docs/how-to/cluster.md. Figures to reach: 2 ms of harness time a trial, 1 GiB.
 QDQ_TRIALS sets how many, QDQ_DRIVERS how many processes do the same beside each other, each with a results folder of
 its own, to see what one machine can drive. Harness time is all processor time but that of the made-up runtime, counted
 around its methods.

@@ -1,9 +1,10 @@
 """Whether work on another core changes what a run on its own core finds.
 
 Run with `pytest tests/benchmarks/test_neighbour_benchmark.py --benchmark-enable -s` on a machine of two cores or more
-that does nothing else, about ten minutes; it prints the figures of docs/measurement.md: ResNet-18 by ONNX Runtime, one
-thread on one core, by turns beside an idle core and beside one that runs the float model without a pause. Latencies may
-grow with a busy neighbour (caches, memory, turbo); the speedup is what must not move by more than its interval.
+that does nothing else, about ten minutes; it prints the figures of docs/explanation/measurement.md: ResNet-18 by ONNX
+Runtime, one thread on one core, by turns beside an idle core and beside one that runs the float model without a pause.
+Latencies may grow with a busy neighbour (caches, memory, turbo); the speedup is what must not move by more than its
+interval.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Trials a minute of a search with builds ahead, and whether its timings are those of a serial one.
 
 Run with `pytest tests/benchmarks/test_parallel_benchmark.py --benchmark-enable -s` on a machine that does nothing else
-(two cores or more, about five minutes); it prints the table of docs/measurement.md: ResNet-18 on OpenVINO. The same
-placements are timed one after the other, again so, with two workers whose builds wait while an engine is timed, and
-with two whose builds go on beside it. Figure to reach: 1.3 times the trials a minute, and timings that differ by no
-more than two serial runs do.
+(two cores or more, about five minutes); it prints the table of docs/explanation/measurement.md: ResNet-18 on OpenVINO.
+The same placements are timed one after the other, again so, with two workers whose builds wait while an engine is
+timed, and with two whose builds go on beside it. Figure to reach: 1.3 times the trials a minute, and timings that
+differ by no more than two serial runs do.
 """
 
 from __future__ import annotations

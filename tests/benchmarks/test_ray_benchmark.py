@@ -1,8 +1,9 @@
 """What Ray adds to a trial, and what a second worker gives, on a real cluster of two nodes on this machine.
 
 Run with `pytest tests/benchmarks/test_ray_benchmark.py --benchmark-enable -s` on a machine that does nothing else; it
-prints rows for docs/reliability.md. Figures to reach: 20 ms a trial more than in this process, and with two workers 1.7
-times the trials a minute where builds take 0.2 s of processor time. Needs two cores, and one more for the driver helps.
+prints rows for docs/explanation/reliability.md. Figures to reach: 20 ms a trial more than in this process, and with two
+workers 1.7 times the trials a minute where builds take 0.2 s of processor time. Needs two cores, and one more for the
+driver helps.
 """
 
 from __future__ import annotations

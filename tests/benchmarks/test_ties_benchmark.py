@@ -2,9 +2,9 @@
 
 Run with `pytest tests/benchmarks/test_ties_benchmark.py --benchmark-enable -s`; it takes a minute and needs no quiet
 machine, for it looks at committed tables: every choice of `auto` that was confirmed beside starts which met it in the
-runoff. For each lead that the choice must have over the best of these, the figures of docs/measurement.md: how the
-confirmed speedups of what would have been handed over compare with those of the higher reading, and how often a start
-was more than 1 % faster.
+runoff. For each lead that the choice must have over the best of these, the figures of docs/explanation/measurement.md:
+how the confirmed speedups of what would have been handed over compare with those of the higher reading, and how often a
+start was more than 1 % faster.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     from harness.compat.modelopt_autotune import Config, QDQAutotuner
     from harness.compat.modelopt_autotune.workflows import benchmark_onnx_model, init_benchmark_instance
 
-docs/autotune.md says name by name what is the same and what is not.
+docs/reference/autotune.md says name by name what is the same and what is not.
 """
 
 from __future__ import annotations

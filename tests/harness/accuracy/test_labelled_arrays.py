@@ -23,7 +23,7 @@ TWO: Mapping[str, tuple[str, tuple[int, ...]]] = {"x": ("float", (1, CLASSES)), 
 ONE: Mapping[str, tuple[str, tuple[int, ...]]] = {"x": ("float", (1, CLASSES))}
 METRIC = "harness.accuracy.metrics.custom:Metric"
 LOSS = "harness.accuracy.metrics.custom:Loss"
-DOCS = Path(__file__).resolve().parents[3] / "docs/accuracy.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs/reference/accuracy.md"
 
 
 def made(use: str, data: Any, folder: Path, inputs: Any = None, **params: Any) -> Any:

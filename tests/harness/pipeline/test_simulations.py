@@ -1,6 +1,7 @@
 """Whether intervals cover and claims hold where the truth is known: searches and confirmations, simulated.
 
-The tests run a few; `python tests/harness/pipeline/test_simulations.py 1000` prints the figures of docs/measurement.md.
+The tests run a few; `python tests/harness/pipeline/test_simulations.py 1000` prints the figures of
+docs/explanation/measurement.md.
 """
 
 from __future__ import annotations

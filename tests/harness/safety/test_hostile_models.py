@@ -1,7 +1,7 @@
 """Mutated ONNX files: each is read or refused with one message; none takes the driver down or leads it elsewhere.
 
-QDQ_FUZZ sets how many (docs/reliability.md has the figures of 10,000); QDQ_SEED draws others. Files are read in a fork,
-so that a crash of the C++ below onnx is a finding, and not the end of the tests.
+QDQ_FUZZ sets how many (docs/explanation/reliability.md has the figures of 10,000); QDQ_SEED draws others. Files are
+read in a fork, so that a crash of the C++ below onnx is a finding, and not the end of the tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every operator of ONNX with ranks, sizes, types and attributes that lie: read or refused, and nothing falls or hangs.
 
-QDQ_FUZZ sets how many (docs/reliability.md has the figures); QDQ_SEED draws others. As in test_hostile_models.py, files
-are read in a fork, which says by a file how far it came.
+QDQ_FUZZ sets how many (docs/explanation/reliability.md has the figures); QDQ_SEED draws others. As in
+test_hostile_models.py, files are read in a fork, which says by a file how far it came.
 """
 
 from __future__ import annotations

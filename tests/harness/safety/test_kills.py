@@ -1,6 +1,6 @@
 """kill -9 at random moments of a run, resumed with the same call each time: nothing lost, nothing counted twice.
 
-QDQ_KILLS sets how many (docs/reliability.md has the figures of 200); QDQ_SEED draws other moments.
+QDQ_KILLS sets how many (docs/explanation/reliability.md has the figures of 200); QDQ_SEED draws other moments.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SHAPES = {
     "deit_tiny_patch16_224": {"input": "1x3x224x224"},
     "squeezenet1.1": {"data": "1x3x224x224"},
 }
-"""As the commands of docs/replay.md give them: these files leave the batch open."""
+"""As the commands of docs/explanation/replay.md give them: these files leave the batch open."""
 
 
 def test_there_are_at_least_four() -> None:

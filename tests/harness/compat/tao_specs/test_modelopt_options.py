@@ -1,4 +1,4 @@
-"""Every argument of ModelOpt's `quantize()` has a row in docs/compatibility.md, and does what the row says."""
+"""Every argument of ModelOpt's `quantize()` has a row in the compatibility page and behaves as the row says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.compat.tao_specs.modelopt_arguments import INT4_ONLY, check_argumen
 from harness.compat.tao_specs.ptq import get_parser, ptq
 from harness.errors import UserError
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs/compatibility.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[4] / "docs/reference/compatibility.md").read_text(encoding="utf-8")
 SECTION = re.search(r"^## ModelOpt [^\n]*\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
 assert SECTION is not None
 ROWS = [row.split("|")[1:4] for row in SECTION[1].splitlines() if row.startswith("| `")]

@@ -36,7 +36,7 @@ def test_two_paths_are_all_that_is_changed(detector: Path, coco: Path, tmp_path:
     check_experiment(config)
     assert config.precision == ("int8", "fp8")
     assert {"linear", "all", "extreme", "modelopt_ptq", "ort_static"} == set(config.baselines)
-    assert told() in (ROOT / "docs/yolo.md").read_text(encoding="utf-8")
+    assert told() in (ROOT / "docs/how-to/yolo.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -377,5 +377,5 @@ def test_roles(op: str, role: str) -> None:
 def test_rules_have_distinct_names_and_a_sentence_and_a_row_in_the_docs() -> None:
     assert len({r.name for r in RULES}) == len(RULES)
     assert all(r.text.endswith(".") for r in RULES)
-    page = (Path(__file__).resolve().parents[4] / "docs/regions.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[4] / "docs/reference/regions.md").read_text(encoding="utf-8")
     assert [r.name for r in RULES if f"\n| `{r.name}` |" not in page] == []
