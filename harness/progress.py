@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-__all__ = ["Observer", "Silent", "Step", "best_note"]
+__all__ = ["NullProgress", "Observer", "ProgressTask", "format_incumbent"]
 
 
-class Step(Protocol):
+class ProgressTask(Protocol):
     """A piece of work under way."""
 
     def advance(self, note: str = "") -> None:
@@ -24,19 +24,19 @@ class Observer(Protocol):
         """One line."""
         ...
 
-    def work(self, title: str, total: int) -> AbstractContextManager[Step]:
+    def work(self, title: str, total: int) -> AbstractContextManager[ProgressTask]:
         """A piece of work with `total` parts."""
         ...
 
 
-class Silent:
+class NullProgress:
     """An observer for tests and for use as a library."""
 
     def say(self, text: str) -> None:
         """Say nothing."""
 
     @contextmanager
-    def work(self, title: str, total: int) -> Iterator[Step]:
+    def work(self, title: str, total: int) -> Iterator[ProgressTask]:
         """Show nothing."""
         yield self
 
@@ -44,7 +44,7 @@ class Silent:
         """Show nothing."""
 
 
-def best_note(best_ms: float, float_ms: float, *, beside: bool, is_float: bool = False) -> str:
+def format_incumbent(best_ms: float, float_ms: float, *, beside: bool, is_float: bool = False) -> str:
     """Describe the incumbent of a search next to the float model.
 
     Args:

@@ -20,15 +20,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from harness.progress import Step
+from harness.progress import ProgressTask
 
-__all__ = ["Terminal"]
+__all__ = ["TerminalProgress"]
 
-FIRST = 0.05
+MIN_SHARE_FOR_ETA = 0.05
 """Share of some work before which nobody knows how long the rest takes: the first step may build, all others not."""
 
 
-class Terminal:
+class TerminalProgress:
     """An observer on standard error, so that standard output holds the tables alone.
 
     Args:
@@ -64,12 +64,12 @@ class Terminal:
         self._console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
-    def work(self, title: str, total: int) -> Iterator[Step]:
+    def work(self, title: str, total: int) -> Iterator[ProgressTask]:
         """Show a bar while the work goes on; without a terminal a line now and then, and one when it ends."""
         started_s = time.monotonic()
         task = self._progress.add_task(title, total=total, note="")
-        step = _Bar(self._progress, task)
-        plain = _Lines(self.say, title, total, self._every_s)
+        step = _ProgressBar(self._progress, task)
+        plain = _ProgressLines(self.say, title, total, self._every_s)
         try:
             yield step if self._live else plain
         finally:
@@ -80,7 +80,7 @@ class Terminal:
             self.say(f"{title}: {took_s:.0f} s{f', {note}' if note else ''}")
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
@@ -92,7 +92,7 @@ class _Bar:
         self._progress.update(self._task, advance=1, note=self.note)
 
 
-class _Lines:
+class _ProgressLines:
     def __init__(self, say: Callable[[str], None], title: str, total: int, every_s: float) -> None:
         self._say = say
         self._title = title
@@ -113,6 +113,6 @@ class _Lines:
         left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
         minutes, seconds = divmod(round(left_s), 60)
         said = f"{self._title}: {self._done}/{self._total}"
-        if self._done >= FIRST * self._total:
+        if self._done >= MIN_SHARE_FOR_ETA * self._total:
             said += f", about {minutes}:{seconds:02d} min left"
         self._say(f"{said}, {self.note}" if self.note else said)

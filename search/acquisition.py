@@ -19,18 +19,25 @@ from scipy.special import ndtr
 
 from search.api import Placement, Score, Space
 from search.archive import Archive
-from search.gaussian_process import ADDITIVE, GaussianProcess, Regressor
-from search.placement_features import Described, Features
+from search.gaussian_process import ADDITIVE_KERNEL_WEIGHTS, GaussianProcess, Regressor
+from search.placement_features import FeatureExtractor, FeatureRows
 
-__all__ = ["Advice", "Advisor", "Front", "expected_growth", "front_of", "signed_violations"]
+__all__ = [
+    "AcquisitionScores",
+    "ParetoFront",
+    "SurrogateModel",
+    "expected_hypervolume_improvement",
+    "front_with_reference",
+    "signed_violations",
+]
 
 Vector = npt.NDArray[np.float64]
-MARGIN = 0.1
+REFERENCE_MARGIN_SHARE = 0.1
 """How far the reference point of the hypervolume lies behind the worst of the front, as a share of its range."""
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ParetoFront:
     """What a search has attained in two objectives.
 
     Attributes:
@@ -38,12 +45,12 @@ class Front:
         reference: Up to where a growth counts, in both objectives.
     """
 
-    steps: Vector
+    points: Vector
     reference: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class AcquisitionScores:
     """What the models say of some candidates.
 
     Attributes:
@@ -55,22 +62,22 @@ class Advice:
     """
 
     keys: list[bytes]
-    worth: Vector
+    acquisition: Vector
     objective: Vector
     violation: Vector
 
-    def first_new(self, known: Set[bytes]) -> int | None:
+    def best_new_index(self, known: Set[bytes]) -> int | None:
         """Number of the worthiest candidate whose edges are not known; None where all are."""
-        return next((index for index in self.order if self.keys[index] not in known), None)
+        return next((index for index in self.ranking if self.keys[index] not in known), None)
 
     @property
-    def order(self) -> list[int]:
+    def ranking(self) -> list[int]:
         """Numbers of the candidates, the worthiest first, equals in their order; last bits do not count."""
-        largest = max(float(self.worth.max(initial=0.0)), 1e-300)
-        return [int(index) for index in np.argsort(-np.round(self.worth / largest, 9), kind="stable")]
+        largest = max(float(self.acquisition.max(initial=0.0)), 1e-300)
+        return [int(index) for index in np.argsort(-np.round(self.acquisition / largest, 9), kind="stable")]
 
 
-class Advisor:
+class SurrogateModel:
     """Models of the objectives, violation and failure, learned from an archive; one for each search.
 
     Args:
@@ -80,16 +87,19 @@ class Advisor:
     """
 
     def __init__(self, space: Space, model: Callable[[], Regressor] = GaussianProcess) -> None:
-        self._features = Features(space)
+        self._features = FeatureExtractor(space)
         self._objective, self._failure = model(), model()
-        self._second, self._violation = GaussianProcess(ADDITIVE), GaussianProcess(ADDITIVE)
+        self._second, self._violation = (
+            GaussianProcess(ADDITIVE_KERNEL_WEIGHTS),
+            GaussianProcess(ADDITIVE_KERNEL_WEIGHTS),
+        )
         self.constrained = False  # whether a constraint was broken so far
         self._failing = False
         self._best: float | None = None
-        self._front: Front | None = None  # None where there is one objective
+        self._front: ParetoFront | None = None  # None where there is one objective
         self.known: set[bytes] = set()
 
-    def learn(self, archive: Archive) -> None:
+    def fit(self, archive: Archive) -> None:
         """Fit all models to what an archive holds, at least one score; what it awaits counts as told."""
         entries, pending = list(archive), list(archive.pending.values())
         failed = [observation.placement for observation in archive.failures.values()]
@@ -98,33 +108,33 @@ class Advisor:
         rows, awaited = tried[len(failed) : len(told)], tried[len(told) :]
         self.known = set(tried.keys())
         scores = [entry.score for entry in entries]
-        values, errors = _objectives(scores)
+        values, errors = _log_objectives(scores)
         smooth = self._objective.fit(rows, values, errors)
         believed = np.zeros(0)
         if pending:
             believed, _ = self._objective.predict(awaited)
             errors = np.append(errors, np.zeros(len(pending)))
             smooth = self._objective.fit(tried[len(failed) :], np.append(values, believed), errors)[: len(entries)]
-        self._learn_violations(rows, scores)
+        self._fit_violations(rows, scores)
         eligible = np.array([score.violation == 0 and not score.assumed for score in scores])
         # A lucky reading is no incumbent: what the model makes of it is.
-        holding = self._holding(awaited)
+        holding = self._predicted_feasible(awaited)
         attained = [*smooth[eligible], *believed[holding]]
         self._best = float(min(attained)) if attained else None
-        self._learn_front(rows, scores, smooth, awaited[np.flatnonzero(holding)])
+        self._fit_front(rows, scores, smooth, awaited[np.flatnonzero(holding)])
         self._failing = bool(failed)
         if failed:
             outcomes = np.array([1.0] * len(failed) + [0.0] * len(entries))
             self._failure.fit(tried[: len(told)], outcomes, np.zeros(len(outcomes)))
 
-    def _holding(self, awaited: Described) -> npt.NDArray[np.bool_]:
+    def _predicted_feasible(self, awaited: FeatureRows) -> npt.NDArray[np.bool_]:
         """Which of these are expected to keep the constraint."""
         if not self.constrained or not len(awaited):
             return np.ones(len(awaited), dtype=bool)
         holding: npt.NDArray[np.bool_] = self._violation.predict(awaited)[0] <= 0
         return holding
 
-    def _learn_front(self, rows: Described, scores: Sequence[Score], firsts: Vector, awaited: Described) -> None:
+    def _fit_front(self, rows: FeatureRows, scores: Sequence[Score], firsts: Vector, awaited: FeatureRows) -> None:
         """Fit the second objective; what holds the constraint makes the front, with what is awaited and expected to."""
         rated = [n for n, score in enumerate(scores) if len(score.values) > 1]
         holding = [n for n in rated if scores[n].violation == 0]
@@ -136,20 +146,20 @@ class Advisor:
         attained = [(firsts[n], scores[n].values[1]) for n in holding]
         if len(awaited):
             attained += zip(self._objective.predict(awaited)[0], self._second.predict(awaited)[0], strict=True)
-        self._front = front_of(np.array(attained), np.column_stack([firsts[rated], seconds]))
+        self._front = front_with_reference(np.array(attained), np.column_stack([firsts[rated], seconds]))
 
-    def _learn_violations(self, rows: Described, scores: Sequence[Score]) -> None:
+    def _fit_violations(self, rows: FeatureRows, scores: Sequence[Score]) -> None:
         signed = signed_violations(scores)
         known = [index for index, value in enumerate(signed) if not math.isnan(value)]
         self.constrained = bool((signed[known] > 0).any())
         if self.constrained:
             self._violation.fit(rows[known], signed[known], np.zeros(len(known)))
 
-    def advise(self, candidates: Sequence[Placement]) -> Advice:
-        """What the models say; after `learn`."""
+    def score(self, candidates: Sequence[Placement]) -> AcquisitionScores:
+        """What the models say; after `fit`."""
         rows = self._features(candidates)
         mean, deviation = self._objective.predict(rows)
-        worth = self._worth(rows, mean, deviation)
+        worth = self._acquisition(rows, mean, deviation)
         violation = np.zeros(len(mean))
         if self.constrained:
             violation, doubt = self._violation.predict(rows)
@@ -157,15 +167,15 @@ class Advisor:
         if self._failing:
             chance, _ = self._failure.predict(rows)
             worth = worth * np.clip(1.0 - chance, 0.0, 1.0)
-        return Advice(keys=rows.keys(), worth=worth, objective=mean, violation=violation)
+        return AcquisitionScores(keys=rows.keys(), acquisition=worth, objective=mean, violation=violation)
 
-    def _worth(self, rows: Described, mean: Vector, deviation: Vector) -> Vector:
+    def _acquisition(self, rows: FeatureRows, mean: Vector, deviation: Vector) -> Vector:
         if self._best is None:
             return np.ones(len(mean))
         if self._front is None:
-            return _improvement(self._best - mean, deviation)
+            return _expected_improvement(self._best - mean, deviation)
         second, doubt = self._second.predict(rows)
-        return expected_growth(self._front, np.stack([mean, second]), np.stack([deviation, doubt]))
+        return expected_hypervolume_improvement(self._front, np.stack([mean, second]), np.stack([deviation, doubt]))
 
 
 def signed_violations(scores: Sequence[Score]) -> Vector:
@@ -201,7 +211,7 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
     return fitting[0] if len(fitting) == 1 else plain
 
 
-def front_of(attained: Vector, seen: Vector) -> Front:
+def front_with_reference(attained: Vector, seen: Vector) -> ParetoFront:
     """The front of some points; its reference point lies a little behind its worst in both objectives.
 
     Args:
@@ -213,10 +223,10 @@ def front_of(attained: Vector, seen: Vector) -> Front:
     steps = ordered[np.append(True, ordered[1:, 1] < lowest[:-1])]
     span = np.ptp(steps, axis=0)
     span = np.where(span > 0, span, np.maximum(np.ptp(seen, axis=0), 1e-9))
-    return Front(steps, steps.max(axis=0) + MARGIN * span)
+    return ParetoFront(steps, steps.max(axis=0) + REFERENCE_MARGIN_SHARE * span)
 
 
-def expected_growth(front: Front, mean: Vector, deviation: Vector) -> Vector:
+def expected_hypervolume_improvement(front: ParetoFront, mean: Vector, deviation: Vector) -> Vector:
     """By how much the hypervolume of a front is expected to grow by one more point.
 
     The plane left of the reference point falls into strips between the steps; in each of them the growth is a width
@@ -228,20 +238,20 @@ def expected_growth(front: Front, mean: Vector, deviation: Vector) -> Vector:
         mean: Expected objectives of the candidates, shape (2, candidates), normal and independent.
         deviation: Their standard deviations, likewise.
     """
-    ends = np.append(front.steps[:, 0], front.reference[0])
-    heights = np.append(front.reference[1], front.steps[:, 1])
-    widths = np.diff(_improvement(ends[:, None] - mean[0], deviation[0]), axis=0, prepend=0.0)
-    grown: Vector = (widths * _improvement(heights[:, None] - mean[1], deviation[1])).sum(axis=0)
+    ends = np.append(front.points[:, 0], front.reference[0])
+    heights = np.append(front.reference[1], front.points[:, 1])
+    widths = np.diff(_expected_improvement(ends[:, None] - mean[0], deviation[0]), axis=0, prepend=0.0)
+    grown: Vector = (widths * _expected_improvement(heights[:, None] - mean[1], deviation[1])).sum(axis=0)
     return grown
 
 
-def _objectives(scores: Sequence[Score]) -> tuple[Vector, Vector]:
+def _log_objectives(scores: Sequence[Score]) -> tuple[Vector, Vector]:
     values = np.array([score.objective for score in scores])
     errors = np.array([score.stderr for score in scores])
     return (np.log(values), errors / values) if (values > 0).all() else (values, errors)
 
 
-def _improvement(gain: Vector, deviation: Vector) -> Vector:
+def _expected_improvement(gain: Vector, deviation: Vector) -> Vector:
     """Expected improvement over the incumbent for minimisation."""
     z = gain / deviation
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)

@@ -11,13 +11,13 @@ from itertools import groupby
 import numpy as np
 
 from search.api import Failure, Observation, Placement, Score, Space
-from search.pareto import ordered
+from search.pareto import nsga_ranking
 
-__all__ = ["Archive", "Entry", "improves"]
+__all__ = ["Archive", "ArchiveEntry", "improves"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ArchiveEntry:
     """One scored placement.
 
     Attributes:
@@ -44,10 +44,10 @@ class Archive:
 
     def __init__(self) -> None:
         self._told: dict[str, list[Score]] = {}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ArchiveEntry] = {}
         self._failures: dict[str, Observation] = {}
         self._pending: dict[str, Placement] = {}
-        self._ranked: tuple[Entry, ...] | None = None
+        self._ranked: tuple[ArchiveEntry, ...] | None = None
 
     def __contains__(self, digest: object) -> bool:
         return digest in self._entries or digest in self._failures or digest in self._pending
@@ -56,7 +56,7 @@ class Archive:
         """Number of scored placements."""
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ArchiveEntry]:
         """The scored placements in the order of their first tells."""
         return iter(self._entries.values())
 
@@ -94,15 +94,15 @@ class Archive:
             return
         told.append(observation.outcome)
         known = self._entries.get(digest)
-        self._entries[digest] = Entry(
+        self._entries[digest] = ArchiveEntry(
             placement=known.placement if known else observation.placement,
             digest=digest,
-            score=_pooled(told),
+            score=_pool_scores(told),
             tells=len(told),
         )
         self._ranked = None
 
-    def get(self, digest: str) -> Entry | None:
+    def get(self, digest: str) -> ArchiveEntry | None:
         """The scored placement with this digest, or None."""
         return self._entries.get(digest)
 
@@ -117,52 +117,52 @@ class Archive:
         return self._pending
 
     @property
-    def ranked(self) -> tuple[Entry, ...]:
+    def ranked(self) -> tuple[ArchiveEntry, ...]:
         """All scored placements, best first by `Score.rank`; equals stay in the order of the tells."""
         if self._ranked is None:
             self._ranked = tuple(sorted(self._entries.values(), key=lambda entry: entry.score.rank))
         return self._ranked
 
-    def best(self, k: int) -> tuple[Entry, ...]:
+    def best(self, k: int) -> tuple[ArchiveEntry, ...]:
         """The k best scored placements, or as many as there are."""
         return self.ranked[:k]
 
     @property
-    def several(self) -> bool:
+    def is_multi_objective(self) -> bool:
         """Whether a front is searched: some score has more than one objective."""
         return any(len(entry.score.values) > 1 for entry in self)
 
-    def spread(self, k: int) -> tuple[Entry, ...]:
+    def nsga_order(self, k: int) -> tuple[ArchiveEntry, ...]:
         """Up to k scored placements: by violation, then front by front, and on each front the lonelier first.
 
         What has fewer objectives than others have stands behind its like: one of its coordinates is not known.
         """
         most = max((len(entry.score.values) for entry in self), default=1)
 
-        def standing(entry: Entry) -> tuple[float, bool, bool]:
+        def standing(entry: ArchiveEntry) -> tuple[float, bool, bool]:
             return entry.score.violation, entry.score.assumed, len(entry.score.values) < most
 
-        found: list[Entry] = []
+        found: list[ArchiveEntry] = []
         for _, alike in groupby(sorted(self, key=standing), key=standing):
             group = list(alike)
             values = np.array([entry.score.values for entry in group])
             errors = np.array([entry.score.stderr for entry in group])
-            found += [group[index] for index in ordered(values, errors, k)]
+            found += [group[index] for index in nsga_ranking(values, errors, k)]
             if len(found) >= k:
                 break
         return tuple(found[:k])
 
-    def leaders(self, k: int) -> tuple[Entry, ...]:
+    def base_entries(self, k: int) -> tuple[ArchiveEntry, ...]:
         """What to go on from: the k best, or where a front is searched those of `spread`."""
-        return self.spread(k) if self.several else self.best(k)
+        return self.nsga_order(k) if self.is_multi_objective else self.best(k)
 
-    def incumbents(self, k: int, significance: float = 1.0) -> tuple[Entry, ...]:
+    def incumbents(self, k: int, significance: float = 1.0) -> tuple[ArchiveEntry, ...]:
         """Up to k scored placements, best first, where ties are ties.
 
         In the order of their first tells, each goes before the first that it beats by more than the noise
         (`improves`), else to the end: so no lucky reading displaces an equal that was there before.
         """
-        standing: list[Entry] = []
+        standing: list[ArchiveEntry] = []
         for entry in self:
             beaten = (n for n, other in enumerate(standing) if improves(entry.score, other.score, significance))
             place = next(beaten, len(standing))
@@ -184,14 +184,14 @@ def improves(new: Score, old: Score, significance: float = 1.0) -> bool:
     return old.objective - new.objective > significance * math.hypot(new.stderr, old.stderr)
 
 
-def _pooled(told: list[Score]) -> Score:
+def _pool_scores(told: list[Score]) -> Score:
     looked_at = [score for score in told if not score.assumed]
     told = looked_at or told  # what was looked at once is known
     if len(told) == 1:
         return told[0]
     weights = [1.0] * len(told)
     errors_known = all(score.stderr > 0 for score in told)
-    stderr = 0.0 if errors_known else _error_of_mean(told)
+    stderr = 0.0 if errors_known else _stderr_of_mean(told)
     if errors_known:
         weights = [score.stderr**-2 for score in told]
         stderr = sum(weights) ** -0.5
@@ -206,17 +206,17 @@ def _pooled(told: list[Score]) -> Score:
         violation=sum(w * score.violation for w, score in zip(weights, told, strict=True)) / total,
         assumed=not looked_at,
         metrics=told[-1].metrics,
-        objectives=_pooled_objectives(told, weights),
+        objectives=_pool_objectives(told, weights),
     )
 
 
-def _error_of_mean(told: list[Score]) -> float:
+def _stderr_of_mean(told: list[Score]) -> float:
     """From the scatter of what was told, and no less than the errors that are known give."""
     scatter = statistics.stdev(score.objective for score in told)
     return max(scatter, *(score.stderr for score in told)) / math.sqrt(len(told))
 
 
-def _pooled_objectives(told: list[Score], weights: list[float]) -> tuple[float, ...]:
+def _pool_objectives(told: list[Score], weights: list[float]) -> tuple[float, ...]:
     """Their weighted mean, one by one; the latest where not all scores have as many."""
     if len({len(score.objectives) for score in told}) > 1:
         return told[-1].objectives

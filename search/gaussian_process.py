@@ -15,48 +15,48 @@ import numpy as np
 import numpy.typing as npt
 from scipy.linalg import cho_solve, cholesky, solve_triangular
 
-from search.placement_features import Described
+from search.placement_features import FeatureRows
 
-__all__ = ["ADDITIVE", "GaussianProcess", "Regressor", "Vector"]
+__all__ = ["ADDITIVE_KERNEL_WEIGHTS", "GaussianProcess", "Regressor", "Vector"]
 
 Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 
-MIX = (2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+KERNEL_WEIGHTS = (2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 """Relative prior variances of the kernel's parts: roles, scopes, points, pairs, borders, likeness. Chosen by predicting
 held-out placements of four zoo spaces; the best part differs by model, and the sum is never far behind it."""
-ADDITIVE = (0.3, 1.0, 2.0, 0.2, 0.2, 0.3)
+ADDITIVE_KERNEL_WEIGHTS = (0.3, 1.0, 2.0, 0.2, 0.2, 0.3)
 """The same for what adds up over points more than latency does: the loss of accuracy."""
-NUGGETS = (1e-3, 1e-2, 6e-2)
+NUGGET_VARIANCES = (1e-3, 1e-2, 6e-2)
 """Variance that no feature explains, relative to that of the observations; chosen by marginal likelihood."""
 
 
 class Regressor(Protocol):
     """Learns values of placements and says how sure it is."""
 
-    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
+    def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
         """Forget what was learned, learn values with their standard errors, and say what is expected of them now."""
         ...
 
-    def predict(self, rows: Described) -> tuple[Vector, Vector]:
+    def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
         """Expected value and standard deviation of each row."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Fitted:
+class _Posterior:
     """What a fit leaves for predictions, and for the next fit.
 
     Attributes:
         kernel: Of the rows, before it is scaled to explain the variance of the values.
     """
 
-    rows: Described
+    rows: FeatureRows
     kernel: Matrix
     mean: float
     scale: float
-    mix: Vector
-    root: Matrix
+    kernel_weights: Vector
+    cholesky_factor: Matrix
     weights: Vector
 
 
@@ -67,24 +67,24 @@ class GaussianProcess:
         mix: Relative prior variances of the kernel's parts.
     """
 
-    def __init__(self, mix: Sequence[float] = MIX) -> None:
-        self._mix = np.array(mix)
-        self._fitted: _Fitted | None = None
+    def __init__(self, kernel_weights: Sequence[float] = KERNEL_WEIGHTS) -> None:
+        self._mix = np.array(kernel_weights)
+        self._fitted: _Posterior | None = None
 
-    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
+    def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
         """See `Regressor`."""
         mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
         targets, noise = (values - mean) / scale, (errors / scale) ** 2
-        plain = self._grown(rows)
+        plain = self._extend_kernel(rows)
         explained = max(float(np.trace(plain) / len(plain) - plain.mean()), 1e-6)
         kernel, mix = plain / explained, self._mix / explained
-        solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
+        solved = [_solve(kernel + np.diag(nugget + noise), targets) for nugget in NUGGET_VARIANCES]
         _, root, weights = max(solved, key=lambda found: found[0])
-        self._fitted = _Fitted(rows, plain, mean, scale, mix, root, weights)
+        self._fitted = _Posterior(rows, plain, mean, scale, mix, root, weights)
         smooth: Vector = mean + scale * (kernel @ weights)
         return smooth
 
-    def _grown(self, rows: Described) -> Matrix:
+    def _extend_kernel(self, rows: FeatureRows) -> Matrix:
         """The kernel of the rows; those that the last fit began with as well are not multiplied again."""
         kernel, same = np.empty((len(rows), len(rows))), 0
         if (last := self._fitted) is not None:
@@ -96,18 +96,18 @@ class GaussianProcess:
         kernel[:same, same:] = kernel[same:, :same].T
         return kernel
 
-    def predict(self, rows: Described) -> tuple[Vector, Vector]:
+    def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
         """See `Regressor`."""
         fitted = self._fitted
         if fitted is None:
             raise ValueError("predict needs a fit first")
-        across = _kernel(rows, fitted.rows, fitted.mix)
-        inner = solve_triangular(fitted.root, across.T, lower=True, check_finite=False)
-        variance = np.maximum(fitted.mix @ _diagonals(rows) - (inner**2).sum(axis=0), 1e-10)
+        across = _kernel(rows, fitted.rows, fitted.kernel_weights)
+        inner = solve_triangular(fitted.cholesky_factor, across.T, lower=True, check_finite=False)
+        variance = np.maximum(fitted.kernel_weights @ _kernel_diagonals(rows) - (inner**2).sum(axis=0), 1e-10)
         return fitted.mean + fitted.scale * (across @ fitted.weights), fitted.scale * np.sqrt(variance)
 
 
-def _solved(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
+def _solve(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
     """Log marginal likelihood but for a constant, Cholesky root of the covariance, weights of the observations."""
     root: Matrix = cholesky(covariance, lower=True, check_finite=False)
     weights: Vector = cho_solve((root, True), targets, check_finite=False)
@@ -115,34 +115,36 @@ def _solved(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]
     return round(evidence, 6), root, weights  # rounded: another library's last bit must not choose another nugget
 
 
-def _kernel(a: Described, b: Described, mix: Vector) -> Matrix:
+def _kernel(a: FeatureRows, b: FeatureRows, mix: Vector) -> Matrix:
     """The kernel [rows of a, rows of b]: a mixture of parts, each of about unit variance."""
     roles, points = a.roles @ b.roles.T, a.points @ b.points.T
-    kernel: Matrix = mix[0] * np.exp(-0.5 * _distances(a.roles, b.roles, roles))
+    kernel: Matrix = mix[0] * np.exp(-0.5 * _squared_distances(a.roles, b.roles, roles))
     kernel += mix[2] * points
-    kernel += _weighted(a, mix) @ np.concatenate([b.scopes, b.pairs, b.borders], axis=1).T
-    kernel += mix[5] * np.exp(-4.0 * np.sqrt(_distances(a.points, b.points, points)))
+    kernel += _weighted_features(a, mix) @ np.concatenate([b.scopes, b.pairs, b.borders], axis=1).T
+    kernel += mix[5] * np.exp(-4.0 * np.sqrt(_squared_distances(a.points, b.points, points)))
     return kernel
 
 
-def _weighted(rows: Described, mix: Vector) -> Matrix:
+def _weighted_features(rows: FeatureRows, mix: Vector) -> Matrix:
     """Scopes, pairs and borders, by their prior variances: one product of matrices instead of three."""
     borders = mix[4] / max(rows.borders.shape[1], 1)
     return np.concatenate([mix[1] * rows.scopes, mix[3] * rows.pairs, borders * rows.borders], axis=1)
 
 
-def _distances(a: Matrix, b: Matrix, products: Matrix) -> Matrix:
+def _squared_distances(a: Matrix, b: Matrix, products: Matrix) -> Matrix:
     """Squared distances of the rows, from their inner products."""
-    distances: Matrix = np.maximum(_squares(a)[:, None] + _squares(b) - 2 * products, 0.0)
+    distances: Matrix = np.maximum(_squared_norms(a)[:, None] + _squared_norms(b) - 2 * products, 0.0)
     return distances
 
 
-def _diagonals(rows: Described) -> Matrix:
+def _kernel_diagonals(rows: FeatureRows) -> Matrix:
     ones = np.ones(len(rows.states))
-    borders = _squares(rows.borders) / max(rows.borders.shape[1], 1)
-    return np.stack([ones, _squares(rows.scopes), _squares(rows.points), _squares(rows.pairs), borders, ones])
+    borders = _squared_norms(rows.borders) / max(rows.borders.shape[1], 1)
+    return np.stack(
+        [ones, _squared_norms(rows.scopes), _squared_norms(rows.points), _squared_norms(rows.pairs), borders, ones]
+    )
 
 
-def _squares(rows: Matrix) -> Vector:
+def _squared_norms(rows: Matrix) -> Vector:
     squares: Vector = np.einsum("ij,ij->i", rows, rows)
     return squares

@@ -4,53 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from search.move_sets import readers
+from search.move_sets import result_readers
 from search.space import Placement, Space
 
-__all__ = ["RULES", "expert_rules"]
+__all__ = ["HEURISTIC_RULES", "expert_placements"]
 
-Rule = Callable[[Space, str | None], Placement]
+HeuristicRule = Callable[[Space, str | None], Placement]
 """Makes the placement in a space at a precision; None: each point's first one."""
 
-MOVERS = frozenset({"linear", "add", "pool", "concat"})
+FUSED_ROLES = frozenset({"linear", "add", "pool", "concat"})
 """Roles that fusing runtimes run in INT8 together."""
 
 
-def _inputs_of(*roles: str) -> Rule:
-    return lambda space, precision: space.only(roles, precision)
+def _quantize_inputs(*roles: str) -> HeuristicRule:
+    return lambda space, precision: space.quantize_roles(roles, precision)
 
 
-def _inputs_and_results_of(*roles: str) -> Rule:
-    """The points of some roles, and those that read the results of `MOVERS` among them."""
-    moved = MOVERS.intersection(roles)
+def _quantize_inputs_and_results(*roles: str) -> HeuristicRule:
+    """The points of some roles, and those that read the results of `FUSED_ROLES` among them."""
+    moved = FUSED_ROLES.intersection(roles)
 
     def rule(space: Space, precision: str | None) -> Placement:
-        after = readers(space)
+        after = result_readers(space)
         before = [index for index, dimension in enumerate(space.dimensions) if dimension.role in roles]
         behind = [i for index in before if space.dimensions[index].role in moved for i in after.get(index, ())]
-        return space.at([*before, *behind], precision)
+        return space.quantize_dimensions([*before, *behind], precision)
 
     return rule
 
 
-RULES: Mapping[str, Rule] = {
-    "linear": _inputs_of("linear"),
-    "linear_add": _inputs_of("linear", "add"),
-    "linear_pool": _inputs_of("linear", "pool"),
-    "linear_pool_concat": _inputs_of("linear", "pool", "concat"),
-    "linear_movement": _inputs_of("linear", "movement"),
-    "movers": _inputs_of(*MOVERS),
-    "linear_io": _inputs_and_results_of("linear"),
-    "movers_io": _inputs_and_results_of(*MOVERS),
-    "gates_io": _inputs_and_results_of(*MOVERS, "movement", "mul"),
+HEURISTIC_RULES: Mapping[str, HeuristicRule] = {
+    "linear": _quantize_inputs("linear"),
+    "linear_add": _quantize_inputs("linear", "add"),
+    "linear_pool": _quantize_inputs("linear", "pool"),
+    "linear_pool_concat": _quantize_inputs("linear", "pool", "concat"),
+    "linear_movement": _quantize_inputs("linear", "movement"),
+    "movers": _quantize_inputs(*FUSED_ROLES),
+    "linear_io": _quantize_inputs_and_results("linear"),
+    "movers_io": _quantize_inputs_and_results(*FUSED_ROLES),
+    "gates_io": _quantize_inputs_and_results(*FUSED_ROLES, "movement", "mul"),
 }
 """By name; `initial` and `baselines` of an experiment know them by it. `_io`: inputs and results."""
 
-FUSING = ("linear_pool_concat", "linear_movement", "linear_add", "movers")
-INTEGER = ("movers_io", "linear_io", "gates_io")
+FUSING_RUNTIME_RULES = ("linear_pool_concat", "linear_movement", "linear_add", "movers")
+INTEGER_RUNTIME_RULES = ("movers_io", "linear_io", "gates_io")
 
 
-def expert_rules(space: Space) -> Iterator[Placement]:
+def expert_placements(space: Space) -> Iterator[Placement]:
     """Placements that win on the kind of runtime that a space is made for, most surprising first.
 
     ONNX Runtime runs an operator in INT8 only where its result is quantized too, for all who read it ("Quantize ONNX
@@ -61,4 +61,4 @@ def expert_rules(space: Space) -> Iterator[Placement]:
     without them); the heads of attention may be moved as integers.
     """
     integer = any(dimension.kind == "output" for dimension in space.dimensions)
-    return (RULES[name](space, None) for name in (INTEGER if integer else FUSING))
+    return (HEURISTIC_RULES[name](space, None) for name in (INTEGER_RUNTIME_RULES if integer else FUSING_RUNTIME_RULES))

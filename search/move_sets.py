@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from search.space import Space
 
-__all__ = ["followers", "points", "readers", "stages"]
+__all__ = ["move_sets", "next_inputs", "result_readers", "singletons"]
 
 
-def followers(space: Space) -> Mapping[int, int]:
+def next_inputs(space: Space) -> Mapping[int, int]:
     """For each node input the next one of another node in graph order: most often it reads what its node computes."""
     inputs = [index for index, dimension in enumerate(space.dimensions) if dimension.kind == "node_input"]
     consumers = {index: {edge.consumer for edge in space.dimensions[index].edges} - {""} for index in inputs}
@@ -25,7 +25,7 @@ def followers(space: Space) -> Mapping[int, int]:
     return dict(reversed(found.items()))
 
 
-def readers(space: Space) -> Mapping[int, tuple[int, ...]]:
+def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
     """For each node input the points that read what its node computes: the next one, and all that share its tensors."""
     sharing: dict[str, set[int]] = defaultdict(set)
     for index, dimension in enumerate(space.dimensions):
@@ -33,22 +33,22 @@ def readers(space: Space) -> Mapping[int, tuple[int, ...]]:
             sharing[edge.tensor].add(index)
     return {
         index: tuple(sorted(set().union(*(sharing[edge.tensor] for edge in space.dimensions[after].edges))))
-        for index, after in followers(space).items()
+        for index, after in next_inputs(space).items()
     }
 
 
-def points(space: Space) -> tuple[tuple[int, ...], ...]:
+def singletons(space: Space) -> tuple[tuple[int, ...], ...]:
     """Every dimension as a set of its own, those with larger shares of the model's cost first."""
-    return _new(([index] for index in range(len(space))), set(), space)
+    return _sort_new_sets(([index] for index in range(len(space))), set(), space)
 
 
-def stages(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def move_sets(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Sets of dimensions to move together, coarse to fine, no set twice: across patterns, within them, points.
 
     Across patterns: a role, what reads its results, both, and the outputs. Within: a pattern, a role in it, what reads
     its results, both, and the inputs of one node. A point that is such a set by itself is not among the points again.
     """
-    after = readers(space)
+    after = result_readers(space)
     wide: dict[str, list[int]] = defaultdict(list)
     narrow: dict[tuple[str, str], list[int]] = defaultdict(list)
     nodes: dict[str, set[int]] = defaultdict(set)
@@ -67,10 +67,14 @@ def stages(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
     nodes.pop("", None)
     known: set[tuple[int, ...]] = set()
     single = [[index] for index in range(len(space))]
-    return tuple(_new(sets, known, space) for sets in (wide.values(), (*narrow.values(), *nodes.values()), single))
+    return tuple(
+        _sort_new_sets(sets, known, space) for sets in (wide.values(), (*narrow.values(), *nodes.values()), single)
+    )
 
 
-def _new(sets: Iterable[Iterable[int]], known: set[tuple[int, ...]], space: Space) -> tuple[tuple[int, ...], ...]:
+def _sort_new_sets(
+    sets: Iterable[Iterable[int]], known: set[tuple[int, ...]], space: Space
+) -> tuple[tuple[int, ...], ...]:
     unique = dict.fromkeys(tuple(sorted(set(members))) for members in sets)
     fresh = [members for members in unique if members and members not in known]
     known.update(fresh)

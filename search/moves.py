@@ -12,8 +12,16 @@ import numpy as np
 from search.space import Placement, PointKind, Space
 
 __all__ = [
-    "assign", "blocks", "crossover_by_group", "drawn", "flip", "mutate_per_kind",
-    "mutate_rate", "nearby", "perturbed", "unseen",
+    "assign",
+    "crossover_by_group",
+    "dimension_blocks",
+    "first_unseen",
+    "flip",
+    "mutate_per_kind",
+    "mutate_rate",
+    "random_kick",
+    "random_neighbour",
+    "random_with_density",
 ]  # fmt: skip
 
 
@@ -25,7 +33,7 @@ def assign(placement: Placement, indices: Iterable[int], choice: int, space: Spa
     return Placement(tuple(choices))
 
 
-def drawn(space: Space, rng: np.random.Generator, density: float) -> Placement:
+def random_with_density(space: Space, rng: np.random.Generator, density: float) -> Placement:
     """Each dimension quantized with probability `density`, in one of its precisions drawn uniformly."""
     choices = [0] * len(space)
     for index in np.flatnonzero(rng.random(len(space)) < density):
@@ -36,7 +44,7 @@ def drawn(space: Space, rng: np.random.Generator, density: float) -> Placement:
 
 def flip(placement: Placement, space: Space, rng: np.random.Generator, count: int = 1) -> Placement:
     """Give `count` dimensions, drawn uniformly, another choice each, drawn uniformly."""
-    return _changed(placement, space, rng, rng.permutation(len(space))[:count])
+    return _change_choices(placement, space, rng, rng.permutation(len(space))[:count])
 
 
 def mutate_rate(placement: Placement, space: Space, rng: np.random.Generator, rate: float) -> Placement:
@@ -44,7 +52,7 @@ def mutate_rate(placement: Placement, space: Space, rng: np.random.Generator, ra
     hit = np.flatnonzero(rng.random(len(space)) < rate)
     if not len(space):
         return placement
-    return _changed(placement, space, rng, hit if len(hit) else rng.integers(len(space), size=1))
+    return _change_choices(placement, space, rng, hit if len(hit) else rng.integers(len(space), size=1))
 
 
 def mutate_per_kind(
@@ -76,10 +84,10 @@ def mutate_per_kind(
             continue
         mode = rng.integers(3)
         if mode != 1:
-            for index in _some(rng, [i for i in points if not choices[i]], maximum):
+            for index in _sample_some(rng, [i for i in points if not choices[i]], maximum):
                 choices[index] = int(rng.integers(1, space.sizes[index]))
         if mode != 0:
-            for index in _some(rng, [i for i in points if choices[i]], maximum):
+            for index in _sample_some(rng, [i for i in points if choices[i]], maximum):
                 choices[index] = 0
     return Placement(tuple(choices))
 
@@ -94,7 +102,7 @@ def crossover_by_group(first: Placement, second: Placement, space: Space, rng: n
     return Placement(tuple(choices))
 
 
-def blocks(space: Space) -> tuple[tuple[int, ...], ...]:
+def dimension_blocks(space: Space) -> tuple[tuple[int, ...], ...]:
     """Sets of dimensions worth moving together: each role, each pattern, each role within a pattern.
 
     Sets of one dimension and repeated sets are left out; larger shares of the model's cost come first.
@@ -107,7 +115,9 @@ def blocks(space: Space) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(unique, key=lambda indices: -sum(space.dimensions[i].cost for i in indices)))
 
 
-def unseen(propose: Callable[[], Placement], space: Space, seen: Container[str], attempts: int) -> Placement | None:
+def first_unseen(
+    propose: Callable[[], Placement], space: Space, seen: Container[str], attempts: int
+) -> Placement | None:
     """The first of up to `attempts` proposals whose digest is not in `seen`; None where all are."""
     for _ in range(attempts):
         placement = propose()
@@ -116,29 +126,29 @@ def unseen(propose: Callable[[], Placement], space: Space, seen: Container[str],
     return None
 
 
-def nearby(
+def random_neighbour(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], attempts: int = 200
 ) -> Placement | None:
     """A new placement few flips away: one with probability 1/2, two with 1/4 and so on."""
-    return unseen(lambda: flip(placement, space, rng, int(rng.geometric(0.5))), space, seen, attempts)
+    return first_unseen(lambda: flip(placement, space, rng, int(rng.geometric(0.5))), space, seen, attempts)
 
 
-def perturbed(
+def random_kick(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], count: int
 ) -> Placement | None:
     """A new placement `count` flips away, and few more where that one is known; None where nothing new is near."""
     found = flip(placement, space, rng, count)
-    return nearby(found, space, rng, seen) if space.digest(found) in seen else found
+    return random_neighbour(found, space, rng, seen) if space.digest(found) in seen else found
 
 
-def _some(rng: np.random.Generator, candidates: list[int], maximum: int) -> list[int]:
+def _sample_some(rng: np.random.Generator, candidates: list[int], maximum: int) -> list[int]:
     if not candidates:
         return []
     count = rng.integers(1, min(maximum, len(candidates)) + 1)
     return [int(index) for index in rng.choice(candidates, size=count, replace=False)]
 
 
-def _changed(
+def _change_choices(
     placement: Placement, space: Space, rng: np.random.Generator, indices: Iterable[np.integer | int]
 ) -> Placement:
     choices = list(placement.choices)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["crowding", "fronts", "hypervolume", "ordered"]
+__all__ = ["crowding_distance", "front_numbers", "hypervolume", "nsga_ranking"]
 
 Values = npt.NDArray[np.float64]
 
 
-def fronts(values: Values, noise: Values | None = None, enough: int | None = None) -> npt.NDArray[np.int64]:
+def front_numbers(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
     """The front of each point: 0 where no other dominates it, 1 where only those of front 0 do, and so on.
 
     One point dominates another where it is nowhere larger and somewhere smaller (Deb et al. 2002, "A fast and elitist
@@ -33,7 +33,7 @@ def fronts(values: Values, noise: Values | None = None, enough: int | None = Non
     above = dominates.sum(axis=0)  # how many points without a front dominate each
     for number in range(len(values)):
         rest = front < 0
-        here = rest if enough is not None and len(front) - rest.sum() >= enough else rest & (above == 0)
+        here = rest if stop_after is not None and len(front) - rest.sum() >= stop_after else rest & (above == 0)
         front[here] = number
         above -= dominates[here].sum(axis=0)
         if (front >= 0).all():
@@ -41,7 +41,7 @@ def fronts(values: Values, noise: Values | None = None, enough: int | None = Non
     return front
 
 
-def crowding(values: Values) -> Values:
+def crowding_distance(values: Values) -> Values:
     """How much room each point has on its front, larger is lonelier; the ends of the front have all of it (inf).
 
     The sum over the coordinates of the gap between both neighbours, as a share of the whole range (Deb et al. 2002,
@@ -60,18 +60,18 @@ def crowding(values: Values) -> Values:
     return room
 
 
-def ordered(values: Values, noise: Values | None = None, enough: int | None = None) -> npt.NDArray[np.int64]:
+def nsga_ranking(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
     """Numbers of the points, front by front and on each the lonelier first; equals stay as they are.
 
     Args:
         values: Shape (points, coordinates).
-        noise: See `fronts`.
-        enough: See `fronts`; those behind come last.
+        noise: See `front_numbers`.
+        enough: See `front_numbers`; those behind come last.
     """
-    front = fronts(values, noise, enough)
+    front = front_numbers(values, noise, stop_after)
     room = np.empty(len(values))
     for number in np.unique(front):
-        room[front == number] = crowding(values[front == number])
+        room[front == number] = crowding_distance(values[front == number])
     return np.lexsort((-room, front))
 
 

@@ -15,17 +15,17 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from search.move_sets import followers
+from search.move_sets import next_inputs
 from search.space import Edge, Placement, Space
 
-__all__ = ["Described", "Features"]
+__all__ = ["FeatureExtractor", "FeatureRows"]
 
 Matrix = npt.NDArray[np.float64]
-MAX_PAIRS = 600
+MAX_ADJACENT_PAIRS = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class FeatureRows:
     """n placements as rows of features; each block's prior variances sum to about one.
 
     Attributes:
@@ -45,9 +45,9 @@ class Described:
     pairs: Matrix
     borders: Matrix
 
-    def __getitem__(self, rows: slice | list[int] | npt.NDArray[np.int64]) -> Described:
+    def __getitem__(self, rows: slice | list[int] | npt.NDArray[np.int64]) -> FeatureRows:
         """Some of the rows; a slice copies nothing."""
-        return Described(
+        return FeatureRows(
             states=self.states[rows],
             roles=self.roles[rows],
             scopes=self.scopes[rows],
@@ -65,7 +65,7 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class _Atoms:
+class _EdgeIndicators:
     """Attributes:
     cover: Dimensions that cover each atom, in order, padded with -1 [atoms, depth].
     count: Number of edges.
@@ -81,7 +81,7 @@ class _Atoms:
     members: Mapping[Edge, int]
 
 
-class Features:
+class FeatureExtractor:
     """Turns placements of one space into features; stateless after its construction.
 
     Three kinds of atoms are neighbours, as conversions between float and quantized arise there: inputs of one
@@ -91,26 +91,26 @@ class Features:
     def __init__(self, space: Space) -> None:
         self._space = space
         self.precisions = tuple(dict.fromkeys(name for d in space.dimensions for name in d.choices[1:]))
-        self._atoms = atoms = _atoms(space)
+        self._atoms = atoms = _edge_indicators(space)
         states = np.zeros((len(space) + 1, max(space.sizes, default=1)), dtype=np.int8)
         for index, dimension in enumerate(space.dimensions):
             for choice, name in enumerate(dimension.choices[1:], start=1):
                 states[index, choice] = 1 + self.precisions.index(name)
         self._states = states
         owners = [space.dimensions[index] for index in atoms.owner]
-        worth = 0.5 * _shares(atoms.count) + 0.5 * _shares(atoms.cost)
-        self._roles = np.column_stack([_sums([d.role for d in owners], atoms.count), atoms.cost[:, None]])
+        worth = 0.5 * _normalize(atoms.count) + 0.5 * _normalize(atoms.cost)
+        self._roles = np.column_stack([_share_matrix([d.role for d in owners], atoms.count), atoms.cost[:, None]])
         scopes = [f"{d.group} {d.role}" for d in owners]
-        self._scopes = _sums(scopes, atoms.count) * np.sqrt(_grouped(scopes, worth))
+        self._scopes = _share_matrix(scopes, atoms.count) * np.sqrt(_sum_by_name(scopes, worth))
         self._points = np.sqrt(worth)
-        self._first, self._second, instances = _neighbours(space, atoms)
-        self._pairs = np.sqrt(_shares(instances))
+        self._first, self._second, instances = _adjacent_indicators(space, atoms)
+        self._pairs = np.sqrt(_normalize(instances))
         kinds = [
             "-".join(sorted((owners[a].role, owners[b].role))) for a, b in zip(self._first, self._second, strict=True)
         ]
-        self._borders = _sums(kinds, instances)
+        self._borders = _share_matrix(kinds, instances)
 
-    def __call__(self, placements: Sequence[Placement]) -> Described:
+    def __call__(self, placements: Sequence[Placement]) -> FeatureRows:
         """Features of these placements, in their order."""
         told = b"".join(bytes(placement.choices) for placement in placements)  # many times as fast as from tuples
         choices = np.frombuffer(told, dtype=np.uint8).reshape(len(placements), len(self._space))
@@ -121,17 +121,17 @@ class Features:
             states = np.where(states == 0, coded[:, column], states)
         at = [(states == 1 + k).astype(float) for k in range(len(self.precisions))]
         apart = (states[:, self._first] != states[:, self._second]).astype(float)
-        return Described(
+        return FeatureRows(
             states=states,
-            roles=_stacked([on @ self._roles for on in at], len(placements)),
-            scopes=_stacked([on @ self._scopes for on in at], len(placements)),
-            points=_stacked([on * self._points for on in at], len(placements)),
+            roles=_concatenate([on @ self._roles for on in at], len(placements)),
+            scopes=_concatenate([on @ self._scopes for on in at], len(placements)),
+            points=_concatenate([on * self._points for on in at], len(placements)),
             pairs=apart * self._pairs,
             borders=apart @ self._borders,
         )
 
 
-def _atoms(space: Space) -> _Atoms:
+def _edge_indicators(space: Space) -> _EdgeIndicators:
     covers: dict[Edge, list[int]] = defaultdict(list)
     for index, dimension in enumerate(space.dimensions):
         for edge in dict.fromkeys(dimension.edges):
@@ -142,7 +142,7 @@ def _atoms(space: Space) -> _Atoms:
     padded = [[*cover, *[-1] * (depth - len(cover))] for cover in kinds]
     count = Counter(members.values())
     dimensions = space.dimensions
-    return _Atoms(
+    return _EdgeIndicators(
         cover=np.array(padded, dtype=np.int64).reshape(len(kinds), depth),
         count=np.array([float(count[number]) for number in range(len(kinds))]),
         cost=np.array(
@@ -153,7 +153,9 @@ def _atoms(space: Space) -> _Atoms:
     )
 
 
-def _neighbours(space: Space, atoms: _Atoms) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Matrix]:
+def _adjacent_indicators(
+    space: Space, atoms: _EdgeIndicators
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Matrix]:
     """Both atoms of each pair, and how often it occurs."""
     together: dict[tuple[str, str], set[int]] = defaultdict(set)
     found: Counter[tuple[int, int]] = Counter()
@@ -164,16 +166,16 @@ def _neighbours(space: Space, atoms: _Atoms) -> tuple[npt.NDArray[np.int64], npt
     for near in together.values():
         found.update(combinations(sorted(near)[:8], 2))
     own = {dimension: atom for atom, dimension in reversed(list(enumerate(atoms.owner)))}
-    for index, after in followers(space).items():
+    for index, after in next_inputs(space).items():
         if index in own and after in own and own[index] != own[after]:
             low, high = sorted((own[index], own[after]))
             found[low, high] += int(min(atoms.count[low], atoms.count[high]))
-    pairs = sorted(found, key=lambda pair: (-found[pair], pair))[:MAX_PAIRS]
+    pairs = sorted(found, key=lambda pair: (-found[pair], pair))[:MAX_ADJACENT_PAIRS]
     indices = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2)
     return indices[:, 0], indices[:, 1], np.array([float(found[pair]) for pair in pairs])
 
 
-def _sums(names: Sequence[str], weights: Matrix) -> Matrix:
+def _share_matrix(names: Sequence[str], weights: Matrix) -> Matrix:
     """Weights that turn indicators into shares: one column a name, each of which sums to one."""
     columns = {name: number for number, name in enumerate(dict.fromkeys(names))}
     sums = np.zeros((len(names), len(columns)))
@@ -183,16 +185,16 @@ def _sums(names: Sequence[str], weights: Matrix) -> Matrix:
     return shares
 
 
-def _grouped(names: Sequence[str], weights: Matrix) -> Matrix:
+def _sum_by_name(names: Sequence[str], weights: Matrix) -> Matrix:
     totals: dict[str, float] = dict.fromkeys(names, 0.0)
     for name, weight in zip(names, weights, strict=True):
         totals[name] += float(weight)
     return np.array(list(totals.values()))
 
 
-def _shares(weights: Matrix) -> Matrix:
+def _normalize(weights: Matrix) -> Matrix:
     return weights / max(float(weights.sum()), 1e-12)
 
 
-def _stacked(parts: Sequence[Matrix], rows: int) -> Matrix:
+def _concatenate(parts: Sequence[Matrix], rows: int) -> Matrix:
     return np.concatenate(parts, axis=1) if parts else np.zeros((rows, 0))

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["FLOAT", "Dimension", "Edge", "Placement", "PointKind", "Resolved", "Space", "digest_of"]
+__all__ = ["FLOAT", "Dimension", "Edge", "Placement", "PointKind", "Resolved", "Space", "edges_digest"]
 
 FLOAT = "float"
 PointKind = Literal["node_input", "child_input", "output"]
@@ -126,7 +126,7 @@ class Space:
 
         Where two dimensions quantize one edge differently, the earlier dimension decides.
         """
-        edges, members = self._edges
+        edges, members = self._edge_table
         found = [""] * len(edges)
         for choice, dimension, places in zip(placement.choices, self.dimensions, members, strict=True):
             if choice:
@@ -135,7 +135,7 @@ class Space:
         return tuple((edge, precision) for edge, precision in zip(edges, found, strict=True) if precision)
 
     @cached_property
-    def _edges(self) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
+    def _edge_table(self) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
         """All edges in order, and of each dimension the places of its own."""
         edges = tuple(sorted({edge for dimension in self.dimensions for edge in dimension.edges}))
         place = {edge: number for number, edge in enumerate(edges)}
@@ -145,25 +145,25 @@ class Space:
         """Identity of what a placement builds: equal exactly when the resolved edges are equal."""
         known = self._digests.get(placement)
         if known is None:
-            known = self._digests[placement] = digest_of(self.resolve(placement))
+            known = self._digests[placement] = edges_digest(self.resolve(placement))
         return known
 
     def float_placement(self) -> Placement:
         """The placement without any Q/DQ pair."""
         return Placement((0,) * len(self))
 
-    def everywhere(self, precision: str | None = None) -> Placement:
+    def quantize_all(self, precision: str | None = None) -> Placement:
         """Every point quantized: to `precision` where offered, by default to its first alternative."""
-        return self._where(lambda _: True, precision)
+        return self._quantize_where(lambda _: True, precision)
 
-    def only(self, roles: Iterable[str], precision: str | None = None) -> Placement:
+    def quantize_roles(self, roles: Iterable[str], precision: str | None = None) -> Placement:
         """The points with one of these roles quantized, all others float."""
         wanted = frozenset(roles)
-        return self._where(lambda dimension: dimension.role in wanted, precision)
+        return self._quantize_where(lambda dimension: dimension.role in wanted, precision)
 
-    def at(self, indices: Iterable[int], precision: str | None = None) -> Placement:
+    def quantize_dimensions(self, indices: Iterable[int], precision: str | None = None) -> Placement:
         """The points with these numbers, positions in `dimensions`, quantized, all others float."""
-        wanted, choices = frozenset(indices), self.everywhere(precision).choices
+        wanted, choices = frozenset(indices), self.quantize_all(precision).choices
         return Placement(tuple(choice if index in wanted else 0 for index, choice in enumerate(choices)))
 
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
@@ -173,7 +173,7 @@ class Space:
         dimension is quantized when more than half of its edges are; it takes the precision that most
         of them have. This is how a foreign Q/DQ model becomes a seed.
         """
-        exact = Placement(tuple(_agreed(dimension, edges) for dimension in self.dimensions))
+        exact = Placement(tuple(_common_choice(dimension, edges) for dimension in self.dimensions))
         if self.resolve(exact) == tuple(sorted(edges.items())):
             return exact
         choices = []
@@ -189,7 +189,7 @@ class Space:
         """A placement drawn uniformly."""
         return Placement(tuple(int(rng.integers(size)) for size in self.sizes))
 
-    def _where(self, wanted: Callable[[Dimension], bool], precision: str | None) -> Placement:
+    def _quantize_where(self, wanted: Callable[[Dimension], bool], precision: str | None) -> Placement:
         def choice(dimension: Dimension) -> int:
             if not wanted(dimension):
                 return 0
@@ -200,14 +200,14 @@ class Space:
         return Placement(tuple(choice(dimension) for dimension in self.dimensions))
 
 
-def _agreed(dimension: Dimension, edges: Mapping[Edge, str]) -> int:
+def _common_choice(dimension: Dimension, edges: Mapping[Edge, str]) -> int:
     """The choice that all edges of a dimension agree on; 0 where they differ or it is none of the dimension's."""
     found = {edges.get(edge, FLOAT) for edge in dimension.edges}
     precision = found.pop() if len(found) == 1 else FLOAT
     return dimension.choices.index(precision) if precision in dimension.choices else 0
 
 
-def digest_of(resolved: Resolved) -> str:
+def edges_digest(resolved: Resolved) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of resolved edges."""
     text = "\n".join(f"{e.tensor}\t{e.consumer}\t{e.slot}\t{precision}" for e, precision in resolved)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,12 +11,12 @@ import numpy as np
 
 from search.api import Dimension, Edge, Observation, Placement, Score, Searcher, Space
 
-__all__ = ["PlantedObjective", "common_seeds", "drive", "planted_space"]
+__all__ = ["SyntheticObjective", "common_initial_placements", "run_search_loop", "synthetic_space"]
 
 ROLES = ("linear", "linear", "linear", "add", "activation", "movement", "pool", "concat")
 
 
-def planted_space(
+def synthetic_space(
     dimensions: int = 40, *, groups: int = 8, precisions: Sequence[str] = ("int8",), seed: int = 0
 ) -> Space:
     """A made-up space with the traits of real ones: roles, costs, all three kinds, edges that overlap.
@@ -53,12 +53,12 @@ def planted_space(
     return Space(tuple(made))
 
 
-def common_seeds(space: Space) -> tuple[Placement, ...]:
+def common_initial_placements(space: Space) -> tuple[Placement, ...]:
     """What an experiment tells every searcher first: float, all points, linear operators only."""
-    return space.float_placement(), space.everywhere(), space.only({"linear"})
+    return space.float_placement(), space.quantize_all(), space.quantize_roles({"linear"})
 
 
-class PlantedObjective:
+class SyntheticObjective:
     """Latency with a known optimum: effects of points and of neighbouring pairs, in log latency.
 
     A pure function of the resolved edges, as a real latency is. Linear points gain by their cost, all
@@ -66,7 +66,7 @@ class PlantedObjective:
     follow each other, that fuse (or reformat) where both are quantized.
 
     Args:
-        space: From `planted_space`; patterns of at most 12 dimensions that share no edges.
+        space: From `synthetic_space`; patterns of at most 12 dimensions that share no edges.
         seed: Another seed, another landscape and other noise.
         noise: Standard deviation of one measurement, relative.
         coupling: Size of the pair effects next to the point effects.
@@ -110,7 +110,9 @@ class PlantedObjective:
         for members in self._space.groups.values():
             options = list(itertools.product(*(range(self._space.sizes[index]) for index in members)))
             longer: dict[bool, Placement] = {}
-            for placement in (_with(start, members, option) for start in best.values() for option in options):
+            for placement in (
+                _replace_choices(start, members, option) for start in best.values() for option in options
+            ):
                 last = any(
                     edge in dict(self._space.resolve(placement)) for edge in self._space.dimensions[members[-1]].edges
                 )
@@ -124,20 +126,20 @@ class PlantedObjective:
         return self.latency_ms(placement) / self.latency_ms(self.optimum) - 1.0
 
 
-def drive(
+def run_search_loop(
     searcher: Searcher,
-    objective: PlantedObjective,
+    objective: SyntheticObjective,
     evaluations: int,
     *,
     batch: int = 1,
-    seeds: Sequence[Placement] = (),
+    initial: Sequence[Placement] = (),
 ) -> list[Observation]:
     """Tell the seeds, then ask and tell until so many placements were told, seeds included.
 
     A known placement is told again with its known outcome and costs nothing, as in the harness.
     """
     known: dict[str, Observation] = {}
-    for placement in seeds:
+    for placement in initial:
         observation = objective.observe(placement)
         searcher.tell(known.setdefault(observation.digest, observation))
     duplicates = 0
@@ -151,7 +153,7 @@ def drive(
     return list(known.values())
 
 
-def _with(placement: Placement, members: Sequence[int], option: Sequence[int]) -> Placement:
+def _replace_choices(placement: Placement, members: Sequence[int], option: Sequence[int]) -> Placement:
     choices = list(placement.choices)
     for index, choice in zip(members, option, strict=True):
         choices[index] = choice

@@ -27,10 +27,15 @@ import sys
 import numpy as np
 
 from search.api import Failure, Observation, Placement, Score, Searcher, Space
-from search.synthetic_problem import PlantedObjective, common_seeds, drive, planted_space
+from search.synthetic_problem import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 
 __all__ = [
-    "IncumbentContract", "PlantedObjective", "SearcherContract", "common_seeds", "drive", "planted_space",
+    "IncumbentContract",
+    "SearcherContract",
+    "SyntheticObjective",
+    "common_initial_placements",
+    "run_search_loop",
+    "synthetic_space",
 ]  # fmt: skip
 
 
@@ -43,10 +48,10 @@ class SearcherContract:
 
     def transcript(self) -> list[list[int]]:
         """The asks of one fixed run with foreign tells, batches, a failure and a repeated tell."""
-        space = planted_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
-        objective = PlantedObjective(space, seed=3)
+        space = synthetic_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
+        objective = SyntheticObjective(space, seed=3)
         searcher = self.make(space, 7)
-        for placement in common_seeds(space):
+        for placement in common_initial_placements(space):
             searcher.tell(objective.observe(placement))
         asks: list[list[int]] = []
         for round_number in range(12):
@@ -54,13 +59,13 @@ class SearcherContract:
             asks.extend(list(placement.choices) for placement in asked)
             for position, placement in enumerate(asked):
                 fails = position == 0 and round_number % 4 == 1
-                searcher.tell(_failure(space, placement) if fails else objective.observe(placement))
+                searcher.tell(_failed_observation(space, placement) if fails else objective.observe(placement))
             searcher.tell(objective.observe(space.float_placement()))
         return asks
 
     def test_asks_are_valid_and_at_most_n(self) -> None:
-        space = planted_space(12, groups=3, precisions=("int8", "fp8"))
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(12, groups=3, precisions=("int8", "fp8"))
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
         assert not searcher.ask(0), "ask(0) returns nothing"
         for n in (1, 2, 5, 3, 8):
@@ -71,10 +76,10 @@ class SearcherContract:
                 searcher.tell(objective.observe(placement))
 
     def test_a_batch_holds_different_placements(self) -> None:
-        space = planted_space(12, groups=3)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(12, groups=3)
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
-        for placement in common_seeds(space):
+        for placement in common_initial_placements(space):
             searcher.tell(objective.observe(placement))
         for _ in range(6):
             asked = searcher.ask(4)
@@ -83,10 +88,10 @@ class SearcherContract:
                 searcher.tell(objective.observe(placement))
 
     def test_asks_nothing_again_that_waits_for_its_outcome(self) -> None:
-        space = planted_space(24, groups=6)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(24, groups=6)
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
-        for placement in common_seeds(space):
+        for placement in common_initial_placements(space):
             searcher.tell(objective.observe(placement))
         for _ in range(4):
             waiting = [placement for _ in range(3) for placement in searcher.ask(2)]
@@ -96,10 +101,10 @@ class SearcherContract:
                 searcher.tell(objective.observe(placement))
 
     def test_asks_on_once_what_it_waited_for_is_told(self) -> None:
-        space = planted_space(24, groups=6)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(24, groups=6)
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
-        for placement in common_seeds(space):
+        for placement in common_initial_placements(space):
             searcher.tell(objective.observe(placement))
         for _ in range(2):
             waiting = list(searcher.ask(5))
@@ -130,24 +135,24 @@ class SearcherContract:
         assert asks == self.transcript(), "another process, with another hash seed, asks something else"
 
     def test_takes_tells_that_it_never_asked_for_failures_and_repeats(self) -> None:
-        space = planted_space(12, groups=3)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(12, groups=3)
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
-        searcher.tell(_failure(space, space.everywhere()))
+        searcher.tell(_failed_observation(space, space.quantize_all()))
         for _ in range(2):
             searcher.tell(objective.observe(space.float_placement()))
         for _ in range(4):
             asked = searcher.ask(3)
             assert asked, "the searcher stopped after failures"
             for placement in asked:
-                searcher.tell(_failure(space, placement))
-                searcher.tell(_failure(space, placement))
-        searcher.tell(objective.observe(space.everywhere()))
+                searcher.tell(_failed_observation(space, placement))
+                searcher.tell(_failed_observation(space, placement))
+        searcher.tell(objective.observe(space.quantize_all()))
         assert searcher.ask(1), "the searcher stopped after a failed placement was measured"
 
     def test_changes_nothing_that_it_is_given_and_no_global_state(self) -> None:
-        space = planted_space(12, groups=3)
-        placement = space.only({"linear"})
+        space = synthetic_space(12, groups=3)
+        placement = space.quantize_roles({"linear"})
         score = Score(objective=1.0, metrics={"top1": 0.5})
         given = Observation(placement=placement, digest=space.digest(placement), outcome=score)
         before = (copy.deepcopy(given), _global_random_state())
@@ -158,17 +163,17 @@ class SearcherContract:
         assert _global_random_state() == before[1], "a searcher draws from the global random state"
 
     def test_finds_better_placements_than_chance(self) -> None:
-        space = planted_space(24, groups=6, seed=1)
-        objective = PlantedObjective(space, seed=1)
-        told = drive(self.make(space, 0), objective, 60, seeds=common_seeds(space))
+        space = synthetic_space(24, groups=6, seed=1)
+        objective = SyntheticObjective(space, seed=1)
+        told = run_search_loop(self.make(space, 0), objective, 60, initial=common_initial_placements(space))
         best_ms = min(objective.latency_ms(observation.placement) for observation in told)
         rng = np.random.default_rng(0)
         chance_ms = statistics.median(objective.latency_ms(space.random(rng)) for _ in range(200))
         assert best_ms < chance_ms, f"after 60 evaluations {best_ms:.2f} ms, a random placement has {chance_ms:.2f} ms"
 
     def test_takes_violations(self) -> None:
-        space = planted_space(24, groups=6, seed=1)
-        objective = PlantedObjective(space, seed=1)
+        space = synthetic_space(24, groups=6, seed=1)
+        objective = SyntheticObjective(space, seed=1)
         searcher = self.make(space, 0)
         feasible_ms = [objective.latency_ms(space.float_placement())]
         searcher.tell(objective.observe(space.float_placement()))
@@ -182,24 +187,24 @@ class SearcherContract:
         assert min(feasible_ms) < feasible_ms[0], "40 evaluations found no placement within the bound faster than float"
 
     def test_takes_an_incumbent_that_was_measured_again(self) -> None:
-        space = planted_space(12, groups=3)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(12, groups=3)
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
-        told = [objective.observe(placement) for placement in common_seeds(space)]
+        told = [objective.observe(placement) for placement in common_initial_placements(space)]
         for _ in range(4):
             for observation in told:
                 searcher.tell(observation)
-            lucky = min(told, key=_objective)
-            again = Score(objective=2 * _objective(lucky), stderr=0.1)
+            lucky = min(told, key=_objective_of)
+            again = Score(objective=2 * _objective_of(lucky), stderr=0.1)
             searcher.tell(Observation(placement=lucky.placement, digest=lucky.digest, outcome=again))
             told = [objective.observe(space.validate(placement)) for placement in searcher.ask(3)]
             assert told, "the searcher stopped after its incumbent was measured again"
 
     def test_takes_several_objectives(self) -> None:
-        space = planted_space(12, groups=3)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(12, groups=3)
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
-        asked: list[Placement] = [space.float_placement(), space.everywhere()]
+        asked: list[Placement] = [space.float_placement(), space.quantize_all()]
         for _ in range(8):
             for placement in asked:
                 latency_ms, share = objective.latency_ms(placement), sum(map(bool, placement.choices)) / len(space)
@@ -209,8 +214,8 @@ class SearcherContract:
             assert asked, "the searcher stopped after scores with several objectives"
 
     def test_a_small_space_ends(self) -> None:
-        space = planted_space(3, groups=1)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(3, groups=1)
+        objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
         seen: set[str] = set()
         for _ in range(40):
@@ -232,44 +237,44 @@ class IncumbentContract(SearcherContract):
     """Besides, that a tie displaces nothing: for searchers that go on from an incumbent."""
 
     def test_a_tie_leads_nowhere_that_a_loss_does_not(self) -> None:
-        space = planted_space(24, groups=6)
+        space = synthetic_space(24, groups=6)
 
         def asks(second_ms: float) -> list[Placement]:
             searcher = self.make(space, 0)
-            searcher.tell(_reading(space, space.float_placement(), 10.0))
-            searcher.tell(_reading(space, space.everywhere(), second_ms))
+            searcher.tell(_scored_observation(space, space.float_placement(), 10.0))
+            searcher.tell(_scored_observation(space, space.quantize_all(), second_ms))
             return list(searcher.ask(8))
 
         assert asks(9.95) == asks(30.0), "a lucky reading within the noise leads the search elsewhere than a loss does"
 
     def test_noise_between_equals_changes_nothing(self) -> None:
-        space = planted_space(8, groups=2)
+        space = synthetic_space(8, groups=2)
 
         def asks(noise_ms: float) -> list[Placement]:
             rng = np.random.default_rng(0)
             searcher = self.make(space, 0)
-            searcher.tell(_reading(space, space.float_placement(), 10.0))
+            searcher.tell(_scored_observation(space, space.float_placement(), 10.0))
             asked: list[Placement] = []
             for _ in range(60):
                 for placement in searcher.ask(1):
                     asked.append(placement)
-                    searcher.tell(_reading(space, placement, 10.0 + noise_ms * float(rng.uniform(-1, 1))))
+                    searcher.tell(_scored_observation(space, placement, 10.0 + noise_ms * float(rng.uniform(-1, 1))))
             return asked
 
         assert asks(0.05) == asks(0.0), "where all are equal within the noise, the lowest reading leads the search"
 
 
-def _failure(space: Space, placement: Placement) -> Observation:
+def _failed_observation(space: Space, placement: Placement) -> Observation:
     outcome = Failure(stage="build", reason="planted")
     return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
 
 
-def _reading(space: Space, placement: Placement, objective: float) -> Observation:
+def _scored_observation(space: Space, placement: Placement, objective: float) -> Observation:
     score = Score(objective=objective, stderr=0.1)
     return Observation(placement=placement, digest=space.digest(placement), outcome=score)
 
 
-def _objective(observation: Observation) -> float:
+def _objective_of(observation: Observation) -> float:
     assert isinstance(observation.outcome, Score)
     return observation.outcome.objective
 
@@ -279,7 +284,7 @@ def _global_random_state() -> tuple[object, ...]:
     return (random.getstate(), name, np.asarray(keys).tobytes(), *rest)
 
 
-def _transcript_of(path: str, qualname: str) -> list[list[int]]:
+def _load_transcript(path: str, qualname: str) -> list[list[int]]:
     """Load a contract class from its file, as pytest's importlib mode does, and run its transcript."""
     spec = importlib.util.spec_from_file_location("contract_in_another_process", path)
     if spec is None or spec.loader is None or "<locals>" in qualname:

@@ -26,7 +26,7 @@ from scipy.stats import f as f_distribution
 from harness.api import Candidate
 from harness.config.sections import Sampling
 from harness.errors import UserError
-from harness.progress import Observer, Step
+from harness.progress import Observer, ProgressTask
 from harness.records import Failed
 from harness.statistics import Interval
 from harness.timing.workers.engines import Engines
@@ -149,7 +149,7 @@ def measure_noise(
 
 
 def _measure_process(
-    engines: Engines, candidate: Candidate, design: NestedDesign, rng: np.random.Generator, step: Step
+    engines: Engines, candidate: Candidate, design: NestedDesign, rng: np.random.Generator, step: ProgressTask
 ) -> NoiseReadings | Failed:
     """Readings [build, reading] of one process.
 

@@ -13,11 +13,18 @@ from typing import Any
 from harness.config.sections import ModelSpec
 from harness.graph.model import Model
 from harness.graph.partition.patterns import Pattern, find_patterns
-from harness.graph.partition.regions import Region, RegionType, discover
-from harness.graph.partition.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
+from harness.graph.partition.regions import Region, RegionType, discover_regions
+from harness.graph.partition.summary import (
+    TreeOptions,
+    describe_phases,
+    describe_summary,
+    describe_tree,
+    summarize_discovery,
+    to_json,
+)
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_called
-from harness.graph.rules.points import refusals
+from harness.graph.rules.dialect_lookup import load_dialect
+from harness.graph.rules.points import float_inputs_with_rule
 from harness.task_setup.task import open_model
 from search.space import Edge, Space
 
@@ -40,9 +47,9 @@ class RegionReport:
     dialect: str
     refused: tuple[tuple[Edge, str], ...]
 
-    def lines(self, view: TreeView) -> list[str]:
+    def lines(self, view: TreeOptions) -> list[str]:
         """As text: phases, hierarchy, coverage, sizes, patterns, insertion points."""
-        model, figures = self.model, summary(self.model, self.root, self.patterns)
+        model, figures = self.model, summarize_discovery(self.model, self.root, self.patterns)
         return [
             f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs",
             *describe_phases(figures),
@@ -83,9 +90,11 @@ class RegionReport:
 
     def html(self) -> str:
         """As a picture: one HTML file that opens offline."""
-        from harness.report.page.graph_layout import picture_page, scene_of
+        from harness.report.page.graph_layout import build_scene, render_graph_page
 
-        return picture_page(scene_of(self.model, self.root, self.patterns, self.space.dimensions), self.model.source)
+        return render_graph_page(
+            build_scene(self.model, self.root, self.patterns, self.space.dimensions), self.model.source
+        )
 
 
 def inspect_regions(
@@ -108,11 +117,11 @@ def inspect_regions(
     Raises:
         UserError: The model cannot be loaded, or there is no such dialect.
     """
-    rules = dialect_called(dialect)
+    rules = load_dialect(dialect)
     with tempfile.TemporaryDirectory() as work:
         model = open_model(ModelSpec(use=use, label="model", shapes=dict(shapes), dims=dict(dims)), Path(work))
-    root = discover(model, maximum_sequence_region_size=max_sequence_size)
+    root = discover_regions(model, maximum_sequence_region_size=max_sequence_size)
     patterns = find_patterns(model, root)
     space = build_space(model, rules, root=root)
-    refused = tuple((edge, rule.name) for edge, rule in refusals(model, rules))
+    refused = tuple((edge, rule.name) for edge, rule in float_inputs_with_rule(model, rules))
     return RegionReport(model=model, root=root, patterns=patterns, space=space, dialect=rules.name, refused=refused)

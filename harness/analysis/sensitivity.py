@@ -16,11 +16,11 @@ from harness.records import MAIN_BENCHMARKER, SCHEMA_VERSION, Failed
 from harness.results_dir.io import write_json
 from harness.statistics import Interval, paired_ratio_ci
 from harness.studies.study_task import StudyTask, prepare_study
-from harness.task_setup.accuracy import PROXY_EVALUATOR, proxy_use
-from harness.task_setup.task import Cell
+from harness.task_setup.accuracy import PROXY_EVALUATOR, make_proxy_evaluator
+from harness.task_setup.task import Task
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.verification.accuracy_store import ScoreBook
+from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement, Space
 
 __all__ = [
@@ -152,7 +152,7 @@ def measure_sensitivities(
         UserError: Anything in the study that cannot be used, or the float model fails.
     """
     cell, worker = prepare_study(study, folder, observer)
-    proxy = proxy_use(samples, study.spec.model, cell.model, cell.work)
+    proxy = make_proxy_evaluator(samples, study.spec.model, cell.model, cell.work)
     worker = WorkerSpec(
         benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]},
         workdir=worker.workdir,
@@ -160,7 +160,7 @@ def measure_sensitivities(
     )
     units = quantization_units(cell.space, by)
     with open_engines(worker, study.experiment.limits) as engines:
-        found = ScoreBook(folder, engines, observer).float_score(cell.model_file, PROXY_EVALUATOR)
+        found = AccuracyStore(folder, engines, observer).float_score(cell.model_file, PROXY_EVALUATOR)
         if isinstance(found, Failed):
             raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
         bench = SensitivityTimer(engines=engines, cell=cell)
@@ -169,7 +169,9 @@ def measure_sensitivities(
             for unit in units:
                 measured.append(bench.measure_unit(unit))
                 step.advance(unit.name)
-        full = {each: bench.measure_sqnr(cell.space.everywhere(each)) for each in sorted({u.precision for u in units})}
+        full = {
+            each: bench.measure_sqnr(cell.space.quantize_all(each)) for each in sorted({u.precision for u in units})
+        }
         backend = dict(engines.describe())
     return SensitivityAnalysis(
         name=study.spec.name,
@@ -186,12 +188,12 @@ class SensitivityTimer:
     """Engines with the two bases that stay open, so that candidates are timed side by side with them."""
 
     engines: Engines
-    cell: Cell
+    cell: Task
     _bases: dict[str, int | Failed] = field(default_factory=dict)
 
     def measure_unit(self, unit: QuantizationUnit) -> UnitSensitivity:
         space = self.cell.space
-        nothing, everything = space.float_placement(), space.everywhere(unit.precision)
+        nothing, everything = space.float_placement(), space.quantize_all(unit.precision)
         return UnitSensitivity(
             unit=unit,
             alone=self._measure_effect(_replace_unit(nothing, unit, space, unit.precision), nothing, unit, 1.0),

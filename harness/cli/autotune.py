@@ -13,9 +13,9 @@ def autotune(context: typer.Context) -> None:
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
     """
     from harness.compat.modelopt_autotune.command import autotune as run
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
-    with Terminal() as terminal:
+    with TerminalProgress() as terminal:
         try:
             run(context.args, "qdq autotune", terminal)
         except KeyboardInterrupt as stop:  # it has said what is kept

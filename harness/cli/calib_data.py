@@ -24,10 +24,10 @@ def calib_data(
 
     Example: `qdq calib-data coco/train2017 -o calib.npy --preprocess ultralytics --samples 500`
     """
-    from harness.compat.tao_specs.calib_data import ADVISED, input_size, write_calibration
+    from harness.compat.tao_specs.calib_data import ADVISED_SAMPLE_COUNT, input_size, write_calibration
 
     found = input_size(preprocess, size, model)
     count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, found, samples)
     typer.echo(f"{output}: {count} of {total} images, {count} x 3 x {found[0]} x {found[1]} float32, {preprocess}")
-    if count < ADVISED:
-        typer.echo(f"{count} samples are few: {ADVISED} or more are advised for CNNs and ViTs", err=True)
+    if count < ADVISED_SAMPLE_COUNT:
+        typer.echo(f"{count} samples are few: {ADVISED_SAMPLE_COUNT} or more are advised for CNNs and ViTs", err=True)

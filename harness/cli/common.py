@@ -20,8 +20,19 @@ from harness.paths import RelativePathMissing
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
 
 __all__ = [
-    "DimOption", "ShapeOption", "SizeOptions", "advised", "based", "beside", "importable", "param_option",
-    "shape_option", "show", "sizes_option", "table", "tidy",
+    "DimOption",
+    "ShapeOption",
+    "SizeOptions",
+    "add_parent_to_sys_path",
+    "add_to_sys_path",
+    "explain_relative_paths",
+    "parse_param",
+    "parse_shape_option",
+    "parse_sizes",
+    "print_rich_or_text",
+    "print_table",
+    "rewrite_advice",
+    "short_path",
 ]  # fmt: skip
 
 ShapeOption = Annotated[
@@ -40,12 +51,12 @@ class SizeOptions(TypedDict):
     dims: dict[str, int]
 
 
-ELSEWHERE = "use another --out, or move away what is there to begin anew"
+OTHER_FOLDER_ADVICE = "use another --out, or move away what is there to begin anew"
 """What to do about changes where a command has no --accept-changes."""
 
 
 @contextmanager
-def advised() -> Iterator[None]:
+def rewrite_advice() -> Iterator[None]:
     """Advise on changes what a command without --accept-changes offers.
 
     Raises:
@@ -56,11 +67,11 @@ def advised() -> Iterator[None]:
     except UserError as error:
         if CHANGED_RUN_ADVICE not in str(error):
             raise
-        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, ELSEWHERE)) from error
+        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, OTHER_FOLDER_ADVICE)) from error
 
 
 @contextmanager
-def based(folder: Path) -> Iterator[None]:
+def explain_relative_paths(folder: Path) -> Iterator[None]:
     """Say where relative paths of an experiment start from, where one of them leads to nothing.
 
     Raises:
@@ -75,24 +86,25 @@ def based(folder: Path) -> Iterator[None]:
         if cause is None:
             raise
         raise UserError(
-            f"{error}; relative paths of the experiment were looked for from {tidy(folder)}: name the folder of its "
+            f"{error}; relative paths of the experiment were looked for from {short_path(folder)}: name the "
+            "folder of its "
             "file by --base"
         ) from error
 
 
-def importable(folder: Path) -> None:
+def add_to_sys_path(folder: Path) -> None:
     """Let `use: module:Class` find modules in a folder; last, so that they never hide an installed one."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def beside(text: str) -> None:
+def add_parent_to_sys_path(text: str) -> None:
     """Let `use: module:Class` find modules beside an experiment file, where a command is given one and no model."""
     if Path(text).suffix in (".yaml", ".yml"):
-        importable(Path(text).resolve().parent)
+        add_to_sys_path(Path(text).resolve().parent)
 
 
-def param_option(text: str) -> tuple[str, Any]:
+def parse_param(text: str) -> tuple[str, Any]:
     """NAME=VALUE as a pair; the value is read as in an experiment file.
 
     Raises:
@@ -107,7 +119,7 @@ def param_option(text: str) -> tuple[str, Any]:
         raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
 
 
-def shape_option(text: str) -> tuple[str, str]:
+def parse_shape_option(text: str) -> tuple[str, str]:
     """NAME:SHAPE as a pair.
 
     Raises:
@@ -119,7 +131,7 @@ def shape_option(text: str) -> tuple[str, str]:
     return name, shape
 
 
-def sizes_option(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> SizeOptions:
+def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> SizeOptions:
     """Return what --shape and --dim give, as keyword arguments.
 
     Raises:
@@ -127,10 +139,10 @@ def sizes_option(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> Si
     """
     from harness.graph.passes.dimension_errors import parse_dims
 
-    return {"shapes": dict(map(shape_option, shapes or ())), "dims": parse_dims(dims or ())}
+    return {"shapes": dict(map(parse_shape_option, shapes or ())), "dims": parse_dims(dims or ())}
 
 
-def tidy(path: Path) -> Path:
+def short_path(path: Path) -> Path:
     """The same place without `..` inside, relative to the working directory where that is shorter; for messages.
 
     A path that goes through a symbolic link keeps its name unless it leaves again by `..`, which leads elsewhere there.
@@ -139,7 +151,7 @@ def tidy(path: Path) -> Path:
     return min((whole, Path(os.path.relpath(whole))), key=lambda found: len(str(found)))
 
 
-def show(text: str, drawing: RenderableType) -> None:
+def print_rich_or_text(text: str, drawing: RenderableType) -> None:
     """A drawing for people, or the text where the output is no terminal."""
     if sys.stdout.isatty():
         Console().print(drawing)
@@ -147,7 +159,7 @@ def show(text: str, drawing: RenderableType) -> None:
         typer.echo(text)
 
 
-def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table on a terminal, or tab-separated lines with the headings first elsewhere; cells are plain text."""
     if not sys.stdout.isatty():
         for row in (header, *rows):

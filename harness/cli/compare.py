@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import show, tidy
+from harness.cli.common import print_rich_or_text, short_path
 
 __all__ = ["compare"]
 
@@ -20,16 +20,16 @@ def compare(
 
     Example: `qdq compare results/quickstart out/quickstart`
     """
-    from harness.report.frames.folder_comparison import compared, differences
+    from harness.report.frames.folder_comparison import comparison_table, describe_differences
     from harness.report.load.results import load
-    from harness.report.report_table import plain_text
-    from harness.report.tables.terminal_table import Drawn
+    from harness.report.report_table import render_plain_text
+    from harness.report.tables.terminal_table import TerminalTable
 
-    first, second = tidy(first), tidy(second)
+    first, second = short_path(first), short_path(second)
     one, two = load(first), load(second)
-    table = compared(one, two)
-    show(f"{plain_text(table)}\n", Drawn(table=table))
-    lines = list(differences(one, two))
+    table = comparison_table(one, two)
+    print_rich_or_text(f"{render_plain_text(table)}\n", TerminalTable(table=table))
+    lines = list(describe_differences(one, two))
     typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:
         typer.echo(f"  {line}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.cli.common import table
+from harness.cli.common import print_table
 
 __all__ = ["doctor"]
 
@@ -12,6 +12,6 @@ def doctor() -> None:
 
     Example: `qdq doctor`
     """
-    from harness.cli.environment import examine
+    from harness.cli.environment import examine_machine
 
-    table(("what", "state", "detail"), examine())
+    print_table(("what", "state", "detail"), examine_machine())

@@ -13,9 +13,9 @@ from harness import registry
 from harness.errors import CandidateError, UserError
 from harness.timing.provenance import describe_environment, lacks_vnni
 
-__all__ = ["examine"]
+__all__ = ["examine_machine"]
 
-REMEDIES: Mapping[str, tuple[str, str]] = {
+INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
     "openvino": ("openvino", "pip install openvino"),
     "onnxruntime": ("onnxruntime", "pip install 'nvidia-modelopt[onnx]' (never onnxruntime beside it)"),
     "modelopt": ("modelopt", "pip install 'nvidia-modelopt[onnx]'"),
@@ -26,24 +26,24 @@ REMEDIES: Mapping[str, tuple[str, str]] = {
 """Name: module to look for, and what installs it."""
 
 
-READINGS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
+TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
 """What decides whether timings can be trusted: shown even where it cannot be read."""
 
 
-SATURATING = (
+NO_VNNI_WARNING = (
     "no VNNI: INT8 gains little, and its products are added in 16 bits, in which those of weights of 8 bits saturate: "
     "weights are stored in 7 bits here (reduce_range); figures of this machine are not those of processors that have "
     "it (docs/reference/accuracy.md)"
 )
 
 
-def examine() -> list[tuple[str, str, str]]:
+def examine_machine() -> list[tuple[str, str, str]]:
     """Rows (what, state, detail) about runtimes, plug-ins, data and the machine."""
-    return [*_packages(), *_doubled(), *_benchmarkers(), *_broken(), *_tools(), *_machine()]
+    return [*_packages(), *_duplicate_packages(), *_benchmarkers(), *_broken_plugins(), *_tools(), *_machine()]
 
 
 def _packages() -> Iterator[tuple[str, str, str]]:
-    for name, (module, remedy) in REMEDIES.items():
+    for name, (module, remedy) in INSTALL_COMMANDS.items():
         try:
             found = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
@@ -51,7 +51,7 @@ def _packages() -> Iterator[tuple[str, str, str]]:
         yield (name, "ok" if found else "missing", "" if found else remedy)
 
 
-def _doubled() -> Iterator[tuple[str, str, str]]:
+def _duplicate_packages() -> Iterator[tuple[str, str, str]]:
     """Two distributions that write the same files: whichever came last decides which providers there are."""
     both = {name: found for name in ("onnxruntime", "onnxruntime-gpu") if (found := _version(name))}
     if len(both) > 1:
@@ -73,7 +73,7 @@ def _benchmarkers() -> Iterator[tuple[str, str, str]]:
         try:
             facts = registry.call_plugin(what, lambda name=plugin.name: _describe(name))  # type: ignore[misc]
         except (UserError, CandidateError) as error:
-            yield (what, "not usable", _line(error, what))
+            yield (what, "not usable", _one_line(error, what))
             continue
         shown = ", ".join(f"{key} {facts[key]}" for key in ("version", "device", "float_precision") if key in facts)
         yield (what, "ok", shown)
@@ -83,7 +83,7 @@ def _describe(benchmarker: str) -> dict[str, Any]:
     return dict(registry.create_plugin("benchmarker", benchmarker, {}).describe())
 
 
-def _broken() -> Iterator[tuple[str, str, str]]:
+def _broken_plugins() -> Iterator[tuple[str, str, str]]:
     """Other plug-ins that cannot be loaded."""
     for kind in registry.ENTRY_POINT_GROUPS:
         for plugin in registry.installed_plugins(kind):
@@ -91,10 +91,10 @@ def _broken() -> Iterator[tuple[str, str, str]]:
                 if kind != "benchmarker":
                     registry.load_plugin(kind, plugin.name)
             except UserError as error:
-                yield (f"{kind} {plugin.name}", "not usable", _line(error))
+                yield (f"{kind} {plugin.name}", "not usable", _one_line(error))
 
 
-def _line(error: Exception, prefix: str = "") -> str:
+def _one_line(error: Exception, prefix: str = "") -> str:
     return " ".join(str(error).removeprefix(f"{prefix}: ").split())
 
 
@@ -115,23 +115,23 @@ def _machine() -> Iterator[tuple[str, str, str]]:
     for index, gpu in enumerate(gpus):
         yield (f"gpu {index}", "ok", ", ".join(f"{field} {value}" for field, value in gpu.items()))
     if lacks_vnni(facts):
-        yield ("int8 on this cpu", "warning", SATURATING)
-    flat = dict(_flat(facts))
-    for key in READINGS:
-        yield (key, "" if key in flat else "not readable", _shown(flat.pop(key, "")))
+        yield ("int8 on this cpu", "warning", NO_VNNI_WARNING)
+    flat = dict(_flatten(facts))
+    for key in TIMING_FACTS:
+        yield (key, "" if key in flat else "not readable", _format_value(flat.pop(key, "")))
     for key, value in flat.items():
-        yield (key, "", _shown(value))
+        yield (key, "", _format_value(value))
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in facts.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -26,25 +26,25 @@ def evaluate(
 
     A classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
     """
-    from harness.cli.common import importable, table
-    from harness.compat.tao_specs.comparison import advice, compared
+    from harness.cli.common import add_to_sys_path, print_table
+    from harness.compat.tao_specs.comparison import advise_native_layers, compare_evaluations
     from harness.compat.tao_specs.evaluate import evaluate as run
     from harness.compat.tao_specs.spec import read_spec
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
     found = {path: read_spec(path) for path in specs}
     for path in specs:
-        importable(path.resolve().parent)
-    with Terminal() as terminal:
+        add_to_sys_path(path.resolve().parent)
+    with TerminalProgress() as terminal:
         scored = [run(spec, path, terminal) for path, spec in found.items()]
-    lines = compared(scored)
+    lines = compare_evaluations(scored)
     header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
-    table(header, [line.cells() for line in lines])
+    print_table(header, [line.cells() for line in lines])
     models: set[Path | None] = set()
     for line, (path, spec) in zip(lines, found.items(), strict=True):
         known = line.scored.model in models
         models.add(line.scored.model)
         if suggest and not known:
-            with Terminal() as terminal:
-                said = advice(line, spec.dataset, path.resolve().parent, terminal)
+            with TerminalProgress() as terminal:
+                said = advise_native_layers(line, spec.dataset, path.resolve().parent, terminal)
             typer.echo("\n".join(said), nl=bool(said))

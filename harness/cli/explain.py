@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import DimOption, ShapeOption, based, importable, param_option, sizes_option, tidy
+from harness.cli.common import (
+    DimOption,
+    ShapeOption,
+    add_to_sys_path,
+    explain_relative_paths,
+    parse_param,
+    parse_sizes,
+    short_path,
+)
 from harness.errors import UserError
 
 __all__ = ["explain"]
@@ -43,32 +51,32 @@ def explain(
     Example: `qdq explain out/mine/CELL/models/float.onnx --against out/mine/CELL/models/DIGEST.onnx`
     """
     if row is not None or Path(model).is_dir():
-        _explain_row(tidy(Path(model)), row, (base or Path.cwd()).resolve())
+        _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve())
         return
     from harness.config.sections import PluginSpec
-    from harness.explain.model_report import compare, explain_model
-    from harness.explain.text_lines import change_lines, data, lines
+    from harness.explain.model_report import compare_reports, explain_model
+    from harness.explain.text_lines import change_lines, report_data, report_lines
 
-    importable(Path.cwd())
-    use = PluginSpec(use=backend, params=dict(param_option(text) for text in param or []))
-    sizes = sizes_option(shape, dim)
+    add_to_sys_path(Path.cwd())
+    use = PluginSpec(use=backend, params=dict(parse_param(text) for text in param or []))
+    sizes = parse_sizes(shape, dim)
     found = explain_model(model, use, runs, **sizes)
     if against is None:
-        typer.echo(json.dumps(data(found), indent=1) if as_json else _plain(lines(found, top)))
+        typer.echo(json.dumps(report_data(found), indent=1) if as_json else _to_text(report_lines(found, top)))
         return
     other = explain_model(against, use, runs, **sizes)
-    changes = compare(found, other)
+    changes = compare_reports(found, other)
     if as_json:
         rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
-        typer.echo(json.dumps({"before": data(found), "after": data(other), "changes": rows}, indent=1))
+        typer.echo(json.dumps({"before": report_data(found), "after": report_data(other), "changes": rows}, indent=1))
         return
-    typer.echo(_plain([*lines(other, top), "", *change_lines(found, other, changes, top)]))
+    typer.echo(_to_text([*report_lines(other, top), "", *change_lines(found, other, changes, top)]))
 
 
-def _plain(lines: Iterable[str]) -> str:
-    from harness.report.report_table import printable
+def _to_text(lines: Iterable[str]) -> str:
+    from harness.report.report_table import escape_control_characters
 
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(escape_control_characters, lines))
 
 
 def _explain_row(folder: Path, row: str | None, base: Path) -> None:
@@ -77,11 +85,11 @@ def _explain_row(folder: Path, row: str | None, base: Path) -> None:
     Raises:
         UserError: No row is named, or there is none such.
     """
-    from harness.explain.render import explain_into
-    from harness.terminal_progress import Terminal
+    from harness.explain.render import explain_and_save
+    from harness.terminal_progress import TerminalProgress
 
     if row is None:
         raise UserError(f"{folder}: a results folder needs a row beside it: qdq explain {folder} ROW (see qdq report)")
-    importable(base)
-    with based(base), Terminal() as terminal:
-        typer.echo("\n".join(explain_into(folder, row, base=base, observer=terminal)))
+    add_to_sys_path(base)
+    with explain_relative_paths(base), TerminalProgress() as terminal:
+        typer.echo("\n".join(explain_and_save(folder, row, base=base, observer=terminal)))

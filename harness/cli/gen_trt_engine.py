@@ -27,16 +27,16 @@ def gen_trt_engine(
 
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
-    from harness.cli.common import importable, param_option, tidy
+    from harness.cli.common import add_to_sys_path, parse_param, short_path
     from harness.compat.tao_specs.engine import build_engine
     from harness.compat.tao_specs.engine_file import TENSORRT, engine_path
-    from harness.compat.tao_specs.spec import read_spec, section
+    from harness.compat.tao_specs.spec import read_spec, require_section
     from harness.config.sections import PluginSpec
 
     found, base = read_spec(spec), spec.resolve().parent
-    importable(base)
-    chosen = section(found.gen_trt_engine, "gen_trt_engine", str(spec))
-    use = PluginSpec(use=backend, params=dict(param_option(text) for text in param or []))
+    add_to_sys_path(base)
+    chosen = require_section(found.gen_trt_engine, "gen_trt_engine", str(spec))
+    use = PluginSpec(use=backend, params=dict(parse_param(text) for text in param or []))
     with prefix_file(spec):
         facts = build_engine(chosen, found.dataset, base, use)
     kept = f"Q/DQ found ({', '.join(facts.precisions)})" if facts.precisions else "float"
@@ -44,7 +44,7 @@ def gen_trt_engine(
     version = facts.describe.get("version", "")
     asked = base / chosen.trt_engine
     path = engine_path(asked, backend)
-    typer.echo(f"{tidy(path)}: {facts.backend} {version}, {typed}")
+    typer.echo(f"{short_path(path)}: {facts.backend} {version}, {typed}")
     if path != asked:
         typer.echo(
             f"called {path.name}, for no TensorRT can load it; where a spec file says {asked.name} and there is none, "

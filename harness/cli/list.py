@@ -6,14 +6,14 @@ import ast
 import importlib.util
 from pathlib import Path
 
-from harness.cli.common import table
+from harness.cli.common import print_table
 from harness.errors import UserError
 from harness.registry import Plugin
 
-__all__ = ["listing", "purpose"]
+__all__ = ["list_plugins", "plugin_purpose"]
 
 
-def listing() -> None:
+def list_plugins() -> None:
     """List searchers, benchmarkers, evaluators, preprocessings, decoders, dialects and zoo models in a line each.
 
     Example: `qdq list | grep searcher`
@@ -22,21 +22,21 @@ def listing() -> None:
     from harness.registry import ENTRY_POINT_GROUPS, installed_plugins
 
     rows = [
-        (kind, plugin.name, plugin.origin, purpose(plugin))
+        (kind, plugin.name, plugin.origin, plugin_purpose(plugin))
         for kind in ENTRY_POINT_GROUPS
         for plugin in installed_plugins(kind)
     ]
-    rows += [("zoo model", name, "", what) for name, what in zoo.names().items()]
-    table(("kind", "name", "origin", "what it does"), rows)
+    rows += [("zoo model", name, "", what) for name, what in zoo.model_names().items()]
+    print_table(("kind", "name", "origin", "what it does"), rows)
 
 
-def purpose(plugin: Plugin) -> str:
+def plugin_purpose(plugin: Plugin) -> str:
     """Return what a plug-in does: the first line of its docstring, or the form of a dialect; "" where nothing says.
 
     Its source is read and not imported, so that one that is slow or broken hides no other.
     """
     if plugin.kind == "dialect":
-        return _form(plugin.name)
+        return _dialect_form(plugin.name)
     point = plugin.entry_point
     try:
         spec = importlib.util.find_spec(point.module)
@@ -49,16 +49,16 @@ def purpose(plugin: Plugin) -> str:
     return (ast.get_docstring(tree) or "").partition("\n")[0]  # it is made, or imported, there
 
 
-def _form(name: str) -> str:
+def _dialect_form(name: str) -> str:
     """Return the form of a dialect's Q/DQ pairs in words."""
-    from harness.graph.rules.dialect_lookup import dialect_called
-    from harness.graph.rules.dialects import EIGHT_BITS
+    from harness.graph.rules.dialect_lookup import load_dialect
+    from harness.graph.rules.dialects import INT8_MAX_LEVEL
 
     try:
-        dialect = dialect_called(name)
+        dialect = load_dialect(name)
     except UserError as error:
         return f"cannot be used: {error}"
     zero = "symmetric" if dialect.symmetric_activation else "with zero points"
-    bits = 8 if dialect.weight_limit >= EIGHT_BITS else 7
+    bits = 8 if dialect.weight_limit >= INT8_MAX_LEVEL else 7
     precisions = ", ".join(sorted(dialect.precisions))
     return f"Q/DQ pairs for {precisions}: {dialect.activation.upper()} activations {zero}, weights of {bits} bits"

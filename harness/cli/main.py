@@ -13,13 +13,13 @@ import typer
 
 from harness.cli.autotune import autotune
 from harness.cli.calib_data import calib_data
-from harness.cli.common import importable
+from harness.cli.common import add_to_sys_path
 from harness.cli.compare import compare
 from harness.cli.doctor import doctor
 from harness.cli.evaluate import evaluate
 from harness.cli.explain import explain
 from harness.cli.gen_trt_engine import gen_trt_engine
-from harness.cli.list import listing
+from harness.cli.list import list_plugins
 from harness.cli.noise import noise
 from harness.cli.ptq import ptq
 from harness.cli.quantize import quantize
@@ -59,15 +59,15 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "study": study,
     "noise": noise,
     "zoo": zoo,
-    "list": listing,
+    "list": list_plugins,
     "doctor": doctor,
 }
 """In the order of the help text. A command imports what it needs inside its function, so that `qdq --help` is quick."""
 
-GOING_ON = ("run", "reproduce", "record", "study")
+RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study")
 """Given again after an interruption, these go on; autotune does too, and says so itself."""
 
-HELP = {"help_option_names": ["-h", "--help"]}
+HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="qdq",
     help="Finds where Q/DQ pairs belong in an ONNX model, by measured latency and measured accuracy.",
@@ -75,15 +75,17 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     add_completion=False,
-    context_settings=HELP,
+    context_settings=HELP_SETTINGS,
 )
-PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+PASSTHROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """For a command that reads its own arguments."""
 for _name, _function in COMMANDS.items():
-    app.command(name=_name, context_settings=PASSED_ON if _name in ("autotune", "ptq") else HELP)(_function)
+    app.command(name=_name, context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS)(
+        _function
+    )
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
@@ -92,33 +94,33 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _global_options(
     context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the parts log.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    importable(Path.cwd())
-    context.with_resource(_logged(verbose))
-    context.with_resource(_interrupted(context.invoked_subcommand))
+    add_to_sys_path(Path.cwd())
+    context.with_resource(_log_to_stderr(verbose))
+    context.with_resource(_report_interrupt(context.invoked_subcommand))
 
 
 @contextmanager
-def _interrupted(command: str | None) -> Iterator[None]:
+def _report_interrupt(command: str | None) -> Iterator[None]:
     """Say of Ctrl-C what becomes of the work; typer would end without a word."""
     try:
         yield
     except KeyboardInterrupt:
-        kept = "; what was measured is kept: the same command goes on" if command in GOING_ON else ""
+        kept = "; what was measured is kept: the same command goes on" if command in RESUMABLE_COMMANDS else ""
         typer.echo(f"qdq: interrupted{kept}", err=True)
         raise
 
 
 @contextmanager
-def _logged(verbose: bool) -> Iterator[None]:
+def _log_to_stderr(verbose: bool) -> Iterator[None]:
     """Show what the parts log while a command runs: our own warnings, others' errors; with `verbose` all."""
-    root, handler = logging.getLogger(), _Echo()
+    root, handler = logging.getLogger(), _StderrHandler()
     before = root.level
     if verbose:
         root.setLevel(logging.INFO)
@@ -134,7 +136,7 @@ def _logged(verbose: bool) -> Iterator[None]:
         root.setLevel(before)
 
 
-class _Echo(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Writes to what standard error is at the time: progress bars put themselves in its place. Says nothing twice."""
 
     def __init__(self) -> None:

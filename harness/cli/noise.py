@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import DimOption, ShapeOption, advised, beside, param_option, sizes_option, table
+from harness.cli.common import (
+    DimOption,
+    ShapeOption,
+    add_parent_to_sys_path,
+    parse_param,
+    parse_sizes,
+    print_table,
+    rewrite_advice,
+)
 
 __all__ = ["noise"]
 
@@ -40,18 +48,18 @@ def noise(
     from harness.analysis.noise import NestedDesign
     from harness.analysis.noise_report import noise_report
     from harness.studies.study_task import make_study, study_name
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
-    beside(model)
+    add_parent_to_sys_path(model)
     study = make_study(
         model,
         backend=backend,
-        params=dict(param_option(text) for text in param or []),
-        **sizes_option(shape, dim),
+        params=dict(parse_param(text) for text in param or []),
+        **parse_sizes(shape, dim),
     )
     design = NestedDesign(processes=processes, builds=builds, readings=readings)
     folder = out or Path(f"noise-{study_name(study, placement)}")
-    with advised(), Terminal() as terminal:
+    with rewrite_advice(), TerminalProgress() as terminal:
         header, rows, notes = noise_report(study, placement, design, folder, terminal)
-    table(header, rows)
+    print_table(header, rows)
     typer.echo("\n".join(notes))

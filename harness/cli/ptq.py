@@ -12,7 +12,7 @@ def ptq(context: typer.Context) -> None:
 
     Example: `qdq ptq --onnx_path model.onnx --calibration_data calib.npy --output_path model-int8.onnx`
     """
-    from harness.compat.tao_specs.ptq import ptq as run
+    from harness.compat.tao_specs.ptq import run_ptq as run
 
     done = run(context.args)
     if isinstance(done, list):

@@ -19,15 +19,15 @@ def quantize(
 
     Example: `qdq quantize experiments/specs/quantize.yaml`
     """
-    from harness.cli.common import importable, tidy
+    from harness.cli.common import add_to_sys_path, short_path
     from harness.compat.tao_specs.quantize import quantize as run
-    from harness.compat.tao_specs.spec import read_spec, section
+    from harness.compat.tao_specs.spec import read_spec, require_section
 
     found, base = read_spec(spec), spec.resolve().parent
-    importable(base)
-    chosen = section(found.quantize, "quantize", str(spec))
+    add_to_sys_path(base)
+    chosen = require_section(found.quantize, "quantize", str(spec))
     with prefix_file(spec):
         done = run(chosen, found.dataset, base, base / (chosen.results_dir or found.results_dir))
     for op, counts in done.layers.items():
         typer.echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
-    typer.echo(f"{tidy(done.path)}: calibrated on {done.calibrated_on}")
+    typer.echo(f"{short_path(done.path)}: calibrated on {done.calibrated_on}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import DimOption, ShapeOption, advised, beside, param_option, sizes_option
+from harness.cli.common import DimOption, ShapeOption, add_parent_to_sys_path, parse_param, parse_sizes, rewrite_advice
 
 __all__ = ["record"]
 
@@ -49,17 +49,17 @@ def record(
     from harness.studies.record_table import record as record_table
     from harness.studies.replay_report import table_lines
     from harness.studies.study_task import make_study
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
-    beside(model)
+    add_parent_to_sys_path(model)
     study = make_study(
         model,
         backend=backend,
-        params=dict(param_option(text) for text in param or []),
-        **sizes_option(shape, dim),
+        params=dict(parse_param(text) for text in param or []),
+        **parse_sizes(shape, dim),
         fidelity=fidelity,
     )
     path = out or Path(f"{study.spec.name}.parquet")
-    with advised(), Terminal() as terminal:
+    with rewrite_advice(), TerminalProgress() as terminal:
         record_table(study, path, dimensions, terminal, search=search)
     typer.echo("\n".join(table_lines(read_table(path))))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import DimOption, ShapeOption, sizes_option
+from harness.cli.common import DimOption, ShapeOption, parse_sizes
 from harness.errors import UserError
 
 __all__ = ["regions"]
@@ -36,9 +36,9 @@ def regions(
     Example: `qdq regions zoo:resnet18 --html resnet18.html`
     """
     from harness.analysis.region_report import inspect_regions
-    from harness.graph.partition.summary import TreeView
+    from harness.graph.partition.summary import TreeOptions
 
-    found = inspect_regions(model, **sizes_option(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
+    found = inspect_regions(model, **parse_sizes(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
     if html is not None:
         try:
             html.write_text(found.html(), encoding="utf-8")
@@ -48,4 +48,4 @@ def regions(
     if as_json:
         typer.echo(json.dumps(found.data(), indent=1))
     elif html is None:
-        typer.echo("\n".join(found.lines(TreeView(include_all=include_all_regions, verbose=verbose))))
+        typer.echo("\n".join(found.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))

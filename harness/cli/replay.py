@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import importable, table
+from harness.cli.common import add_to_sys_path, print_table
 
 __all__ = ["replay"]
 
@@ -33,10 +33,10 @@ def replay(
     from harness.benchmark_table import read_table
     from harness.studies.replay_report import ReplayRequest, replay_all, table_lines
 
-    importable(Path.cwd())
+    add_to_sys_path(Path.cwd())
     opened = read_table(recorded)
     order = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
     typer.echo("\n".join(table_lines(opened)))
     header, rows, notes = replay_all(opened, tuple(searcher or ()), order, out)
-    table(header, rows)
+    print_table(header, rows)
     typer.echo("\n".join(notes))

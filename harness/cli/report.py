@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import show, tidy
+from harness.cli.common import print_rich_or_text, short_path
 from harness.results_dir.termination import SearcherFailures
 
-__all__ = ["followed", "report", "reported", "show_report"]
+__all__ = ["report", "report_afterwards", "report_run", "show_report"]
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
 
 
 @contextmanager
-def followed(show_found: Callable[[], None]) -> Iterator[None]:
+def report_afterwards(show_found: Callable[[], None]) -> Iterator[None]:
     """Show what is found by what is run within; searches that broke are no reason not to, and are said behind it."""
     try:
         yield
@@ -37,22 +37,22 @@ def followed(show_found: Callable[[], None]) -> Iterator[None]:
     show_found()
 
 
-def reported(folder: Path) -> AbstractContextManager[None]:
-    """Show the report of what is run within; see `followed`."""
-    return followed(partial(show_report, folder))
+def report_run(folder: Path) -> AbstractContextManager[None]:
+    """Show the report of what is run within; see `report_afterwards`."""
+    return report_afterwards(partial(show_report, folder))
 
 
 def show_report(folder: Path) -> None:
     """Render the report of a results folder, where it is not there already, print its main table and what may help."""
-    from harness.report.render import current_report, drawing_of, text_of, write_report
-    from harness.report.tables.next_steps import next_steps, winners
+    from harness.report.render import current_report, report_renderable, report_text, write_report
+    from harness.report.tables.next_steps import describe_next_steps, describe_winners
 
-    folder = tidy(folder)
+    folder = short_path(folder)
     current = current_report(folder)
     results, tables = current or write_report(folder)
-    show(text_of(results, tables), drawing_of(results, tables))
+    print_rich_or_text(report_text(results, tables), report_renderable(results, tables))
     for main in (table.raw for table in tables if table.name == "main"):
-        for line in (*winners(results, main), *next_steps(results, main)):
+        for line in (*describe_winners(results, main), *describe_next_steps(results, main)):
             typer.echo(f"\n{line}")
     typer.echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
     if current:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import advised, importable
+from harness.cli.common import add_to_sys_path, rewrite_advice
 from harness.cli.compare import compare
-from harness.cli.report import followed, reported
+from harness.cli.report import report_afterwards, report_run
 from harness.errors import UserError, prefix_file
 
 __all__ = ["reproduce"]
@@ -33,14 +33,14 @@ def reproduce(
     from harness.pipeline.runner import run_experiment
     from harness.report.load.results import load
     from harness.task_setup.preflight import check_experiment
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
     load(folder)  # before hours are spent on something that cannot be compared
     again = folder.resolve().with_name(f"{folder.resolve().name}-again") if out is None else out
     if again.resolve() == folder.resolve():
         raise UserError(f"--out {again}: is the folder to be reproduced; use another one")
     config = load_experiment(folder / "experiment.yaml", (base or Path.cwd()).resolve())
-    importable(config.base_dir)
+    add_to_sys_path(config.base_dir)
     try:
         with prefix_file(folder / "experiment.yaml"):
             remarks = check_experiment(config)
@@ -55,5 +55,5 @@ def reproduce(
         typer.echo("")
         compare(folder, again)
 
-    with advised(), followed(show_comparison), reported(again), Terminal() as terminal:
+    with rewrite_advice(), report_afterwards(show_comparison), report_run(again), TerminalProgress() as terminal:
         run_experiment(config, out=again, observer=terminal)

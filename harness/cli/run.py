@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import importable
-from harness.cli.report import reported
+from harness.cli.common import add_to_sys_path
+from harness.cli.report import report_run
 from harness.errors import prefix_file
 
 __all__ = ["run"]
@@ -42,10 +42,10 @@ def run(
     from harness.task_setup.accuracy_bound import bound_lines
     from harness.task_setup.preflight import check_experiment, check_models
     from harness.task_setup.workload import describe_workload
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
     config = load_experiment(experiment)
-    importable(config.base_dir)
+    add_to_sys_path(config.base_dir)
     with prefix_file(experiment):
         remarks = check_experiment(config)
     for remark in remarks:
@@ -64,7 +64,7 @@ def run(
             typer.echo(line)
         typer.echo(describe_workload(config))
         return
-    with reported(folder), Terminal() as terminal:
+    with report_run(folder), TerminalProgress() as terminal:
         run_experiment(
             config,
             out=folder,

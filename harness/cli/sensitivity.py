@@ -8,12 +8,21 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import DimOption, ShapeOption, advised, beside, param_option, sizes_option, table, tidy
+from harness.cli.common import (
+    DimOption,
+    ShapeOption,
+    add_parent_to_sys_path,
+    parse_param,
+    parse_sizes,
+    print_table,
+    rewrite_advice,
+    short_path,
+)
 
 __all__ = ["sensitivity"]
 
 
-class By(StrEnum):
+class Granularity(StrEnum):
     """What is quantized together."""
 
     pattern = "pattern"
@@ -27,7 +36,7 @@ def sensitivity(
             help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one cell.", show_default=False
         ),
     ],
-    by: Annotated[By, typer.Option(help="What is quantized, or left out, at a time.")] = By.pattern,
+    by: Annotated[Granularity, typer.Option(help="What is quantized, or left out, at a time.")] = Granularity.pattern,
     backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
     param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,
     shape: ShapeOption = None,
@@ -49,18 +58,18 @@ def sensitivity(
     """
     from harness.analysis.sensitivity_report import sensitivity_report
     from harness.studies.study_task import make_study
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
-    beside(model)
+    add_parent_to_sys_path(model)
     study = make_study(
         model,
         backend=backend,
-        params=dict(param_option(text) for text in param or []),
-        **sizes_option(shape, dim),
+        params=dict(parse_param(text) for text in param or []),
+        **parse_sizes(shape, dim),
         precision=precision,
     )
-    folder = tidy(out or Path(f"sensitivity-{study.spec.name}"))
-    with advised(), Terminal() as terminal:
+    folder = short_path(out or Path(f"sensitivity-{study.spec.name}"))
+    with rewrite_advice(), TerminalProgress() as terminal:
         header, rows, notes = sensitivity_report(study, by.value, folder, terminal, samples)
-    table(header, rows)
+    print_table(header, rows)
     typer.echo("\n".join(notes))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.cli.common import importable
+from harness.cli.common import add_to_sys_path
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,26 +50,26 @@ def study(
 
     Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
     """
-    from harness.report.report_table import markdown, note_markdown
+    from harness.report.report_table import render_markdown, render_note_markdown
     from harness.studies.budget_study import study_budgets
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
     from harness.timing.provenance import count_cores
 
-    importable(Path.cwd())
+    add_to_sys_path(Path.cwd())
     options: dict[str, Any] = {
         "--searcher": {"searchers": [{"use": name} for name in searcher]} if searcher else {},
         "--budget": {"budgets": sorted(set(budget))} if budget else {},
         "--seeds": {"seeds": seeds} if seeds else {},
         "--cold": {"initial": []} if cold else {},
     }
-    planned = _planned(what, {name: said for name, said in options.items() if said})
-    with Terminal() as terminal:
+    planned = _load_budget_study(what, {name: said for name, said in options.items() if said})
+    with TerminalProgress() as terminal:
         found = study_budgets(planned, out, terminal, workers=workers or count_cores())
     for table in found:
-        typer.echo(f"{markdown(table)}\n\n{note_markdown(table)}\n")
+        typer.echo(f"{render_markdown(table)}\n\n{render_note_markdown(table)}\n")
 
 
-def _planned(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:
+def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:
     """The study of a file, which says everything itself, or of some tables."""
     from harness.studies.study_file import BudgetStudy, load_study
 
@@ -79,5 +79,5 @@ def _planned(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> 
     if len(what) > 1 or options:
         others = ", ".join([*map(str, what[1:]), *options])
         raise UserError(f"{what[0]} is a study, which says everything itself; leave out {others}, or change the file")
-    importable(what[0].resolve().parent)
+    add_to_sys_path(what[0].resolve().parent)
     return load_study(what[0])

@@ -23,11 +23,11 @@ def trace(
 
     Example: `qdq trace results/quickstart linear:speedup`
     """
-    from harness.cli.common import tidy
+    from harness.cli.common import short_path
     from harness.report import trace as tracing
     from harness.report.load.results import load
 
-    found = tracing.trace(load(tidy(folder)), cell, table)
+    found = tracing.trace_cell(load(short_path(folder)), cell, table)
     typer.echo(f"{found.row}, {found.column}: {found.shown}")
     for source in found.sources:
         for line in source.lines() if raw else source.brief(last):

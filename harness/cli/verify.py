@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import based, importable, tidy
+from harness.cli.common import add_to_sys_path, explain_relative_paths, short_path
 from harness.errors import UserError
 
 __all__ = ["verify"]
 
-WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
-BROKEN = "BROKEN"
+VERDICT_WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
+BROKEN_BOUND_WORD = "BROKEN"
 """Of a bound on accuracy that does not hold: nothing that is recorded need differ."""
 
 
@@ -50,11 +50,11 @@ def verify(
     Example: `qdq verify out/mine auto`, or `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
     """
     from harness.config.objective import parse_bound
-    from harness.pipeline.verify import exported
+    from harness.pipeline.verify import find_exported_row
     from harness.pipeline.verify import verify as repeat
-    from harness.terminal_progress import Terminal
+    from harness.terminal_progress import TerminalProgress
 
-    model = exported(tidy(file), row) if file.is_dir() else file
+    model = find_exported_row(short_path(file), row) if file.is_dir() else file
     if not file.exists():
         raise UserError(f"{file}: no such file or folder")
     if model is file and row is not None:
@@ -64,11 +64,11 @@ def verify(
     except ValueError as error:
         raise UserError(f"--max-drop: {error}, but got {max_drop!r}") from error
     start = (base or Path.cwd()).resolve()
-    importable(start)
-    with based(start), Terminal() as terminal:
+    add_to_sys_path(start)
+    with explain_relative_paths(start), TerminalProgress() as terminal:
         checks = repeat(model, terminal, results=results, base=start, max_drop=bound)
     for check in checks:
-        word = BROKEN if check.what == "bound" and check.holds is False else WORDS[check.holds]
+        word = BROKEN_BOUND_WORD if check.what == "bound" and check.holds is False else VERDICT_WORDS[check.holds]
         typer.echo(f"{check.what}: {word}: {check.found}")
     if any(check.holds is False for check in checks):
         raise typer.Exit(1)

@@ -20,4 +20,4 @@ def zoo(
     """
     from harness import zoo as models
 
-    typer.echo(f"{models.write(name, output)}: {models.names()[name]}")
+    typer.echo(f"{models.write_model(name, output)}: {models.model_names()[name]}")

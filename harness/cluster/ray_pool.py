@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from harness.cluster.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFiles, RayWorker
 from harness.errors import UserError
-from harness.graph.io.files import parts
+from harness.graph.io.files import model_files
 from harness.progress import Observer
 from harness.results_dir.fingerprint import diff_leaves
 from harness.timing.provenance import comparability_key
@@ -133,7 +133,7 @@ class RayPool:
         with self._lock:
             reference = self._uploaded.get(key)
             if reference is None:
-                files: ModelFiles = {part.name: part.read_bytes() for part in parts(path)}
+                files: ModelFiles = {part.name: part.read_bytes() for part in model_files(path)}
                 reference = ray.put(files)
                 self._uploaded.put(key, reference, sum(map(len, files.values())))
             return key, reference

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.config.sections import PluginSpec
 from harness.errors import suggest_names
-from search.heuristics import RULES
+from search.heuristics import HEURISTIC_RULES
 
 __all__ = [
     "DEFAULT_BASELINES", "DEFAULT_INITIAL", "FILE_SOURCES", "FULLY_QUANTIZED", "PTQ_TOOLS", "as_list",
@@ -29,7 +29,8 @@ FULLY_QUANTIZED = "extreme"
 _FP8_SUFFIX = "-fp8"
 _FLOAT_ROW_NAME = re.compile(r"float-(f|bf|fp|tf)\d+")
 _RULE_PLACEMENTS = (
-    "float", "all", FULLY_QUANTIZED, *RULES, "trt_guide", *(f"{name}{_FP8_SUFFIX}" for name in ("all", *RULES)),
+    "float", "all", FULLY_QUANTIZED, *HEURISTIC_RULES, "trt_guide", *(f"{name}{_FP8_SUFFIX}" for name in ("all",
+    *HEURISTIC_RULES)),
 )  # fmt: skip
 
 

@@ -18,17 +18,17 @@ from harness.timing.turn_log import TWIN, TurnMatrix
 from harness.timing.workers.engines import Engines
 from search.space import Placement, Space
 
-__all__ = ["Bench", "Timed", "fewer_points", "quantized", "without"]
+__all__ = ["AblationTimer", "AblationTiming", "backward_elimination", "quantized", "without"]
 
-WHOLE = "whole"
-SEED = 0
+WHOLE_PLACEMENT = "whole"
+TURN_ORDER_SEED = 0
 """Of the order of turns."""
-MOST_TESTS = 150
+MAX_ELIMINATION_TESTS = 150
 """Placements that the search for the fewest points may build."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class AblationTiming:
     """A placement against the whole one.
 
     Attributes:
@@ -41,7 +41,7 @@ class Timed:
 
 
 @dataclass(slots=True, kw_only=True)
-class Bench:
+class AblationTimer:
     """Times placements beside the whole one: fresh builds, random turns, as a confirmation does.
 
     Attributes:
@@ -67,14 +67,14 @@ class Bench:
         """Smaller losses of speed are none."""
         return max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(self.aa))
 
-    def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, Timed]:
+    def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, AblationTiming]:
         """Each placement against the whole one; those that build the same graph are timed once."""
         own = self.space.digest(self.whole)
         digests = {name: self.space.digest(placement) for name, placement in placements.items()}
         wanted = {digests[name]: placement for name, placement in placements.items() if digests[name] != own}
         summary = self._confirm(wanted, title)
-        same = Timed(ratio=Interval(value=1.0, low=1.0, high=1.0))
-        timed = {digest: _timed(summary, digest) for digest in wanted}
+        same = AblationTiming(ratio=Interval(value=1.0, low=1.0, high=1.0))
+        timed = {digest: _read_timing(summary, digest) for digest in wanted}
         return {name: timed.get(digest, same) for name, digest in digests.items()}
 
     def _confirm(self, placements: Mapping[str, Placement], title: str) -> ConfirmationSummary:
@@ -84,31 +84,31 @@ class Bench:
             events = []
             for event in confirm(
                 rows,
-                Contender(name=WHOLE, candidate=self.candidate(self.whole)),
+                Contender(name=WHOLE_PLACEMENT, candidate=self.candidate(self.whole)),
                 open_engines=self.open_engines,
                 schedule=plan,
-                rng=np.random.default_rng(SEED),
+                rng=np.random.default_rng(TURN_ORDER_SEED),
             ):
                 events.append(event)
                 if event.row in placements:
                     step.advance()
-        summary = summarize_turns(events, baseline=WHOLE)
-        own, twins = TurnMatrix(events).paired_samples(TWIN, WHOLE)
+        summary = summarize_turns(events, baseline=WHOLE_PLACEMENT)
+        own, twins = TurnMatrix(events).paired_samples(TWIN, WHOLE_PLACEMENT)
         self.aa += [float(np.median(np.divide(one, two))) for one, two in zip(own, twins, strict=True)]
-        if self.whole_ms is None and WHOLE in summary.rows:
-            self.whole_ms = summary.rows[WHOLE].latency_ms.value
+        if self.whole_ms is None and WHOLE_PLACEMENT in summary.rows:
+            self.whole_ms = summary.rows[WHOLE_PLACEMENT].latency_ms.value
         return summary
 
 
-def _timed(summary: ConfirmationSummary, digest: str) -> Timed:
+def _read_timing(summary: ConfirmationSummary, digest: str) -> AblationTiming:
     if digest in summary.failed:
         failed = summary.failed[digest]
-        return Timed(reason=f"{failed.stage}: {failed.reason}")
+        return AblationTiming(reason=f"{failed.stage}: {failed.reason}")
     row = summary.rows.get(digest)
     if row is None or row.builds_ok < 2:
-        return Timed(reason="no readings")
+        return AblationTiming(reason="no readings")
     speedup = row.speedup
-    return Timed(ratio=Interval(value=1 / speedup.value, low=1 / speedup.high, high=1 / speedup.low))
+    return AblationTiming(ratio=Interval(value=1 / speedup.value, low=1 / speedup.high, high=1 / speedup.low))
 
 
 def quantized(placement: Placement) -> list[int]:
@@ -122,7 +122,7 @@ def without(placement: Placement, indices: Sequence[int]) -> Placement:
     return Placement(tuple(0 if index in left else choice for index, choice in enumerate(placement.choices)))
 
 
-def fewer_points(bench: Bench, order: Sequence[int]) -> tuple[list[Placement], int]:
+def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[list[Placement], int]:
     """Placements with ever fewer quantized dimensions that seem as fast as the whole one, within the noise.
 
     Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE Transactions on
@@ -140,15 +140,15 @@ def fewer_points(bench: Bench, order: Sequence[int]) -> tuple[list[Placement], i
     """
     kept, chunks, tests = list(order), min(8, len(order)), 0
     found = [bench.whole]
-    while kept and tests < MOST_TESTS:
+    while kept and tests < MAX_ELIMINATION_TESTS:
         parts = [part.tolist() for part in np.array_split(kept, chunks) if len(part)]
-        tested = _tested(bench, kept, parts)
+        tested = _test_removals(bench, kept, parts)
         tests += len(parts)
         free = [part for part in parts if tested[str(part)] <= 1 + bench.tolerance]
         if len(free) > 1:
             together = [index for part in free for index in part]
             tests += 1
-            if _tested(bench, kept, [together])[str(together)] <= 1 + bench.tolerance:
+            if _test_removals(bench, kept, [together])[str(together)] <= 1 + bench.tolerance:
                 free = [together]
         if free:
             best = min(free, key=lambda part: (-len(part), tested.get(str(part), 1.0)))
@@ -162,7 +162,7 @@ def fewer_points(bench: Bench, order: Sequence[int]) -> tuple[list[Placement], i
     return found, tests
 
 
-def _tested(bench: Bench, kept: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
+def _test_removals(bench: AblationTimer, kept: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
     """Latency over that of the whole placement, with each of the parts left out besides; infinite where it failed."""
     gone = [index for index in quantized(bench.whole) if index not in set(kept)]
     placements = {str(part): without(bench.whole, [*gone, *part]) for part in parts}

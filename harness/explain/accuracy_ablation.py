@@ -13,18 +13,18 @@ from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.artifacts import ExportedModel
 from harness.statistics import Interval
-from harness.task_setup.task import Cell
+from harness.task_setup.task import Task
 from harness.timing.workers.engines import Engines
-from harness.verification.accuracy_store import ScoreBook
+from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement
 
-__all__ = ["Accountant"]
+__all__ = ["AccuracyAblation"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accountant:
+class AccuracyAblation:
     """Scores placements of a cell and says what one loses against another.
 
     Attributes:
@@ -32,18 +32,18 @@ class Accountant:
         metric: Its figure.
     """
 
-    cell: Cell
+    cell: Task
     engines: Engines
     observer: Observer
     metric: str
     higher_is_better: bool
 
-    def drops(self, whole: Placement, others: Mapping[str, Placement]) -> dict[str, Interval]:
+    def measure_drops(self, whole: Placement, others: Mapping[str, Placement]) -> dict[str, Interval]:
         """Loss of a placement against each of the others, in the metric's unit; those that fail are absent.
 
         Limits are 95 %, by the paired bootstrap over images; NaN where the evaluator tells nothing of single images.
         """
-        book = ScoreBook(self.cell.work, self.engines, self.observer)
+        book = AccuracyStore(self.cell.work, self.engines, self.observer)
         flat = book.float_score(self.cell.model_file)  # an evaluator may have to see the float model first
         found: dict[str, Interval] = {}
         with self.observer.work("accuracy without each pattern", len(others) + 1) as step:
@@ -55,10 +55,10 @@ class Accountant:
                 step.advance()
         return found
 
-    def _score(self, book: ScoreBook, placement: Placement, flat: Accuracy | Failed) -> Accuracy | None:
+    def _score(self, book: AccuracyStore, placement: Placement, flat: Accuracy | Failed) -> Accuracy | None:
         candidate = self.cell.candidate(placement)
         row = ExportedModel(id=candidate.digest, file="", sha256=candidate.digest, pairs=len(candidate.edges))
-        found = book.row_score(candidate, row) if candidate.edges else flat
+        found = book.score_row(candidate, row) if candidate.edges else flat
         if isinstance(found, Failed):
             logger.warning("%s is not scored: %s: %s", candidate.digest, found.stage, found.reason)
             return None

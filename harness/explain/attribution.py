@@ -16,30 +16,30 @@ from harness.config.initial import PTQ_TOOLS
 from harness.config.plan import plan_tasks
 from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import UserError
-from harness.explain.ablation import Bench, Timed, fewer_points, quantized, without
-from harness.explain.accuracy_ablation import Accountant
-from harness.explain.edge_fusion import fates_of, layers_of
+from harness.explain.ablation import AblationTimer, AblationTiming, backward_elimination, quantized, without
+from harness.explain.accuracy_ablation import AccuracyAblation
+from harness.explain.edge_fusion import iter_edge_fusions, read_layers
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover
+from harness.graph.partition.regions import discover_regions
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.report.load.attribution_store import Effect, Explanation, Kept
+from harness.report.load.attribution_store import AttributionReport, MinimalPlacement, PartEffect
 from harness.report.load.results import CellResults, load
-from harness.report.trace import row_of
+from harness.report.trace import find_main_row
 from harness.statistics import Interval
-from harness.task_setup.accuracy import Scoring, scoring_of
-from harness.task_setup.task import Cell, compose
+from harness.task_setup.accuracy import Scoring, make_scoring
+from harness.task_setup.task import Task, compose_task
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from search.space import Placement
 
-__all__ = ["explain_row"]
+__all__ = ["attribute_row"]
 
-TURNS = Confirmation(builds=3, rounds=10, samples=3)
+ATTRIBUTION_SCHEDULE = Confirmation(builds=3, rounds=10, samples=3)
 logger = logging.getLogger(__name__)
 
 
-def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> tuple[Explanation, Path]:
+def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -> tuple[AttributionReport, Path]:
     """Measure what each pattern, and each insertion point of patterns that matter, is worth; find the fewest that do.
 
     Args:
@@ -55,7 +55,7 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
             model cannot be timed beside the row.
     """
     results = load(folder)
-    line = row_of(results, where)
+    line = find_main_row(results, where)
     cell_results = results.cell(str(line["cell"]))
     row = cell_results.rows.get(str(line["row"]))
     if row is not None and row.choices and not any(row.choices):
@@ -78,12 +78,12 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         raise UserError(f"{folder / 'experiment.yaml'}: has no cell {cell_results.name!r}")
     bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"),), "baselines": ()})
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
-        cell = compose(bare, spec, Path(work), observer)
-        _refuse_another(cell, cell_results)
-        asked = _Asked(
+        cell = compose_task(bare, spec, Path(work), observer)
+        _require_same_task(cell, cell_results)
+        asked = _RowExplainer(
             experiment=experiment,
-            cell=cell.at({MAIN_BENCHMARKER: _backend(spec.backend, cell_results)}),
-            scoring=scoring_of(experiment.objective, spec.model, cell.model, cell.work),
+            cell=cell.with_benchmarkers({MAIN_BENCHMARKER: _recorded_backend(spec.backend, cell_results)}),
+            scoring=make_scoring(experiment.objective, spec.model, cell.model, cell.work),
             whole=Placement(row.choices),
             observer=observer,
         )
@@ -91,7 +91,7 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
     return found, cell_results.folder
 
 
-def _refuse_another(cell: Cell, results: CellResults) -> None:
+def _require_same_task(cell: Task, results: CellResults) -> None:
     space = hashlib.sha256(repr(cell.space.dimensions).encode()).hexdigest()[:16]
     for what, now, there in (
         ("model", cell.model.sha256, results.facts.get("model_sha256")),
@@ -104,7 +104,7 @@ def _refuse_another(cell: Cell, results: CellResults) -> None:
             )
 
 
-def _backend(use: PluginSpec, results: CellResults) -> PluginSpec:
+def _recorded_backend(use: PluginSpec, results: CellResults) -> PluginSpec:
     """The backend at the float precision that the row was compared at."""
     facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     strongest = str(results.facts["backend"].get("float_precision"))
@@ -113,33 +113,33 @@ def _backend(use: PluginSpec, results: CellResults) -> PluginSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _RowExplainer:
     """One row while it is being explained; the cell has its backend."""
 
     experiment: Experiment
-    cell: Cell
+    cell: Task
     scoring: Scoring
     whole: Placement
     observer: Observer
 
-    def explain(self, row: str, sha256: str, method: str) -> Explanation:
-        """Measure everything; see `explain_row`."""
-        bench = self._bench()
+    def explain(self, row: str, sha256: str, method: str) -> AttributionReport:
+        """Measure everything; see `attribute_row`."""
+        bench = self._ablation_timer()
         space, whole = self.cell.space, self.whole
-        flat = _against_float(bench)
-        patterns, drop = self._patterns(bench)
-        points = self._points(bench, patterns)
+        flat = _speedup_over_float(bench)
+        patterns, drop = self._pattern_effects(bench)
+        points = self._point_effects(bench, patterns)
         fast = flat.low > 1 + bench.tolerance
-        minimal = self._minimal(bench, patterns, points, flat) if fast else None
+        minimal = self._minimal_placement(bench, patterns, points, flat) if fast else None
         before, after = (
             self._layers(placement, name) for name, placement in (("b", space.float_placement()), ("a", whole))
         )
-        resolved = self.cell.in_file(space.resolve(whole))
-        return Explanation(
+        resolved = self.cell.edges_in_file(space.resolve(whole))
+        return AttributionReport(
             row=row,
             sha256=sha256,
             method=method,
-            pairs=self._pairs(whole),
+            pairs=self._count_pairs(whole),
             speedup=flat,
             floor=bench.tolerance,
             patterns=patterns,
@@ -147,7 +147,7 @@ class _Asked:
             minimal=minimal,
             before=before,
             after=after,
-            fates=tuple(fates_of(resolved, self.cell.cast or self.cell.model, after)),
+            fates=tuple(iter_edge_fusions(resolved, self.cell.cast or self.cell.model, after)),
             latency_ms=bench.whole_ms,
             metric=self.scoring.metric,
             drop=drop,
@@ -158,20 +158,20 @@ class _Asked:
             benchmarkers=self.cell.benchmarkers, workdir=self.cell.work, evaluators=self.scoring.evaluators
         )
 
-    def _bench(self) -> Bench:
-        return Bench(
+    def _ablation_timer(self) -> AblationTimer:
+        return AblationTimer(
             space=self.cell.space,
             whole=self.whole,
             candidate=self.cell.candidate,
             open_engines=lambda: open_engines(self._worker(), self.experiment.limits),
-            plan=TURNS,
+            plan=ATTRIBUTION_SCHEDULE,
             observer=self.observer,
         )
 
-    def _pairs(self, placement: Placement) -> int:
-        return self.cell.inserter.pairs(self.cell.space.resolve(placement))
+    def _count_pairs(self, placement: Placement) -> int:
+        return self.cell.inserter.count_pairs(self.cell.space.resolve(placement))
 
-    def _patterns(self, bench: Bench) -> tuple[tuple[Effect, ...], Interval | None]:
+    def _pattern_effects(self, bench: AblationTimer) -> tuple[tuple[PartEffect, ...], Interval | None]:
         """Each pattern left out, and each alone; and the row's own drop of accuracy against the float model."""
         space, whole = self.cell.space, self.whole
         chosen = set(quantized(whole))
@@ -181,61 +181,65 @@ class _Asked:
         alone = {group: without(whole, list(chosen - set(indices))) for group, indices in parts.items()}
         timed = bench.time(rest, "patterns left out")
         single = bench.time({**alone, "": space.float_placement()}, "patterns alone")
-        drops = self._drops({**rest, "": space.float_placement()})
-        operators = self._operators()
+        drops = self._accuracy_drops({**rest, "": space.float_placement()})
+        operators = self._operators_by_point()
         effects = (
             replace(
-                self._effect(group, group, timed[group], rest[group], operators),
-                alone=_over(single[""], single[group]),
+                self._part_effect(group, group, timed[group], rest[group], operators),
+                alone=_ratio_of(single[""], single[group]),
                 drop=drops.get(group),
             )
             for group in parts
         )
-        return _sorted(effects), drops.get("")
+        return _sort_effects(effects), drops.get("")
 
-    def _drops(self, others: Mapping[str, Placement]) -> Mapping[str, Interval]:
+    def _accuracy_drops(self, others: Mapping[str, Placement]) -> Mapping[str, Interval]:
         """Loss of accuracy of the row against each of the others; none where nothing is scored."""
         if self.scoring.metric is None:
             return {}
         with open_engines(self._worker(), self.experiment.limits) as engines:
-            accountant = Accountant(
+            accountant = AccuracyAblation(
                 cell=self.cell,
                 engines=engines,
                 observer=self.observer,
                 metric=self.scoring.metric,
                 higher_is_better=self.scoring.higher_is_better,
             )
-            return accountant.drops(self.whole, others)
+            return accountant.measure_drops(self.whole, others)
 
-    def _points(self, bench: Bench, patterns: Sequence[Effect]) -> tuple[Effect, ...]:
+    def _point_effects(self, bench: AblationTimer, patterns: Sequence[PartEffect]) -> tuple[PartEffect, ...]:
         """Each point left out, of the patterns whose loss is beyond the noise."""
         matter = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > bench.tolerance}
         dimensions = self.cell.space.dimensions
         rest = {i: without(self.whole, [i]) for i in quantized(self.whole) if dimensions[i].group in matter}
         timed = bench.time({str(index): placement for index, placement in rest.items()}, "points left out")
-        operators = self._operators()
-        return _sorted(
-            self._effect(dimensions[i].name, dimensions[i].group, timed[str(i)], placement, operators)
+        operators = self._operators_by_point()
+        return _sort_effects(
+            self._part_effect(dimensions[i].name, dimensions[i].group, timed[str(i)], placement, operators)
             for i, placement in rest.items()
         )
 
-    def _effect(self, part: str, pattern: str, timed: Timed, rest: Placement, operators: Mapping[str, str]) -> Effect:
-        return Effect(
+    def _part_effect(
+        self, part: str, pattern: str, timed: AblationTiming, rest: Placement, operators: Mapping[str, str]
+    ) -> PartEffect:
+        return PartEffect(
             part=part,
             pattern=pattern,
             operators=operators.get(pattern.partition(".")[0], ""),
-            pairs=self._pairs(self.whole) - self._pairs(rest),
+            pairs=self._count_pairs(self.whole) - self._count_pairs(rest),
             ratio=timed.ratio,
             reason=timed.reason,
         )
 
-    def _operators(self) -> dict[str, str]:
+    def _operators_by_point(self) -> dict[str, str]:
         """By name of a group the operators of its regions."""
-        patterns = find_patterns(self.cell.model, discover(self.cell.model))
+        patterns = find_patterns(self.cell.model, discover_regions(self.cell.model))
         names = {group.partition(".")[0] for group in self.cell.space.groups}
         return {n: ", ".join(p.operators) for n in names for p in patterns if p.signature.startswith(n)}
 
-    def _minimal(self, bench: Bench, patterns: Sequence[Effect], points: Sequence[Effect], flat: Interval) -> Kept:
+    def _minimal_placement(
+        self, bench: AblationTimer, patterns: Sequence[PartEffect], points: Sequence[PartEffect], flat: Interval
+    ) -> MinimalPlacement:
         """The fewest points that keep the gain in a measurement of their own, beside all that seemed to on the way.
 
         Where the float model fails in it, what is known from before stands: `flat`, its latency over the whole's.
@@ -246,30 +250,32 @@ class _Asked:
             quantized(self.whole),
             key=lambda i: (worth.get(dimensions[i].name, 1.0), worth.get(dimensions[i].group, 1.0)),
         )
-        trail, tests = fewer_points(bench, order)
+        trail, tests = backward_elimination(bench, order)
         steps = {str(place): placement for place, placement in enumerate(trail)}
         timed = bench.time({**steps, "float": self.cell.space.float_placement()}, "the fewest points")
         keeping = [(n, r) for n in steps if (r := timed[n].ratio) is not None and r.value <= 1 + bench.tolerance]
         fewest, ratio = keeping[-1]  # the whole placement, at least, keeps its own gain
-        placement, speedup = steps[fewest], _divided(timed["float"].ratio or flat, ratio)
+        placement, speedup = steps[fewest], _divide_intervals(timed["float"].ratio or flat, ratio)
         names = tuple(dimensions[index].name for index in quantized(placement))
-        return Kept(points=names, pairs=self._pairs(placement), ratio=ratio, speedup=speedup, tests=tests)
+        return MinimalPlacement(
+            points=names, pairs=self._count_pairs(placement), ratio=ratio, speedup=speedup, tests=tests
+        )
 
     def _layers(self, placement: Placement, name: str) -> tuple[Any, ...]:
         backend = self.cell.benchmarkers[MAIN_BENCHMARKER]
-        found = layers_of(backend, self.cell.candidate(placement), self.cell.work / f"layers-{name}")
+        found = read_layers(backend, self.cell.candidate(placement), self.cell.work / f"layers-{name}")
         if isinstance(found, Failed):
             logger.warning("no layers: %s: %s", found.stage, found.reason)
             return ()
         return found
 
 
-def _sorted(effects: Iterable[Effect]) -> tuple[Effect, ...]:
+def _sort_effects(effects: Iterable[PartEffect]) -> tuple[PartEffect, ...]:
     """The most valuable first; those without a figure last."""
     return tuple(sorted(effects, key=lambda e: (e.ratio is None, -(e.ratio.value if e.ratio is not None else 0.0))))
 
 
-def _against_float(bench: Bench) -> Interval:
+def _speedup_over_float(bench: AblationTimer) -> Interval:
     """Latency of the float model over that of the whole placement.
 
     Raises:
@@ -284,11 +290,11 @@ def _against_float(bench: Bench) -> Interval:
     return flat.ratio
 
 
-def _over(first: Timed, second: Timed) -> Interval | None:
+def _ratio_of(first: AblationTiming, second: AblationTiming) -> Interval | None:
     """Latency of the first over that of the second; None where one of them has none."""
-    return None if first.ratio is None or second.ratio is None else _divided(first.ratio, second.ratio)
+    return None if first.ratio is None or second.ratio is None else _divide_intervals(first.ratio, second.ratio)
 
 
-def _divided(first: Interval, second: Interval) -> Interval:
+def _divide_intervals(first: Interval, second: Interval) -> Interval:
     """A ratio over another; the limits are the widest that their own allow."""
     return Interval(value=first.value / second.value, low=first.low / second.high, high=first.high / second.low)

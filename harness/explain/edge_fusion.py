@@ -8,20 +8,20 @@ from pathlib import Path
 from harness import registry
 from harness.api import Candidate, Layer, SupportsLayers
 from harness.config.sections import PluginSpec
-from harness.explain.layer_kinds import is_low
-from harness.explain.layer_timing import counted
+from harness.explain.layer_kinds import is_low_precision
+from harness.explain.layer_timing import time_layers
 from harness.graph.model import Model
 from harness.records import Failed
-from harness.report.load.attribution_store import Fate
+from harness.report.load.attribution_store import EdgeFusion
 from harness.timing.workers.in_process import as_outcome
 from search.space import Resolved
 
-__all__ = ["fates_of", "layers_of"]
+__all__ = ["iter_edge_fusions", "read_layers"]
 
-READINGS = 50
+LAYER_TIMING_RUNS = 50
 
 
-def layers_of(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tuple[Layer, ...] | Failed:
+def read_layers(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tuple[Layer, ...] | Failed:
     """The layers of a candidate's engine with their times, where the runtime tells; none where it does not.
 
     Args:
@@ -35,10 +35,10 @@ def layers_of(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tuple
     benchmarker = registry.create_plugin("benchmarker", backend.use, {**backend.params, **counting})
     if not isinstance(benchmarker, SupportsLayers):
         return ()
-    return as_outcome("build", lambda: counted(benchmarker, candidate, workdir, READINGS).layers)
+    return as_outcome("build", lambda: time_layers(benchmarker, candidate, workdir, LAYER_TIMING_RUNS).layers)
 
 
-def fates_of(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[Fate]:
+def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[EdgeFusion]:
     """Whether each quantized edge was fused into its consumer, by the precision that the consumer's layer computes in.
 
     Args:
@@ -50,17 +50,17 @@ def fates_of(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Itera
     names = {node.name for node in model.nodes}
     for edge, precision in resolved:
         layer = owner.get(edge.consumer) if edge.consumer in names else None
-        yield Fate(
+        yield EdgeFusion(
             tensor=edge.tensor,
             consumer=edge.consumer,
             slot=edge.slot,
             precision=precision,
-            fate=_fate(layer),
+            fate=_fusion_state(layer),
             layer="" if layer is None else f"{layer.kind} ({layer.precision})",
         )
 
 
-def _fate(layer: Layer | None) -> str:
+def _fusion_state(layer: Layer | None) -> str:
     if layer is None or not layer.precision:
         return "unknown"
-    return "fused" if is_low(layer.precision) else "alone"
+    return "fused" if is_low_precision(layer.precision) else "alone"

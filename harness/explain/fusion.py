@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.api import Layer
-from harness.explain.layer_kinds import is_low, kind_of
-from harness.graph.qdq.read_structure import QUANTIZE, Asked
+from harness.explain.layer_kinds import classify_layer, is_low_precision
+from harness.graph.qdq.read_structure import QUANTIZE, QDQGraph
 
-__all__ = ["Explanation", "Finding", "explain_layers"]
+__all__ = ["FusionFinding", "FusionReport", "explain_layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class FusionFinding:
     """One thing that keeps a model from running as its Q/DQ pairs ask.
 
     Attributes:
@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class FusionReport:
     """What became of a model.
 
     Attributes:
@@ -49,18 +49,18 @@ class Explanation:
     fused: dict[str, int]
     precision: dict[str, str]
     asked: int
-    findings: tuple[Finding, ...]
+    findings: tuple[FusionFinding, ...]
     whole_ms: float
 
     @property
     def low(self) -> int:
         """How many linear operators run quantized."""
-        return sum(map(is_low, self.precision.values()))
+        return sum(map(is_low_precision, self.precision.values()))
 
 
 def explain_layers(
-    layers: Sequence[Layer], asked: Asked, *, runtime: str, quantize_outputs: bool, whole_ms: float
-) -> Explanation:
+    layers: Sequence[Layer], asked: QDQGraph, *, runtime: str, quantize_outputs: bool, whole_ms: float
+) -> FusionReport:
     """Answer the fusion questions.
 
     Args:
@@ -70,25 +70,25 @@ def explain_layers(
         quantize_outputs: The runtime's dialect says that a linear operator is fused only where its output is quantized.
         whole_ms: Median time of one inference.
     """
-    layer_of = _homes(layers, asked)
+    layer_of = _layer_of_operator(layers, asked)
     precision = {name: layer_of[name].precision if name in layer_of else "" for name in asked.linear}
     findings = [
         *(
-            Finding(
+            FusionFinding(
                 what="float",
                 name=name,
-                reason=_why_float(name, asked, quantize_outputs, precision),
+                reason=_float_reason(name, asked, quantize_outputs, precision),
                 time_ms=layer_of[name].time_ms,
             )
             for name, (data, weight) in asked.linear.items()
-            if name in layer_of and (data or weight) and not is_low(precision[name])
+            if name in layer_of and (data or weight) and not is_low_precision(precision[name])
         ),
-        *_left_over(layers, asked, precision),
+        *_unfused_pairs(layers, asked, precision),
     ]
-    return Explanation(
+    return FusionReport(
         runtime=runtime,
         layers=tuple(layers),
-        fused=_fused(layers, asked),
+        fused=_fused_pair_counts(layers, asked),
         precision=precision,
         asked=sum(data is not None and weight is not None for data, weight in asked.linear.values()),
         findings=tuple(sorted(findings, key=lambda finding: -(finding.time_ms or 0.0))),
@@ -96,43 +96,43 @@ def explain_layers(
     )
 
 
-def _fused(layers: Sequence[Layer], asked: Asked) -> dict[str, int]:
+def _fused_pair_counts(layers: Sequence[Layer], asked: QDQGraph) -> dict[str, int]:
     counts = {
         layer.name: sum(name in asked.pairs for name in layer.origin)
         for layer in layers
-        if kind_of(layer, asked.pairs, asked.operators) != "qdq"
+        if classify_layer(layer, asked.pairs, asked.operators) != "qdq"
     }
     return {name: count for name, count in counts.items() if count}
 
 
-def _homes(layers: Sequence[Layer], asked: Asked) -> dict[str, Layer]:
+def _layer_of_operator(layers: Sequence[Layer], asked: QDQGraph) -> dict[str, Layer]:
     """The layer that each linear operator runs in: one that computes, where several name it."""
     found: dict[str, Layer] = {}
     for layer in layers:
-        computes = kind_of(layer, asked.pairs, asked.operators) == "compute"
+        computes = classify_layer(layer, asked.pairs, asked.operators) == "compute"
         for origin in (*layer.origin, layer.name):
-            name = _node(origin, asked) if computes else origin
+            name = _original_node(origin, asked) if computes else origin
             if name in asked.linear and (computes or name not in found):
                 found[name] = layer
-    return found | _renamed([layer for layer in layers if layer not in found.values()], asked, found)
+    return found | _match_renamed_layers([layer for layer in layers if layer not in found.values()], asked, found)
 
 
-def _renamed(layers: Sequence[Layer], asked: Asked, found: Mapping[str, Layer]) -> dict[str, Layer]:
+def _match_renamed_layers(layers: Sequence[Layer], asked: QDQGraph, found: Mapping[str, Layer]) -> dict[str, Layer]:
     """Homes of linear operators that no layer names, by the names of what was folded into them."""
     homes: dict[str, Layer] = {}
     before = -1
     while len(homes) > before:  # one that has its home may leave a single one for the layer of another
         before = len(homes)
         for layer in layers:
-            named = [name for origin in (*layer.origin, layer.name) for name in asked.stands_for.get(origin, ())]
+            named = [name for origin in (*layer.origin, layer.name) for name in asked.folded_into.get(origin, ())]
             lost = [name for name in dict.fromkeys(named) if name not in found and name not in homes]
-            computes = kind_of(layer, asked.pairs, asked.operators) == "compute"
+            computes = classify_layer(layer, asked.pairs, asked.operators) == "compute"
             if computes and len(lost) == 1 and layer not in homes.values():  # of two, nobody tells which it is
                 homes[lost[0]] = layer
     return homes
 
 
-def _node(origin: str, asked: Asked) -> str:
+def _original_node(origin: str, asked: QDQGraph) -> str:
     """The model's node that a name stands for: runtimes add parts, as in "MatMul_7/DequantizationMultiply"."""
     name = origin
     while name and name not in asked.operators:
@@ -140,48 +140,50 @@ def _node(origin: str, asked: Asked) -> str:
     return name or origin
 
 
-def _why_float(name: str, asked: Asked, quantize_outputs: bool, precision: dict[str, str]) -> str:
+def _float_reason(name: str, asked: QDQGraph, quantize_outputs: bool, precision: dict[str, str]) -> str:
     """Why a linear operator does not run quantized, by the surest sign first."""
     data, weight = asked.linear[name]
     if data is None or weight is None:
         return f"only its {'weight' if data is None else 'data'} is quantized in the file"
-    for pair, text in asked.odd.items():
-        if name in asked.feeds[pair][1]:
+    for pair, text in asked.unfusable_reasons.items():
+        if name in asked.pair_neighbours[pair][1]:
             return f"{pair}: {text}"
-    behind = asked.behind.get(name, ())
+    behind = asked.consumers.get(name, ())
     if quantize_outputs and QUANTIZE not in behind:
         shown = ", ".join(dict.fromkeys(behind)) or "the model's output"
         return f"its output is not quantized (read by {shown}), and this runtime fuses only where it is"
     operator = asked.operators[name]
-    alike = [other for other, op in asked.operators.items() if op == operator and is_low(precision.get(other, ""))]
+    alike = [
+        other for other, op in asked.operators.items() if op == operator and is_low_precision(precision.get(other, ""))
+    ]
     if alike:
         return f"this place in the graph does not match the runtime's pattern, though {len(alike)} other {operator} do"
     return f"the runtime has no quantized kernel for {operator} with {data} data and {weight} weight here"
 
 
-def _left_over(layers: Sequence[Layer], asked: Asked, precision: dict[str, str]) -> list[Finding]:
+def _unfused_pairs(layers: Sequence[Layer], asked: QDQGraph, precision: dict[str, str]) -> list[FusionFinding]:
     found = []
     for layer in layers:
-        kind = kind_of(layer, asked.pairs, asked.operators)
+        kind = classify_layer(layer, asked.pairs, asked.operators)
         if kind == "qdq":
             name = next((origin for origin in (*layer.origin, layer.name) if origin in asked.pairs), layer.name)
-            reason = _why_alone(name, asked, precision)
+            reason = _unfused_reason(name, asked, precision)
             if reason:
-                found.append(Finding(what="pair", name=name, reason=reason, time_ms=layer.time_ms))
+                found.append(FusionFinding(what="pair", name=name, reason=reason, time_ms=layer.time_ms))
         elif kind == "reformat":
             reason = f"{layer.kind} added by the runtime"
-            found.append(Finding(what="reformat", name=layer.name, reason=reason, time_ms=layer.time_ms))
+            found.append(FusionFinding(what="reformat", name=layer.name, reason=reason, time_ms=layer.time_ms))
     return found
 
 
-def _why_alone(name: str, asked: Asked, precision: dict[str, str]) -> str:
+def _unfused_reason(name: str, asked: QDQGraph, precision: dict[str, str]) -> str:
     """Why a Q or DQ runs by itself."""
-    if name in asked.odd:
-        return asked.odd[name]
-    if name not in asked.feeds:
+    if name in asked.unfusable_reasons:
+        return asked.unfusable_reasons[name]
+    if name not in asked.pair_neighbours:
         return "added by the runtime between a quantized layer and a float one"
-    source, users = asked.feeds[name]
-    in_float = [user for user in users if precision.get(user) and not is_low(precision[user])]
+    source, users = asked.pair_neighbours[name]
+    in_float = [user for user in users if precision.get(user) and not is_low_precision(precision[user])]
     if in_float:
         return f"{in_float[0]} behind it runs in {precision[in_float[0]]}"
     if source.startswith("input "):

@@ -10,14 +10,14 @@ from typing import Any
 
 from harness.api import Candidate, Layer
 
-__all__ = ["Counted", "counted"]
+__all__ = ["LayerTimings", "time_layers"]
 
-ENGINES = 3
-CALM = 1.1
+MAX_TIMED_ENGINES = 3
+MAX_QUIET_STRETCH = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class LayerTimings:
     """What one engine said of its layers.
 
     Attributes:
@@ -39,7 +39,7 @@ class Counted:
         return statistics.fmean(self.readings_ms) / self.whole_ms
 
 
-def counted(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int) -> Counted:
+def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int) -> LayerTimings:
     """Build a candidate, let it run, and ask what each layer took.
 
     Runtimes count means, so one inference that was held up puts its pause on whatever layer it was in. An engine whose
@@ -54,12 +54,12 @@ def counted(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int) ->
     Raises:
         CandidateError: It cannot be built or run.
     """
-    found: list[Counted] = []
-    while len(found) < ENGINES and not any(each.stretch < CALM for each in found):
+    found: list[LayerTimings] = []
+    while len(found) < MAX_TIMED_ENGINES and not any(each.stretch < MAX_QUIET_STRETCH for each in found):
         folder = workdir / str(len(found))
         folder.mkdir(parents=True, exist_ok=True)
         artifact = benchmarker.build(candidate, folder)
         with benchmarker.open(artifact) as probe:
             readings_ms = probe.sample(runs)
-            found.append(Counted(layers=tuple(benchmarker.layers(artifact)), readings_ms=readings_ms))
+            found.append(LayerTimings(layers=tuple(benchmarker.layers(artifact)), readings_ms=readings_ms))
     return min(found, key=lambda each: each.stretch)

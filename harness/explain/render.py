@@ -8,111 +8,113 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.explain.attribution import explain_row
+from harness.explain.attribution import attribute_row
 from harness.progress import Observer
 from harness.report.frames.layer_waterfall import waterfall_frame
-from harness.report.load.attribution_store import Effect, Explanation, Fate, write_explanation
-from harness.report.load.display_names import CAPPED, cut, metric_name, shown_drop
-from harness.report.plots.plot_files import draw_explained
-from harness.report.report_table import MISSING, Table, interval, markdown, markdown_text
+from harness.report.load.attribution_store import AttributionReport, EdgeFusion, PartEffect, write_attribution
+from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name, truncate
+from harness.report.plots.plot_files import draw_attribution
+from harness.report.report_table import MISSING_CELL, ReportTable, escape_markdown, format_interval, render_markdown
 from harness.results_dir.io import explain_write_errors, write_text
 from harness.statistics import Interval
 
-__all__ = ["explain_into", "explanation_lines"]
+__all__ = ["attribution_lines", "explain_and_save"]
 
-LEGEND = (
+ATTRIBUTION_LEGEND = (
     "Without it: how much longer an inference takes without the part [95 %, Student's over builds]; gives: the same in "
     "microseconds; costs: what the whole placement loses in accuracy against itself without the part [95 % over "
     "images]; alone: speed over float with nothing else quantized."
 )
-SHOWN = 15
+MAX_PRINTED_ROWS = 15
 """Lines of a table on the terminal; the file has all."""
 
 
-def explain_into(folder: Path, where: str, *, base: Path, observer: Observer) -> list[str]:
+def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer) -> list[str]:
     """Explain a row, keep it in the cell's folder as data and as Markdown, draw it, and say it in words.
 
     Args:
         folder: Results folder.
-        where: Row of the main table, see `harness.explain.attribution.explain_row`.
+        where: Row of the main table, see `harness.explain.attribution.attribute_row`.
         base: Folder that relative paths of the experiment start from.
 
     Raises:
-        UserError: See `explain_row`; or the folder cannot be written.
+        UserError: See `attribute_row`; or the folder cannot be written.
     """
-    found, cell = explain_row(folder, where, base=base, observer=observer)
-    path = write_explanation(found, cell)
-    lines = list(explanation_lines(found))
+    found, cell = attribute_row(folder, where, base=base, observer=observer)
+    path = write_attribution(found, cell)
+    lines = list(attribution_lines(found))
     write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
     with explain_write_errors(folder / "report"):
-        drawn = list(draw_explained(cell.name, found, folder / "report"))
+        drawn = list(draw_attribution(cell.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)
     shown = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"
     return [*lines, "", f"Kept in {path}; {shown}."]
 
 
-def explanation_lines(found: Explanation) -> Iterator[str]:
+def attribution_lines(found: AttributionReport) -> Iterator[str]:
     """The explanation as Markdown."""
     yield f"# {found.method} ({found.row})"
-    yield f"{_times(found.speedup)} times the speed of the float model, with {found.pairs} Q/DQ pairs."
-    if found.drop is not None and found.metric not in CAPPED:
-        yield f"{metric_name(found.metric)} lost against the float model: {shown_drop(found.drop, found.metric)}."
+    yield f"{_format_ratio(found.speedup)} times the speed of the float model, with {found.pairs} Q/DQ pairs."
+    if found.drop is not None and found.metric not in METRIC_CAPS:
+        yield f"{metric_name(found.metric)} lost against the float model: {format_drop(found.drop, found.metric)}."
     yield (
         f"Differences below {found.floor:.1%} of the time are noise: so much does the placement differ from itself, "
         "built again beside its variants."
     )
     yield ""
     yield "## What each pattern gives"
-    yield from _effects(found.patterns, found, "pattern")
+    yield from _effect_table(found.patterns, found, "pattern")
     if found.patterns:
         yield ""
-        yield LEGEND
+        yield ATTRIBUTION_LEGEND
     yield ""
     yield "## Insertion points, one left out at a time"
-    yield from _effects(found.points, found, "point")
+    yield from _effect_table(found.points, found, "point")
     yield ""
     yield "## The fewest pairs that keep the gain"
-    yield from _minimal(found)
+    yield from _minimal_lines(found)
     yield ""
     yield "## What was fused"
-    yield from _fates(found.fates)
+    yield from _fusion_lines(found.fates)
     if len(parts := waterfall_frame(found.before, found.after)):
         yield ""
         yield "## Where the time went, layer by layer"
-        yield from _layers(parts)
+        yield from _layer_lines(parts)
 
 
-def _times(ratio: Interval) -> str:
-    return interval(ratio.value, ratio.low, ratio.high)
+def _format_ratio(ratio: Interval) -> str:
+    return format_interval(ratio.value, ratio.low, ratio.high)
 
 
-def _effects(effects: Sequence[Effect], found: Explanation, kind: str) -> Iterator[str]:
+def _effect_table(effects: Sequence[PartEffect], found: AttributionReport, kind: str) -> Iterator[str]:
     if not effects:
         yield "None that is beyond the noise."
         return
-    cells = pd.DataFrame([_effect(effect, found, kind) for effect in effects[:SHOWN]])
-    empty = [column for column in cells if set(cells[column]) == {MISSING}]
+    cells = pd.DataFrame([_effect_row(effect, found, kind) for effect in effects[:MAX_PRINTED_ROWS]])
+    empty = [column for column in cells if set(cells[column]) == {MISSING_CELL}]
     cells = cells.drop(columns=empty)
-    yield markdown(Table(name="", cells=cells, raw=cells, note=""))
-    if len(effects) > SHOWN:
-        yield f"... and {len(effects) - SHOWN} more in the file."
+    yield render_markdown(ReportTable(name="", cells=cells, raw=cells, note=""))
+    if len(effects) > MAX_PRINTED_ROWS:
+        yield f"... and {len(effects) - MAX_PRINTED_ROWS} more in the file."
 
 
-def _effect(effect: Effect, found: Explanation, kind: str) -> dict[str, str]:
-    gained = None if found.latency_ms is None else effect.gained_us(found.latency_ms)
+def _effect_row(effect: PartEffect, found: AttributionReport, kind: str) -> dict[str, str]:
+    gained = None if found.latency_ms is None else effect.gain_us(found.latency_ms)
     return {
         kind: effect.part,
-        "operators": cut(effect.operators, 50),
+        "operators": truncate(effect.operators, 50),
         "pairs": str(effect.pairs),
-        "without it": _loss(effect.ratio, effect.reason),
-        "gives": MISSING if gained is None else f"{gained.value:+.0f} µs",
-        f"costs {metric_name(found.metric)}": MISSING if effect.drop is None else shown_drop(effect.drop, found.metric),
-        "alone": MISSING if effect.alone is None else f"{effect.alone.value:.2f}x",
-        "verdict": _verdict(effect.ratio, found.floor),
+        "without it": _format_slowdown(effect.ratio, effect.reason),
+        "gives": MISSING_CELL if gained is None else f"{gained.value:+.0f} µs",
+        f"costs {metric_name(found.metric)}": MISSING_CELL
+        if effect.drop is None
+        else format_drop(effect.drop, found.metric),
+        "alone": MISSING_CELL if effect.alone is None else f"{effect.alone.value:.2f}x",
+        "verdict": _effect_verdict(effect.ratio, found.floor),
     }
 
 
-def _loss(ratio: Interval | None, reason: str) -> str:
+def _format_slowdown(ratio: Interval | None, reason: str) -> str:
     """How much slower it is without the part."""
     if ratio is None:
         return reason or "not measured"
@@ -120,7 +122,7 @@ def _loss(ratio: Interval | None, reason: str) -> str:
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
-def _verdict(ratio: Interval | None, floor: float) -> str:
+def _effect_verdict(ratio: Interval | None, floor: float) -> str:
     if ratio is None:
         return "unknown"
     if ratio.low > 1 + floor:
@@ -128,19 +130,21 @@ def _verdict(ratio: Interval | None, floor: float) -> str:
     return "costs time" if ratio.high < 1 / (1 + floor) else "within noise"
 
 
-def _minimal(found: Explanation) -> Iterator[str]:
+def _minimal_lines(found: AttributionReport) -> Iterator[str]:
     kept = found.minimal
     if kept is None:
         yield "There is no gain beyond the noise to keep."
         return
     yield (
-        f"{kept.pairs} of {found.pairs} pairs ({len(kept.points)} insertion points) keep it: {_times(kept.speedup)} "
-        f"times the speed of float, {_loss(kept.ratio, '')} time against all pairs; {kept.tests} placements were tried."
+        f"{kept.pairs} of {found.pairs} pairs ({len(kept.points)} insertion points) keep it: "
+        f"{_format_ratio(kept.speedup)} "
+        f"times the speed of float, {_format_slowdown(kept.ratio, '')} time against all pairs; {kept.tests} "
+        "placements were tried."
     )
     yield from (f"- {name}" for name in kept.points)
 
 
-def _fates(fates: Sequence[Fate]) -> Iterator[str]:
+def _fusion_lines(fates: Sequence[EdgeFusion]) -> Iterator[str]:
     counts = Counter(fate.fate for fate in fates)
     if set(counts) <= {"unknown"}:
         yield "The runtime does not tell."
@@ -150,16 +154,16 @@ def _fates(fates: Sequence[Fate]) -> Iterator[str]:
         f"alone (the consumer computes in float), {counts['unknown']} are not told."
     )
     alone = [fate for fate in fates if fate.fate == "alone"]
-    for fate in alone[:SHOWN]:
-        yield markdown_text(f"- alone: {fate.tensor} at input {fate.slot} of {fate.consumer}: {fate.layer}")
-    if len(alone) > SHOWN:
-        yield f"... and {len(alone) - SHOWN} more in the file."
+    for fate in alone[:MAX_PRINTED_ROWS]:
+        yield escape_markdown(f"- alone: {fate.tensor} at input {fate.slot} of {fate.consumer}: {fate.layer}")
+    if len(alone) > MAX_PRINTED_ROWS:
+        yield f"... and {len(alone) - MAX_PRINTED_ROWS} more in the file."
 
 
-def _layers(parts: pd.DataFrame) -> Iterable[str]:
+def _layer_lines(parts: pd.DataFrame) -> Iterable[str]:
     lines = [
         {
-            "part": cut(row["part"], 60),
+            "part": truncate(row["part"], 60),
             "float ms": f"{row['before_ms']:.3f}",
             "here ms": f"{row['after_ms']:.3f}",
             "change ms": f"{row['change_ms']:+.3f}",
@@ -167,4 +171,4 @@ def _layers(parts: pd.DataFrame) -> Iterable[str]:
         for row in parts.to_dict("records")
     ]
     cells = pd.DataFrame(lines)
-    return (markdown(Table(name="", cells=cells, raw=cells, note="")),)
+    return (render_markdown(ReportTable(name="", cells=cells, raw=cells, note="")),)

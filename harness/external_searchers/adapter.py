@@ -15,7 +15,7 @@ from typing import Self
 
 from harness.api import Candidate, ExternalSearcher
 from harness.errors import BuildFailed, CandidateError
-from harness.graph.io.files import file_digest, move_model
+from harness.graph.io.files import digest_file, move_model
 from harness.records import Failed
 from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Score
@@ -118,7 +118,7 @@ class ExternalSearcherAdapter:
         if path is None:
             return []
         self._waiting = True
-        digest = file_digest(path)[:16]
+        digest = digest_file(path)[:16]
         move_model(path, external_model_path(self._folder, digest))
         return [self.space.add(digest)]
 

@@ -27,7 +27,7 @@ MAX_IR_VERSION = 10
 Shape = Sequence[int | str | None]
 
 
-class _Collector:
+class GraphBuilderBase:
     """Nodes, constants and types of one graph."""
 
     def __init__(self, name: str, opset: int) -> None:
@@ -104,7 +104,7 @@ class _Collector:
         node = helper.make_node(op_type, list(inputs), list(names), name=label, domain=domain, **attrs)
         self._opsets.setdefault(domain, 1)
         self._nodes.append(node)
-        self._types.update(_output_types(node, self._types, self._constants, self._opsets, self.name))
+        self._types.update(_infer_output_types(node, self._types, self._constants, self._opsets, self.name))
         return names[0] if outputs is None else names
 
     def shape(self, tensor: str) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class _Collector:
         return name
 
 
-class GraphBuilder(_Collector):
+class GraphBuilder(GraphBuilderBase):
     """Collects nodes and weights; tensors are named by strings. Same seed and calls, same bytes.
 
     Args:
@@ -275,7 +275,7 @@ class GraphBuilder(_Collector):
         return new
 
 
-def _output_types(
+def _infer_output_types(
     node: onnx.NodeProto,
     types: Mapping[str, onnx.TypeProto],
     constants: Mapping[str, onnx.TensorProto],

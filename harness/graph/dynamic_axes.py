@@ -18,20 +18,20 @@ import onnx
 from harness.errors import UserError
 from harness.graph.io.reader import read_model
 from harness.graph.io.writer import write_model
-from harness.graph.load import prepared
-from harness.graph.model import Model, captures
+from harness.graph.load import prepare_model
+from harness.graph.model import Model, find_captures
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 
-__all__ = ["NotCarried", "carry_over", "load_dynamic", "original", "write_dynamic"]
+__all__ = ["TransferError", "load_dynamic", "read_original", "transfer_changes", "write_dynamic"]
 
 logger = logging.getLogger(__name__)
 
 
-class NotCarried(UserError):
+class TransferError(UserError):
     """A difference has no counterpart in the model with dynamic axes."""
 
 
-def original(model: Model) -> onnx.ModelProto | None:
+def read_original(model: Model) -> onnx.ModelProto | None:
     """Read the file of a model with dynamic inputs again, as it was given; None where its inputs were static."""
     if model.origin is None:
         return None
@@ -50,11 +50,11 @@ def load_dynamic(model: Model) -> Model | None:
     Raises:
         UserError: The file cannot be read any more, or cannot be prepared so.
     """
-    proto = original(model)
+    proto = read_original(model)
     if model.origin is None or proto is None:
         return None
     sizes = InputSizes(keep_dynamic=True)
-    return prepared(proto, proto, model.source, model.sha256, sizes, model.origin.min_opset)
+    return prepare_model(proto, proto, model.source, model.sha256, sizes, model.origin.min_opset)
 
 
 def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[str, Axes | None]]:
@@ -71,16 +71,16 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     Raises:
         UserError: A Q/DQ pair has no place in it, or its inputs and outputs are not those of the original.
     """
-    given, twin = original(model), load_dynamic(model)
+    given, twin = read_original(model), load_dynamic(model)
     if given is None or twin is None or model.origin is None:
-        raise NotCarried(f"{model.source}: its inputs are static")
-    made = carry_over(model.proto, onnx.load(file), twin.proto)
+        raise TransferError(f"{model.source}: its inputs are static")
+    made = transfer_changes(model.proto, onnx.load(file), twin.proto)
     constants = {tensor.name for tensor in given.graph.initializer}
     inputs = [value for value in given.graph.input if value.name not in constants]
     for ours, theirs in ((made.graph.input, inputs), (made.graph.output, given.graph.output)):
         for own, value in zip(ours, theirs, strict=True):
             if (own.name, own.type) != (value.name, value.type):
-                raise NotCarried(
+                raise TransferError(
                     f"{own.name!r} would have another name, type or shape than {value.name!r} of the model"
                 )
     write_model(made, target)
@@ -89,7 +89,7 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     return floating, {value.name: axes_of(value) for value in inputs if value.name in model.types}
 
 
-def carry_over(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic: onnx.ModelProto) -> onnx.ModelProto:
+def transfer_changes(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic: onnx.ModelProto) -> onnx.ModelProto:
     """Apply the differences between a fixed float model and its quantized form to the model with dynamic axes.
 
     Args:
@@ -100,23 +100,25 @@ def carry_over(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic: onnx
     Raises:
         NotCarried: A node, an edge or a constant of the differences is another one in `dynamic`; it is named.
     """
-    made = _Carrying(fixed.graph, quantized.graph, dynamic.graph)
+    made = _ChangeTransfer(fixed.graph, quantized.graph, dynamic.graph)
     result = onnx.ModelProto()
     result.CopyFrom(dynamic)
     del result.opset_import[:]
     result.opset_import.extend(quantized.opset_import)
     result.ir_version = max(dynamic.ir_version, quantized.ir_version)
-    nodes = made.nodes()
-    _replace(result.graph.node, nodes)
-    _replace(result.graph.initializer, made.constants(nodes))
+    nodes = made.sorted_nodes()
+    _replace_repeated_field(result.graph.node, nodes)
+    _replace_repeated_field(result.graph.initializer, made.iter_constants(nodes))
     if made.late:
         names = ", ".join(repr(node.input[0]) for node in made.late.values())
         logger.warning("%s: constant at fixed shapes alone, so at other sizes it keeps that scale", names)
-    _replace(result.graph.value_info, ())  # runtimes infer it, and that of changed tensors would be wrong
+    _replace_repeated_field(
+        result.graph.value_info, ()
+    )  # runtimes infer it, and that of changed tensors would be wrong
     return result
 
 
-class _Carrying:
+class _ChangeTransfer:
     """The differences of two graphs, and a third one that they are applied to."""
 
     def __init__(self, fixed: onnx.GraphProto, quantized: onnx.GraphProto, dynamic: onnx.GraphProto) -> None:
@@ -131,27 +133,27 @@ class _Carrying:
         """By the name of what is stored at fixed shapes: the node that makes it with dynamic axes."""
         lost = [name for name in self._before if name not in self._after]
         if lost:
-            raise NotCarried(f"node {lost[0]!r} is not in the quantized model")
+            raise TransferError(f"node {lost[0]!r} is not in the quantized model")
 
-    def nodes(self) -> list[onnx.NodeProto]:
+    def sorted_nodes(self) -> list[onnx.NodeProto]:
         """Return all nodes in topological order."""
         theirs = {node.name: node for node in self._dynamic.node}
         for name, node in self._after.items():
             if node != self._before[name] and name not in theirs:
                 slot = next((i for i, t in enumerate(node.input) if t not in self._before[name].input), 0)
                 edge = f"edge {self._before[name].input[slot]!r} -> input {slot} of {name!r}"
-                raise NotCarried(f"{edge}: the node is there at fixed shapes alone")
-        changed = [self._changed(node) for node in self._dynamic.node]
-        self._check_added(changed)
+                raise TransferError(f"{edge}: the node is there at fixed shapes alone")
+        changed = [self._transfer_node(node) for node in self._dynamic.node]
+        self._check_added_nodes(changed)
         added = [*self._added, *self.late.values()]
-        found = list(_sorted(changed, added, self._available().difference(self.late)))
+        found = list(_sort_with_added(changed, added, self._initial_names().difference(self.late)))
         if len(found) != len(changed) + len(added):
-            raise NotCarried("a Q/DQ pair reads a tensor that is not there with dynamic axes")
+            raise TransferError("a Q/DQ pair reads a tensor that is not there with dynamic axes")
         return found
 
-    def constants(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    def iter_constants(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
         """Yield the constants that these nodes read: changed ones as they are in the quantized model."""
-        read = {name for node in nodes for name in (*node.input, *captures(node))}
+        read = {name for node in nodes for name in (*node.input, *find_captures(node))}
         read.update(value.name for value in self._dynamic.output)
         for name in [*self._there, *(name for name in self._new if name not in self._there)]:
             if name in read:
@@ -161,11 +163,11 @@ class _Carrying:
                 elif name in self._there:
                     yield self._there[name]
 
-    def _available(self) -> set[str]:
+    def _initial_names(self) -> set[str]:
         """Names that no node makes."""
         return {"", *self._there, *self._new, *(value.name for value in self._dynamic.input)}
 
-    def _changed(self, node: onnx.NodeProto) -> onnx.NodeProto:
+    def _transfer_node(self, node: onnx.NodeProto) -> onnx.NodeProto:
         """Return a node of the dynamic graph with the differences of its counterpart."""
         before, after = self._before.get(node.name), self._after.get(node.name)
         if before is None or after is None or before == after:
@@ -173,13 +175,13 @@ class _Carrying:
         result = onnx.NodeProto()
         result.CopyFrom(after)
         if (node.op_type, node.domain, len(node.output)) != (before.op_type, before.domain, len(before.output)):
-            raise NotCarried(f"node {node.name!r} is {before.op_type} at fixed shapes and {node.op_type} at others")
+            raise TransferError(f"node {node.name!r} is {before.op_type} at fixed shapes and {node.op_type} at others")
         if list(after.attribute) == list(before.attribute):
-            _replace(result.attribute, node.attribute)
+            _replace_repeated_field(result.attribute, node.attribute)
         elif list(node.attribute) != list(before.attribute):
-            raise NotCarried(f"node {node.name!r} has other attributes at fixed shapes")
+            raise TransferError(f"node {node.name!r} has other attributes at fixed shapes")
         slots = max(len(before.input), len(after.input), len(node.input))
-        olds, news, own = (_padded(each.input, slots) for each in (before, after, node))
+        olds, news, own = (_pad_names(each.input, slots) for each in (before, after, node))
         news = [old if self._is_copy(old, new) else new for old, new in zip(olds, news, strict=True)]
         for slot, (old, new, mine) in enumerate(zip(olds, news, own, strict=True)):
             if old != new:
@@ -187,7 +189,7 @@ class _Carrying:
         inputs = [mine if old == new else new for old, new, mine in zip(olds, news, own, strict=True)]
         while inputs and not inputs[-1]:
             inputs.pop()
-        _replace(result.input, inputs)
+        _replace_repeated_field(result.input, inputs)
         return result
 
     def _is_copy(self, old: str, new: str) -> bool:
@@ -202,13 +204,13 @@ class _Carrying:
     def _check_edge(self, old: str, own: str, new: str, edge: str) -> None:
         """Refuse an edge whose tensor is another one in the dynamic graph."""
         if old != own:
-            raise NotCarried(f"{edge}: with dynamic axes it reads {own!r}")
+            raise TransferError(f"{edge}: with dynamic axes it reads {own!r}")
         if old in self._old and old not in self._there:
-            self._quantize_late(old, new, edge)
+            self._quantize_at_producer(old, new, edge)
         elif old in self._there and self._old.get(old) != self._there[old]:
-            raise NotCarried(f"{edge}: the constant has other values with dynamic axes")
+            raise TransferError(f"{edge}: the constant has other values with dynamic axes")
 
-    def _quantize_late(self, old: str, new: str, edge: str) -> None:
+    def _quantize_at_producer(self, old: str, new: str, edge: str) -> None:
         """Quantize a tensor where it is made that is stored quantized at fixed shapes, with the same scale.
 
         Position embeddings that are cut to the length of the input are such. A scale for each channel may be one for
@@ -217,26 +219,28 @@ class _Carrying:
         maker = next((node for node in self._added if new in node.output), None)
         computed = any(old in node.output for node in self._dynamic.node)
         if maker is None or maker.op_type != "DequantizeLinear" or len(maker.input) < 3 or not computed:
-            raise NotCarried(f"{edge}: the tensor is a constant at fixed shapes alone")
+            raise TransferError(f"{edge}: the tensor is a constant at fixed shapes alone")
         stored, *grid = maker.input
         if grid[0] not in self._new or len(self._new[grid[0]].dims):
-            raise NotCarried(f"{edge}: the tensor is a constant at fixed shapes alone, with a scale for each channel")
+            raise TransferError(
+                f"{edge}: the tensor is a constant at fixed shapes alone, with a scale for each channel"
+            )
         self.late[stored] = onnx.NodeProto(
             op_type="QuantizeLinear", name=f"{stored}.q", input=[old, *grid], output=[stored]
         )
 
-    def _check_added(self, changed: Iterable[onnx.NodeProto]) -> None:
+    def _check_added_nodes(self, changed: Iterable[onnx.NodeProto]) -> None:
         """Refuse an added node that reads what the dynamic graph does not have."""
-        made = {name for node in (*changed, *self._added) for name in node.output} | self._available()
+        made = {name for node in (*changed, *self._added) for name in node.output} | self._initial_names()
         for node in self._added:
             for slot, name in enumerate(node.input):
                 if name in self._old and name in self._new and name not in self._there:
-                    raise NotCarried(f"tensor {name!r}, which is quantized, is a constant at fixed shapes alone")
+                    raise TransferError(f"tensor {name!r}, which is quantized, is a constant at fixed shapes alone")
                 if name not in made:
-                    raise NotCarried(f"edge {name!r} -> input {slot} of {node.op_type}: the tensor is not there")
+                    raise TransferError(f"edge {name!r} -> input {slot} of {node.op_type}: the tensor is not there")
 
 
-def _sorted(
+def _sort_with_added(
     nodes: Iterable[onnx.NodeProto], added: Iterable[onnx.NodeProto], known: set[str]
 ) -> Iterator[onnx.NodeProto]:
     """Yield nodes in their order, and each added node as soon as its inputs are known."""
@@ -265,12 +269,12 @@ def _sorted(
                         ready.append(reader)
 
 
-def _padded(names: Iterable[str], count: int) -> list[str]:
+def _pad_names(names: Iterable[str], count: int) -> list[str]:
     found = list(names)
     return found + [""] * (count - len(found))
 
 
-def _replace(field: Any, values: Iterable[object]) -> None:
+def _replace_repeated_field(field: Any, values: Iterable[object]) -> None:
     """Give a repeated field of protobuf new contents; `values` may be some of the old."""
     kept = list(values)
     del field[:]

@@ -12,27 +12,27 @@ from harness.errors import UserError
 from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
 from harness.graph.io.reader import read_model
 from harness.graph.io.writer import write_model
-from harness.graph.model import Model, Origin
-from harness.graph.partition.nodes import nodes_of
+from harness.graph.model import DynamicOriginal, Model
+from harness.graph.partition.nodes import read_nodes
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.normalize import densify_sparse_initializers, replace_field
 from harness.graph.passes.pipeline import ModelDraft, prepare_passes, run_passes
 from harness.graph.passes.rebatch import with_batch_size
 from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, static_types
 
-__all__ = ["from_proto", "load", "prepared", "save", "write_model"]
+__all__ = ["load", "load_proto", "prepare_model", "save_to_folder", "write_model"]
 
 _DAMAGE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 Shapes = Mapping[str, str | tuple[int, ...]]
-_NO_SIZES = InputSizes()
+_NO_DIMENSION_SIZES = InputSizes()
 
 
 def load(
     path: Path,
     *,
     source: str | None = None,
-    shapes: Shapes = _NO_SIZES.shapes,
-    dims: Mapping[str, int] = _NO_SIZES.dims,
+    shapes: Shapes = _NO_DIMENSION_SIZES.shapes,
+    dims: Mapping[str, int] = _NO_DIMENSION_SIZES.dims,
     min_opset: int = 17,
 ) -> Model:
     """Read an ONNX file and prepare it for placement.
@@ -53,41 +53,43 @@ def load(
     """
     source = source or str(path)
     proto, sha256 = read_model(path, source)
-    origin = Origin(model=path, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
-    model = prepared(proto, path.absolute(), source, sha256, InputSizes(shapes=shapes, dims=dims), min_opset)
+    origin = DynamicOriginal(model=path, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    model = prepare_model(proto, path.absolute(), source, sha256, InputSizes(shapes=shapes, dims=dims), min_opset)
     return replace(model, origin=origin)
 
 
-def from_proto(
+def load_proto(
     proto: onnx.ModelProto,
     *,
     source: str,
     sha256: str,
-    shapes: Shapes = _NO_SIZES.shapes,
-    dims: Mapping[str, int] = _NO_SIZES.dims,
+    shapes: Shapes = _NO_DIMENSION_SIZES.shapes,
+    dims: Mapping[str, int] = _NO_DIMENSION_SIZES.dims,
     min_opset: int = 17,
 ) -> Model:
     """Prepare a model in memory, which is not changed, for placement; see `load`."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    origin = Origin(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    origin = DynamicOriginal(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
     sizes = InputSizes(shapes=shapes, dims=dims)
-    return replace(_prepare(OriginalModel.of(proto, proto), copy, source, sha256, sizes, min_opset), origin=origin)
+    return replace(
+        _prepare_proto(OriginalModel.of(proto, proto), copy, source, sha256, sizes, min_opset), origin=origin
+    )
 
 
-def save(model: Model, folder: Path) -> Path:
+def save_to_folder(model: Model, folder: Path) -> Path:
     """Write the model to `model.onnx` in a folder, which is created if necessary; see `write`."""
     return write_model(model.proto, folder / "model.onnx")
 
 
-def prepared(
+def prepare_model(
     proto: onnx.ModelProto, file: Path | onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
 ) -> Model:
     """Prepare a model; report any exception that a damaged file causes as a `UserError`."""
     try:
         key = f"{sha256} {sorted(sizes.shapes.items())} {sorted(sizes.dims.items())} {min_opset}"
         original = OriginalModel.of(proto, file, key if isinstance(file, Path) else "")
-        return _prepare(original, proto, source, sha256, sizes, min_opset)
+        return _prepare_proto(original, proto, source, sha256, sizes, min_opset)
     except _DAMAGE_ERRORS as error:  # files can be invalid in more ways than there are checks
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
@@ -96,7 +98,7 @@ def prepared(
         ) from error
 
 
-def _prepare(
+def _prepare_proto(
     original: OriginalModel, proto: onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
 ) -> Model:
     densify_sparse_initializers(proto.graph)
@@ -114,7 +116,7 @@ def _prepare(
         if value.name in declared:
             _restore_declared_type(value.type, declared[value.name], whole=sizes.keep_dynamic)
     interface.check_unchanged(proto.graph, {}, source)
-    model = Model(proto=proto, source=source, sha256=sha256, nodes=nodes_of(proto), types=types)
+    model = Model(proto=proto, source=source, sha256=sha256, nodes=read_nodes(proto), types=types)
     # The comparison looks at shapes of results, not at declared ones; dynamic models are compared elsewhere.
     if not sizes.keep_dynamic and not check_equivalent(original, model):
         interface.check_unchanged(proto.graph, draft.types_before_upgrade, source)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import onnx
 
-__all__ = ["Model", "Node", "Origin", "TensorType", "captures", "graphs", "subgraphs"]
+__all__ = ["DynamicOriginal", "Model", "Node", "TensorType", "find_captures", "iter_graphs", "iter_subgraphs"]
 
 _Fact = TypeVar("_Fact")
 
@@ -52,7 +52,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class DynamicOriginal:
     """A model with dynamic inputs, before it was fixed to one size of each.
 
     Attributes:
@@ -83,7 +83,7 @@ class Model:
     sha256: str
     nodes: tuple[Node, ...]
     types: Mapping[str, TensorType]
-    origin: Origin | None = None
+    origin: DynamicOriginal | None = None
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -121,18 +121,18 @@ class Model:
         return frozenset(name for node in self.nodes for name in node.captures)
 
     @cached_property
-    def _facts(self) -> dict[Callable[[Model], Any], Any]:
+    def _analyses(self) -> dict[Callable[[Model], Any], Any]:
         return {}
 
-    def fact(self, find: Callable[[Model], _Fact]) -> _Fact:
+    def cached_analysis(self, find: Callable[[Model], _Fact]) -> _Fact:
         """Return what a function finds out about this model; it is called once."""
-        if find not in self._facts:
-            self._facts[find] = find(self)
-        known: _Fact = self._facts[find]
+        if find not in self._analyses:
+            self._analyses[find] = find(self)
+        known: _Fact = self._analyses[find]
         return known
 
 
-def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+def iter_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """The graph-valued attributes of a node."""
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
@@ -141,24 +141,24 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
-def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """A graph and all graphs inside it."""
     yield graph
     for node in graph.node:
-        for inner in subgraphs(node):
-            yield from graphs(inner)
+        for inner in iter_subgraphs(node):
+            yield from iter_graphs(inner)
 
 
-def captures(node: onnx.NodeProto) -> frozenset[str]:
+def find_captures(node: onnx.NodeProto) -> frozenset[str]:
     """Names that the node's subgraphs use and do not define themselves."""
     found: set[str] = set()
-    for graph in subgraphs(node):
+    for graph in iter_subgraphs(node):
         used, defined = {value.name for value in graph.output}, {value.name for value in graph.input}
         defined.update(tensor.name for tensor in graph.initializer)
         defined.update(tensor.values.name for tensor in graph.sparse_initializer)
         for inner in graph.node:
             used.update(inner.input)
-            used.update(captures(inner))
+            used.update(find_captures(inner))
             defined.update(inner.output)
         found |= used - defined
     return frozenset(found - {""})

@@ -16,17 +16,28 @@ from search.api import Observation, Score
 from search.space import FLOAT, Placement, PointKind, Space
 
 __all__ = [
-    "MAXIMUM_SCHEMES", "MINIMUM_DISTANCE", "CachedPattern", "CachedPoint", "CachedScheme", "Origin", "PatternCache",
-    "cache_of", "distance", "merged", "parse_point", "placements", "strangers",
+    "MAX_SCHEMES",
+    "MIN_DISTANCE_POINTS",
+    "CachedPattern",
+    "CachedPoint",
+    "CachedScheme",
+    "MeasurementOrigin",
+    "PatternCache",
+    "build_cache",
+    "count_differing_points",
+    "describe_foreign_schemes",
+    "merge_caches",
+    "parse_point",
+    "propose_placements",
 ]  # fmt: skip
 
-MINIMUM_DISTANCE = 4
-MAXIMUM_SCHEMES = 32
+MIN_DISTANCE_POINTS = 4
+MAX_SCHEMES = 32
 _POINT = re.compile(r"(node_input|child_input|output)/([0-9]{1,6})\.([0-9]{1,6})/([a-z][a-z0-9]{0,15})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Origin:
+class MeasurementOrigin:
     """Where a scheme was measured.
 
     Attributes:
@@ -62,12 +73,12 @@ class CachedScheme:
     """
 
     points: frozenset[CachedPoint]
-    origin: Origin
+    origin: MeasurementOrigin
     latency_ms: float | None = None
     baseline_ms: float | None = None
 
     @property
-    def share(self) -> float:
+    def latency_ratio(self) -> float:
         """Latency as a share of the baseline's; infinite where one of them is not known."""
         if self.latency_ms is None or self.baseline_ms is None:
             return float("inf")
@@ -92,12 +103,12 @@ class PatternCache:
         maximum_schemes: At most so many schemes of one pattern; 0: no limit.
     """
 
-    minimum_distance: int = MINIMUM_DISTANCE
-    maximum_schemes: int = MAXIMUM_SCHEMES
+    minimum_distance: int = MIN_DISTANCE_POINTS
+    maximum_schemes: int = MAX_SCHEMES
     patterns: Mapping[str, CachedPattern] = field(default_factory=dict)
 
     @property
-    def origins(self) -> tuple[Origin, ...]:
+    def origins(self) -> tuple[MeasurementOrigin, ...]:
         """Where its schemes were measured, sorted."""
         return tuple(sorted({scheme.origin for pattern in self.patterns.values() for scheme in pattern.schemes}))
 
@@ -115,12 +126,12 @@ def parse_point(text: str) -> CachedPoint:
     return CachedPoint(cast(PointKind, kind), (int(place), int(slot)), precision)
 
 
-def distance(first: CachedScheme, second: CachedScheme) -> int:
+def count_differing_points(first: CachedScheme, second: CachedScheme) -> int:
     """Points to add or remove, to turn one scheme into the other."""
     return len(first.points ^ second.points)
 
 
-def merged(cache: PatternCache, *others: PatternCache) -> PatternCache:
+def merge_caches(cache: PatternCache, *others: PatternCache) -> PatternCache:
     """One cache with the best schemes of all; the limits are those of the first. Merging again changes nothing."""
     found: dict[str, list[CachedScheme]] = {}
     sizes: dict[str, int] = {}
@@ -133,18 +144,20 @@ def merged(cache: PatternCache, *others: PatternCache) -> PatternCache:
         minimum_distance=cache.minimum_distance,
         maximum_schemes=cache.maximum_schemes,
         patterns={
-            signature: CachedPattern(signature=signature, size=sizes[signature], schemes=_best(schemes, *limits))
+            signature: CachedPattern(
+                signature=signature, size=sizes[signature], schemes=_select_schemes(schemes, *limits)
+            )
             for signature, schemes in found.items()
         },
     )
 
 
-def cache_of(
+def build_cache(
     observations: Iterable[Observation],
     space: Space,
     sizes: Mapping[str, int],
     baseline_ms: float | None,
-    origin: Origin,
+    origin: MeasurementOrigin,
 ) -> PatternCache:
     """What a search has learned, as a cache: of each pattern the schemes, each as good as the best model that has it.
 
@@ -156,22 +169,24 @@ def cache_of(
         baseline_ms: Latency of the float model in the same search; None: the best that these observations have of it,
             and where they have none the cache is empty.
     """
-    patterns = _patterns(space, sizes)
-    best, own_ms = _learned(observations, patterns)
+    patterns = _dimensions_by_signature(space, sizes)
+    best, own_ms = _lowest_latencies(observations, patterns)
     float_ms = own_ms if baseline_ms is None else baseline_ms
     if float_ms is None:
         return PatternCache()
-    points = [[_point(d.name, d.group, precision) for precision in d.choices] for d in space.dimensions]
+    points = [[_point_of_dimension(d.name, d.group, precision) for precision in d.choices] for d in space.dimensions]
     found: dict[str, list[CachedScheme]] = {}
     for (signature, chosen), latency_ms in best.items():
         own = frozenset(points[i][choice] for i, choice in zip(patterns[signature], chosen, strict=True) if choice)
         scheme = CachedScheme(points=own, origin=origin, latency_ms=latency_ms, baseline_ms=float_ms)
         found.setdefault(signature, []).append(scheme)
     raw = {s: CachedPattern(signature=s, size=sizes[s], schemes=tuple(schemes)) for s, schemes in found.items()}
-    return merged(PatternCache(patterns=raw))
+    return merge_caches(PatternCache(patterns=raw))
 
 
-def placements(cache: PatternCache, space: Space, origin: Origin | None = None, limit: int = 4) -> list[Placement]:
+def propose_placements(
+    cache: PatternCache, space: Space, origin: MeasurementOrigin | None = None, limit: int = 4
+) -> list[Placement]:
     """Placements to begin a search with: the best scheme of every known pattern, the second best, and so on.
 
     Patterns that the cache does not know stay float. A point is left out where the space has none at its place; where
@@ -184,11 +199,11 @@ def placements(cache: PatternCache, space: Space, origin: Origin | None = None, 
     Returns:
         Distinct placements that quantize something; none where the models share no pattern.
     """
-    schemes = {group: _matching(cache, group, origin) for group in space.groups}
+    schemes = {group: _schemes_for_group(cache, group, origin) for group in space.groups}
     found: dict[str, Placement] = {}
     for rank in range(max(map(len, schemes.values()), default=0)):
         chosen = {group: each[min(rank, len(each) - 1)].points for group, each in schemes.items() if each}
-        placement = _placed(space, chosen)
+        placement = _quantized_points(space, chosen)
         if any(placement.choices):
             found.setdefault(space.digest(placement), placement)
         if len(found) == limit:
@@ -196,7 +211,7 @@ def placements(cache: PatternCache, space: Space, origin: Origin | None = None, 
     return list(found.values())
 
 
-def strangers(cache: PatternCache, origin: Origin) -> tuple[str, ...]:
+def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> tuple[str, ...]:
     """Sentences about schemes that were measured elsewhere, for a warning and for the table; none where all is home."""
     said = []
     for other in cache.origins:
@@ -209,38 +224,42 @@ def strangers(cache: PatternCache, origin: Origin) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _best(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) -> tuple[CachedScheme, ...]:
+def _select_schemes(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) -> tuple[CachedScheme, ...]:
     """The best schemes that are far enough apart; origins take turns, so that a faster device crowds none out."""
-    kept: dict[Origin, list[CachedScheme]] = {}
-    for scheme in sorted(schemes, key=_rank):
+    kept: dict[MeasurementOrigin, list[CachedScheme]] = {}
+    for scheme in sorted(schemes, key=_scheme_sort_key):
         known = kept.setdefault(scheme.origin, [])
         if maximum and len(known) == maximum:
             continue  # so many of its own origin come before it
-        if all(distance(scheme, other) >= max(1, minimum_distance) for other in known):
+        if all(count_differing_points(scheme, other) >= max(1, minimum_distance) for other in known):
             known.append(scheme)
-    ranked = [(rank, scheme.share, origin, scheme) for origin, own in kept.items() for rank, scheme in enumerate(own)]
+    ranked = [
+        (rank, scheme.latency_ratio, origin, scheme) for origin, own in kept.items() for rank, scheme in enumerate(own)
+    ]
     ranked.sort(key=lambda entry: entry[:3])
     return tuple(scheme for *_, scheme in (ranked[:maximum] if maximum else ranked))
 
 
-def _rank(scheme: CachedScheme) -> tuple[float, float, int, list[tuple[PointKind, tuple[int, int], str]], Origin]:
+def _scheme_sort_key(
+    scheme: CachedScheme,
+) -> tuple[float, float, int, list[tuple[PointKind, tuple[int, int], str]], MeasurementOrigin]:
     latency_ms = float("inf") if scheme.latency_ms is None else scheme.latency_ms
     points = sorted((point.kind, point.place, point.precision) for point in scheme.points)  # plain ones sort faster
-    return scheme.share, latency_ms, len(points), points, scheme.origin
+    return scheme.latency_ratio, latency_ms, len(points), points, scheme.origin
 
 
-def _matching(cache: PatternCache, group: str, origin: Origin | None) -> Sequence[CachedScheme]:
+def _schemes_for_group(cache: PatternCache, group: str, origin: MeasurementOrigin | None) -> Sequence[CachedScheme]:
     """Schemes of the pattern behind a group of a space, whose name begins the signature."""
     found = [pattern for signature, pattern in cache.patterns.items() if signature.startswith(group.partition(".")[0])]
     return sorted(found[0].schemes, key=lambda scheme: scheme.origin != origin) if len(found) == 1 else ()
 
 
-def _point(name: str, group: str, precision: str) -> CachedPoint:
+def _point_of_dimension(name: str, group: str, precision: str) -> CachedPoint:
     """The point of a dimension, by the dimension's name."""
     return parse_point(f"{name.removeprefix(f'{group}/')}/{precision}")
 
 
-def _learned(
+def _lowest_latencies(
     observations: Iterable[Observation], patterns: Mapping[str, Sequence[int]]
 ) -> tuple[dict[tuple[str, tuple[int, ...]], float], float | None]:
     """The lowest latency of each pattern's choices, and that of the float model; None where it was not measured."""
@@ -259,7 +278,7 @@ def _learned(
     return best, min(floats_ms, default=None)
 
 
-def _patterns(space: Space, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def _dimensions_by_signature(space: Space, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The dimensions of each pattern by its whole signature; where each region has its own, those of the first."""
     first: dict[str, tuple[int, ...]] = {}
     for group, indices in space.groups.items():
@@ -267,11 +286,11 @@ def _patterns(space: Space, sizes: Mapping[str, int]) -> dict[str, tuple[int, ..
     return {next(s for s in sizes if s.startswith(group)): indices for group, indices in first.items()}
 
 
-def _placed(space: Space, chosen: Mapping[str, frozenset[CachedPoint]]) -> Placement:
+def _quantized_points(space: Space, chosen: Mapping[str, frozenset[CachedPoint]]) -> Placement:
     wanted = {group: {(p.kind, p.place): p.precision for p in points} for group, points in chosen.items()}
     choices = []
     for dimension in space.dimensions:
-        point = _point(dimension.name, dimension.group, FLOAT)
+        point = _point_of_dimension(dimension.name, dimension.group, FLOAT)
         precision = wanted.get(dimension.group, {}).get((point.kind, point.place))
         known = dimension.choices.index(precision) if precision in dimension.choices else 1
         choices.append(0 if precision is None else known)

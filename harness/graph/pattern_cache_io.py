@@ -13,14 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from harness.config.validation_errors import to_user_error
 from harness.errors import UserError, describe_type
 from harness.graph.pattern_cache import (
-    MAXIMUM_SCHEMES,
-    MINIMUM_DISTANCE,
+    MAX_SCHEMES,
+    MIN_DISTANCE_POINTS,
     CachedPattern,
     CachedPoint,
     CachedScheme,
-    Origin,
+    MeasurementOrigin,
     PatternCache,
-    merged,
+    merge_caches,
     parse_point,
 )
 
@@ -28,9 +28,9 @@ __all__ = ["read_cache", "read_plain_yaml", "write_cache", "write_plain_yaml"]
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_KIND = "qdq pattern cache"
+_FILE_KIND = "qdq pattern cache"
 _MAX_BYTES = 16 << 20
-_MAX_DEPTH = 16
+_MAX_NESTING_DEPTH = 16
 
 
 def read_cache(path: Path) -> PatternCache:
@@ -46,9 +46,9 @@ def read_cache(path: Path) -> PatternCache:
             "would match. Give the Q/DQ model that it led to as --qdq_baseline instead"
         )
     try:
-        return _File.model_validate(body).cache()
+        return _CacheRecord.model_validate(body).to_cache()
     except ValidationError as error:
-        raise to_user_error(_File, f"{path}: no pattern cache of ours", error) from error
+        raise to_user_error(_CacheRecord, f"{path}: no pattern cache of ours", error) from error
 
 
 def write_cache(cache: PatternCache, path: Path) -> None:
@@ -59,10 +59,10 @@ def write_cache(cache: PatternCache, path: Path) -> None:
     """
     limits = {"minimum_distance": cache.minimum_distance, "maximum_schemes": cache.maximum_schemes}
     patterns = [
-        {"signature": p.signature, "size": p.size, "schemes": [_plain(scheme) for scheme in p.schemes]}
+        {"signature": p.signature, "size": p.size, "schemes": [_scheme_to_dict(scheme) for scheme in p.schemes]}
         for p in cache.patterns.values()
     ]
-    write_plain_yaml({"kind": _KIND, "schema": 1, **limits, "patterns": patterns}, path)
+    write_plain_yaml({"kind": _FILE_KIND, "schema": 1, **limits, "patterns": patterns}, path)
 
 
 def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
         if size > max_bytes:
             raise UserError(f"{path}: {size} bytes, but at most {max_bytes} are read; this is no file of ours")
         text = path.read_bytes().decode("utf-8")
-        _refuse_tricks(yaml.parse(text, Loader=_Loader), path)
+        _reject_aliases_and_nesting(yaml.parse(text, Loader=_Loader), path)
         body = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from error
@@ -96,7 +96,7 @@ def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: It cannot be written; the old one stands.
     """
-    text = yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=4096)
+    text = yaml.dump(dict(body), Dumper=_AliasFreeDumper, sort_keys=False, default_flow_style=None, width=4096)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -106,14 +106,14 @@ def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Dumper(_SafeDumper):  # type: ignore[misc]
+class _AliasFreeDumper(_SafeDumper):  # type: ignore[misc]
     """Writes equal values out each time: the reader refuses aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _refuse_tricks(events: Iterable[Any], path: Path) -> None:
+def _reject_aliases_and_nesting(events: Iterable[Any], path: Path) -> None:
     """Aliases (an alias bomb needs nothing else) and nesting without end, seen before anything is built of them."""
     depth = 0
     for event in events:
@@ -121,11 +121,11 @@ def _refuse_tricks(events: Iterable[Any], path: Path) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
             raise UserError(f"{path}, line {line}: aliases (*name) are not allowed here")
-        if depth > _MAX_DEPTH:
-            raise UserError(f"{path}, line {line}: nested more than {_MAX_DEPTH} levels deep")
+        if depth > _MAX_NESTING_DEPTH:
+            raise UserError(f"{path}, line {line}: nested more than {_MAX_NESTING_DEPTH} levels deep")
 
 
-def _plain(scheme: CachedScheme) -> dict[str, Any]:
+def _scheme_to_dict(scheme: CachedScheme) -> dict[str, Any]:
     return {
         "latency_ms": scheme.latency_ms,
         "baseline_ms": scheme.baseline_ms,
@@ -136,53 +136,53 @@ def _plain(scheme: CachedScheme) -> dict[str, Any]:
     }
 
 
-def _as_point(value: Any) -> CachedPoint:
+def _parse_point_field(value: Any) -> CachedPoint:
     if not isinstance(value, str):
         raise ValueError(f"a point is a text such as node_input/4.0/int8, but got {value!r}")
     return parse_point(value)
 
 
-class _Checked(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
 
-_Word = Annotated[str, Field(max_length=200)]
+_ShortText = Annotated[str, Field(max_length=200)]
 _Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-_Point = Annotated[CachedPoint, BeforeValidator(_as_point)]
+_PointField = Annotated[CachedPoint, BeforeValidator(_parse_point_field)]
 
 
-class _Scheme(_Checked):
+class _SchemeRecord(_StrictModel):
     latency_ms: _Milliseconds = None
     baseline_ms: _Milliseconds = None
-    backend: _Word
-    precision: _Word
-    device: _Word = ""
-    points: Annotated[list[_Point], Field(max_length=10_000)]
+    backend: _ShortText
+    precision: _ShortText
+    device: _ShortText = ""
+    points: Annotated[list[_PointField], Field(max_length=10_000)]
 
-    def scheme(self) -> CachedScheme:
+    def to_scheme(self) -> CachedScheme:
         return CachedScheme(
             points=frozenset(self.points),
-            origin=Origin(backend=self.backend, precision=self.precision, device=self.device),
+            origin=MeasurementOrigin(backend=self.backend, precision=self.precision, device=self.device),
             latency_ms=self.latency_ms,
             baseline_ms=self.baseline_ms,
         )
 
 
-class _Pattern(_Checked):
+class _PatternRecord(_StrictModel):
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     size: Annotated[int, Field(ge=0)]
-    schemes: Annotated[list[_Scheme], Field(max_length=1000)]
+    schemes: Annotated[list[_SchemeRecord], Field(max_length=1000)]
 
 
-class _File(_Checked):
+class _CacheRecord(_StrictModel):
     kind: Literal["qdq pattern cache"]
     schema_: Annotated[Literal[1], Field(alias="schema")]
-    minimum_distance: Annotated[int, Field(ge=0, le=1000)] = MINIMUM_DISTANCE
-    maximum_schemes: Annotated[int, Field(ge=0, le=1000)] = MAXIMUM_SCHEMES
-    patterns: Annotated[list[_Pattern], Field(max_length=100_000)]
+    minimum_distance: Annotated[int, Field(ge=0, le=1000)] = MIN_DISTANCE_POINTS
+    maximum_schemes: Annotated[int, Field(ge=0, le=1000)] = MAX_SCHEMES
+    patterns: Annotated[list[_PatternRecord], Field(max_length=100_000)]
 
     @model_validator(mode="after")
-    def _distinct(self) -> _File:
+    def _check_distinct_signatures(self) -> _CacheRecord:
         seen: set[str] = set()
         for pattern in self.patterns:
             if pattern.signature in seen:
@@ -190,11 +190,13 @@ class _File(_Checked):
             seen.add(pattern.signature)
         return self
 
-    def cache(self) -> PatternCache:
+    def to_cache(self) -> PatternCache:
         """The cache; what a hand has added beyond its limits is dropped."""
         found = {
-            p.signature: CachedPattern(signature=p.signature, size=p.size, schemes=tuple(s.scheme() for s in p.schemes))
+            p.signature: CachedPattern(
+                signature=p.signature, size=p.size, schemes=tuple(s.to_scheme() for s in p.schemes)
+            )
             for p in self.patterns
         }
         limits = PatternCache(minimum_distance=self.minimum_distance, maximum_schemes=self.maximum_schemes)
-        return merged(limits, PatternCache(patterns=found))
+        return merge_caches(limits, PatternCache(patterns=found))

@@ -13,17 +13,26 @@ from google.protobuf.message import Message
 
 from harness.errors import BuildFailed
 from harness.graph.io.writer import write_model
-from harness.graph.load import from_proto
-from harness.graph.model import captures, subgraphs
+from harness.graph.load import load_proto
+from harness.graph.model import find_captures, iter_subgraphs
 from harness.graph.passes.normalize import is_standard_op
 from harness.graph.passes.static_shapes import infer_types
 
-__all__ = ["Behind", "cut_plugins", "plugin_nodes", "take_behind", "with_plugins", "without_plugins"]
+__all__ = [
+    "PluginSubgraph",
+    "extract_plugin_subgraph",
+    "find_plugin_nodes",
+    "remove_plugins",
+    "restore_plugins",
+    "truncate_before_plugins",
+]
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-def plugin_nodes(proto: onnx.ModelProto, known: Collection[tuple[str, str]] = frozenset()) -> dict[int, onnx.NodeProto]:
+def find_plugin_nodes(
+    proto: onnx.ModelProto, known: Collection[tuple[str, str]] = frozenset()
+) -> dict[int, onnx.NodeProto]:
     """Return the nodes of the main graph that are plug-ins, or have one in a subgraph, by index.
 
     Args:
@@ -34,45 +43,47 @@ def plugin_nodes(proto: onnx.ModelProto, known: Collection[tuple[str, str]] = fr
     def unknown(node: onnx.NodeProto) -> bool:
         if not is_standard_op(node, opsets) and (node.domain, node.op_type) not in known:
             return True
-        return any(unknown(inner) for graph in subgraphs(node) for inner in graph.node)
+        return any(unknown(inner) for graph in iter_subgraphs(node) for inner in graph.node)
 
     return {index: node for index, node in enumerate(proto.graph.node) if unknown(node)}
 
 
-def cut_plugins(file: Path, tensors: Collection[str], known: Collection[tuple[str, str]]) -> tuple[set[str], str]:
+def truncate_before_plugins(
+    file: Path, tensors: Collection[str], known: Collection[tuple[str, str]]
+) -> tuple[set[str], str]:
     """Cut a model file down to the nodes that no plug-in comes before, in place.
 
     Args:
         file: A model whose nodes are in topological order; its external data stay as they are.
         tensors: Those that are of interest.
-        known: See `plugin_nodes`.
+        known: See `find_plugin_nodes`.
 
     Returns:
         The tensors of interest that the file lacks now, and the operators of the plug-ins.
     """
     proto = onnx.load(file, load_external_data=False)
-    graph, plugins = proto.graph, plugin_nodes(proto, known)
-    behind = _dependents(proto, plugins)
+    graph, plugins = proto.graph, find_plugin_nodes(proto, known)
+    behind = _dependent_nodes(proto, plugins)
     lost = {name for node in behind.values() for name in node.output if name}
     if plugins:
         kept = [node for index, node in enumerate(graph.node) if index not in behind]
         domains = {"", *(node.domain for node in kept)}
-        _replace(proto.opset_import, [opset for opset in proto.opset_import if opset.domain in domains])
-        _replace(graph.node, kept)
-        _replace(graph.output, [value for value in graph.output if value.name not in lost])
-        _replace(graph.value_info, [value for value in graph.value_info if value.name not in lost])
+        _replace_repeated_field(proto.opset_import, [opset for opset in proto.opset_import if opset.domain in domains])
+        _replace_repeated_field(graph.node, kept)
+        _replace_repeated_field(graph.output, [value for value in graph.output if value.name not in lost])
+        _replace_repeated_field(graph.value_info, [value for value in graph.value_info if value.name not in lost])
         file.write_bytes(proto.SerializeToString())
-    return lost.intersection(tensors), _operators(plugins)
+    return lost.intersection(tensors), _operator_names(plugins)
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class PluginSubgraph:
     """The plug-ins of a model and all that depends on them, taken out of its file.
 
     Attributes:
         proto: The whole model.
         nodes: What was taken out, by index.
-        known: See `plugin_nodes`.
+        known: See `find_plugin_nodes`.
         source: What messages call the model.
     """
 
@@ -84,45 +95,45 @@ class Behind:
     @property
     def operators(self) -> str:
         """The operators of the plug-ins, for messages."""
-        return _operators(plugin_nodes(self.proto, self.known))
+        return _operator_names(find_plugin_nodes(self.proto, self.known))
 
-    def put_back(self, file: Path) -> None:
+    def restore_into(self, file: Path) -> None:
         """Add what was taken out to a changed form of the file, in the operator set of that.
 
         Raises:
             UserError: The nodes cannot be upgraded to that operator set.
         """
         cut, proto, nodes = onnx.load(file), self.proto, self.nodes
-        plugins = plugin_nodes(proto, self.known)
-        if _opset(cut) != _opset(proto) and len(nodes) > len(plugins):
-            proto = from_proto(proto, source=self.source, sha256="", min_opset=_opset(cut)).proto
-            nodes = _dependents(proto, plugin_nodes(proto, self.known))
-        write_model(with_plugins(cut, proto, nodes), file)
+        plugins = find_plugin_nodes(proto, self.known)
+        if _default_opset(cut) != _default_opset(proto) and len(nodes) > len(plugins):
+            proto = load_proto(proto, source=self.source, sha256="", min_opset=_default_opset(cut)).proto
+            nodes = _dependent_nodes(proto, find_plugin_nodes(proto, self.known))
+        write_model(restore_plugins(cut, proto, nodes), file)
 
 
-def take_behind(file: Path, known: Collection[tuple[str, str]], source: str) -> Behind | None:
+def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], source: str) -> PluginSubgraph | None:
     """Take the plug-ins of a model and all that depends on them out of its file; None where it has no plug-ins.
 
     Args:
         file: A model whose nodes are in topological order.
-        known: See `plugin_nodes`.
+        known: See `find_plugin_nodes`.
         source: What messages call the model.
 
     Raises:
         BuildFailed: Nothing is left, or type or shape of a tensor is not known.
     """
     proto = onnx.load(file)
-    plugins = plugin_nodes(proto, known)
+    plugins = find_plugin_nodes(proto, known)
     if not plugins:
         return None
-    behind = Behind(proto, _dependents(proto, plugins), known, source)
+    behind = PluginSubgraph(proto, _dependent_nodes(proto, plugins), known, source)
     if len(behind.nodes) == len(proto.graph.node):
         raise BuildFailed(f"{source}: every node lies behind plug-in operator {behind.operators}")
-    write_model(without_plugins(proto, behind.nodes, source), file)
+    write_model(remove_plugins(proto, behind.nodes, source), file)
     return behind
 
 
-def without_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto], source: str) -> onnx.ModelProto:
+def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto], source: str) -> onnx.ModelProto:
     """Return a copy of a model without these nodes; the tensors that they read become outputs, those they make inputs.
 
     Args:
@@ -135,9 +146,9 @@ def without_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto
     graph = cut.graph
     kept = [node for index, node in enumerate(graph.node) if index not in plugins]
     made = {name for node in plugins.values() for name in node.output if name}
-    read = {name for node in plugins.values() for name in _reads(node)}
+    read = {name for node in plugins.values() for name in _node_inputs(node)}
     types = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
-    inputs = sorted(made.intersection(name for node in kept for name in _reads(node)))
+    inputs = sorted(made.intersection(name for node in kept for name in _node_inputs(node)))
     outputs = [value.name for value in graph.output if value.name not in made]
     outputs += sorted(read.intersection(name for node in kept for name in node.output).difference(outputs))
     for name in (*inputs, *outputs):
@@ -147,84 +158,84 @@ def without_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto
                 "export the model with those of all tensors (value_info)"
             )
     moved = {*inputs, *outputs}
-    _replace(graph.node, kept)
-    _replace(graph.input, [*graph.input, *(types[name] for name in inputs)])
-    _replace(graph.output, [types[name] for name in outputs])
-    _replace(graph.value_info, [value for value in graph.value_info if value.name not in moved])
+    _replace_repeated_field(graph.node, kept)
+    _replace_repeated_field(graph.input, [*graph.input, *(types[name] for name in inputs)])
+    _replace_repeated_field(graph.output, [types[name] for name in outputs])
+    _replace_repeated_field(graph.value_info, [value for value in graph.value_info if value.name not in moved])
     domains = {"", *(node.domain for node in kept)}
-    _replace(cut.opset_import, [opset for opset in cut.opset_import if opset.domain in domains])
+    _replace_repeated_field(cut.opset_import, [opset for opset in cut.opset_import if opset.domain in domains])
     return cut
 
 
-def with_plugins(
+def restore_plugins(
     cut: onnx.ModelProto, proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
 ) -> onnx.ModelProto:
     """Return a model with the plug-ins put back; what they read and make has the types of the original.
 
     Args:
-        cut: What `without_plugins` gave, with its operators in other types.
+        cut: What `remove_plugins` gave, with its operators in other types.
         proto: The original model.
         plugins: Its plug-in nodes.
     """
-    whole = _copy(cut)
+    whole = _copy_message(cut)
     graph = whole.graph
     originals = {tensor.name: tensor for tensor in proto.graph.initializer}
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    constants, nodes = {}, [_copy(node) for node in plugins.values()]
+    constants, nodes = {}, [_copy_message(node) for node in plugins.values()]
     for node in nodes:
         for slot, name in enumerate(node.input):
             if name in originals and types.get(name) != originals[name].data_type:
                 node.input[slot] = name if name not in types else f"{name}.plugin"
-                constants[node.input[slot]] = tensor = _copy(originals[name])
+                constants[node.input[slot]] = tensor = _copy_message(originals[name])
                 tensor.name = node.input[slot]
     made, final = {n for node in nodes for n in node.output}, {value.name for value in proto.graph.output}
     inner = [value for value in graph.input if value.name in made]
     inner += [value for value in graph.output if value.name not in final]
     graph.value_info.extend(inner)
     graph.initializer.extend(constants.values())
-    _replace(graph.input, [value for value in graph.input if value.name not in made])
-    _replace(graph.output, list(proto.graph.output))
-    _replace(graph.node, _sorted([*graph.node, *nodes]))
+    _replace_repeated_field(graph.input, [value for value in graph.input if value.name not in made])
+    _replace_repeated_field(graph.output, list(proto.graph.output))
+    _replace_repeated_field(graph.node, _sort_nodes([*graph.node, *nodes]))
     domains = {opset.domain for opset in whole.opset_import}
     whole.opset_import.extend(opset for opset in proto.opset_import if opset.domain not in domains)
     return whole
 
 
-def _sorted(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+def _sort_nodes(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
     maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    needed = {index: sorted(maker[n] for n in _reads(node) if n in maker) for index, node in enumerate(nodes)}
+    needed = {index: sorted(maker[n] for n in _node_inputs(node) if n in maker) for index, node in enumerate(nodes)}
     return [nodes[index] for index in TopologicalSorter(needed).static_order()]
 
 
-def _dependents(proto: onnx.ModelProto, nodes: Collection[int]) -> dict[int, onnx.NodeProto]:
+def _dependent_nodes(proto: onnx.ModelProto, nodes: Collection[int]) -> dict[int, onnx.NodeProto]:
     """Return these nodes and all that depend on them, by index."""
     found, made = dict[int, onnx.NodeProto](), set[str]()
     for index, node in enumerate(proto.graph.node):
-        if index in nodes or not made.isdisjoint(_reads(node)):
+        if index in nodes or not made.isdisjoint(_node_inputs(node)):
             found[index] = node
             made.update(filter(None, node.output))
     return found
 
 
-def _opset(proto: onnx.ModelProto) -> int:
+def _default_opset(proto: onnx.ModelProto) -> int:
     return max((opset.version for opset in proto.opset_import if opset.domain in ("", "ai.onnx")), default=0)
 
 
-def _operators(nodes: Mapping[int, onnx.NodeProto]) -> str:
+def _operator_names(nodes: Mapping[int, onnx.NodeProto]) -> str:
     return ", ".join(sorted({f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes.values()}))
 
 
-def _reads(node: onnx.NodeProto) -> set[str]:
-    return {name for name in (*node.input, *captures(node)) if name}
+def _node_inputs(node: onnx.NodeProto) -> set[str]:
+    return {name for name in (*node.input, *find_captures(node)) if name}
 
 
-def _copy(message: AnyMessage) -> AnyMessage:
+def _copy_message(message: AnyMessage) -> AnyMessage:
     copy: AnyMessage = type(message)()
     copy.CopyFrom(message)
     return copy
 
 
-def _replace(field: Any, values: list[Any]) -> None:
+def _replace_repeated_field(field: Any, values: list[Any]) -> None:
     """Set the contents of a repeated field; `values` may be some of the old ones."""
     del field[:]
     field.extend(values)

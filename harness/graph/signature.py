@@ -14,9 +14,16 @@ from harness.graph.io.reader import read_model
 from harness.graph.io.writer import write_model
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs
-from harness.graph.qdq.read_edges import delivered, labels
+from harness.graph.qdq.read_edges import read_qdq_edges, unique_node_names
 
-__all__ = ["Declared", "DeclaredNode", "Dims", "before_transpose", "read_declared", "with_static_inputs"]
+__all__ = [
+    "Dims",
+    "ModelSignature",
+    "NodeSignature",
+    "read_signature",
+    "with_static_inputs",
+    "write_without_output_transpose",
+]
 
 Dims = tuple[int | None, ...]
 """A shape; None for a dynamic dimension."""
@@ -24,7 +31,7 @@ _QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredNode:
+class NodeSignature:
     """Node of the main graph.
 
     Attributes:
@@ -38,7 +45,7 @@ class DeclaredNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
+class ModelSignature:
     """ONNX file as its author wrote it.
 
     Attributes:
@@ -50,7 +57,7 @@ class Declared:
 
     inputs: Mapping[str, tuple[str, Dims]]
     outputs: Mapping[str, Dims]
-    nodes: tuple[DeclaredNode, ...]
+    nodes: tuple[NodeSignature, ...]
     axes: Mapping[str, Axes | None] = field(default_factory=dict)
 
     @property
@@ -64,22 +71,22 @@ class Declared:
         return frozenset(precision for node in self.nodes for precision in node.precisions)
 
 
-def read_declared(path: Path, source: str | None = None) -> Declared:
+def read_signature(path: Path, source: str | None = None) -> ModelSignature:
     """Read the inputs, outputs and nodes of a file, which messages call `source`, or by its path."""
     proto, _ = read_model(path, source or str(path))
     graph = proto.graph
     stored: dict[str, set[str]] = {}
-    for edge, precision in delivered(proto).items():
+    for edge, precision in read_qdq_edges(proto).items():
         stored.setdefault(edge.consumer, set()).add(precision)
     constants = {tensor.name for tensor in graph.initializer}
     tensors = [v for v in graph.input if v.name not in constants and v.type.HasField("tensor_type")]
-    return Declared(
-        inputs={v.name: (_element_type(v), _dims(v)) for v in tensors},
-        outputs={v.name: _dims(v) for v in graph.output},
+    return ModelSignature(
+        inputs={v.name: (_element_type(v), _static_dims(v)) for v in tensors},
+        outputs={v.name: _static_dims(v) for v in graph.output},
         axes={v.name: axes_of(v) for v in tensors},
         nodes=tuple(
-            DeclaredNode(name=node.name, op=node.op_type, precisions=frozenset(stored.get(name, ())))
-            for node, name in zip(graph.node, labels(graph), strict=True)
+            NodeSignature(name=node.name, op=node.op_type, precisions=frozenset(stored.get(name, ())))
+            for node, name in zip(graph.node, unique_node_names(graph), strict=True)
             if node.op_type not in _QDQ_OPS
         ),
     )
@@ -102,7 +109,7 @@ def with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path:
     return write_model(proto, target)
 
 
-def before_transpose(source: Path, path: Path, name: str) -> Path:
+def write_without_output_transpose(source: Path, path: Path, name: str) -> Path:
     """Write a model without the Transpose that computes its only output; its input becomes the output `name`.
 
     Raises:
@@ -129,6 +136,6 @@ def _element_type(value: onnx.ValueInfoProto) -> str:
     return str(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)).lower()
 
 
-def _dims(value: onnx.ValueInfoProto) -> Dims:
+def _static_dims(value: onnx.ValueInfoProto) -> Dims:
     sizes = value.type.tensor_type.shape.dim
     return tuple(int(d.dim_value) if d.HasField("dim_value") and d.dim_value > 0 else None for d in sizes)

@@ -9,23 +9,31 @@ from pathlib import Path
 from harness.config.experiment import Experiment
 from harness.config.initial import split_rule_precision
 from harness.config.plan import SearchSpec
-from harness.graph.io.files import copy_model, file_digest
-from harness.graph.qdq.read_edges import pairs_in, precisions_in
-from harness.pipeline.final_selection import Found, Leader
-from harness.pipeline.task_run import Running
-from harness.pipeline.transfer import Guest
+from harness.graph.io.files import copy_model, digest_file
+from harness.graph.qdq.read_edges import count_pairs, read_precisions
+from harness.pipeline.final_selection import Incumbent, SelectionResult
+from harness.pipeline.task_run import TaskRun
+from harness.pipeline.transfer import TransferredPlacement
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet
 from harness.results_dir.io import explain_write_errors, write_json
 from harness.search_loop.journal_reader import BudgetState, Evaluation
-from harness.task_setup.methods import ToldModel, is_peer, peer_model, seen_by
-from harness.task_setup.task import Cell
-from search.space import Placement, Resolved, digest_of
+from harness.task_setup.methods import (
+    WarmStartModel,
+    external_searcher_model_path,
+    is_external_searcher,
+    task_for_method,
+)
+from harness.task_setup.task import Task
+from search.space import Placement, Resolved, edges_digest
 
-__all__ = ["choose"]
+__all__ = ["export_finalists"]
 
 
-def choose(
-    running: Running, found: Found, others: Sequence[str], brought: Mapping[str, Guest] | None = None
+def export_finalists(
+    running: TaskRun,
+    found: SelectionResult,
+    others: Sequence[str],
+    brought: Mapping[str, TransferredPlacement] | None = None,
 ) -> FinalistSet:
     """Pick and export the finalists of a cell; the same journals and the same runoff give the same files.
 
@@ -37,10 +45,10 @@ def choose(
     Raises:
         UserError: A file cannot be written.
     """
-    cell, folder = running.cell, running.folder
+    cell, folder = running.task, running.folder
     exporter = _Exporter(cell, folder / "models")
-    fixed = [*_fixed(running.experiment, cell, exporter, others), *_brought(brought or {}, exporter)]
-    picks = [*fixed, *_found(running, found, exporter)]
+    fixed = [*_baseline_rows(running.experiment, cell, exporter, others), *_transferred_rows(brought or {}, exporter)]
+    picks = [*fixed, *_search_rows(running, found, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
     return FinalistSet(folder=folder, space=cell.space, rows=rows)
@@ -49,99 +57,103 @@ def choose(
 class _Exporter:
     """Writes each finalist once."""
 
-    def __init__(self, cell: Cell, models: Path) -> None:
+    def __init__(self, cell: Task, models: Path) -> None:
         self._cell = cell
         self._models = models
         self.rows: dict[str, ExportedModel] = {}
         models.mkdir(parents=True, exist_ok=True)
 
-    def placement(self, placement: Placement) -> str:
+    def export_placement(self, placement: Placement) -> str:
         """Row of a placement."""
-        return self.resolved(self._cell.space.resolve(placement))
+        return self.export_edges(self._cell.space.resolve(placement))
 
-    def resolved(self, resolved: Resolved) -> str:
+    def export_edges(self, resolved: Resolved) -> str:
         """Row of quantized edges; its choices are known where a placement of the cell's space says the same."""
-        space, digest = self._cell.space, digest_of(resolved)
+        space, digest = self._cell.space, edges_digest(resolved)
         if not resolved:
-            return self.file(FLOAT_ROW, self._cell.model_file, 0)
+            return self.export_file(FLOAT_ROW, self._cell.model_file, 0)
         if digest not in self.rows:
             path = self._models / f"{digest}.onnx"
             with explain_write_errors(path):
                 self._cell.inserter.export(resolved, path)
             nearest = space.nearest(dict(resolved))
             choices = nearest.choices if space.resolve(nearest) == resolved else None
-            self._add(digest, path, self._cell.inserter.pairs(resolved), choices)
+            self._add_row(digest, path, self._cell.inserter.count_pairs(resolved), choices)
         return digest
 
-    def file(self, row: str, path: Path, pairs: int) -> str:
+    def export_file(self, row: str, path: Path, pairs: int) -> str:
         """Row of a model that is there already."""
         if row not in self.rows:
             with explain_write_errors(self._models / f"{row}.onnx"):
-                target = copy_model(self._cell.parsed(path), self._models, f"{row}.onnx")
-            self._add(row, target, pairs)
+                target = copy_model(self._cell.runtime_input_file(path), self._models, f"{row}.onnx")
+            self._add_row(row, target, pairs)
         return row
 
-    def float_at(self, precision: str) -> str:
+    def export_float(self, precision: str) -> str:
         """Row of the float model at another precision than the baseline's."""
-        name, path = f"{FLOAT_ROW}-{precision}", self._cell.parsed(self._cell.float_file, precision)
+        name, path = f"{FLOAT_ROW}-{precision}", self._cell.runtime_input_file(self._cell.float_file, precision)
         row = replace(self.rows[FLOAT_ROW], id=name, benchmarker=precision)
         if path != self._cell.model_file:  # a runtime that reads files of another type at each precision
             with explain_write_errors(self._models / f"{name}.onnx"):
                 target = copy_model(path, self._models, f"{name}.onnx")
-            row = replace(row, file=target.name, sha256=file_digest(target))
+            row = replace(row, file=target.name, sha256=digest_file(target))
         self.rows[name] = row
         return name
 
-    def _add(self, row: str, path: Path, pairs: int, choices: tuple[int, ...] | None = None) -> None:
+    def _add_row(self, row: str, path: Path, pairs: int, choices: tuple[int, ...] | None = None) -> None:
         emulated = self._cell.accuracy_only
-        timed = not emulated or emulated.isdisjoint(precisions_in(path))
-        digest = file_digest(path)
+        timed = not emulated or emulated.isdisjoint(read_precisions(path))
+        digest = digest_file(path)
         self.rows[row] = ExportedModel(id=row, file=path.name, sha256=digest, pairs=pairs, choices=choices, timed=timed)
 
 
-def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequence[str]) -> Iterator[Choice]:
-    yield Choice(method="float", kind="float", row=exporter.file(FLOAT_ROW, cell.model_file, 0))
+def _baseline_rows(experiment: Experiment, cell: Task, exporter: _Exporter, others: Sequence[str]) -> Iterator[Choice]:
+    yield Choice(method="float", kind="float", row=exporter.export_file(FLOAT_ROW, cell.model_file, 0))
     for precision in others:
-        yield Choice(method="float", kind="float", row=exporter.float_at(precision))
+        yield Choice(method="float", kind="float", row=exporter.export_float(precision))
     for name in experiment.baselines:
-        row, reason = _baseline(name, cell, exporter)
+        row, reason = _baseline_row(name, cell, exporter)
         timed = not row or exporter.rows[row].timed
         yield Choice(method=name, kind="baseline", row=row, reason=reason if timed else ACCURACY_ONLY_VERDICT)
 
 
-def _brought(brought: Mapping[str, Guest], exporter: _Exporter) -> Iterator[Choice]:
+def _transferred_rows(brought: Mapping[str, TransferredPlacement], exporter: _Exporter) -> Iterator[Choice]:
     for name, guest in brought.items():
         if isinstance(guest, str):
             yield Choice(method=name, kind="baseline", row="", reason=guest)
         else:
-            yield Choice(method=name, kind="baseline", row=exporter.placement(guest))
+            yield Choice(method=name, kind="baseline", row=exporter.export_placement(guest))
 
 
-def _baseline(name: str, cell: Cell, exporter: _Exporter) -> tuple[str, str]:
+def _baseline_row(name: str, cell: Task, exporter: _Exporter) -> tuple[str, str]:
     """Row of a fixed baseline, or why there is none."""
-    foreign, precision = cell.foreign.get(name), split_rule_precision(name)[1]
+    foreign, precision = cell.external_models.get(name), split_rule_precision(name)[1]
     if foreign is not None:
-        return ("", foreign.reason) if foreign.path is None else (exporter.file(name, foreign.path, foreign.pairs), "")
+        return (
+            ("", foreign.reason)
+            if foreign.path is None
+            else (exporter.export_file(name, foreign.path, foreign.pairs), "")
+        )
     if precision is not None and precision not in cell.spec.precisions:
         return "", f"no {precision} at precision {cell.spec.precision}"
-    return exporter.placement(cell.placements[name]), ""
+    return exporter.export_placement(cell.placements[name]), ""
 
 
-def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Choice]:
+def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) -> Iterator[Choice]:
     budgets, by_loss = running.experiment.budget.evaluations, running.judge.goal.minimize == "accuracy"
     largest = max(budgets)
-    for run in running.cell.spec.runs:
-        if run.name not in found.reached:
-            yield _nothing(run, largest, f"{ACCURACY_ONLY_VERDICT}: no search without a speed")
+    for run in running.task.spec.runs:
+        if run.name not in found.states:
+            yield _empty_choice(run, largest, f"{ACCURACY_ONLY_VERDICT}: no search without a speed")
             continue
         for budget in budgets:
-            there, leaders = found.reached[run.name][budget], found.leaders[run.name][budget]
+            there, leaders = found.states[run.name][budget], found.incumbents[run.name][budget]
             for rank, leader in enumerate(leaders if budget == largest else leaders[:1]):
                 own = leader if isinstance(leader, Evaluation) else None  # its search has evaluated it
                 yield Choice(
                     method=run.searcher.name,
                     kind="search",
-                    row=_row(run, leader, running.cell, exporter),
+                    row=_incumbent_row(run, leader, running.task, exporter),
                     seed=run.seed,
                     budget=budget,
                     rank=rank,
@@ -149,30 +161,34 @@ def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Choi
                     search_ms=None if own is None else own.latency_ms,
                     loss=own.score.objective if own is not None and by_loss else None,
                     runoff=found.speedups.get(leader.digest),
-                    beaten=bool(found.speedups) and leader.digest not in found.unbeaten[run.searcher.name, budget],
+                    beaten=bool(found.speedups) and leader.digest not in found.surviving[run.searcher.name, budget],
                     scored=there.metric_usage.measured or None,
                     agreement=there.metric_usage.agreement,
                 )
             if not leaders:
-                yield _nothing(run, budget, _reason(there))
+                yield _empty_choice(run, budget, _no_incumbent_reason(there))
 
 
-def _row(run: SearchSpec, leader: Leader, cell: Cell, exporter: _Exporter) -> str:
+def _incumbent_row(run: SearchSpec, leader: Incumbent, cell: Task, exporter: _Exporter) -> str:
     """Row of what a search chose, in the form in which its method has it."""
-    if isinstance(leader, ToldModel):
-        return exporter.file(leader.digest, leader.path, leader.pairs)
-    if not is_peer(run.searcher):
-        return exporter.resolved(seen_by(cell, run.searcher).space.resolve(Placement(leader.choices)))
-    path = peer_model(run, cell, leader.digest)
-    pairs = pairs_in(path)
-    return exporter.file(leader.digest, path, pairs) if pairs else exporter.placement(cell.space.float_placement())
+    if isinstance(leader, WarmStartModel):
+        return exporter.export_file(leader.digest, leader.path, leader.pairs)
+    if not is_external_searcher(run.searcher):
+        return exporter.export_edges(task_for_method(cell, run.searcher).space.resolve(Placement(leader.choices)))
+    path = external_searcher_model_path(run, cell, leader.digest)
+    pairs = count_pairs(path)
+    return (
+        exporter.export_file(leader.digest, path, pairs)
+        if pairs
+        else exporter.export_placement(cell.space.float_placement())
+    )
 
 
-def _reason(there: BudgetState) -> str:
+def _no_incumbent_reason(there: BudgetState) -> str:
     """Why a search has no incumbent."""
     last = there.last_failure
     return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
 
 
-def _nothing(run: SearchSpec, budget: int, reason: str) -> Choice:
+def _empty_choice(run: SearchSpec, budget: int, reason: str) -> Choice:
     return Choice(method=run.searcher.name, kind="search", row="", seed=run.seed, budget=budget, reason=reason)

@@ -38,11 +38,11 @@ from harness.cluster import open_execution_target
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
-from harness.pipeline.export import choose
-from harness.pipeline.final_selection import run_off
-from harness.pipeline.runtime_checker import RuntimeChecker, check_plan, computes_nothing
-from harness.pipeline.task_run import Running
-from harness.pipeline.transfer import guests, remember
+from harness.pipeline.export import export_finalists
+from harness.pipeline.final_selection import select_final
+from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
+from harness.pipeline.task_run import TaskRun
+from harness.pipeline.transfer import transferred_placements, write_pattern_cache
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, require_same_fingerprint
@@ -56,22 +56,22 @@ from harness.results_dir.termination import (
     read_termination,
     write_task_error,
 )
-from harness.selection.confirmation import confirm_rows, noise_floor
-from harness.task_setup.accuracy import scoring_of
-from harness.task_setup.float_baseline import float_benchmarkers
-from harness.task_setup.task import Cell, compose
+from harness.selection.confirmation import confirm_rows, measure_noise_floor
+from harness.task_setup.accuracy import make_scoring
+from harness.task_setup.float_baseline import select_float_baseline
+from harness.task_setup.task import Task, compose_task
 from harness.timing.provenance import comparability_key, git_commit, lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import ExecutionTarget
 from harness.timing.workers.trial_pool import WorkerLost, run_concurrently
-from harness.verification.accuracy_store import ScoreBook
-from harness.verification.dynamic_delivery import deliver_rows
+from harness.verification.accuracy_store import AccuracyStore
+from harness.verification.dynamic_delivery import write_dynamic_rows
 
 __all__ = ["MAX_WORKER_LOSSES", "run_experiment", "run_with_recovery"]
 
 MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
 
-NAMED = 3
+MAX_BROKEN_SHOWN = 3
 """So many searches that broke are named at the end; the report has all."""
 
 
@@ -98,12 +98,12 @@ def run_experiment(
     stopped: dict[str, list[str]] = {}
     cells = plan_tasks(experiment)
     alone = len(cells) == 1
-    known = None if accept_changes else _machine(cells, out)
+    known = None if accept_changes else _recorded_environment(cells, out)
 
     def run(spec: TaskSpec, site: ExecutionTarget, searching: bool = False) -> None:
         observer.say(spec.name)
         folder = out / spec.name
-        place = _Place(
+        place = _TaskContext(
             spec=spec,
             folder=folder,
             commit=commit,
@@ -112,7 +112,7 @@ def run_experiment(
             searching=searching,
         )
         try:
-            run_with_recovery(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
+            run_with_recovery(folder, lambda: _run_task(place, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
             if not isinstance(error, FingerprintMismatch):  # what is refused leaves everything as it was
@@ -132,7 +132,7 @@ def run_experiment(
         run_concurrently([partial(run, spec, site) for spec in cells], experiment.executor.cells)
     if stopped:
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
-    _refuse_broken(cells, out)
+    _raise_searcher_failures(cells, out)
 
 
 def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes: bool, observer: Observer) -> None:
@@ -163,7 +163,7 @@ def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes
             observer.say(f"{error}\naccepted: the earlier results are in {backup.name}; {folder.name} starts over")
 
 
-def _refuse_broken(cells: Iterable[TaskSpec], out: Path) -> None:
+def _raise_searcher_failures(cells: Iterable[TaskSpec], out: Path) -> None:
     """Name the searches whose searcher broke, and where their tracebacks stand.
 
     Raises:
@@ -180,12 +180,14 @@ def _refuse_broken(cells: Iterable[TaskSpec], out: Path) -> None:
         if end and end.failed
     ]
     if broken:
-        named = broken[:NAMED] + ([f"and {len(broken) - NAMED} more"] if len(broken) > NAMED else [])
+        named = broken[:MAX_BROKEN_SHOWN] + (
+            [f"and {len(broken) - MAX_BROKEN_SHOWN} more"] if len(broken) > MAX_BROKEN_SHOWN else []
+        )
         raise SearcherFailures("\n".join(named) + "; all else was done: mend it and give the same command again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _TaskContext:
     """A cell and where it lies.
 
     Attributes:
@@ -203,88 +205,97 @@ class _Place:
     searching: bool
 
 
-def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None:
+def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -> None:
     spec, folder, site = place.spec, place.folder, place.site
-    _begun(folder / "env.json", site.environment(place.commit), comparability_key)
+    _record_or_check_environment(folder / "env.json", site.environment(place.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
-    cell = compose(experiment, spec, folder / "work", observer, facts)
-    scoring = scoring_of(experiment.objective, spec.model, cell.model, cell.work)
-    benchmarkers = float_benchmarkers(spec.backend, cell.float_file, folder, site.open, observer, facts)
-    cell = cell.at(benchmarkers)
+    cell = compose_task(experiment, spec, folder / "work", observer, facts)
+    scoring = make_scoring(experiment.objective, spec.model, cell.model, cell.work)
+    benchmarkers = select_float_baseline(spec.backend, cell.float_file, folder, site.open, observer, facts)
+    cell = cell.with_benchmarkers(benchmarkers)
     worker = WorkerSpec(
         benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators, reference=cell.model_file
     )
-    with site.open(worker) as engines, _checker(cell, engines, folder, experiment, observer) as checker:
-        floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
-        book = ScoreBook(folder, engines, observer, facts_digest(scoring.facts))
+    with site.open(worker) as engines, _open_runtime_checker(cell, engines, folder, experiment, observer) as checker:
+        floor = measure_noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
+        book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts))
         goal = scoring.goal(book, cell.model_file, folder)
-        running = Running(
+        running = TaskRun(
             experiment=experiment,
-            cell=cell,
+            task=cell,
             engines=engines,
             scoring=scoring,
-            judge=scoring.judge(goal),
+            judge=scoring.make_accuracy_gate(goal),
             floor=floor,
             folder=folder,
             observer=observer,
             checker=checker,
         )
-        _begun(
-            folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
+        _record_or_check_environment(
+            folder / "cell.json",
+            running.task_facts(),
+            lambda facts: {key: facts.get(key) for key in running.fingerprint()},
         )
         clear_task_error(folder)
-        asked = running.asked_for()  # before anything is measured: what somebody changes meanwhile is not through
+        asked = running.task_digest()  # before anything is measured: what somebody changes meanwhile is not through
         if not (experiment.transfer or place.retry_failed) and is_complete(folder, asked):
             observer.say(f"{spec.name}: nothing is left to do")
             shutil.rmtree(cell.work, ignore_errors=True)
             return
-        runs = spec.runs if len(cell.searched) else ()
-        if goal.metric is not None and (place.retry_failed or any(map(running.unfinished, runs))):
-            scoring.show_float(book, cell.model_file)
+        runs = spec.runs if len(cell.searched_space) else ()
+        if goal.metric is not None and (place.retry_failed or any(map(running.is_unfinished, runs))):
+            scoring.prepare_evaluators(book, cell.model_file)
         with site.workers(worker, engines, cell.inserter, cell.candidate(cell.space.float_placement())) as workers:
-            searches = [partial(running.search, run, workers, place.retry_failed) for run in runs]
+            searches = [partial(running.run_search, run, workers, place.retry_failed) for run in runs]
             run_concurrently(searches, experiment.executor.searches)
-        remember(cell, goal, folder)
+        write_pattern_cache(cell, goal, folder)
         others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
-        found = run_off(running, lambda: site.open(worker), place.retry_failed)
+        found = select_final(running, lambda: site.open(worker), place.retry_failed)
         if place.searching:
-            choose(running, found, others)
+            export_finalists(running, found, others)
             return
-        table = choose(running, found, others, guests(experiment.transfer, cell, plan_tasks(experiment), folder.parent))
+        table = export_finalists(
+            running,
+            found,
+            others,
+            transferred_placements(experiment.transfer, cell, plan_tasks(experiment), folder.parent),
+        )
         if scoring.evaluators:
-            if book.lacks(table):
-                scoring.show_float(book, cell.model_file)
-            book.score(table)
+            if book.has_unscored_rows(table):
+                scoring.prepare_evaluators(book, cell.model_file)
+            book.score_rows(table)
         if checker is not None:
             checker.check_rows(table, place.retry_failed)
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.with_latency, backend, observer, place.retry_failed)
-    deliver_rows(cell.model, table, spec.backend.use, observer)
+    write_dynamic_rows(cell.model, table, spec.backend.use, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
-    if not any(end.failed for run in runs if (end := running.end(run))):  # else the same command tries it again
+    if not any(end.failed for run in runs if (end := running.termination(run))):  # else the same command tries it again
         mark_complete(folder, asked)
 
 
 @contextmanager
-def _checker(
-    cell: Cell, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
+def _open_runtime_checker(
+    cell: Task, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
 ) -> Iterator[RuntimeChecker | None]:
     """Give what compares engines with their files; None where the benchmarker runs no model."""
-    if computes_nothing(cell.spec.backend):
+    if runs_no_model(cell.spec.backend):
         yield None
         return
-    plan = check_plan(cell, folder, experiment.limits, lacks_vnni(read_json(folder / "env.json")))
+    plan = make_check_plan(cell, folder, experiment.limits, lacks_vnni(read_json(folder / "env.json")))
     with RuntimeChecker(plan, engines, observer) as checker:
         yield checker
 
 
-def _machine(cells: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
+def _recorded_environment(cells: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
     """Environment of the machine that the results were begun on; None where nothing has begun."""
     begun = (path for spec in cells if (path := out / spec.name / "env.json").exists())
     return next(map(read_json, begun), None)
 
 
-def _begun(path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+def _record_or_check_environment(
+    path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> None:
     """Write down with what a cell was begun; where that was done before, go on with nothing else.
 
     Raises:

@@ -15,44 +15,44 @@ from harness import registry
 from harness.api import Array, Candidate, capabilities_of
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
-from harness.graph.equivalence.reduce_model import ModelGraph, index_outputs, narrow
-from harness.graph.io.files import file_digest
+from harness.graph.equivalence.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
+from harness.graph.io.files import digest_file
 from harness.progress import Observer
 from harness.random_inputs import feeds_digest
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
-from harness.task_setup.task import Cell
+from harness.task_setup.task import Task
 from harness.timing.provenance import count_cores
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.sandbox import open_engines
-from harness.verification.fault_localization import Suspect, find_fault, write_report
+from harness.verification.fault_localization import SuspectModel, find_fault, write_report
 from harness.verification.output_comparison import (
-    CHECKS,
-    Checked,
+    CHECK_FILE_NAME,
     Comparison,
+    OutputCheck,
     Outputs,
     compare_float,
-    good,
+    encode_check,
     not_checked,
-    stored,
+    require_outputs,
 )
-from search.space import digest_of
+from search.space import edges_digest
 
-__all__ = ["CheckPlan", "RuntimeChecker", "check_plan", "computes_nothing"]
+__all__ = ["CheckPlan", "RuntimeChecker", "make_check_plan", "runs_no_model"]
 
-SAMPLES = 4
-REPORTS = 3
+CHECK_SAMPLE_COUNT = 4
+MAX_REPORTS = 3
 """Small models are made of so many wrong models of a task; as a rule they all show the same fault."""
-WRONG = "wrong_result"
+REPORT_FOLDER_NAME = "wrong_result"
 """Folder, in that of a task, of small models that show a fault."""
-THREADS = 4
-FLOAT = "the float model in ONNX Runtime"
-_SATURATED = "this processor adds products of 8-bit integers in 16 bits; the result is right with"
-SATURATED: Mapping[Literal["weights", "data"], str] = {
-    "weights": f"{_SATURATED} weights of 7 bits (reduce_range: true)",
-    "data": f"{_SATURATED} data of 7 bits; leave products of two activations float",
+REFERENCE_THREADS = 4
+FLOAT_REFERENCE_LABEL = "the float model in ONNX Runtime"
+_SATURATION_REASON = "this processor adds products of 8-bit integers in 16 bits; the result is right with"
+SATURATION_REASONS: Mapping[Literal["weights", "data"], str] = {
+    "weights": f"{_SATURATION_REASON} weights of 7 bits (reduce_range: true)",
+    "data": f"{_SATURATION_REASON} data of 7 bits; leave products of two activations float",
 }
 
 
@@ -79,11 +79,11 @@ class CheckPlan:
     saturates: bool = False
 
 
-def check_plan(cell: Cell, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
+def make_check_plan(cell: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
     """Return what models of a cell are compared on; see `CheckPlan`."""
     return CheckPlan(
         float_file=cell.float_file,
-        floats={name: cell.parsed(cell.float_file, name) for name in cell.benchmarkers},
+        floats={name: cell.runtime_input_file(cell.float_file, name) for name in cell.benchmarkers},
         feeds=cell.feeds,
         folder=folder,
         work=cell.work / "check",
@@ -107,13 +107,13 @@ class RuntimeChecker:
         self._observer = observer
         self._stack = ExitStack()
         self._floats: dict[str, Outputs | Failed] = {}
-        self._path = plan.folder / CHECKS
+        self._path = plan.folder / CHECK_FILE_NAME
         self._basis = {
-            "model_sha256": file_digest(plan.float_file),
+            "model_sha256": digest_file(plan.float_file),
             "backend": dict(engines.describe()),
             "inputs_sha256": feeds_digest(self._feeds),
         }
-        self._record = self._read()
+        self._record = self._read_record()
 
     def __enter__(self) -> RuntimeChecker:
         return self
@@ -121,13 +121,13 @@ class RuntimeChecker:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def known(self, candidate: Candidate) -> Checked | None:
+    def recorded_check(self, candidate: Candidate) -> OutputCheck | None:
         """Return what was found of a model before; None where it was not checked."""
         return self._record.get(f"{candidate.digest} {MAIN_BENCHMARKER}")
 
     def check(
         self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER, *, name: str = "", again: bool = False
-    ) -> Checked:
+    ) -> OutputCheck:
         """Return how a model and its file compare; what is known is not checked again.
 
         Args:
@@ -142,7 +142,7 @@ class RuntimeChecker:
         if known is not None and not (again and known.verdict == "not checked"):
             return known
         started_s = time.monotonic()
-        found = as_outcome("check", lambda: self._checked(candidate, benchmarker))
+        found = as_outcome("check", lambda: self._run_check(candidate, benchmarker))
         if isinstance(found, Failed):
             found = not_checked(found.reason)
         facts = self._engines.describe(benchmarker)
@@ -150,8 +150,10 @@ class RuntimeChecker:
             found, runtime=f"{facts['name']} {facts['version']}", seconds=round(time.monotonic() - started_s, 3)
         )
         self._record[key] = found
-        write_json(self._path, {**self._basis, "checks": {each: stored(one) for each, one in self._record.items()}})
-        if found.wrong:
+        write_json(
+            self._path, {**self._basis, "checks": {each: encode_check(one) for each, one in self._record.items()}}
+        )
+        if found.is_wrong:
             self._observer.say(f"{name or candidate.digest}: {found}")
         return found
 
@@ -172,63 +174,63 @@ class RuntimeChecker:
         if total > before:
             self._observer.say(f"comparison of {len(self._record)} models with their files: {total:.0f} s")
 
-    def _checked(self, candidate: Candidate, benchmarker: str) -> Checked:
+    def _run_check(self, candidate: Candidate, benchmarker: str) -> OutputCheck:
         path, compare = candidate.source(), self._comparison(benchmarker)
-        if candidate.digest == digest_of(()):
-            own = good(self._float_outputs(benchmarker), "the engine")
+        if candidate.digest == edges_digest(()):
+            own = require_outputs(self._float_outputs(benchmarker), "the engine")
             return compare_float(compare.floats, own, compare.precision, compare.skipped)
         found = compare.judge(path)
-        if found.wrong and self._plan.saturates:
+        if found.is_wrong and self._plan.saturates:
             target = self._scratch / "narrow.onnx"
-            for what, remedy in SATURATED.items():
-                if narrow(path, target, what) and not compare.judge(target).wrong:
+            for what, remedy in SATURATION_REASONS.items():
+                if write_7bit_copy(path, target, what) and not compare.judge(target).is_wrong:
                     return replace(found, verdict="saturates", reason=remedy)
-        if found.wrong or found.suspect:
-            return self._located(found, path, candidate.digest, benchmarker)
+        if found.is_wrong or found.is_suspect:
+            return self._locate_fault(found, path, candidate.digest, benchmarker)
         return found
 
     def _comparison(self, benchmarker: str) -> Comparison:
         own = self._float_outputs(benchmarker)
         return Comparison(
-            floats=good(self._float_outputs(""), FLOAT),
+            floats=require_outputs(self._float_outputs(""), FLOAT_REFERENCE_LABEL),
             engine_float=None if isinstance(own, Failed) else own,
             precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
-            skipped=self._compared[0],
-            reference=lambda path: self._reference(self._cut(path), self._feeds),
-            engine=lambda path: self._run(self._cut(path), self._feeds, benchmarker),
+            skipped=self._compared_outputs[0],
+            reference=lambda path: self._reference(self._truncated_model(path), self._feeds),
+            engine=lambda path: self._run(self._truncated_model(path), self._feeds, benchmarker),
         )
 
     @cached_property
-    def _compared(self) -> tuple[frozenset[str], tuple[str, ...]]:
+    def _compared_outputs(self) -> tuple[frozenset[str], tuple[str, ...]]:
         """Return the outputs that are not compared, and what is compared in their place where there is no other.
 
         Raises:
             EvaluationFailed: The float model does not run in ONNX Runtime.
         """
-        skipped, sources = index_outputs(self._plan.float_file)
-        outputs = good(self._reference(self._plan.float_file, self._feeds), FLOAT)
+        skipped, sources = find_index_outputs(self._plan.float_file)
+        outputs = require_outputs(self._reference(self._plan.float_file, self._feeds), FLOAT_REFERENCE_LABEL)
         if any(array.dtype.kind == "f" and name not in skipped for name, array in outputs[0].items()):
             return skipped, ()
         return (frozenset(), sources) if sources else (skipped, ())
 
-    def _cut(self, path: Path) -> Path:
+    def _truncated_model(self, path: Path) -> Path:
         """Return the file itself, or where every output depends on indices, a copy that ends in front of them."""
-        if not self._compared[1]:
+        if not self._compared_outputs[1]:
             return path
         target = self._scratch / "cut.onnx"
-        ModelGraph(path).write_part(target, self._compared[1])
+        ModelGraph(path).write_submodel(target, self._compared_outputs[1])
         return target
 
-    def _located(self, found: Checked, path: Path, digest: str, benchmarker: str) -> Checked:
+    def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
         """Return a record with the operator that differs; one that is suspect is wrong only where there is one."""
-        if found.wrong and sum(bool(each.model) for each in self._record.values()) >= REPORTS:
-            return replace(found, reason=f"its operator was not looked for: see the first {REPORTS} wrong results")
-        suspect = Suspect(
-            path=self._cut(path),
+        if found.is_wrong and sum(bool(each.model) for each in self._record.values()) >= MAX_REPORTS:
+            return replace(found, reason=f"its operator was not looked for: see the first {MAX_REPORTS} wrong results")
+        suspect = SuspectModel(
+            path=self._truncated_model(path),
             feeds=self._feeds,
             output=found.output,
             most_db=found.noise_db or 0.0,
-            proven=found.wrong,
+            proven=found.is_wrong,
             reference=self._reference,
             engine=lambda file, feeds: self._run(file, feeds, benchmarker),
             work=self._scratch,
@@ -237,8 +239,8 @@ class RuntimeChecker:
         if isinstance(fault, Failed):
             return replace(found, reason=f"no operator was found: {fault.reason}")
         if fault is None:
-            return replace(found, reason="no operator was found that shows it by itself") if found.wrong else found
-        file = self._plan.folder / WRONG / f"{digest}.onnx"
+            return replace(found, reason="no operator was found that shows it by itself") if found.is_wrong else found
+        file = self._plan.folder / REPORT_FOLDER_NAME / f"{digest}.onnx"
         with explain_write_errors(file):
             write_report(fault, file, self._engines.describe(benchmarker))
         model = str(file.relative_to(self._plan.folder))
@@ -246,7 +248,7 @@ class RuntimeChecker:
 
     @cached_property
     def _feeds(self) -> Sequence[Mapping[str, Array]]:
-        return tuple(islice(self._plan.feeds, SAMPLES))
+        return tuple(islice(self._plan.feeds, CHECK_SAMPLE_COUNT))
 
     @cached_property
     def _scratch(self) -> Path:
@@ -257,44 +259,46 @@ class RuntimeChecker:
         """Return the float model's outputs in a runtime; "": in ONNX Runtime without graph optimizations."""
         if benchmarker not in self._floats:
             self._floats[benchmarker] = (
-                self._run(self._cut(self._plan.floats[benchmarker]), self._feeds, benchmarker)
+                self._run(self._truncated_model(self._plan.floats[benchmarker]), self._feeds, benchmarker)
                 if benchmarker
-                else self._reference(self._cut(self._plan.float_file), self._feeds)
+                else self._reference(self._truncated_model(self._plan.float_file), self._feeds)
             )
         return self._floats[benchmarker]
 
     def _run(self, path: Path, feeds: Sequence[Mapping[str, Array]], benchmarker: str) -> Outputs | Failed:
-        return _outputs(self._engines, path, feeds, benchmarker)
+        return _run_model(self._engines, path, feeds, benchmarker)
 
     def _reference(self, path: Path, feeds: Sequence[Mapping[str, Array]]) -> Outputs | Failed:
         try:
-            return _outputs(self._reference_engines, path, feeds)
+            return _run_model(self._reference_engines, path, feeds)
         except UserError as error:
             return Failed(stage="start", reason=str(error))
 
     @cached_property
     def _reference_engines(self) -> Engines:
         """Open ONNX Runtime in a worker process when it is first needed."""
-        use = PluginSpec(use="onnxruntime", params={"optimization": "disabled", "threads": min(THREADS, count_cores())})
+        use = PluginSpec(
+            use="onnxruntime", params={"optimization": "disabled", "threads": min(REFERENCE_THREADS, count_cores())}
+        )
         worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=self._scratch)
         return self._stack.enter_context(open_engines(worker, self._plan.limits))
 
-    def _read(self) -> dict[str, Checked]:
+    def _read_record(self) -> dict[str, OutputCheck]:
         """Return the record, unless it is of another model or runtime."""
         if not self._path.exists():
             return {}
         body: dict[str, Any] = read_json(self._path)
         if {key: body.get(key) for key in self._basis} != self._basis:
             return {}
-        return {key: Checked(**each) for key, each in body["checks"].items()}
+        return {key: OutputCheck(**each) for key, each in body["checks"].items()}
 
 
-def computes_nothing(use: PluginSpec) -> bool:
+def runs_no_model(use: PluginSpec) -> bool:
     """Return whether a benchmarker runs no model, such as a simulation or a replay."""
     return capabilities_of(registry.load_plugin("benchmarker", use.use)).in_process
 
 
-def _outputs(
+def _run_model(
     engines: Engines, path: Path, feeds: Sequence[Mapping[str, Array]], benchmarker: str = MAIN_BENCHMARKER
 ) -> Outputs | Failed:
     built = engines.build(Candidate(digest=path.stem, edges=(), source=lambda: path), benchmarker)

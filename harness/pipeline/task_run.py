@@ -12,35 +12,35 @@ from typing import Any
 
 from harness.config.experiment import Experiment
 from harness.config.plan import SearchSpec
-from harness.graph.io.files import file_digest
+from harness.graph.io.files import digest_file
 from harness.pipeline.runtime_checker import RuntimeChecker
-from harness.progress import Observer, Step, best_note
+from harness.progress import Observer, ProgressTask, format_incumbent
 from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
 from harness.results_dir.io import archive_existing
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.termination import Termination, clear_termination, read_termination, write_termination
-from harness.search_loop.accuracy_gate import Judge
-from harness.search_loop.loop import Ending, SearchTask, Strayed, Trial, run_search
-from harness.search_loop.objective import goal_facts
-from harness.search_loop.optuna_mirror import LIVE, live_study
-from harness.search_loop.trial import BUILDS, Care, attempt_with
-from harness.selection.confirmation import float_latency, level
+from harness.search_loop.accuracy_gate import AccuracyGate
+from harness.search_loop.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
+from harness.search_loop.objective import encode_goal
+from harness.search_loop.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
+from harness.search_loop.trial import MAX_BUILDS, NoisePolicy, make_trial_fn
+from harness.selection.confirmation import baseline_latency, reference_latency_if_noisy
 from harness.task_setup.accuracy import Scoring
 from harness.task_setup.methods import open_search
-from harness.task_setup.task import Cell, dialect_use
+from harness.task_setup.task import Task, dialect_use
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.execution_target import QueueFactory
 from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
 
-__all__ = ["Running"]
+__all__ = ["TaskRun"]
 
-LATER = frozenset({"fp8e5m2"})
+PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
 """Precisions that a dialect has come to offer beside others, which changes no candidate of a cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class TaskRun:
     """One cell while its searches run.
 
     Attributes:
@@ -48,33 +48,33 @@ class Running:
     """
 
     experiment: Experiment
-    cell: Cell
+    task: Task
     engines: Engines
     scoring: Scoring
-    judge: Judge
+    judge: AccuracyGate
     floor: float
     folder: Path
     observer: Observer
     checker: RuntimeChecker | None = None
 
-    def search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
+    def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run one search, or what is left of it; where it ends before its budget is spent, say and keep why.
 
         One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
         """
-        journal, named = self._journal(run), f"{self.cell.spec.name} {run.name}"
+        journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"
         before = read_termination(
             journal
         )  # forgotten only where it no longer holds: what interrupts this run changes nothing
         try:
-            ending = self._search(run, workers, retry_failed)
-        except Strayed:
+            ending = self._run_search_loop(run, workers, retry_failed)
+        except ReplayMismatch:
             if before is None or not before.failed:
                 raise
             kept = archive_existing(journal)
             clear_termination(journal)
             self.observer.say(f"{named} broke, and proposes something else now: it begins anew, beside {kept.name}")
-            ending = self._search(run, workers, retry_failed)
+            ending = self._run_search_loop(run, workers, retry_failed)
         if ending.reason:
             what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)
             end = write_termination(
@@ -84,21 +84,21 @@ class Running:
         else:
             clear_termination(journal)
 
-    def _search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> Ending:
+    def _run_search_loop(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> SearchLoopResult:
         budget, window = self.experiment.budget, self.experiment.executor.max_pending
         most = max(budget.evaluations)
         confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
         keep = max(confirmation.top_k, confirmation.contenders) if one_winner else most
         with (
-            open_search(run, self.cell, keep) as search,
-            Journal(self._journal(run), self._begun_with(run)) as journal,
-            self.observer.work(f"{self.cell.spec.name} {run.name}", most) as step,
-            workers(self._attempts(run)) as executor,
+            open_search(run, self.task, keep) as search,
+            Journal(self._journal(run), self._search_fingerprint(run)) as journal,
+            self.observer.work(f"{self.task.spec.name} {run.name}", most) as step,
+            workers(self._make_trial_fn_factory(run)) as executor,
         ):
             task = SearchTask(
                 space=search.space,
                 searcher=search.searcher,
-                seeds=search.seeds,
+                initial_design=search.initial_design,
                 candidate=search.candidate,
                 goal=self.judge.goal,
                 evaluations=most,
@@ -106,40 +106,42 @@ class Running:
                 window=window,
                 retry_failed=retry_failed,
             )
-            name = f"{self.cell.spec.name}/{run.name}"
-            live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
-            beside = self._level_ms is not None
-            note = partial(best_note, float_ms=float_latency(self.folder), beside=beside)
-            ending = run_search(task, executor, journal, _watch(step, live, note))
-        if ending.broken is not None or search.left is None:
+            name = f"{self.task.spec.name}/{run.name}"
+            live = mirror_to_optuna(
+                self.folder / OPTUNA_JOURNAL_NAME, name, search.space, self.judge.goal, fresh=not journal.entries
+            )
+            beside = self._reference_latency_ms is not None
+            note = partial(format_incumbent, float_ms=baseline_latency(self.folder), beside=beside)
+            ending = run_search(task, executor, journal, _make_trial_callback(step, live, note))
+        if ending.broken is not None or search.close_error is None:
             return ending
-        return replace(ending, reason=f"on leaving: {search.left.reason}", broken=search.left)
+        return replace(ending, reason=f"on leaving: {search.close_error.reason}", broken=search.close_error)
 
-    def _attempts(self, run: SearchSpec) -> TrialFnFactory:
+    def _make_trial_fn_factory(self, run: SearchSpec) -> TrialFnFactory:
         """What workers do with the candidates of a search."""
-        without, level_ms = run.searcher.without, self._level_ms
+        without, level_ms = run.searcher.without, self._reference_latency_ms
 
         def attempt(engines: Engines) -> TrialFn:
-            return attempt_with(
+            return make_trial_fn(
                 engines,
                 self.experiment.sampling,
                 judge=self.judge,
-                care=Care(
+                care=NoisePolicy(
                     floor=self.floor,
                     racing="racing" not in without,
-                    builds=1 if "retakes" in without else BUILDS,
-                    level_ms=level_ms,
+                    builds=1 if "retakes" in without else MAX_BUILDS,
+                    reference_latency_ms=level_ms,
                 ),
             )
 
         return attempt
 
     @property
-    def _level_ms(self) -> float | None:
+    def _reference_latency_ms(self) -> float | None:
         """See `level`."""
-        return level(self.folder, self.cell.spec.backend, self.experiment.sampling.beside)
+        return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.beside)
 
-    def _begun_with(self, run: SearchSpec) -> dict[str, Any]:
+    def _search_fingerprint(self, run: SearchSpec) -> dict[str, Any]:
         """Fingerprint of a search; what was not written down in former times is there only where it says something."""
         window = self.experiment.executor.max_pending
         method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
@@ -149,75 +151,77 @@ class Running:
     def _journal(self, run: SearchSpec) -> Path:
         return self.folder / "runs" / f"{run.name}.jsonl"
 
-    def end(self, run: SearchSpec) -> Termination | None:
+    def termination(self, run: SearchSpec) -> Termination | None:
         """How a search ended before its budget was spent; None where it did not."""
         return read_termination(self._journal(run))
 
-    def unfinished(self, run: SearchSpec) -> bool:
+    def is_unfinished(self, run: SearchSpec) -> bool:
         """Whether a search may have something left to measure; one that had nothing more to ask counts as such."""
         path = self._journal(run)
         told = {entry.proposal.digest for entry in read_journal(path) if entry.result} if path.exists() else ()
         return len(told) < max(self.experiment.budget.evaluations)
 
     @property
-    def config(self) -> str:
+    def experiment_digest(self) -> str:
         """Digest of what the experiment asks for."""
         return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"}))
 
-    def asked_for(self) -> str:
+    def task_digest(self) -> str:
         """Digest of what the experiment asks of the cell, and of what that is begun with: models of others too."""
-        brought = {name: file_digest(f.path) for name, f in self.cell.foreign.items() if f.path is not None}
+        brought = {name: digest_file(f.path) for name, f in self.task.external_models.items() if f.path is not None}
         models = [brought] if brought else []
-        return facts_digest([self.config, *models, *map(self._begun_with, self.cell.spec.runs)])
+        return facts_digest([self.experiment_digest, *models, *map(self._search_fingerprint, self.task.spec.runs)])
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
-        dialect = self.cell.dialect
+        dialect = self.task.dialect
         return {
-            "model_sha256": self.cell.model.sha256,
+            "model_sha256": self.task.model.sha256,
             "backend": dict(self.engines.describe()),
-            "precision": self.cell.spec.precision,
-            "space": hashlib.sha256(repr(self.cell.space.dimensions).encode()).hexdigest()[:16],
-            "seeds": {seed.name: self.cell.space.digest(seed.placement) for seed in self.cell.seeds},
-            "dialect": facts_digest({**dialect.facts, "precisions": dialect.precisions - LATER}),
-            "calibration": self.cell.spec.model.calibration.model_dump(mode="json"),
-            "ranges": facts_digest(self.cell.ranges),
+            "precision": self.task.spec.precision,
+            "space": hashlib.sha256(repr(self.task.space.dimensions).encode()).hexdigest()[:16],
+            "seeds": {seed.name: self.task.space.digest(seed.placement) for seed in self.task.initial_design},
+            "dialect": facts_digest({**dialect.facts, "precisions": dialect.precisions - PRECISIONS_ADDED_LATER}),
+            "calibration": self.task.spec.model.calibration.model_dump(mode="json"),
+            "ranges": facts_digest(self.task.ranges),
             "sampling": self.experiment.sampling.model_dump(mode="json"),
-            "goal": goal_facts(self.judge.goal),
+            "goal": encode_goal(self.judge.goal),
             **self.scoring.facts,
             **({"data": dict(self.scoring.data)} if self.scoring.data else {}),
             "qdq_bench": version("qdq-bench"),
         }
 
-    def facts(self) -> dict[str, Any]:
+    def task_facts(self) -> dict[str, Any]:
         """What readers of the results need to know about the cell."""
         return {
             "schema": SCHEMA_VERSION,
-            "config": self.config,
-            "cell": self.cell.spec.name,
-            "model": self.cell.spec.model.name,
-            "source": self.cell.spec.model.use,
-            "nodes": len(self.cell.model.nodes),
-            "inputs": {name: list(self.cell.model.types[name].shape) for name in self.cell.model.inputs},
-            "dimensions": len(self.cell.space),
-            "patterns": len(self.cell.space.groups),
-            "calibrated_on": self.cell.calibrated_on,
-            "accuracy_only": sorted(self.cell.accuracy_only),
-            "calibration_remarks": list(self.cell.remarks),
-            "cache_remarks": list(self.cell.cache_remarks),
-            "tool_methods": {name: tool.method for name, tool in self.cell.foreign.items() if tool.method},
-            "dialect_use": dialect_use(self.cell.spec.backend, self.cell.facts),
-            "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
+            "config": self.experiment_digest,
+            "cell": self.task.spec.name,
+            "model": self.task.spec.model.name,
+            "source": self.task.spec.model.use,
+            "nodes": len(self.task.model.nodes),
+            "inputs": {name: list(self.task.model.types[name].shape) for name in self.task.model.inputs},
+            "dimensions": len(self.task.space),
+            "patterns": len(self.task.space.groups),
+            "calibrated_on": self.task.calibrated_on,
+            "accuracy_only": sorted(self.task.accuracy_only),
+            "calibration_remarks": list(self.task.remarks),
+            "cache_remarks": list(self.task.cache_remarks),
+            "tool_methods": {name: tool.method for name, tool in self.task.external_models.items() if tool.method},
+            "dialect_use": dialect_use(self.task.spec.backend, self.task.facts),
+            "placements": {name: list(placement.choices) for name, placement in self.task.placements.items()},
             "metric": self.scoring.metric,
             "higher_is_better": self.scoring.higher_is_better,
             **self.fingerprint(),
         }
 
 
-def _watch(step: Step, live: Callable[[Trial], None], note: Callable[..., str]) -> Callable[[Trial], None]:
+def _make_trial_callback(
+    step: ProgressTask, live: Callable[[TrialEvent], None], note: Callable[..., str]
+) -> Callable[[TrialEvent], None]:
     spent = 0
 
-    def watch(trial: Trial) -> None:
+    def watch(trial: TrialEvent) -> None:
         nonlocal spent
         live(trial)
         if trial.evaluations > spent:

@@ -13,44 +13,46 @@ from pathlib import Path
 from harness.config.plan import TaskSpec
 from harness.errors import UserError
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover
-from harness.graph.pattern_cache import Origin, cache_of, placements
+from harness.graph.partition.regions import discover_regions
+from harness.graph.pattern_cache import MeasurementOrigin, build_cache, propose_placements
 from harness.graph.pattern_cache_io import read_cache, write_cache
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.import_placement import import_placement
 from harness.results_dir.artifacts import best_choice, read_finalists
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import iter_evaluations
 from harness.search_loop.objective import Goal
-from harness.task_setup.methods import is_peer
-from harness.task_setup.task import Cell
+from harness.task_setup.methods import is_external_searcher
+from harness.task_setup.task import Task
 from harness.verification.output_comparison import read_checks
 from search.api import Observation
 from search.space import Placement
 
-__all__ = ["PATTERNS", "Guest", "guests", "remember"]
+__all__ = ["PATTERN_CACHE_NAME", "TransferredPlacement", "transferred_placements", "write_pattern_cache"]
 
-PATTERNS = "patterns.yaml"
+PATTERN_CACHE_NAME = "patterns.yaml"
 """A cell's pattern cache; `initial` of another experiment takes it too."""
 
-Guest = Placement | str
+TransferredPlacement = Placement | str
 """A placement of this cell's space that another cell found, or why there is none."""
 
 
-def remember(cell: Cell, goal: Goal, folder: Path) -> None:
+def write_pattern_cache(cell: Task, goal: Goal, folder: Path) -> None:
     """Write down what the searches of a cell learned of each pattern; nothing where none measured the float model.
 
     Raises:
         UserError: The file cannot be written.
     """
-    sizes = {p.signature: len(p.operators) for p in find_patterns(cell.model, discover(cell.model))}
-    cache = cache_of(_observations(cell, goal, folder), cell.space, sizes, None, _origin(cell))
+    sizes = {p.signature: len(p.operators) for p in find_patterns(cell.model, discover_regions(cell.model))}
+    cache = build_cache(_pattern_observations(cell, goal, folder), cell.space, sizes, None, _measurement_origin(cell))
     if cache.patterns:
-        with explain_write_errors(folder / PATTERNS):
-            write_cache(cache, folder / PATTERNS)
+        with explain_write_errors(folder / PATTERN_CACHE_NAME):
+            write_cache(cache, folder / PATTERN_CACHE_NAME)
 
 
-def guests(kinds: Sequence[str], cell: Cell, cells: Sequence[TaskSpec], out: Path) -> Mapping[str, Guest]:
+def transferred_placements(
+    kinds: Sequence[str], cell: Task, cells: Sequence[TaskSpec], out: Path
+) -> Mapping[str, TransferredPlacement]:
     """What the siblings of a cell found, by the name of its row.
 
     Args:
@@ -58,49 +60,49 @@ def guests(kinds: Sequence[str], cell: Cell, cells: Sequence[TaskSpec], out: Pat
         cells: All of the experiment, searched and with their finalists picked.
         out: The folder that their folders lie in.
     """
-    found: dict[str, Guest] = {}
+    found: dict[str, TransferredPlacement] = {}
     for other in cells:
         if other.name == cell.spec.name or other.precision != cell.spec.precision:
             continue
         if "backends" in kinds and other.model == cell.spec.model:
-            found[f"from_{other.backend.name}"] = _moved(cell, out / other.name)
+            found[f"from_{other.backend.name}"] = _transfer_by_edges(cell, out / other.name)
         if "models" in kinds and other.backend == cell.spec.backend:
-            found[f"from_{other.model.name}"] = _inherited(cell, out / other.name)
+            found[f"from_{other.model.name}"] = _transfer_by_patterns(cell, out / other.name)
     return found
 
 
-def _observations(cell: Cell, goal: Goal, folder: Path) -> Iterator[Observation]:
+def _pattern_observations(cell: Task, goal: Goal, folder: Path) -> Iterator[Observation]:
     for run in cell.spec.runs:
         path = folder / "runs" / f"{run.name}.jsonl"
-        if is_peer(run.searcher) or "sharing" in run.searcher.without or not path.exists():
+        if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not path.exists():
             continue
         for trial in iter_evaluations(read_journal(path), goal):
             score = replace(trial.score, objective=trial.latency_ms)  # whatever the search minimised
             yield Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=score)
 
 
-def _moved(cell: Cell, folder: Path) -> Guest:
+def _transfer_by_edges(cell: Task, folder: Path) -> TransferredPlacement:
     rows, picks = read_finalists(folder)
     checks = read_checks(folder, {row.id: row for row in rows})
-    best = best_choice(pick for pick in picks if pick.row not in checks or not checks[pick.row].wrong)
+    best = best_choice(pick for pick in picks if pick.row not in checks or not checks[pick.row].is_wrong)
     if best is None:
         return f"{folder.name} found nothing"
     row = next(row for row in rows if row.id == best.row)
     if not row.pairs:
         return cell.space.float_placement()
     try:
-        return cell.space.nearest(import_qdq(folder / "models" / row.file, cell.model))
+        return cell.space.nearest(import_placement(folder / "models" / row.file, cell.model))
     except UserError as error:
         return str(error)
 
 
-def _inherited(cell: Cell, folder: Path) -> Guest:
-    if not (folder / PATTERNS).exists():
+def _transfer_by_patterns(cell: Task, folder: Path) -> TransferredPlacement:
+    if not (folder / PATTERN_CACHE_NAME).exists():
         return f"{folder.name} learned nothing"
-    known = placements(read_cache(folder / PATTERNS), cell.space, _origin(cell), limit=1)
+    known = propose_placements(read_cache(folder / PATTERN_CACHE_NAME), cell.space, _measurement_origin(cell), limit=1)
     return known[0] if known else f"{folder.name} knows none of its patterns"
 
 
-def _origin(cell: Cell) -> Origin:
+def _measurement_origin(cell: Task) -> MeasurementOrigin:
     facts = cell.facts
-    return Origin(backend=facts["name"], precision=cell.spec.precision, device=str(facts.get("device", "")))
+    return MeasurementOrigin(backend=facts["name"], precision=cell.spec.precision, device=str(facts.get("device", "")))

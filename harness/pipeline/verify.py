@@ -13,44 +13,44 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.metrics.intervals import accuracy_of, drop_estimate
+from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
 from harness.api import Accuracy, Candidate
 from harness.config.experiment import Experiment, load_experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import Confirmation, Limits
 from harness.errors import UserError
-from harness.graph.io.files import file_digest
-from harness.graph.qdq.read_edges import diff, pairs_in
-from harness.pipeline.runtime_checker import RuntimeChecker, check_plan, computes_nothing
-from harness.progress import Observer, Silent
+from harness.graph.io.files import digest_file
+from harness.graph.qdq.read_edges import count_pairs, diff_edges
+from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
+from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.report.load.display_names import CAPPED, shown_drop
+from harness.report.load.display_names import METRIC_CAPS, format_drop
 from harness.report.load.results import CellResults, load
-from harness.report.trace import row_of
+from harness.report.trace import find_main_row
 from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.statistics import Interval
-from harness.task_setup.accuracy import scoring_of
+from harness.task_setup.accuracy import make_scoring
 from harness.task_setup.accuracy_bound import bound_status
-from harness.task_setup.float_baseline import float_benchmarkers
-from harness.task_setup.task import Cell, compose
+from harness.task_setup.float_baseline import select_float_baseline
+from harness.task_setup.task import Task, compose_task
 from harness.timing.confirmation import Contender, confirm, summarize_turns
 from harness.timing.provenance import machine_lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.verification.accuracy_store import ScoreBook
+from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement
 
-__all__ = ["Check", "Exported", "exported", "verify"]
+__all__ = ["CheckResult", "ExportedRow", "find_exported_row", "verify"]
 
 Bound = float | str
 """Absolute, or a share of the float model's figure such as "1%"."""
-TOLERANCE = 1e-6
+RELATIVE_SCORE_TOLERANCE = 1e-6
 """Metrics may differ by so much: an evaluator adds in floating point, and so may a runtime with several threads."""
-PLAN = Confirmation(builds=3, rounds=4, samples=8)
+REPRODUCTION_SCHEDULE = Confirmation(builds=3, rounds=4, samples=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class CheckResult:
     """One thing that was repeated.
 
     Attributes:
@@ -66,13 +66,13 @@ class Check:
 
 
 def verify(
-    model: Path | Exported,
+    model: Path | ExportedRow,
     observer: Observer,
     *,
     results: Path | None = None,
     base: Path | None = None,
     max_drop: Bound | None = None,
-) -> list[Check]:
+) -> list[CheckResult]:
     """Repeat what a results folder says of a file, and hold its accuracy to the bound.
 
     Args:
@@ -85,7 +85,7 @@ def verify(
         UserError: No such file, no results of it, the cell cannot be composed any more, or `max_drop` for a model
             without an evaluator.
     """
-    file = model.file if isinstance(model, Exported) else model
+    file = model.file if isinstance(model, ExportedRow) else model
     if not file.is_file():
         raise UserError(f"{file}: no such file")
     folder = results or file.resolve().parent.parent.parent
@@ -93,32 +93,32 @@ def verify(
         raise UserError(
             f"{file}: lies in no results folder: name RESULTS/CELL/models/NAME.onnx, or its results by --results"
         )
-    digest = file_digest(file)
+    digest = digest_file(file)
     found = load(folder)
-    if isinstance(model, Exported):
+    if isinstance(model, ExportedRow):
         cell = found.cell(model.cell)
         row = cell.rows[model.row]
     else:
-        cell, row = _row(found.cells, file, digest, folder)
+        cell, row = _find_row(found.cells, file, digest, folder)
     if row.sha256 != digest:
-        return [Check(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
+        return [CheckResult(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
     experiment = load_experiment(folder / "experiment.yaml", base or Path.cwd())
     spec = next((spec for spec in plan_tasks(experiment) if spec.name == cell.name), None)
     if spec is None:
         raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
-    checks = [Check(what="file", holds=True, found=f"SHA-256 {digest}")]
+    checks = [CheckResult(what="file", holds=True, found=f"SHA-256 {digest}")]
     with tempfile.TemporaryDirectory(prefix="qdq-verify-") as scratch:
-        again = _Again(
+        again = _Reproduction(
             file=file, row=row, results=cell, experiment=experiment, spec=spec, scratch=Path(scratch),
             bound=cell.allowed if max_drop is None else max_drop,
         )  # fmt: skip
         if max_drop is not None and spec.model.evaluator is None:
             raise UserError(f"--max-drop: model {spec.model.name!r} has no evaluator whose metric could drop")
-        return checks + list(again.checks(observer))
+        return checks + list(again.run_checks(observer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportedRow:
     """A row of a results folder with its file: one file may be that of several rows.
 
     Attributes:
@@ -131,19 +131,19 @@ class Exported:
     file: Path
 
 
-def exported(folder: Path, where: str | None) -> Exported:
+def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
     """The exported model of a row.
 
     Args:
-        where: The row, see `harness.report.trace.row_of`.
+        where: The row, see `harness.report.trace.find_main_row`.
 
     Raises:
         UserError: No row is named, there is none such, or its model is not there; those that are, are listed.
     """
     results = load(folder)
     if where is not None:
-        line = row_of(results, where)
-        found = _exported(results.cell(str(line["cell"])), str(line["row"]))
+        line = find_main_row(results, where)
+        found = _exported_row(results.cell(str(line["cell"])), str(line["row"]))
         if found is not None:
             return found
     files = [line for cell in results.cells for line in _exported_lines(cell)]
@@ -158,17 +158,19 @@ def _exported_lines(cell: CellResults) -> list[str]:
         (pick.row, f"{pick.method}{'' if pick.budget is None else f' after {pick.budget}'}") for pick in cell.picks
     ]
     labels += [(row, row) for row in cell.rows if row not in {pick.row for pick in cell.picks}]
-    found = [(label, _exported(cell, row)) for row, label in labels]
+    found = [(label, _exported_row(cell, row)) for row, label in labels]
     return [f"  {label}: {exported.file}" for label, exported in found if exported is not None]
 
 
-def _exported(cell: CellResults, row: str) -> Exported | None:
+def _exported_row(cell: CellResults, row: str) -> ExportedRow | None:
     if row not in cell.rows or not (file := cell.folder / "models" / cell.rows[row].file).is_file():
         return None
-    return Exported(cell=cell.name, row=row, file=file)
+    return ExportedRow(cell=cell.name, row=row, file=file)
 
 
-def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) -> tuple[CellResults, ExportedModel]:
+def _find_row(
+    cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path
+) -> tuple[CellResults, ExportedModel]:
     """The row of a file: where it lies in a cell's own folder, else by its content."""
     rows = [(cell, row) for cell in cells for row in cell.rows.values()]
     for cell, row in rows:
@@ -181,7 +183,7 @@ def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Again:
+class _Reproduction:
     """A row that is looked at again.
 
     Attributes:
@@ -196,137 +198,150 @@ class _Again:
     scratch: Path
     bound: Bound | None
 
-    def checks(self, observer: Observer) -> Iterator[Check]:
+    def run_checks(self, observer: Observer) -> Iterator[CheckResult]:
         bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
-        cell = compose(bare, self.spec, self.scratch / "work", observer)
-        scoring = scoring_of(self.experiment.objective, self.spec.model, cell.model, cell.work)
+        cell = compose_task(bare, self.spec, self.scratch / "work", observer)
+        scoring = make_scoring(self.experiment.objective, self.spec.model, cell.model, cell.work)
         recorded = self.results.folder / "float.json"
         if recorded.exists():
             shutil.copy(recorded, self.scratch)
-        benchmarkers = float_benchmarkers(self.spec.backend, cell.float_file, self.scratch, self._open, observer)
-        cell = cell.at(benchmarkers)
-        yield self._edges(cell)
+        benchmarkers = select_float_baseline(
+            self.spec.backend, cell.float_file, self.scratch, self._open_engines, observer
+        )
+        cell = cell.with_benchmarkers(benchmarkers)
+        yield self._check_edges(cell)
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN_BENCHMARKER}
         worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
         score = self.results.scores.get(self.row.id, {})
         if evaluators and ("metrics" in score or self.bound is not None):
-            with self._open(worker) as engines:
-                yield from self._scored(score, engines, cell, observer)
+            with self._open_engines(worker) as engines:
+                yield from self._check_score(score, engines, cell, observer)
         else:
-            nothing = _unmeasured(score) if evaluators else "the model has no evaluator"
-            yield Check(what="accuracy", holds=None, found=nothing)
-        if not computes_nothing(self.spec.backend):
-            with self._open(worker) as engines:
-                yield self._runtime(engines, cell)
+            nothing = _not_measured_result(score) if evaluators else "the model has no evaluator"
+            yield CheckResult(what="accuracy", holds=None, found=nothing)
+        if not runs_no_model(self.spec.backend):
+            with self._open_engines(worker) as engines:
+                yield self._check_outputs(engines, cell)
         summary = self.results.summaries.get(self.row.id)
         if summary is not None and self.row.id != FLOAT_ROW:
-            yield self._latency(summary.speedup, worker, cell, observer)
+            yield self._check_speedup(summary.speedup, worker, cell, observer)
 
-    def _open(self, worker: WorkerSpec) -> Any:
+    def _open_engines(self, worker: WorkerSpec) -> Any:
         limits: Limits = self.experiment.limits
         return open_engines(worker, limits)
 
-    def _candidate(self, cell: Cell) -> Candidate:
+    def _candidate(self, cell: Task) -> Candidate:
         table = FinalistSet(folder=self.results.folder, space=cell.space, rows=(self.row,))
         return replace(table.candidate(self.row), source=lambda: self.file)
 
-    def _edges(self, cell: Cell) -> Check:
+    def _check_edges(self, cell: Task) -> CheckResult:
         """Asked against delivered; a model that another tool made is only counted."""
         if self.row.choices is None:
-            pairs = pairs_in(self.file)
+            pairs = count_pairs(self.file)
             text = f"{self.row.pairs} Q/DQ pairs recorded, {pairs} in the file"
-            return Check(what="edges", holds=pairs == self.row.pairs, found=text)
+            return CheckResult(what="edges", holds=pairs == self.row.pairs, found=text)
         asked = cell.space.resolve(cell.space.validate(Placement(self.row.choices)))
-        missing, extra = diff(cell.in_file(asked), self.file)
+        missing, extra = diff_edges(cell.edges_in_file(asked), self.file)
         text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} that nobody asked"
-        return Check(what="edges", holds=not (missing or extra), found=text)
+        return CheckResult(what="edges", holds=not (missing or extra), found=text)
 
-    def _scored(self, score: Mapping[str, Any], engines: Engines, cell: Cell, observer: Observer) -> Iterator[Check]:
+    def _check_score(
+        self, score: Mapping[str, Any], engines: Engines, cell: Task, observer: Observer
+    ) -> Iterator[CheckResult]:
         """Score the row again, compare that with the record, and hold it to the bound."""
-        book = ScoreBook(self.scratch, engines, observer)
+        book = AccuracyStore(self.scratch, engines, observer)
         reference = book.float_score(cell.model_file)
-        found = reference if self.row.id == FLOAT_ROW else book.row_score(self._candidate(cell), self.row)
+        found = reference if self.row.id == FLOAT_ROW else book.score_row(self._candidate(cell), self.row)
         if "metrics" in score:
-            yield self._accuracy(score["metrics"], found)
+            yield self._compare_accuracy(score["metrics"], found)
         else:
-            yield Check(what="accuracy", holds=None, found=_unmeasured(score))
+            yield CheckResult(what="accuracy", holds=None, found=_not_measured_result(score))
         if self.bound is not None and self.row.id != FLOAT_ROW:
             holds, text = bound_status(self.bound, reference, found, self.results)
-            yield Check(what="bound", holds=holds, found=text)
+            yield CheckResult(what="bound", holds=holds, found=text)
 
-    def _accuracy(self, known: Mapping[str, float], found: Accuracy | Failed) -> Check:
+    def _compare_accuracy(self, known: Mapping[str, float], found: Accuracy | Failed) -> CheckResult:
         if not isinstance(found, Accuracy):
-            return Check(what="accuracy", holds=False, found=_failure(found))
-        differing = [name for name, value in known.items() if not _close(value, found.metrics.get(name))]
+            return CheckResult(what="accuracy", holds=False, found=_failed_result(found))
+        differing = [name for name, value in known.items() if not _values_agree(value, found.metrics.get(name))]
         named = [name for name in known if name == self.results.metric]
         shown = differing or named or list(known)[:1]
         text = ", ".join(
             f"{name} {known[name]:.6g} recorded, {found.metrics.get(name, math.nan):.6g} now" for name in shown
         )
-        return Check(what="accuracy", holds=not differing, found=f"{text}{self._loss()}")
+        return CheckResult(what="accuracy", holds=not differing, found=f"{text}{self._check_recorded_loss()}")
 
-    def _loss(self) -> str:
+    def _check_recorded_loss(self) -> str:
         """What the folder says of the row's loss, and whether it is within the bound; "" where it says nothing."""
         results, row = self.results, self.row.id
         drop, bound = results.drop(row), results.allowed
-        if drop is None or row == FLOAT_ROW or results.metric is None or results.metric in CAPPED:
+        if drop is None or row == FLOAT_ROW or results.metric is None or results.metric in METRIC_CAPS:
             return ""
-        reference, own = (accuracy_of(results.scores[name]) for name in (FLOAT_ROW, row))
+        reference, own = (decode_accuracy(results.scores[name]) for name in (FLOAT_ROW, row))
         interval = Interval(value=drop, low=math.nan, high=math.nan)
         with suppress(ValueError):  # the record allows none
             estimate = drop_estimate(reference, own, results.metric, higher_is_better=results.higher_is_better)
             interval = interval if estimate is None else estimate.interval
-        shown = f"; drop {shown_drop(interval, results.metric)}"
+        shown = f"; drop {format_drop(interval, results.metric)}"
         if bound is None:
             return f"{shown}, no bound"
-        return f"{shown}, {'beyond' if results.goal.excess(drop) else 'within'} the bound {bound:g}"
+        return f"{shown}, {'beyond' if results.goal.loss_excess(drop) else 'within'} the bound {bound:g}"
 
-    def _runtime(self, engines: Engines, cell: Cell) -> Check:
+    def _check_outputs(self, engines: Engines, cell: Task) -> CheckResult:
         """Compare what the runtime computes with the file; a wrong result holds nowhere."""
-        plan = check_plan(cell, self.scratch, self.experiment.limits, machine_lacks_vnni())
-        with RuntimeChecker(plan, engines, Silent()) as checker:
+        plan = make_check_plan(cell, self.scratch, self.experiment.limits, machine_lacks_vnni())
+        with RuntimeChecker(plan, engines, NullProgress()) as checker:
             found = checker.check(self._candidate(cell), self.row.benchmarker, name=self.row.id)
         recorded = self.results.checks.get(self.row.id)
         if found.verdict == "not checked":
-            return Check(what="runtime", holds=None, found=str(found))
+            return CheckResult(what="runtime", holds=None, found=str(found))
         text = "" if recorded is None or recorded.verdict == found.verdict else f"{recorded.label} recorded, now "
-        return Check(what="runtime", holds=not (found.wrong or text), found=f"{text}{found}")
+        return CheckResult(what="runtime", holds=not (found.is_wrong or text), found=f"{text}{found}")
 
-    def _latency(self, recorded: Interval, worker: WorkerSpec, cell: Cell, observer: Observer) -> Check:
+    def _check_speedup(self, recorded: Interval, worker: WorkerSpec, cell: Task, observer: Observer) -> CheckResult:
         """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""
         baseline = Contender(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement()))
         turn = Contender(name=self.row.id, candidate=self._candidate(cell), benchmarker=self.row.benchmarker)
         events = []
-        with observer.work("time again", PLAN.builds * PLAN.rounds * 3) as step:
+        with observer.work("time again", REPRODUCTION_SCHEDULE.builds * REPRODUCTION_SCHEDULE.rounds * 3) as step:
             for event in confirm(
-                [turn], baseline, open_engines=lambda: self._open(worker), schedule=PLAN, rng=np.random.default_rng(1)
+                [turn],
+                baseline,
+                open_engines=lambda: self._open_engines(worker),
+                schedule=REPRODUCTION_SCHEDULE,
+                rng=np.random.default_rng(1),
             ):
                 events.append(event)
                 step.advance()
         summary = summarize_turns(events, baseline=FLOAT_ROW, floor=self.results.floor or 0.0)
         again = summary.rows.get(self.row.id)
         if again is None:
-            return Check(what="latency", holds=False, found=_failure(summary.failed.get(self.row.id)))
-        text = f"speedup {_shown(recorded)} recorded, {_shown(again.speedup)} now; noise floor {summary.floor:.1%}"
-        return Check(what="latency", holds=_meet(recorded, again.speedup, summary.floor), found=text)
+            return CheckResult(what="latency", holds=False, found=_failed_result(summary.failed.get(self.row.id)))
+        text = (
+            f"speedup {_format_interval(recorded)} recorded, {_format_interval(again.speedup)} now; noise "
+            f"floor {summary.floor:.1%}"
+        )
+        return CheckResult(what="latency", holds=_intervals_agree(recorded, again.speedup, summary.floor), found=text)
 
 
-def _close(recorded: float, found: float | None) -> bool:
-    return found is not None and math.isclose(recorded, found, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+def _values_agree(recorded: float, found: float | None) -> bool:
+    return found is not None and math.isclose(
+        recorded, found, rel_tol=RELATIVE_SCORE_TOLERANCE, abs_tol=RELATIVE_SCORE_TOLERANCE
+    )
 
 
-def _meet(one: Interval, other: Interval, floor: float) -> bool:
+def _intervals_agree(one: Interval, other: Interval, floor: float) -> bool:
     apart = max(one.low, other.low) - min(one.high, other.high)
     return apart <= floor * one.value
 
 
-def _shown(interval: Interval) -> str:
+def _format_interval(interval: Interval) -> str:
     return f"{interval.value:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
 
 
-def _unmeasured(score: Mapping[str, Any]) -> str:
+def _not_measured_result(score: Mapping[str, Any]) -> str:
     return f"{score['failed']}: {score['reason']}" if "failed" in score else "the folder has no score of this file"
 
 
-def _failure(failed: Failed | None) -> str:
+def _failed_result(failed: Failed | None) -> str:
     return "it gave no reading" if failed is None else f"it failed: {failed.stage}: {failed.reason}"

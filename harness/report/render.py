@@ -15,7 +15,7 @@ from harness.report.frames.component_ablation import ablation_frame
 from harness.report.frames.confirmation_samples import sample_frame, variance_frame
 from harness.report.frames.decision import decision_frame
 from harness.report.frames.gain_over_fixed import fixed_frame
-from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.hypervolume import hypervolume_frame
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
 from harness.report.frames.searcher_statistics import pair_frame, score_frame
 from harness.report.frames.speedup_overview import overview_frame
@@ -23,19 +23,34 @@ from harness.report.frames.transfer import transfer_frame
 from harness.report.load.graph_store import write_graph
 from harness.report.load.results import Results
 from harness.report.load.results import load as load_results
-from harness.report.page.graph_snapshots import graph_of
-from harness.report.page.index_page import index
-from harness.report.plots.plot_files import draw
-from harness.report.report_cache import digest_of, is_current, keep_digest
-from harness.report.report_table import Table, plain_text, printable, without_repeats, write_table
-from harness.report.tables.notes import partial, progress
-from harness.report.tables.table_layouts import tables_of
-from harness.report.tables.terminal_table import Drawn
+from harness.report.page.graph_snapshots import load_task_graph
+from harness.report.page.index_page import render_index
+from harness.report.plots.plot_files import draw_plots
+from harness.report.report_cache import compute_inputs_digest, is_up_to_date, write_inputs_digest
+from harness.report.report_table import (
+    ReportTable,
+    drop_repeated_lines,
+    escape_control_characters,
+    render_plain_text,
+    write_table,
+)
+from harness.report.tables.notes import partial_note, progress_note
+from harness.report.tables.table_layouts import build_tables
+from harness.report.tables.terminal_table import TerminalTable
 from harness.results_dir.io import explain_write_errors, write_text
 
-__all__ = ["Frames", "current_report", "drawing_of", "load", "render", "text_of", "write_report", "write_tables"]
+__all__ = [
+    "Frames",
+    "current_report",
+    "load",
+    "render",
+    "report_renderable",
+    "report_text",
+    "write_report",
+    "write_tables",
+]
 
-SHOWN = ("main", "budget", "cost")
+PRINTED_TABLES = ("main", "budget", "cost")
 """Tables that go to the terminal; the files have all."""
 
 
@@ -103,7 +118,7 @@ def load(folder: Path | str) -> Frames:
         targets=target_frame(results),
         cost=cost_frame(results),
         curves=curve_frame(results.cells),
-        volumes=volume_frame(results.cells),
+        volumes=hypervolume_frame(results.cells),
         scores=score_frame(results),
         pairs=pair_frame(results),
         ablation=ablation_frame(results),
@@ -120,10 +135,10 @@ def render(folder: Path) -> str:
     Raises:
         UserError: See `write_report`.
     """
-    return text_of(*write_report(folder))
+    return report_text(*write_report(folder))
 
 
-def write_report(folder: Path) -> tuple[Results, list[Table]]:
+def write_report(folder: Path) -> tuple[Results, list[ReportTable]]:
     """Write tables, plots and the page into `folder/report`; gives what was read, and all tables.
 
     Where the exported models are there, the graph of each cell is kept in `CELL/graph.json`: with it, and without the
@@ -133,35 +148,35 @@ def write_report(folder: Path) -> tuple[Results, list[Table]]:
     Raises:
         UserError: Not a results folder, a damaged one, or the report cannot be written.
     """
-    digest, results = digest_of(folder), load_results(folder)
+    digest, results = compute_inputs_digest(folder), load_results(folder)
     out = folder / "report"
     with explain_write_errors(out):
-        graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
+        graphs = {cell.name: graph for cell in results.cells if (graph := load_task_graph(cell)) is not None}
         for cell in results.cells:
             if cell.name in graphs:
                 write_graph(cell, graphs[cell.name])
         tables = write_tables(results, out)
-        pictures = draw(results, out)
-        write_text(out / "index.html", index(results, tables, graphs, pictures))
-        keep_digest(folder, digest)
+        pictures = draw_plots(results, out)
+        write_text(out / "index.html", render_index(results, tables, graphs, pictures))
+        write_inputs_digest(folder, digest)
     return results, tables
 
 
-def current_report(folder: Path) -> tuple[Results, list[Table]] | None:
+def current_report(folder: Path) -> tuple[Results, list[ReportTable]] | None:
     """What `write_report` would give, where it would write what is there already; None where it would not.
 
     Raises:
         UserError: See `harness.report.load.results.load`.
     """
-    if not is_current(folder):
+    if not is_up_to_date(folder):
         return None
     results = load_results(folder)
-    return results, list(tables_of(results))
+    return results, list(build_tables(results))
 
 
-def write_tables(results: Results, out: Path) -> list[Table]:
+def write_tables(results: Results, out: Path) -> list[ReportTable]:
     """Write every table that has a row, as Markdown, CSV and LaTeX; one that has none any more goes."""
-    tables = list(tables_of(results))
+    tables = list(build_tables(results))
     for table in tables:
         write_table(table, out)
     written = {table.name for table in tables}
@@ -173,15 +188,18 @@ def write_tables(results: Results, out: Path) -> list[Table]:
     return tables
 
 
-def text_of(results: Results, tables: Sequence[Table]) -> str:
+def report_text(results: Results, tables: Sequence[ReportTable]) -> str:
     """Return the main, budget and cost tables for a pipe or a file, each line of notes once."""
-    shown = map(plain_text, without_repeats(table for table in tables if table.name in SHOWN))
-    return "\n\n".join(filter(None, [progress(results), *shown, "" if tables else partial(results)]))
+    shown = map(render_plain_text, drop_repeated_lines(table for table in tables if table.name in PRINTED_TABLES))
+    return "\n\n".join(filter(None, [progress_note(results), *shown, "" if tables else partial_note(results)]))
 
 
-def drawing_of(results: Results, tables: Sequence[Table]) -> Group:
+def report_renderable(results: Results, tables: Sequence[ReportTable]) -> Group:
     """Return the same tables drawn for a terminal."""
-    shown = [Drawn(table=table) for table in without_repeats(table for table in tables if table.name in SHOWN)]
-    said = (progress(results), "" if tables else partial(results))
-    before, after = ([Text(printable(text), style="yellow")] if text else [] for text in said)
+    shown = [
+        TerminalTable(table=table)
+        for table in drop_repeated_lines(table for table in tables if table.name in PRINTED_TABLES)
+    ]
+    said = (progress_note(results), "" if tables else partial_note(results))
+    before, after = ([Text(escape_control_characters(text), style="yellow")] if text else [] for text in said)
     return Group(*before, *shown, *after)

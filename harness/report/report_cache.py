@@ -10,28 +10,30 @@ from pathlib import Path
 from harness.report.load.graph_store import GRAPH_FILE
 from harness.results_dir.io import write_text
 
-__all__ = ["FILE", "digest_of", "is_current", "keep_digest"]
+__all__ = ["INPUTS_DIGEST_FILE", "compute_inputs_digest", "is_up_to_date", "write_inputs_digest"]
 
-FILE = "inputs.sha256"
-MARKS = ("cell.json", "env.json", "stopped.txt")
+INPUTS_DIGEST_FILE = "inputs.sha256"
+TASK_FOLDER_FILES = ("cell.json", "env.json", "stopped.txt")
 """A folder with one of these is a cell's."""
-RECORDS = ("*", "runs/*", "explain/*")
-KINDS = frozenset({".json", ".jsonl", ".txt", ".yaml"})
-CODE = frozenset({".css", ".j2", ".js", ".py"})
-LIBRARIES = ("jinja2", "matplotlib", "numpy", "pandas", "scipy")
+RECORD_GLOBS = ("*", "runs/*", "explain/*")
+RECORD_SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".yaml"})
+CODE_SUFFIXES = frozenset({".css", ".j2", ".js", ".py"})
+REPORT_LIBRARIES = ("jinja2", "matplotlib", "numpy", "pandas", "scipy")
 """Whose other versions may write another report from the same records."""
 
 
-def is_current(folder: Path) -> bool:
+def is_up_to_date(folder: Path) -> bool:
     """Whether `folder/report` was written by this code from what now lies in the results folder."""
     out = folder / "report"
     try:
-        return (out / "index.html").exists() and (out / FILE).read_text(encoding="utf-8").strip() == digest_of(folder)
+        return (out / "index.html").exists() and (out / INPUTS_DIGEST_FILE).read_text(
+            encoding="utf-8"
+        ).strip() == compute_inputs_digest(folder)
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def keep_digest(folder: Path, digest: str) -> None:
+def write_inputs_digest(folder: Path, digest: str) -> None:
     """Note what the report was made of; to be called when it is whole.
 
     Args:
@@ -40,23 +42,26 @@ def keep_digest(folder: Path, digest: str) -> None:
     Raises:
         UserError: It cannot be written.
     """
-    write_text(folder / "report" / FILE, f"{digest}\n")
+    write_text(folder / "report" / INPUTS_DIGEST_FILE, f"{digest}\n")
 
 
-def digest_of(folder: Path) -> str:
+def compute_inputs_digest(folder: Path) -> str:
     """Of records and code by their content, of exported models by their names: rows.json has their digests."""
     whole = hashlib.sha256(f"{folder}\n".encode())  # which the page names
-    for name in LIBRARIES:
+    for name in REPORT_LIBRARIES:
         whole.update(f"{name} {version(name)}\n".encode())
     code = Path(__file__).parents[1]
-    for root, path in (*((code, path) for path in _code(code)), *((folder, path) for path in _records(folder))):
-        whole.update(f"{path.relative_to(root)} {_content(path)}\n".encode())
-    for path in sorted(path for cell in _cells(folder) for path in cell.glob("models/*.onnx")):
+    for root, path in (
+        *((code, path) for path in _code_files(code)),
+        *((folder, path) for path in _record_files(folder)),
+    ):
+        whole.update(f"{path.relative_to(root)} {_content_digest(path)}\n".encode())
+    for path in sorted(path for cell in _task_folders(folder) for path in cell.glob("models/*.onnx")):
         whole.update(f"{path.relative_to(folder)}\n".encode())
     return whole.hexdigest()
 
 
-def _content(path: Path) -> str:
+def _content_digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -64,17 +69,25 @@ def _content(path: Path) -> str:
         return "gone"
 
 
-def _code(root: Path) -> Iterator[Path]:
-    return (path for path in sorted(root.rglob("*")) if path.suffix in CODE)
+def _code_files(root: Path) -> Iterator[Path]:
+    return (path for path in sorted(root.rglob("*")) if path.suffix in CODE_SUFFIXES)
 
 
-def _records(folder: Path) -> Iterator[Path]:
+def _record_files(folder: Path) -> Iterator[Path]:
     """What a run wrote, and `qdq explain`; the kept graph is made from that and the models, by the report itself."""
     found = {
-        path for cell in _cells(folder) for pattern in RECORDS for path in cell.glob(pattern) if path.name != GRAPH_FILE
+        path
+        for cell in _task_folders(folder)
+        for pattern in RECORD_GLOBS
+        for path in cell.glob(pattern)
+        if path.name != GRAPH_FILE
     }
-    return (path for path in sorted({folder / "experiment.yaml", *found}) if path.suffix in KINDS and path.is_file())
+    return (
+        path
+        for path in sorted({folder / "experiment.yaml", *found})
+        if path.suffix in RECORD_SUFFIXES and path.is_file()
+    )
 
 
-def _cells(folder: Path) -> set[Path]:
-    return {path.parent for name in MARKS for path in folder.glob(f"*/{name}")}
+def _task_folders(folder: Path) -> set[Path]:
+    return {path.parent for name in TASK_FOLDER_FILES for path in folder.glob(f"*/{name}")}

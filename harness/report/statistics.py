@@ -16,35 +16,46 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.report.report_table import several
+from harness.report.report_table import pluralize
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 
 __all__ = [
-    "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "compare_with", "effect_size", "geometric_mean", "over_blocks",
-    "quartiles", "ranks_of", "score_against_random", "smallest_p",
+    "MIN_BLOCKS",
+    "MIN_BLOCKS_FOR_WILCOXON",
+    "FriedmanRanks",
+    "compare_pairs",
+    "compare_with",
+    "compute_ranks",
+    "effect_size",
+    "geometric_mean",
+    "mean_ratio_over_blocks",
+    "quartiles",
+    "score_against_random",
+    "smallest_p_value",
 ]  # fmt: skip
 
-FEWEST = 3
+MIN_BLOCKS = 3
 """Blocks that a mean's interval and Friedman's test need here: fewer say nothing of others, however well they agree."""
-ENOUGH = 6
-"""Blocks from which Wilcoxon's test can be significant at 5 % without correction; see `smallest_p`."""
+MIN_BLOCKS_FOR_WILCOXON = 6
+"""Blocks from which Wilcoxon's test can be significant at 5 % without correction; see `smallest_p_value`."""
 MANY_BLOCKS, MANY_METHODS = 10, 5
 """With more of both Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2)."""
-RESAMPLES = 19_999
+PERMUTATION_RESAMPLES = 19_999
 """Permutations drawn where there are more; the smallest p is their reciprocal."""
-CUTOFF = 0.95
+SCORE_END_SHARE = 0.95
 """Share of what there is to find at which random search has caught up and a score ends."""
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class FriedmanRanks:
     """Mean ranks of methods over blocks.
 
     Attributes:
         mean: By method, best first; rank 1 is the best of a block, ties share their ranks.
         blocks: Number of blocks.
-        p_value: Of Friedman's test that all methods are alike; None with fewer than `FEWEST` blocks or three methods.
+        p_value: Of Friedman's test that all methods are alike; None with fewer than `MIN_BLOCKS` blocks or three
+            methods.
         critical_difference: Mean ranks that differ by more are different at 5 % (Nemenyi); None as above.
         unit: What people call a block.
     """
@@ -56,13 +67,13 @@ class Ranks:
     unit: str = "cell"
 
     @property
-    def untested(self) -> str:
+    def untested_reason(self) -> str:
         """Return why there is no test, or "" if there is one."""
         if self.critical_difference is not None:
             return ""
-        if self.blocks < FEWEST:
-            few = f"{several(self.blocks, self.unit)} {'is' if self.blocks == 1 else 'are'} too few"
-            return f"no test: {few} to say anything of others ({FEWEST} are needed)"
+        if self.blocks < MIN_BLOCKS:
+            few = f"{pluralize(self.blocks, self.unit)} {'is' if self.blocks == 1 else 'are'} too few"
+            return f"no test: {few} to say anything of others ({MIN_BLOCKS} are needed)"
         return f"no test of ranks: {len(self.mean)} searchers are a pair"
 
     @property
@@ -79,7 +90,7 @@ class Ranks:
         return tuple(found)
 
 
-def ranks_of(values: pd.DataFrame, unit: str = "cell") -> Ranks:
+def compute_ranks(values: pd.DataFrame, unit: str = "cell") -> FriedmanRanks:
     """Friedman's test and Nemenyi's critical difference (Demšar 2006, sections 3.2.2 and 3.2.3).
 
     Args:
@@ -98,14 +109,14 @@ def ranks_of(values: pd.DataFrame, unit: str = "cell") -> Ranks:
     means = zip(map(str, values.columns), ranks.mean(axis=0).tolist(), strict=True)
     mean = dict(sorted(means, key=lambda pair: pair[1]))
     p_value = critical = None
-    if blocks >= FEWEST and methods > 2:
-        p_value = _friedman(ranks)
+    if blocks >= MIN_BLOCKS and methods > 2:
+        p_value = _friedman_p_value(ranks)
         q = float(studentized_range.ppf(0.95, methods, np.inf)) / math.sqrt(2)
         critical = q * math.sqrt(methods * (methods + 1) / (6 * blocks))
-    return Ranks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical, unit=unit)
+    return FriedmanRanks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical, unit=unit)
 
 
-def _friedman(ranks: Floats) -> float:
+def _friedman_p_value(ranks: Floats) -> float:
     """p of Friedman's test: by permutations within blocks, all of them where they are few, or by chi-squared.
 
     Args:
@@ -119,13 +130,14 @@ def _friedman(ranks: Floats) -> float:
             found = float(friedmanchisquare(*ranks.T).pvalue)
         return 1.0 if math.isnan(found) else found
     result = permutation_test(
-        tuple(ranks.T), _spread, permutation_type="samples", vectorized=True, n_resamples=RESAMPLES, batch=1_000,
+        tuple(ranks.T), _rank_sum_of_squares, permutation_type="samples", vectorized=True,
+        n_resamples=PERMUTATION_RESAMPLES, batch=1_000,
         alternative="greater", rng=0,
     )  # fmt: skip
     return float(result.pvalue)
 
 
-def _spread(*ranks: Floats, axis: int) -> Floats:
+def _rank_sum_of_squares(*ranks: Floats, axis: int) -> Floats:
     """What Friedman's statistic grows with where blocks and their ties are given: the sum of squared rank sums."""
     sums: Floats = np.square(np.stack([method.sum(axis=axis) for method in ranks])).sum(axis=0)
     return sums
@@ -145,17 +157,17 @@ def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.Data
     """Every pair of methods: ratio with its interval, size of effect, Wilcoxon's signed ranks with Holm's correction.
 
     The ratio goes over blocks as `harness.statistics.block_ci` has it: the median over seeds stands for a block, the
-    interval is Student's over blocks on a logarithmic scale; fewer than `FEWEST` give none. The chance to be better is
-    the mean over blocks of the effect size over seeds (Agarwal et al. 2021, "Deep reinforcement learning at the edge of
-    the statistical precipice", probability of improvement).
+    interval is Student's over blocks on a logarithmic scale; fewer than `MIN_BLOCKS` give none. The chance to be better
+    is the mean over blocks of the effect size over seeds (Agarwal et al. 2021, "Deep reinforcement learning at the edge
+    of the statistical precipice", probability of improvement).
 
     Args:
         seeds: By method, by block, one positive value a seed; a pair is compared on the blocks that both have.
 
     Returns:
-        Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm; `smallest_p` limits the last.
+        Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm; `smallest_p_value` limits the last.
     """
-    return _compared(itertools.combinations(seeds, 2), seeds, np.median)
+    return _compare_all(itertools.combinations(seeds, 2), seeds, np.median)
 
 
 def compare_with(control: str, seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
@@ -168,21 +180,21 @@ def compare_with(control: str, seeds: Mapping[str, Mapping[str, Sequence[float]]
     Raises:
         KeyError: No such method.
     """
-    return _compared([(control, other) for other in seeds if other != control], seeds, np.mean)
+    return _compare_all([(control, other) for other in seeds if other != control], seeds, np.mean)
 
 
-def _compared(
+def _compare_all(
     pairs: Iterable[tuple[str, str]],
     seeds: Mapping[str, Mapping[str, Sequence[float]]],
     middle: Callable[[Sequence[float]], Any],
 ) -> pd.DataFrame:
-    lines = [_pair(one, two, seeds[one], seeds[two], middle) for one, two in pairs]
+    lines = [_compare_pair(one, two, seeds[one], seeds[two], middle) for one, two in pairs]
     columns = ["first", "second", "blocks", "ratio", "low", "high", "chance", "p_value"]
     frame = pd.DataFrame([line for line in lines if line["blocks"]], columns=columns)
-    return frame.assign(p_holm=_holm(frame["p_value"].to_numpy(dtype=float)))
+    return frame.assign(p_holm=_holm_adjust(frame["p_value"].to_numpy(dtype=float)))
 
 
-def _pair(
+def _compare_pair(
     one: str,
     two: str,
     first: Mapping[str, Sequence[float]],
@@ -191,7 +203,7 @@ def _pair(
 ) -> dict[str, object]:
     blocks = [block for block in first if block in second and len(first[block]) and len(second[block])]
     ratios = [float(middle(first[block]) / middle(second[block])) for block in blocks]
-    mean = over_blocks(ratios) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
+    mean = mean_ratio_over_blocks(ratios) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
     return {
         "first": one,
         "second": two,
@@ -200,21 +212,22 @@ def _pair(
         "low": mean.low,
         "high": mean.high,
         "chance": float(np.mean([effect_size(first[b], second[b]) for b in blocks])) if blocks else math.nan,
-        "p_value": _wilcoxon(np.log(ratios)) if blocks else math.nan,
+        "p_value": _wilcoxon_p_value(np.log(ratios)) if blocks else math.nan,
     }
 
 
-def over_blocks(ratios: Sequence[float]) -> Interval:
-    """Geometric mean of the ratios of several blocks with Student's interval over them; with fewer than `FEWEST` none.
+def mean_ratio_over_blocks(ratios: Sequence[float]) -> Interval:
+    """Geometric mean of the ratios of several blocks with Student's interval over them; with fewer than `MIN_BLOCKS`
+    none.
 
     Raises:
         ValueError: No ratio, or one that is not positive.
     """
     middle = block_ci([[ratio] for ratio in ratios])
-    return middle if len(ratios) >= FEWEST else replace(middle, low=0.0, high=math.inf)
+    return middle if len(ratios) >= MIN_BLOCKS else replace(middle, low=0.0, high=math.inf)
 
 
-def smallest_p(blocks: int, comparisons: int) -> float:
+def smallest_p_value(blocks: int, comparisons: int) -> float:
     """Return the smallest p that Wilcoxon's two-sided signed-rank test can give after Holm's correction.
 
     All differences of one sign give 2 / 2^blocks (Wilcoxon 1945); Holm multiplies the smallest p of several by their
@@ -223,7 +236,7 @@ def smallest_p(blocks: int, comparisons: int) -> float:
     return min(1.0, comparisons * 2.0 ** (1 - blocks))
 
 
-def _wilcoxon(differences: Floats) -> float:
+def _wilcoxon_p_value(differences: Floats) -> float:
     from scipy.stats import wilcoxon
 
     if not np.any(differences):
@@ -231,7 +244,7 @@ def _wilcoxon(differences: Floats) -> float:
     return float(wilcoxon(differences, zero_method="pratt").pvalue)
 
 
-def _holm(p_values: Floats) -> Floats:
+def _holm_adjust(p_values: Floats) -> Floats:
     """Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979); NaN stays NaN."""
     known = np.flatnonzero(~np.isnan(p_values))
     order = known[np.argsort(p_values[known], kind="stable")]
@@ -260,7 +273,7 @@ def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, 
     """
     rest = random_ms - best_ms
     start = rest[max(first - 1, 0)]
-    reached = rest[first:] <= (1 - CUTOFF) * start
+    reached = rest[first:] <= (1 - SCORE_END_SHARE) * start
     span = slice(first, first + int(np.argmax(reached)) if reached.any() else len(rest))
     if start <= MIN_CLAIMED_GAIN * best_ms or span.stop <= span.start or not np.all(rest[span] > 0):
         return np.full(len(latency_ms), np.nan)

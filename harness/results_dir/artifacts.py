@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.api import Candidate
 from harness.records import MAIN_BENCHMARKER, from_json
 from harness.results_dir.io import read_json
-from search.space import Placement, Space, digest_of
+from search.space import Placement, Space, edges_digest
 
 __all__ = [
     "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "FLOAT_ROW", "Choice", "ExportedModel", "FinalistSet", "best_choice",
@@ -51,7 +51,7 @@ class ExportedModel:
         """`Candidate.digest` of the model."""
         if self.choices is not None:
             return self.id
-        return self.sha256[:16] if self.pairs else digest_of(())
+        return self.sha256[:16] if self.pairs else edges_digest(())
 
     @property
     def key(self) -> str:
@@ -131,7 +131,7 @@ class FinalistSet:
         """Return the exported file with its quantized edges, which simulation and replay need."""
         resolved = () if row.choices is None else self.space.resolve(Placement(row.choices))
         return Candidate(
-            digest=row.digest if row.choices is None else digest_of(resolved),
+            digest=row.digest if row.choices is None else edges_digest(resolved),
             edges=resolved,
             source=lambda: self.folder / "models" / row.file,
         )

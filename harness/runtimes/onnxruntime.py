@@ -20,7 +20,7 @@ from pydantic import BeforeValidator
 from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.graph.qdq.upcast import UPCAST, upcast
+from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
 from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
 from harness.timing.provenance import (
     describe_environment,
@@ -38,21 +38,21 @@ Provider = Literal["cpu", "cuda", "tensorrt"]
 Optimization = Literal["disabled", "basic", "extended", "all"]
 Activation = Literal["uint8", "int8"]
 Precision = Annotated[Literal["auto", "f32", "f16"], BeforeValidator(normalize_float_precision)]
-PROVIDERS: Mapping[str, tuple[str, ...]] = {
+PROVIDER_NAMES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
     "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
 }
 """By preference: what the first one cannot run goes to the next."""
-LEVELS: Mapping[str, str] = {
+OPTIMIZATION_LEVEL_NAMES: Mapping[str, str] = {
     "disabled": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
-DIALECTS: Mapping[str, str] = {"uint8": "onnxruntime", "int8": "onnxruntime_s8"}
+DIALECT_BY_ACTIVATION: Mapping[str, str] = {"uint8": "onnxruntime", "int8": "onnxruntime_s8"}
 """By storage of activations; those with weights of 7 bits are called so with `_7bit` behind."""
-_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
+_GENERATED_NAME_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 FATAL, WARNING = 4, 2
 """Severities of what its logger prints."""
 
@@ -89,12 +89,14 @@ class ONNXRuntimeBenchmarker:
         precision = normalize_float_precision(precision)
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
-        _check("activation", activation, ("int8",) if provider == "tensorrt" else DIALECTS)
-        _check("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
+        _check_option("activation", activation, ("int8",) if provider == "tensorrt" else DIALECT_BY_ACTIVATION)
+        _check_option("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
         if reduce_range and provider == "tensorrt":
             raise ValueError("reduce_range: TensorRT computes with weights of 8 bits as they are; leave it out")
         self._reduced = provider == "cpu" and machine_lacks_vnni() if reduce_range is None else reduce_range
-        self._dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation] + "_7bit" * self._reduced
+        self._dialect = (
+            "tensorrt" if provider == "tensorrt" else DIALECT_BY_ACTIVATION[activation] + "_7bit" * self._reduced
+        )
         self.capabilities = Capabilities(dialect=self._dialect)
         self._threads = validate_threads(threads)
         self._optimization, self._provider, self._activation = optimization, provider, activation
@@ -116,12 +118,14 @@ class ONNXRuntimeBenchmarker:
             BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
         """
         path = candidate.source()
-        wide = self._upcast(candidate, workdir)
+        wide = self._write_float32_copy(candidate, workdir)
         with translate_errors(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
             quantized = self._provider == "tensorrt" and _has_qdq(path)
-            session = self._session(str(wide or path), quantized=quantized, profile=workdir if self._profile else None)
+            session = self._create_session(
+                str(wide or path), quantized=quantized, profile=workdir if self._profile else None
+            )
         require_static_shapes(path.name, {value.name: value.shape for value in session.get_inputs()})
-        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
+        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST_NOTE})
 
     def save(self, candidate: Candidate, path: Path) -> None:
         """Write the optimized graph to a file for `load` ("Graph optimizations": offline mode).
@@ -135,8 +139,8 @@ class ONNXRuntimeBenchmarker:
             tempfile.TemporaryDirectory(prefix="qdq-save-") as scratch,
             translate_errors(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors),
         ):
-            wide = self._upcast(candidate, Path(scratch))
-            self._session(str(wide or source), quantized=quantized, optimized=path)
+            wide = self._write_float32_copy(candidate, Path(scratch))
+            self._create_session(str(wide or source), quantized=quantized, optimized=path)
 
     def load(self, path: Path) -> Artifact:
         """A graph that `save` wrote, for this version of ONNX Runtime and this kind of processor alone.
@@ -148,18 +152,18 @@ class ONNXRuntimeBenchmarker:
             tempfile.TemporaryDirectory(prefix="qdq-load-") as scratch,
             translate_errors(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors),
         ):
-            wide = self._upcast(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
-            session = self._session((wide or path).read_bytes())
-        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
+            wide = self._write_float32_copy(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
+            session = self._create_session((wide or path).read_bytes())
+        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST_NOTE})
 
     @contextmanager
-    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+    def open(self, artifact: Artifact) -> Iterator[_ONNXRuntimeProbe]:
         """A probe with its inputs and outputs bound once.
 
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
         """
-        yield _Probe(artifact.engine, self._ort, self._errors, "cpu" if self._provider == "cpu" else "cuda")
+        yield _ONNXRuntimeProbe(artifact.engine, self._ort, self._errors, "cpu" if self._provider == "cpu" else "cuda")
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """What runs in an engine made with `profile`, with mean times; sample it first. Asking ends the counting.
@@ -169,7 +173,7 @@ class ONNXRuntimeBenchmarker:
         """
         if not self._profile:
             raise MeasureFailed("ONNX Runtime tells its layers only with profile: true")
-        return _profiled(Path(artifact.engine.end_profiling()))
+        return _read_profile_trace(Path(artifact.engine.end_profiling()))
 
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`."""
@@ -182,7 +186,7 @@ class ONNXRuntimeBenchmarker:
                 "threads": self._threads,
                 **({"spinning": "within a run"} if self._threads != 1 else {}),
                 "optimization": self._optimization,
-                "provider": PROVIDERS[self._provider][0],
+                "provider": PROVIDER_NAMES[self._provider][0],
                 "activation": self._activation,
                 **({"profile": True} if self._profile else {}),
             },
@@ -191,7 +195,7 @@ class ONNXRuntimeBenchmarker:
             **({"dialect": self._dialect} if self._reduced else {}),
         }
 
-    def _upcast(self, candidate: Candidate, folder: Path) -> Path | None:
+    def _write_float32_copy(self, candidate: Candidate, folder: Path) -> Path | None:
         """Return the float32 form of a file that the CPU provider computes wrongly; None where it is right.
 
         Pairs of the harness are always right: its dialects for ONNX Runtime have none in 16 bits.
@@ -203,12 +207,12 @@ class ONNXRuntimeBenchmarker:
             return None
         path = candidate.source()
         with translate_errors(BuildFailed, f"ONNX Runtime refuses {path.name}", (UserError,)):
-            wide = upcast(path, folder)
+            wide = write_float32_copy(path, folder)
         if wide is not None:
-            logger.warning("%s: %s", path.name, UPCAST)
+            logger.warning("%s: %s", path.name, UPCAST_NOTE)
         return wide
 
-    def _session(
+    def _create_session(
         self, model: str | bytes, *, quantized: bool = False, optimized: Path | None = None, profile: Path | None = None
     ) -> Any:
         options = self._ort.SessionOptions()
@@ -218,7 +222,9 @@ class ONNXRuntimeBenchmarker:
             # Threads that wait for the next run would take the cores of what is timed in turns with this.
             options.add_session_config_entry("session.force_spinning_stop", "1")
         options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
-        options.graph_optimization_level = getattr(self._ort.GraphOptimizationLevel, LEVELS[self._optimization])
+        options.graph_optimization_level = getattr(
+            self._ort.GraphOptimizationLevel, OPTIMIZATION_LEVEL_NAMES[self._optimization]
+        )
         options.log_severity_level = 3
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
@@ -228,14 +234,14 @@ class ONNXRuntimeBenchmarker:
             # TensorRT reads Q/DQ only where INT8 is allowed; a float model would then ask for a calibration.
             "TensorrtExecutionProvider": {"trt_fp16_enable": self._float == "f16", "trt_int8_enable": quantized},
         }
-        providers = [(name, own.get(name, {})) for name in PROVIDERS[self._provider]]
+        providers = [(name, own.get(name, {})) for name in PROVIDER_NAMES[self._provider]]
         return self._ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
 
     def _check_device(self) -> None:
         """A provider that is compiled in may lack its libraries or its GPU, and then gives way to the CPU silently."""
         from harness.graph.builder import GraphBuilder
 
-        wanted, missing = PROVIDERS[self._provider][0], io.StringIO()
+        wanted, missing = PROVIDER_NAMES[self._provider][0], io.StringIO()
         with redirect_stdout(missing):  # it prints what it cannot load
             self._ort.preload_dlls()
         why = missing.getvalue().partition("\n")[0] or "it gave way to the CPU"
@@ -243,7 +249,7 @@ class ONNXRuntimeBenchmarker:
         builder.output(builder.op("Relu", builder.input("x", (1, 4))))
         self._ort.set_default_logger_severity(FATAL)
         try:
-            found = self._session(builder.build().SerializeToString()).get_providers()
+            found = self._create_session(builder.build().SerializeToString()).get_providers()
         except self._errors as error:
             found, why = [], one_line_error(error)
         finally:
@@ -257,13 +263,13 @@ class ONNXRuntimeBenchmarker:
             )
 
 
-class _Probe:
+class _ONNXRuntimeProbe:
     """One session with a binding for the timed runs; inputs and outputs stay on the device that runs it."""
 
     def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
         self._session = session
         self._errors = errors
-        arrays = make_fixed_inputs({v.name: (_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
+        arrays = make_fixed_inputs({v.name: (_parse_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
         self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in arrays.items()}
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
@@ -284,7 +290,7 @@ class _Probe:
         return {name: to_float32(array) for name, array in zip(names, results, strict=True)}
 
 
-def _check(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
+def _check_option(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: one of {', '.join(allowed)}, but got {value!r}")
 
@@ -298,7 +304,7 @@ def _has_qdq(path: Path) -> bool:
     return b"DequantizeLinear" in path.read_bytes()
 
 
-def _profiled(file: Path) -> tuple[Layer, ...]:
+def _read_profile_trace(file: Path) -> tuple[Layer, ...]:
     """Nodes of the optimized graph, from the trace of events that ONNX Runtime writes, by time of their first run.
 
     A node's precision is that of its first input. Optimizers name what they make after what it replaces, with a suffix.
@@ -318,7 +324,7 @@ def _profiled(file: Path) -> tuple[Layer, ...]:
             kind=runs[0]["args"]["op_name"],
             precision=next((kind for types in runs[0]["args"].get("input_type_shape", ()) for kind in types), ""),
             time_ms=sum(run["dur"] for run in runs) / len(runs) / 1000,
-            origin=(_SUFFIX.sub("", name),),
+            origin=(_GENERATED_NAME_SUFFIX.sub("", name),),
             kernel=runs[0]["args"].get("provider", ""),
         )
         for name, runs in found.items()
@@ -341,7 +347,7 @@ def _import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def _dtype(value: Any) -> np.dtype[Any]:
+def _parse_dtype(value: Any) -> np.dtype[Any]:
     """Element type from ONNX Runtime's name of it, for instance "tensor(float)"."""
     name = value.type.removeprefix("tensor(").removesuffix(")")
     name = {"float": "float32", "double": "float64"}.get(name, name)

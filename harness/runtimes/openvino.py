@@ -26,9 +26,9 @@ __all__ = ["OpenVINOBenchmarker"]
 
 PRECISIONS = ("auto", "f32", "bf16")
 Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(normalize_float_precision)]
-NOT_LAYERS = ("Const", "Input", "Output")
-REFUSALS = (RuntimeError,)
-WRONG_FEEDS = (RuntimeError, TypeError, ValueError, KeyError)
+NON_LAYER_TYPES = ("Const", "Input", "Output")
+COMPILE_ERRORS = (RuntimeError,)
+FEED_ERRORS = (RuntimeError, TypeError, ValueError, KeyError)
 
 
 class OpenVINOBenchmarker:
@@ -88,12 +88,14 @@ class OpenVINOBenchmarker:
             BuildFailed: OpenVINO refuses the model, or an input's shape is not static.
         """
         path = candidate.source()
-        with translate_errors(BuildFailed, f"OpenVINO refuses {path.name}", REFUSALS):
+        with translate_errors(BuildFailed, f"OpenVINO refuses {path.name}", COMPILE_ERRORS):
             # External weights would stay mapped in the engine, and rewriting their file would end it (SIGBUS).
             model = self._core.read_model(path, config={"ENABLE_MMAP": False})
             compiled = self._core.compile_model(model, "CPU", self._options)
-        require_static_shapes(path.name, {port.any_name: _sizes(port.partial_shape) for port in compiled.inputs})
-        counts = Counter(layer.precision for layer in _executed(compiled))
+        require_static_shapes(
+            path.name, {port.any_name: _dimension_sizes(port.partial_shape) for port in compiled.inputs}
+        )
+        counts = Counter(layer.precision for layer in _read_executed_layers(compiled))
         return Artifact(engine=compiled, info={"layers": dict(sorted(counts.items()))})
 
     def save(self, candidate: Candidate, path: Path) -> None:
@@ -113,24 +115,24 @@ class OpenVINOBenchmarker:
         Raises:
             BuildFailed: OpenVINO refuses it.
         """
-        with translate_errors(BuildFailed, f"OpenVINO cannot load {path.name}", REFUSALS):
+        with translate_errors(BuildFailed, f"OpenVINO cannot load {path.name}", COMPILE_ERRORS):
             return Artifact(engine=self._core.import_model(path.read_bytes(), "CPU", self._options))
 
     @contextmanager
-    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+    def open(self, artifact: Artifact) -> Iterator[_OpenVINOProbe]:
         """A probe with its inputs bound once.
 
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
         """
-        yield _Probe(artifact.engine, self._ov)
+        yield _OpenVINOProbe(artifact.engine, self._ov)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """What runs in an engine, in order of execution, by the plug-in's execution graph.
 
         With `profile` each layer has its mean time over the inferences so far; sample the engine first.
         """
-        return _executed(artifact.engine)
+        return _read_executed_layers(artifact.engine)
 
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`."""
@@ -147,33 +149,35 @@ class OpenVINOBenchmarker:
         }
 
 
-class _Probe:
+class _OpenVINOProbe:
     """One compiled model with two requests, so that evaluation never touches the inputs that are timed."""
 
     def __init__(self, compiled: Any, ov: Any) -> None:
         self._compiled = compiled
         self._timed = compiled.create_infer_request()
         self._scored: Any = None
-        types = {port.any_name: (_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs}
+        types = {
+            port.any_name: (_port_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs
+        }
         self._inputs = make_fixed_inputs(types)
         for port in compiled.inputs:
             self._timed.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
 
     def sample(self, n: int) -> Sequence[float]:
         """Time n synchronous inferences on inputs bound beforehand; outputs are not copied."""
-        with translate_errors(MeasureFailed, "OpenVINO", REFUSALS):
+        with translate_errors(MeasureFailed, "OpenVINO", COMPILE_ERRORS):
             return time_calls(partial(self._timed.infer, share_outputs=True), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by the names that the model gives them; floating-point ones as float32."""
         if self._scored is None:
             self._scored = self._compiled.create_infer_request()
-        with translate_errors(MeasureFailed, "OpenVINO", WRONG_FEEDS):
+        with translate_errors(MeasureFailed, "OpenVINO", FEED_ERRORS):
             results = self._scored.infer(dict(feeds))
-        return {name: to_float32(results[port]) for port in self._compiled.outputs for name in _names(port)}
+        return {name: to_float32(results[port]) for port in self._compiled.outputs for name in _output_names(port)}
 
 
-def _names(port: Any) -> list[str]:
+def _output_names(port: Any) -> list[str]:
     """Return the names of an output, without those of tensors that were merged into it (in front of a no-op Cast)."""
     own = str(port.node.get_friendly_name()).rpartition("/")[0]
     return [own] if own in port.names else sorted(port.names)
@@ -196,14 +200,14 @@ def _import_openvino() -> Any:
     return openvino
 
 
-def _sizes(shape: Any) -> list[object]:
+def _dimension_sizes(shape: Any) -> list[object]:
     """Whole numbers, and text where a size is open; an open rank is one open size."""
     if shape.rank.is_dynamic:
         return ["..."]
     return [str(size) if size.is_dynamic else size.get_length() for size in shape]
 
 
-def _dtype(port: Any) -> np.dtype[Any]:
+def _port_dtype(port: Any) -> np.dtype[Any]:
     element = port.get_element_type()
     if element.get_type_name() in ("string", "dynamic"):
         raise MeasureFailed(f"input {port.any_name!r}: no fixed input can be made for type {element.get_type_name()}")
@@ -211,15 +215,15 @@ def _dtype(port: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _executed(compiled: Any) -> tuple[Layer, ...]:
+def _read_executed_layers(compiled: Any) -> tuple[Layer, ...]:
     """The layers of the execution graph (OpenVINO documentation, "Query device properties": runtime information).
 
     What is made of constants alone, as weights in another type or layout, runs once: no inference takes its time.
     """
     ordered = compiled.get_runtime_model().get_ordered_ops()
-    once = _constant(ordered)
+    once = _constant_nodes(ordered)
     facts = [
-        (op.get_friendly_name(), {key: _text(info[key]) for info in [op.get_rt_info()] for key in info})
+        (op.get_friendly_name(), {key: _read_text(info[key]) for info in [op.get_rt_info()] for key in info})
         for op in ordered
     ]
     return tuple(
@@ -227,30 +231,30 @@ def _executed(compiled: Any) -> tuple[Layer, ...]:
             name=name,
             kind=info["layerType"],
             precision=info["runtimePrecision"],
-            time_ms=_ms(info) if name not in once else None,
+            time_ms=_layer_time_ms(info) if name not in once else None,
             origin=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
             kernel=info.get("primitiveType", ""),
         )
         for name, info in facts
-        if info["layerType"] not in NOT_LAYERS
+        if info["layerType"] not in NON_LAYER_TYPES
     )
 
 
-def _ms(info: Mapping[str, str]) -> float | None:
+def _layer_time_ms(info: Mapping[str, str]) -> float | None:
     time_us = info.get("execTimeMcs", "")
     return int(time_us) / 1000 if time_us.isdigit() else None
 
 
-def _constant(ordered: Sequence[Any]) -> set[str]:
+def _constant_nodes(ordered: Sequence[Any]) -> set[str]:
     """Names of the nodes that no input of the model reaches."""
     found: set[str] = set()
     for op in ordered:
         sources = {value.get_node().get_friendly_name() for value in op.input_values()}
-        kind = _text(op.get_rt_info()["layerType"])
+        kind = _read_text(op.get_rt_info()["layerType"])
         if kind.startswith("Const") or (sources and sources <= found):
             found.add(op.get_friendly_name())
     return found
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     return str(value.astype(str) if hasattr(value, "astype") else value)

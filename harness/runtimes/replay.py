@@ -18,7 +18,7 @@ from harness.records import Failed
 
 __all__ = ["ReplayBenchmarker"]
 
-STAGES: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, "evaluate": EvaluationFailed}
+ERROR_BY_STAGE: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, "evaluate": EvaluationFailed}
 
 
 class ReplayBenchmarker:
@@ -65,12 +65,14 @@ class ReplayBenchmarker:
                 "search that subspace with 'qdq replay'"
             )
         if isinstance(row.outcome, Failed):
-            raise STAGES.get(row.outcome.stage, BuildFailed)(f"recorded {row.outcome.stage}: {row.outcome.reason}")
+            raise ERROR_BY_STAGE.get(row.outcome.stage, BuildFailed)(
+                f"recorded {row.outcome.stage}: {row.outcome.reason}"
+            )
         info = {**row.outcome.info, "build_s": row.outcome.build_s, "recorded": True}
-        return Artifact(engine=_Probe(row.outcome.samples_ms, self._rng), info=info)
+        return Artifact(engine=_ReplayProbe(row.outcome.samples_ms, self._rng), info=info)
 
     @contextmanager
-    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+    def open(self, artifact: Artifact) -> Iterator[_ReplayProbe]:
         """The probe that `build` made."""
         yield artifact.engine
 
@@ -87,7 +89,7 @@ class ReplayBenchmarker:
         }
 
 
-class _Probe:
+class _ReplayProbe:
     """Draws from recorded samples."""
 
     def __init__(self, samples_ms: Sequence[float], rng: np.random.Generator) -> None:

@@ -72,24 +72,24 @@ class SimulatedBenchmarker:
     failure_rate: Share = 0.0
     noise_seed: int | None = None
     _builds: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
-    _machine: _Machine = field(init=False, repr=False, compare=False)
+    _machine: _MachineNoise = field(init=False, repr=False, compare=False)
 
     # Nothing to isolate; a worker process would limit the rate to far below a thousand evaluations per second.
     capabilities = Capabilities(dialect="openvino", in_process=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_machine", _Machine(self))
+        object.__setattr__(self, "_machine", _MachineNoise(self))
 
     def truth_ms(self, edges: Resolved) -> float:
         """Latency of a placement without noise."""
         keys = np.array([self._hash(f"{edge}{precision}") for edge, precision in edges], dtype=np.uint64)
-        wanted = _uniform(keys) < self.wanted_share
-        alone = np.where(wanted, -1.0, 1.0) * _uniform(keys, salt=1)
+        wanted = _hash_to_unit_interval(keys) < self.wanted_share
+        alone = np.where(wanted, -1.0, 1.0) * _hash_to_unit_interval(keys, salt=1)
         first, second = np.triu_indices(len(keys), k=1)
         pairs = keys[first] ^ keys[second]
         # A tenth of the pairs know each other; a known pair helps only where both are wanted.
-        known = _uniform(pairs, salt=2) < 0.1
-        together = np.where(wanted[first] & wanted[second], -1.0, 1.0) * known * _uniform(pairs, salt=3)
+        known = _hash_to_unit_interval(pairs, salt=2) < 0.1
+        together = np.where(wanted[first] & wanted[second], -1.0, 1.0) * known * _hash_to_unit_interval(pairs, salt=3)
         shift = self.effect * float(alone.sum() + together.sum())
         limit = np.log(self.max_speedup)
         return float(self.base_ms * np.exp(limit * shift / (limit + abs(shift))))
@@ -97,7 +97,7 @@ class SimulatedBenchmarker:
     def wanted(self, edge: Edge, precision: str) -> bool:
         """Whether the planted optimum quantizes this edge so (one precision beside float is assumed)."""
         key = np.array([self._hash(f"{edge}{precision}")], dtype=np.uint64)
-        return bool(_uniform(key)[0] < self.wanted_share)
+        return bool(_hash_to_unit_interval(key)[0] < self.wanted_share)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """The truth with this build's own noise.
@@ -105,17 +105,17 @@ class SimulatedBenchmarker:
         Raises:
             BuildFailed: The placement is one of those that fail.
         """
-        lot = _uniform(np.array([self._hash(f"failure {candidate.digest}")], dtype=np.uint64))[0]
+        lot = _hash_to_unit_interval(np.array([self._hash(f"failure {candidate.digest}")], dtype=np.uint64))[0]
         if candidate.edges and lot < self.failure_rate:
             raise BuildFailed(f"the simulated runtime refuses placement {candidate.digest}")
         own = None if self.noise_seed is None else [self.noise_seed, self._hash(candidate.digest), next(self._builds)]
         rng = np.random.default_rng(own)
         truth_ms = self.truth_ms(candidate.edges)
         built_ms = truth_ms * self._machine.process * float(np.exp(self.build_noise * rng.standard_normal()))
-        return Artifact(engine=_Probe(self, built_ms, self._machine, rng), info={"truth_ms": truth_ms})
+        return Artifact(engine=_SimulatedProbe(self, built_ms, self._machine, rng), info={"truth_ms": truth_ms})
 
     @contextmanager
-    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+    def open(self, artifact: Artifact) -> Iterator[_SimulatedProbe]:
         """The probe that `build` made."""
         yield artifact.engine
 
@@ -131,7 +131,7 @@ class SimulatedBenchmarker:
         return int.from_bytes(hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=8).digest(), "little")
 
 
-class _Machine:
+class _MachineNoise:
     """What all engines of one process share: its own constant factor, and a speed that wanders.
 
     Args:
@@ -144,7 +144,7 @@ class _Machine:
         self.process = float(np.exp(told.process_noise * self._rng.standard_normal()))
         self._state = float(self._rng.standard_normal())
 
-    def factor(self, n: int) -> float:
+    def next_factors(self, n: int) -> float:
         """Its factor for the next n readings: an autoregressive process of first order, constant within a call."""
         if not self._told.wander:
             return 1.0
@@ -153,11 +153,11 @@ class _Machine:
         return float(np.exp(self._told.wander * self._state))
 
 
-class _Probe:
+class _SimulatedProbe:
     """Readings around one build's latency."""
 
     def __init__(
-        self, told: SimulatedBenchmarker, latency_ms: float, machine: _Machine, rng: np.random.Generator
+        self, told: SimulatedBenchmarker, latency_ms: float, machine: _MachineNoise, rng: np.random.Generator
     ) -> None:
         self._told = told
         self._latency_ms = latency_ms
@@ -169,7 +169,7 @@ class _Probe:
         """Draw n readings."""
         told, place = self._told, np.arange(self._taken, self._taken + n)
         self._taken += n
-        growth = (1 + told.drift * place) * (1 + told.warmup * 0.9**place) * self._machine.factor(n)
+        growth = (1 + told.drift * place) * (1 + told.warmup * 0.9**place) * self._machine.next_factors(n)
         values = self._latency_ms * growth * np.exp(told.noise * self._rng.standard_normal(n))
         if told.outliers:
             late = self._rng.random(n) < told.outliers
@@ -182,7 +182,9 @@ class _Probe:
         raise EvaluationFailed("the simulated benchmarker has latencies only, no outputs that could be scored")
 
 
-def _uniform(keys: np.ndarray[Any, np.dtype[np.uint64]], salt: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _hash_to_unit_interval(
+    keys: np.ndarray[Any, np.dtype[np.uint64]], salt: int = 0
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Numbers in [0, 1) from 64-bit keys, by the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = keys + np.uint64((salt * 0x9E3779B97F4A7C15) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

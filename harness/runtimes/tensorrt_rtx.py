@@ -18,32 +18,32 @@ import numpy as np
 
 from harness.api import Array, Artifact, Candidate, Capabilities
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.runtimes.cuda.clocks import Clocks
-from harness.runtimes.cuda.device import Cuda, Device, open_device
+from harness.runtimes.cuda.clocks import GpuMonitor
+from harness.runtimes.cuda.device import CudaRuntime, Device, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
 from harness.timing.host_clock import require_static_shapes, to_float32, translate_errors
 from harness.timing.sampling import make_fixed_inputs
 
 __all__ = ["TensorRTRTXBenchmarker"]
 
-NOTE = (
+LICENCE_NOTE = (
     "experimental; figures of TensorRT-RTX are never pooled with TensorRT's, and its licence may restrict publishing "
     "them: read its section on benchmarks first"
 )
-REMEDY = (
+INSTALL_HINT = (
     "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13 (needs onnxruntime >= 1.24 in an environment of its own without "
     "onnxruntime-gpu, an RTX GPU of generation Ampere or later, and a driver for CUDA 13)"
 )
-NVIDIA = 0x10DE
+NVIDIA_VENDOR_ID = 0x10DE
 """PCI's number of the vendor: ONNX Runtime finds the plug-in's memory by it (microsoft/onnxruntime#25346).
 
 Memory of one's own cannot be bound from Python: `IOBinding.bind_input` takes no vendor (#26079).
 """
-NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
+NUMPY_TYPE_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
+class _RTXHandle:
     """What needs the plug-in and a GPU, made when first used.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Ready:
     devices: tuple[Any, ...]
     version: str
     errors: tuple[type[Exception], ...]
-    cuda: Cuda
+    cuda: CudaRuntime
     device: Device
     stream: Any
 
@@ -74,9 +74,9 @@ class TensorRTRTXBenchmarker:
         self._device, self._graph, self._cold_l2 = device, cuda_graph, cold_l2
 
     @cached_property
-    def _ready(self) -> _Ready:
+    def _ready(self) -> _RTXHandle:
         cuda, device = open_device(self._device)
-        ort, plugin = _import()
+        ort, plugin = _import_runtime()
         name = plugin.get_ep_name()
         if not any(found.ep_name == name for found in ort.get_ep_devices()):
             ort.register_execution_provider_library(name, plugin.get_library_path())
@@ -85,11 +85,11 @@ class TensorRTRTXBenchmarker:
         if not own:
             raise UserError(
                 f"benchmarker 'tensorrt_rtx': the plug-in does not offer {device.name} "
-                f"(compute capability {'.'.join(map(str, device.capability))}); it needs {REMEDY}"
+                f"(compute capability {'.'.join(map(str, device.capability))}); it needs {INSTALL_HINT}"
             )
         state = vars(ort.capi.onnxruntime_pybind11_state).values()
         errors = tuple(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
-        return _Ready(
+        return _RTXHandle(
             ort=ort,
             devices=own,
             version=f"{plugin.__version__} on ONNX Runtime {ort.__version__}",
@@ -123,18 +123,18 @@ class TensorRTRTXBenchmarker:
         return Artifact(engine=session)
 
     @contextmanager
-    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+    def open(self, artifact: Artifact) -> Iterator[_RTXProbe]:
         """A probe with inputs and outputs on the device.
 
         Raises:
             MeasureFailed: The session does not run, or there is not enough GPU memory.
         """
         ready = self._ready
-        bound = _Bound(ready, artifact.engine)
+        bound = _BoundSession(ready, artifact.engine)
         try:
             flushed = flush_bytes(ready.device.l2_bytes, self._cold_l2)
             with GpuTimer(ready.cuda, bound.enqueue, graph=False, flush_bytes=flushed, stream=ready.stream) as timer:
-                yield _Probe(ready, artifact.engine, timer)
+                yield _RTXProbe(ready, artifact.engine, timer)
         finally:
             bound.close()
 
@@ -151,26 +151,26 @@ class TensorRTRTXBenchmarker:
             "device": ready.device.name,
             "options": {"cuda_graph": self._graph, "l2": "cold" if self._cold_l2 else "warm"},
             "float_precision": "f32",
-            "note": NOTE,
+            "note": LICENCE_NOTE,
         }
 
 
-class _Bound:
+class _BoundSession:
     """A session with its inputs and outputs in the plug-in's device memory."""
 
-    def __init__(self, ready: _Ready, session: Any) -> None:
+    def __init__(self, ready: _RTXHandle, session: Any) -> None:
         self._ready, self._session = ready, session
         self._binding = session.io_binding()
         self._run = ready.ort.RunOptions()
         # Without it every run ends with a synchronization, which would be in the readings.
         self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        inputs = {value.name: (_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
-        values, place = ready.ort.OrtValue, ("gpu", ready.device.index, NVIDIA)
+        inputs = {value.name: (_parse_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
+        values, place = ready.ort.OrtValue, ("gpu", ready.device.index, NVIDIA_VENDOR_ID)
         with translate_errors(MeasureFailed, "TensorRT-RTX", ready.errors):
             for name, array in make_fixed_inputs(inputs).items():
                 self._binding.bind_ortvalue_input(name, values.ortvalue_from_numpy(array, *place))
             for value in session.get_outputs():
-                made = values.ortvalue_from_shape_and_type(_static(value), _dtype(value), *place)
+                made = values.ortvalue_from_shape_and_type(_require_static_shape(value), _parse_dtype(value), *place)
                 self._binding.bind_ortvalue_output(value.name, made)
         ready.cuda.call("cudaDeviceSynchronize")
 
@@ -185,25 +185,25 @@ class _Bound:
         self._binding.clear_binding_outputs()
 
 
-class _Probe:
+class _RTXProbe:
     """One session, timed on bound memory; other inputs go through ONNX Runtime's own copies."""
 
-    def __init__(self, ready: _Ready, session: Any, timer: GpuTimer) -> None:
+    def __init__(self, ready: _RTXHandle, session: Any, timer: GpuTimer) -> None:
         self._ready, self._session, self._timer = ready, session, timer
-        self._clocks = Clocks(ready.device.uuid)
+        self._clocks = GpuMonitor(ready.device.uuid)
         self._host_bound = 0.0
 
     def sample(self, n: int) -> Sequence[float]:
         """GPU time of n inferences, by CUDA events."""
         readings = self._timer.read(n)
-        self._clocks.look()
+        self._clocks.sample()
         self._host_bound = readings.host_bound
         return readings.gpu_ms
 
     def conditions(self) -> Mapping[str, float]:
         """How the GPU did while it was sampled, and what the host adds; see `harness.runtimes.tensorrt.probe`."""
         end_to_end_ms = statistics.median(self._timer.end_to_end(5))
-        return {**self._clocks.facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}
+        return {**self._clocks.take_facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by name; floating-point ones as float32."""
@@ -213,7 +213,7 @@ class _Probe:
         return {name: to_float32(array) for name, array in zip(names, results, strict=True)}
 
 
-def _import() -> tuple[Any, Any]:
+def _import_runtime() -> tuple[Any, Any]:
     """ONNX Runtime without its telemetry, and the plug-in.
 
     Raises:
@@ -223,22 +223,22 @@ def _import() -> tuple[Any, Any]:
         import onnxruntime
         import onnxruntime_ep_nv_tensorrt_rtx
     except (ImportError, OSError) as error:
-        raise UserError(f"benchmarker 'tensorrt_rtx': {error}; {REMEDY}") from error
+        raise UserError(f"benchmarker 'tensorrt_rtx': {error}; {INSTALL_HINT}") from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime, onnxruntime_ep_nv_tensorrt_rtx
 
 
-def _dtype(value: Any) -> np.dtype[Any]:
+def _parse_dtype(value: Any) -> np.dtype[Any]:
     """Element type from ONNX Runtime's name of it, for instance "tensor(float)"."""
     name = value.type.removeprefix("tensor(").removesuffix(")")
     try:
-        dtype: np.dtype[Any] = np.dtype(NAMES.get(name, name))
+        dtype: np.dtype[Any] = np.dtype(NUMPY_TYPE_NAMES.get(name, name))
     except TypeError:
         raise MeasureFailed(f"{value.name!r}: no memory can be bound for type {value.type}") from None
     return dtype
 
 
-def _static(value: Any) -> tuple[int, ...]:
+def _require_static_shape(value: Any) -> tuple[int, ...]:
     if not all(isinstance(size, int) for size in value.shape):
         raise MeasureFailed(f"output {value.name!r}: its size depends on the data, so it cannot be bound beforehand")
     return tuple(value.shape)

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
-from harness.search_loop.objective import BELIEVED, PROXY, Goal, Scored, Standing
+from harness.search_loop.objective import PREDICTED_METRIC, PROXY, Goal, IncumbentState, ScoredPlacement
 from harness.statistics import Interval, median_ci
 from harness.timing.workers.engines import Engines
 
-__all__ = ["Judge", "least_loss"]
+__all__ = ["AccuracyGate", "loss_lower_bound"]
 
-PROOF = 3
+MIN_WITNESS_PLACEMENTS = 3
 """So many placements that are closer to the float model by the proxy bear witness against one that is further away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
+class AccuracyGate:
     """Looks at accuracy as far as it takes: first at the proxy, and at the metric where the candidate may win.
 
     Attributes:
@@ -30,15 +30,17 @@ class Judge:
     evaluator: str = MAIN_BENCHMARKER
     proxy: str | None = None
 
-    def rival(self, incumbent: Interval | None) -> Interval | None:
+    def latency_to_beat(self, incumbent: Interval | None) -> Interval | None:
         """Whom a candidate has to beat in latency; nobody where latency alone does not decide."""
         return incumbent if self.goal.minimize == "latency" else None
 
-    def holds(self, metrics: Mapping[str, float]) -> bool:
+    def is_feasible(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics hold the bound on accuracy; a candidate that breaks it cannot win."""
         return self.goal.violation(metrics) == 0.0
 
-    def look(self, engines: Engines, handle: int, measured: Measured, incumbent: Interval | None) -> Outcome:
+    def evaluate_accuracy(
+        self, engines: Engines, handle: int, measured: Measured, incumbent: Interval | None
+    ) -> Outcome:
         """The candidate with what was found of its accuracy; an evaluator that fails fails it."""
         if self.goal.metric is None:
             return measured
@@ -49,46 +51,51 @@ class Judge:
             if isinstance(closeness, Failed):
                 return closeness
             metrics[PROXY] = closeness.metrics["sqnr_db"]
-        scored = incumbent.scored if isinstance(incumbent, Standing) else ()
-        loss = least_loss(scored, metrics.get(PROXY), self.goal)
+        scored = incumbent.scored if isinstance(incumbent, IncumbentState) else ()
+        loss = loss_lower_bound(scored, metrics.get(PROXY), self.goal)
         per_item: tuple[float, ...] = ()
-        if self._may_win(median_ci(measured.samples_ms).value, loss, incumbent, scored):
+        if self._can_improve(median_ci(measured.samples_ms).value, loss, incumbent, scored):
             accuracy = engines.evaluate(handle, self.evaluator)
             if isinstance(accuracy, Failed):
                 return accuracy
             metrics, per_item = {**metrics, **accuracy.metrics}, accuracy.per_item
         elif loss is not None:
-            metrics[BELIEVED] = self.goal.reference - loss if self.goal.higher_is_better else self.goal.reference + loss
+            metrics[PREDICTED_METRIC] = (
+                self.goal.reference - loss if self.goal.higher_is_better else self.goal.reference + loss
+            )
         spent_s = time.monotonic() - started_s if metrics else 0.0
         return replace(measured, metrics=metrics, per_item=per_item, evaluate_s=spent_s)
 
-    def _may_win(
-        self, latency_ms: float, loss: float | None, incumbent: Interval | None, scored: Sequence[Scored]
+    def _can_improve(
+        self, latency_ms: float, loss: float | None, incumbent: Interval | None, scored: Sequence[ScoredPlacement]
     ) -> bool:
         """Whether it could become the incumbent or enter the front, with the least loss that it may have."""
         goal = self.goal
-        if loss is not None and goal.excess(loss) > 0:
+        if loss is not None and goal.loss_excess(loss) > 0:
             return False
         if goal.minimize == "latency":
             return incumbent is None or latency_ms < incumbent.value
         best = 0.0 if loss is None else loss
         if goal.minimize == "pareto":
             return not any(s.latency_ms <= latency_ms and goal.loss(s.value) <= best for s in scored)
-        if goal.too_slow(latency_ms):
+        if goal.latency_excess_ms(latency_ms):
             return False
-        return loss is None or not any(goal.loss(s.value) <= loss and not goal.too_slow(s.latency_ms) for s in scored)
+        return loss is None or not any(
+            goal.loss(s.value) <= loss and not goal.latency_excess_ms(s.latency_ms) for s in scored
+        )
 
 
-def least_loss(scored: Sequence[Scored], proxy: float | None, goal: Goal) -> float | None:
+def loss_lower_bound(scored: Sequence[ScoredPlacement], proxy: float | None, goal: Goal) -> float | None:
     """The least loss of the metric that the proxy leaves to a placement; None where it does not tell.
 
     The proxy is taken at its word where it has kept it so far: of those that are closer to the float model by it, the
-    `PROOF` next ones must be known, and none that is further away than this placement may have lost less than they.
+    `MIN_WITNESS_PLACEMENTS` next ones must be known, and none that is further away than this placement may have lost
+    less than they.
     """
     known = [] if proxy is None else [s for s in scored if s.proxy is not None]
     closer = sorted((s.proxy, goal.loss(s.value)) for s in known if s.proxy is not None and s.proxy >= (proxy or 0.0))
-    if proxy is None or len(closer) < PROOF:
+    if proxy is None or len(closer) < MIN_WITNESS_PLACEMENTS:
         return None
-    least = min(loss for _, loss in closer[:PROOF])
+    least = min(loss for _, loss in closer[:MIN_WITNESS_PLACEMENTS])
     further = [goal.loss(s.value) for s in known if s.proxy is not None and s.proxy < proxy]
     return None if any(loss < least for loss in further) else least

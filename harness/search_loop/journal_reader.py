@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from harness.records import Failed, Measured, TrialResult
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
-from harness.search_loop.objective import PROXY, Goal, eligible, score_at
+from harness.search_loop.objective import PROXY, Goal, is_feasible, score_values
 from harness.statistics import rebuilt_ci
 from search.api import Score
 from search.pareto import hypervolume
@@ -66,7 +66,7 @@ def _to_evaluation(entry: JournalEntry, outcome: Measured, goal: Goal, spent: in
         choices=entry.proposal.choices,
         origin=entry.proposal.origin,
         latency_ms=latency.value,
-        score=score_at(latency, outcome.metrics, goal),
+        score=score_values(latency, outcome.metrics, goal),
     )
 
 
@@ -92,7 +92,7 @@ def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Eva
 
 def is_new_incumbent(trial: Evaluation, best: Evaluation | None) -> bool:
     """Return whether an evaluation replaces the incumbent `best`."""
-    return eligible(trial.score) and (best is None or trial.score.objective < best.score.objective)
+    return is_feasible(trial.score) and (best is None or trial.score.objective < best.score.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class _SearchTally:
             return
         trial = _to_evaluation(entry, result.outcome, self._goal, spent, self._elapsed_s)
         self._count_metric_use(trial)
-        if not eligible(trial.score) or trial.digest in self._excluded:
+        if not is_feasible(trial.score) or trial.digest in self._excluded:
             return
         if self._goal.minimize == "pareto":
             _insert_nondominated(self._best, trial)

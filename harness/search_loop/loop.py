@@ -23,23 +23,40 @@ from harness.errors import UserError
 from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.results_dir.journal import RETRY_ORIGIN, Journal, JournalEntry
-from harness.search_loop.objective import Goal, Scored, eligible, score_of, scored_of, standing
-from harness.search_loop.searcher_guard import Guarded
+from harness.search_loop.objective import (
+    Goal,
+    ScoredPlacement,
+    incumbent_state,
+    is_feasible,
+    score_outcome,
+    scored_placement,
+)
+from harness.search_loop.searcher_guard import SearcherGuard
 from harness.statistics import Interval, median_ci
 from harness.timing.workers.trial_pool import Executor
 from search.api import Observation, Score, Searcher
 from search.space import Placement, Space
 
-__all__ = ["Ending", "Goal", "SearchTask", "Seed", "Strayed", "Trial", "eligible", "run_search", "score_of"]
+__all__ = [
+    "Goal",
+    "InitialPlacement",
+    "ReplayMismatch",
+    "SearchLoopResult",
+    "SearchTask",
+    "TrialEvent",
+    "is_feasible",
+    "run_search",
+    "score_outcome",
+]
 
-DUPLICATES_IN_A_ROW = 200
+MAX_CONSECUTIVE_DUPLICATES = 200
 """A searcher that proposes known placements so often in a row has nothing left."""
-COLD_START = 8
+COLD_START_EVALUATIONS = 8
 """Without seeds, so many first evaluations stand for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seed:
+class InitialPlacement:
     """A placement that every searcher is told before its first proposal."""
 
     name: str
@@ -62,18 +79,18 @@ class SearchTask:
 
     space: Space
     searcher: Searcher | Failed
-    seeds: tuple[Seed, ...]
+    initial_design: tuple[InitialPlacement, ...]
     candidate: Callable[[Placement], Candidate]
     goal: Goal = field(default_factory=Goal)
     evaluations: int
     seconds: float | None = None
     window: int = 1
     retry_failed: bool = False
-    patience: int = COLD_START
+    patience: int = COLD_START_EVALUATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class TrialEvent:
     """One line for whoever watches.
 
     Attributes:
@@ -92,7 +109,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class SearchLoopResult:
     """How a search ended.
 
     Attributes:
@@ -106,24 +123,28 @@ class Ending:
     broken: Failed | None = None
 
 
-def _reason(broken: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, TrialResult]) -> str:
-    """See `Ending`; `known` has the outcomes by digest."""
+def _termination_reason(
+    broken: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, TrialResult]
+) -> str:
+    """See `SearchLoopResult`; `known` has the outcomes by digest."""
     if broken is not None:
         return broken.reason
     if spent:
         return ""
-    if duplicates_in_a_row >= DUPLICATES_IN_A_ROW:
-        return f"it proposed only placements that were proposed before, {DUPLICATES_IN_A_ROW} in a row"
+    if duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
+        return f"it proposed only placements that were proposed before, {MAX_CONSECUTIVE_DUPLICATES} in a row"
     last = next(reversed(known.values())).outcome if known else None
     after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
     return f"it had nothing more to propose{after}"
 
 
-class Strayed(FingerprintMismatch):
+class ReplayMismatch(FingerprintMismatch):
     """A searcher proposes something else than it did before."""
 
 
-def run_search(task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> Ending:
+def run_search(
+    task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[TrialEvent], None]
+) -> SearchLoopResult:
     """Run a search until its budget is spent, or its searcher has nothing left or breaks.
 
     Raises:
@@ -131,22 +152,24 @@ def run_search(task: SearchTask, executor: Executor, journal: Journal, watch: Ca
         UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given);
             or as the searcher raised it.
     """
-    return _Search(task, executor, journal, watch).run()
+    return _SearchLoop(task, executor, journal, watch).run()
 
 
 _Proposal = tuple[Placement, str]
 
 
-class _Search:
+class _SearchLoop:
     """State of a running search: what was asked and seen, the incumbent, the clock."""
 
-    def __init__(self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> None:
+    def __init__(
+        self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[TrialEvent], None]
+    ) -> None:
         self._task = task
-        self._searcher = Guarded(task.searcher, task.space)
+        self._searcher = SearcherGuard(task.searcher, task.space)
         self._executor = executor
         self._journal = journal
         self._watch = watch
-        self._seeds: deque[_Proposal] = deque((seed.placement, f"seed:{seed.name}") for seed in task.seeds)
+        self._seeds: deque[_Proposal] = deque((seed.placement, f"seed:{seed.name}") for seed in task.initial_design)
         self._again: deque[_Proposal] | None = None if task.retry_failed else deque()
         self._counted_s = 0.0  # of what the searcher took for itself
         self._asked = 0
@@ -159,21 +182,21 @@ class _Search:
         self._best: Interval | None = None
         self._best_is_float = False
         self._float = task.space.float_placement()
-        self._scored: list[Scored] = []
+        self._scored: list[ScoredPlacement] = []
         self._started_s = time.monotonic() - journal.elapsed_s
 
-    def run(self) -> Ending:
-        self._fill()
+    def run(self) -> SearchLoopResult:
+        self._fill_window()
         while self._waiting:
             self._tell_next()
-            self._fill()
+            self._fill_window()
         left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
         known = self._seen | {entry.proposal.digest: entry.result for entry in left if entry.result}
-        spent = len(known) >= self._task.evaluations or self._late()
-        reason = _reason(self._searcher.broken, spent, self._duplicates_in_a_row, known)
-        return Ending(evaluations=len(known), reason=reason, broken=self._searcher.broken)
+        spent = len(known) >= self._task.evaluations or self._is_out_of_time()
+        reason = _termination_reason(self._searcher.broken, spent, self._duplicates_in_a_row, known)
+        return SearchLoopResult(evaluations=len(known), reason=reason, broken=self._searcher.broken)
 
-    def _fill(self) -> None:
+    def _fill_window(self) -> None:
         """Ask for as many proposals as may be under way."""
         while (free := self._task.window - len(self._waiting)) > 0 and (proposals := self._propose(free)):
             for placement, origin in proposals:
@@ -183,13 +206,19 @@ class _Search:
         """What to evaluate next; nothing where the search is over, or waits for an outcome."""
         if self._searcher.broken is not None:
             return []
-        recorded = self._recorded(self._asked)
+        recorded = self._journaled_outcome(self._asked)
         if recorded is not None and recorded.proposal.origin == RETRY_ORIGIN:
-            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._settled(RETRY_ORIGIN) else []
+            return (
+                [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._all_results_told(RETRY_ORIGIN) else []
+            )
         if recorded is None and (self._again is None or self._again):
-            return self._retries(free)
+            return self._propose_retries(free)
         left = self._task.evaluations - len(self._numbers)
-        if left <= 0 or self._duplicates_in_a_row >= DUPLICATES_IN_A_ROW or (recorded is None and self._late()):
+        if (
+            left <= 0
+            or self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES
+            or (recorded is None and self._is_out_of_time())
+        ):
             return []
         if self._seeds:
             return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
@@ -198,12 +227,12 @@ class _Search:
         if not any(
             asked.origin == RETRY_ORIGIN for asked, _ in self._waiting
         ):  # else there may still be one that works
-            self._check_start()
+            self._stop_if_initial_design_failed()
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
-    def _retries(self, free: int) -> Sequence[_Proposal]:
+    def _propose_retries(self, free: int) -> Sequence[_Proposal]:
         """What failed so far, once more, when everything before has been told; replaying meets it at the same place."""
-        if not self._settled(RETRY_ORIGIN):
+        if not self._all_results_told(RETRY_ORIGIN):
             return []
         if self._again is None:
             under_way = {asked.digest for asked, _ in self._waiting}  # of a run that was interrupted
@@ -211,23 +240,25 @@ class _Search:
             self._again = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
         return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
 
-    def _settled(self, origin: str) -> bool:
+    def _all_results_told(self, origin: str) -> bool:
         """Whether all that was asked before the proposals of this origin has been told."""
         return not self._waiting or self._waiting[0][0].origin.startswith(origin)
 
-    def _check_start(self) -> None:
+    def _stop_if_initial_design_failed(self) -> None:
         """Stop where nothing works: what all seeds fail at is no matter of placement."""
         if len(self._failures) < len(self._seen):
             return
-        wanted = len({self._task.space.digest(seed.placement) for seed in self._task.seeds}) or self._task.patience
+        wanted = (
+            len({self._task.space.digest(seed.placement) for seed in self._task.initial_design}) or self._task.patience
+        )
         if len(self._seen) >= wanted:
             first = next(iter(self._failures.values()))[1]
-            what = "no seed" if self._task.seeds else f"none of the first {wanted} placements"
+            what = "no seed" if self._task.initial_design else f"none of the first {wanted} placements"
             raise UserError(
                 f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
             )
 
-    def _late(self) -> bool:
+    def _is_out_of_time(self) -> bool:
         return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
 
     def _elapsed_s(self) -> float:
@@ -245,21 +276,23 @@ class _Search:
             searcher_s=self._searcher.spent_s - self._counted_s,
         )
         self._counted_s = self._searcher.spent_s
-        self._record(asked)
+        self._journal_proposal(asked)
         self._asked += 1
         self._numbers.setdefault(digest, asked.number)
         self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
         self._waiting.append((asked, placement))
-        recorded = self._recorded(asked.number)
+        recorded = self._journaled_outcome(asked.number)
         if earlier is None and (recorded is None or recorded.result is None):
-            self._executor.submit(asked.number, self._task.candidate(placement), standing(self._best, self._scored))
+            self._executor.submit(
+                asked.number, self._task.candidate(placement), incumbent_state(self._best, self._scored)
+            )
 
-    def _record(self, asked: Proposal) -> None:
-        recorded = self._recorded(asked.number)
+    def _journal_proposal(self, asked: Proposal) -> None:
+        recorded = self._journaled_outcome(asked.number)
         if recorded is None:
             self._journal.append(asked)
         elif recorded.proposal != asked:
-            raise Strayed(
+            raise ReplayMismatch(
                 f"resume refused at proposal {asked.number}: the journal has {recorded.proposal.digest} "
                 f"({recorded.proposal.origin}), the searcher now proposes {asked.digest} ({asked.origin}); its code or "
                 f"a library changed: {CHANGED_RUN_ADVICE}"
@@ -268,22 +301,22 @@ class _Search:
     def _tell_next(self) -> None:
         """Tell the outcome of the proposal that has waited longest."""
         asked, placement = self._waiting.popleft()
-        told, resumed = self._outcome(asked)
+        told, resumed = self._await_outcome(asked)
         self._seen[asked.digest] = told
         if isinstance(told.outcome, Failed):
             self._failures[asked.digest] = (placement, told.outcome)
         else:
             self._failures.pop(asked.digest, None)
-        score = score_of(told.outcome, self._task.goal)
-        scored = scored_of(told.outcome, self._task.goal)
+        score = score_outcome(told.outcome, self._task.goal)
+        scored = scored_placement(told.outcome, self._task.goal)
         if scored is not None and asked.duplicate_of is None:
             self._scored.append(scored)
-        if isinstance(told.outcome, Measured) and isinstance(score, Score) and eligible(score):
+        if isinstance(told.outcome, Measured) and isinstance(score, Score) and is_feasible(score):
             own = median_ci(told.outcome.samples_ms)
             if self._best is None or own.value < self._best.value:
                 self._best, self._best_is_float = own, placement == self._float
         self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
-        trial = Trial(
+        trial = TrialEvent(
             asked=asked,
             outcome=told.outcome,
             evaluations=len(self._seen),
@@ -293,11 +326,11 @@ class _Search:
         )
         self._watch(trial)
 
-    def _outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
+    def _await_outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
         """The outcome of a proposal, and whether it was known before; waits where it is not."""
         if asked.duplicate_of is not None:
             return self._seen[asked.digest], True
-        recorded = self._recorded(asked.number)
+        recorded = self._journaled_outcome(asked.number)
         if recorded is not None and recorded.result is not None:
             return recorded.result, True
         while asked.number not in self._come:
@@ -307,5 +340,5 @@ class _Search:
             self._come[number] = told
         return self._come.pop(asked.number), False
 
-    def _recorded(self, number: int) -> JournalEntry | None:
+    def _journaled_outcome(self, number: int) -> JournalEntry | None:
         return self._journal.entries[number] if number < len(self._journal.entries) else None

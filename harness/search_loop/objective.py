@@ -12,16 +12,25 @@ from harness.statistics import Interval, median_ci, rebuilt_ci, stderr_from_inte
 from search.api import Failure, Score
 
 __all__ = [
-    "BELIEVED", "PROXY", "Goal", "Scored", "Standing", "eligible", "goal_facts", "score_at", "score_of", "scored_of",
-    "standing",
+    "PREDICTED_METRIC",
+    "PROXY",
+    "Goal",
+    "IncumbentState",
+    "ScoredPlacement",
+    "encode_goal",
+    "incumbent_state",
+    "is_feasible",
+    "score_outcome",
+    "score_values",
+    "scored_placement",
 ]  # fmt: skip
 
 PROXY = "proxy_sqnr_db"
 """Name of the proxy among an outcome's metrics: fidelity on a few samples, larger is closer to the float model."""
-BELIEVED = "believed"
+PREDICTED_METRIC = "believed"
 """Name among an outcome's metrics of the best value that the proxy leaves to the metric, where nobody measured it."""
 
-ROUND_OFF = 1e-9
+LOSS_ROUND_OFF = 1e-9
 """One image of a hundred is 0.01, though 0.76 less 0.75 is a little more."""
 
 
@@ -51,39 +60,39 @@ class Goal:
         """By how much a value of the metric is worse than the float model's."""
         return self.reference - value if self.higher_is_better else value - self.reference
 
-    def excess(self, loss: float) -> float:
+    def loss_excess(self, loss: float) -> float:
         """By how much a loss exceeds the bound; 0 where it holds, and where only round-off is beyond it."""
         over = 0.0 if self.metric is None or self.max_drop is None else loss - self.max_drop
-        return over if over > ROUND_OFF else 0.0
+        return over if over > LOSS_ROUND_OFF else 0.0
 
     def violation(self, metrics: Mapping[str, float]) -> float:
         """By how much the loss exceeds the bound; 0 where it holds or nothing is known of it."""
-        value = metrics.get(self.metric or "", metrics.get(BELIEVED))
-        return 0.0 if self.metric is None or value is None else self.excess(self.loss(value))
+        value = metrics.get(self.metric or "", metrics.get(PREDICTED_METRIC))
+        return 0.0 if self.metric is None or value is None else self.loss_excess(self.loss(value))
 
-    def too_slow(self, latency_ms: float) -> float:
+    def latency_excess_ms(self, latency_ms: float) -> float:
         """By how much a latency exceeds the bound; 0 where it holds."""
         return 0.0 if self.max_latency_ms is None else max(0.0, latency_ms - self.max_latency_ms)
 
 
-def goal_facts(goal: Goal) -> dict[str, Any]:
+def encode_goal(goal: Goal) -> dict[str, Any]:
     """A goal as JSON; what a search for low latency does not need is left out."""
     usual = {field.name: field.default for field in fields(Goal)}
     facts = asdict(goal)
-    return {name: facts[name] for name in facts if name in _ALWAYS or facts[name] != usual[name]}
+    return {name: facts[name] for name in facts if name in _ALWAYS_ENCODED_FIELDS or facts[name] != usual[name]}
 
 
-_ALWAYS = ("metric", "reference", "higher_is_better", "max_drop")
+_ALWAYS_ENCODED_FIELDS = ("metric", "reference", "higher_is_better", "max_drop")
 
 
-def score_of(outcome: Outcome, goal: Goal) -> Score | Failure:
-    """The outcome as searchers see it; see `score_at`. What was built again has the scatter of its builds."""
+def score_outcome(outcome: Outcome, goal: Goal) -> Score | Failure:
+    """The outcome as searchers see it; see `score_values`. What was built again has the scatter of its builds."""
     if isinstance(outcome, Failed):
         return Failure(stage=outcome.stage, reason=outcome.reason)
-    return score_at(rebuilt_ci(outcome.samples_ms, outcome.retaken_ms), outcome.metrics, goal)
+    return score_values(rebuilt_ci(outcome.samples_ms, outcome.retaken_ms), outcome.metrics, goal)
 
 
-def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Score:
+def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Score:
     """What a latency and what was found of accuracy are worth.
 
     A front wants both coordinates: a placement whose metric nobody measured has one, and stands behind all others.
@@ -94,13 +103,13 @@ def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Sco
         metrics: Of the outcome.
     """
     latency_ms, value = latency.value, metrics.get(goal.metric or "")
-    violation = goal.violation(metrics) + goal.too_slow(latency_ms)
+    violation = goal.violation(metrics) + goal.latency_excess_ms(latency_ms)
     objective, stderr = latency_ms, stderr_from_interval(latency)
     objectives: tuple[float, ...] = ()
     if goal.minimize == "pareto" and value is not None:
         objectives = (latency_ms, goal.loss(value))
     if goal.minimize == "accuracy":
-        known = metrics.get(BELIEVED) if value is None else value
+        known = metrics.get(PREDICTED_METRIC) if value is None else value
         objective, stderr = abs(goal.reference) if known is None else goal.loss(known), 0.0
     return Score(
         objective=objective,
@@ -112,13 +121,13 @@ def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Sco
     )
 
 
-def eligible(score: Score) -> bool:
+def is_feasible(score: Score) -> bool:
     """Whether a score may be the incumbent's: where accuracy counts, it was looked at, and every bound holds."""
     return score.violation == 0.0 and not score.assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredPlacement:
     """A placement whose metric was measured.
 
     Attributes:
@@ -131,28 +140,28 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing(Interval):
+class IncumbentState(Interval):
     """The incumbent's latency in milliseconds, and what the search has learned of accuracy on its way.
 
     Attributes:
         scored: In the order of the tells, so that it depends on what was asked alone.
     """
 
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoredPlacement, ...] = ()
 
 
-def standing(best: Interval | None, scored: Sequence[Scored]) -> Interval | None:
+def incumbent_state(best: Interval | None, scored: Sequence[ScoredPlacement]) -> Interval | None:
     """The incumbent with what is known of accuracy; nothing is known before there is one."""
     if best is None or not scored:
         return best
-    return Standing(value=best.value, low=best.low, high=best.high, scored=tuple(scored))
+    return IncumbentState(value=best.value, low=best.low, high=best.high, scored=tuple(scored))
 
 
-def scored_of(outcome: Outcome, goal: Goal) -> Scored | None:
+def scored_placement(outcome: Outcome, goal: Goal) -> ScoredPlacement | None:
     """What an outcome teaches about accuracy; None where it says nothing."""
     if goal.metric is None or not isinstance(outcome, Measured) or goal.metric not in outcome.metrics:
         return None
-    return Scored(
+    return ScoredPlacement(
         latency_ms=median_ci(outcome.samples_ms).value,
         value=outcome.metrics[goal.metric],
         proxy=outcome.metrics.get(PROXY),

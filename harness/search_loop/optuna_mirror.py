@@ -26,14 +26,14 @@ from typing import Any
 from harness.errors import UserError
 from harness.records import Measured
 from harness.results_dir.io import append_line, truncate_partial_line
-from harness.search_loop.loop import Trial
+from harness.search_loop.loop import TrialEvent
 from harness.search_loop.objective import Goal
 from harness.statistics import median_ci
 from search.space import Space
 
-__all__ = ["LIVE", "live_study"]
+__all__ = ["OPTUNA_JOURNAL_NAME", "mirror_to_optuna"]
 
-LIVE = "optuna.journal"
+OPTUNA_JOURNAL_NAME = "optuna.journal"
 """Name in a cell's folder: whoever reads such a file reads all of it."""
 _CREATE_STUDY, _DELETE_STUDY, _CREATE_TRIAL = 0, 1, 4
 """Of Optuna's `JournalOperation`."""
@@ -45,7 +45,7 @@ _TRIAL = re.compile(rb'\{"op_code":4,"worker_id":"[^"]*","study_id":(\d+),')
 logger = logging.getLogger(__name__)
 
 
-def live_study(path: Path, name: str, space: Space, goal: Goal, *, fresh: bool) -> Callable[[Trial], None]:
+def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: bool) -> Callable[[TrialEvent], None]:
     """Something that writes each new trial of a search into a study.
 
     Args:
@@ -59,27 +59,27 @@ def live_study(path: Path, name: str, space: Space, goal: Goal, *, fresh: bool) 
         To be called with every trial in order, those of a resumed search too; never raises.
     """
     try:
-        return _Study(path, name, space, goal, fresh).watch
+        return _OptunaMirror(path, name, space, goal, fresh).watch
     except (UserError, OSError, ValueError, LookupError, TypeError) as error:
         logger.warning("%s: no live view of %s: %s", path, name, error)
         return lambda _: None
 
 
-def _opened(path: Path, name: str, fresh: bool) -> tuple[int, int]:
+def _open_study(path: Path, name: str, fresh: bool) -> tuple[int, int]:
     """Number of the study, made where it is missing, and how many trials it has."""
-    with _held(path) as file:
+    with _locked_file(path) as file:
         truncate_partial_line(path)
-        names, trials = _studies(path)
+        names, trials = _read_studies(path)
         if fresh and name in names:
-            _append(path, file, _DELETE_STUDY, {"study_id": names.index(name)})
+            _append_operation(path, file, _DELETE_STUDY, {"study_id": names.index(name)})
             names[names.index(name)] = ""
         if name not in names:
-            _append(path, file, _CREATE_STUDY, {"study_name": name, "directions": [_MINIMIZE]})
+            _append_operation(path, file, _CREATE_STUDY, {"study_name": name, "directions": [_MINIMIZE]})
             names.append(name)
     return names.index(name), trials[names.index(name)]
 
 
-def _studies(path: Path) -> tuple[list[str], Counter[int]]:
+def _read_studies(path: Path) -> tuple[list[str], Counter[int]]:
     """Names of the studies by number, "" for those that were deleted, and how many trials each has."""
     names: list[str] = []
     trials: Counter[int] = Counter()
@@ -96,15 +96,15 @@ def _studies(path: Path) -> tuple[list[str], Counter[int]]:
     return names, trials
 
 
-class _Study:
+class _OptunaMirror:
     def __init__(self, path: Path, name: str, space: Space, goal: Goal, fresh: bool) -> None:
         self._path, self._name, self._space, self._goal = path, name, space, goal
-        self._number, self._written = _opened(path, name, fresh)
-        self._distributions = {group: _counts_to(len(indices)) for group, indices in space.groups.items()}
+        self._number, self._written = _open_study(path, name, fresh)
+        self._distributions = {group: _int_distribution_json(len(indices)) for group, indices in space.groups.items()}
         self._spent = 0
         self._broken = False
 
-    def watch(self, trial: Trial) -> None:
+    def watch(self, trial: TrialEvent) -> None:
         """Write a trial, unless it cost nothing or stands there already."""
         if self._broken or trial.evaluations <= self._spent:
             return
@@ -112,13 +112,13 @@ class _Study:
         if self._spent <= self._written:
             return
         try:
-            with _held(self._path) as file:
-                _append(self._path, file, _CREATE_TRIAL, self._fields(trial))
+            with _locked_file(self._path) as file:
+                _append_operation(self._path, file, _CREATE_TRIAL, self._trial_fields(trial))
         except (UserError, OSError, ValueError, TypeError) as error:
             self._broken = True
             logger.warning("no further live view of %s: %s", self._name, error)
 
-    def _fields(self, trial: Trial) -> dict[str, Any]:
+    def _trial_fields(self, trial: TrialEvent) -> dict[str, Any]:
         outcome, now = trial.outcome, datetime.now(UTC).isoformat(timespec="microseconds")
         state, value, limits = _FAIL, None, {}
         facts: dict[str, Any] = {"digest": trial.asked.digest, "origin": trial.asked.origin}
@@ -147,19 +147,19 @@ class _Study:
         }
 
 
-def _counts_to(most: int) -> str:
+def _int_distribution_json(most: int) -> str:
     """How Optuna writes an `IntDistribution`: as JSON within its JSON."""
     return json.dumps({"name": "IntDistribution", "attributes": {"log": False, "step": 1, "low": 0, "high": most}})
 
 
-def _append(path: Path, file: FileIO, operation: int, fields: dict[str, Any]) -> None:
+def _append_operation(path: Path, file: FileIO, operation: int, fields: dict[str, Any]) -> None:
     """Write a line without waiting for the disk: 30 ms a trial that a copy need not cost."""
     log = {"op_code": operation, "worker_id": "qdq-bench", **fields}
     append_line(file, json.dumps(log, separators=(",", ":")), path, sync=False)
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[FileIO]:
+def _locked_file(path: Path) -> Iterator[FileIO]:
     """The file, for one writer at a time; the kernel lets go of it when a process ends, however it ends."""
     with path.open("ab", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -18,10 +18,10 @@ from harness.timing.workers.in_process import as_outcome
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
-__all__ = ["Guarded"]
+__all__ = ["SearcherGuard"]
 
 
-class Guarded:
+class SearcherGuard:
     """A searcher that never raises; once it is broken it proposes nothing more and is told nothing more.
 
     A `UserError` passes, and so does Ctrl-C: neither says anything about the searcher.
@@ -47,8 +47,8 @@ class Guarded:
         searcher = self._searcher
         if self.broken is not None or isinstance(searcher, Failed):
             return []
-        with self._its_turn():
-            found = as_outcome("search", lambda: _checked(searcher.ask(n), n, self._space))
+        with self._catch_errors():
+            found = as_outcome("search", lambda: _validate_proposals(searcher.ask(n), n, self._space))
         if isinstance(found, Failed):
             self.broken = found
             return []
@@ -59,19 +59,19 @@ class Guarded:
         searcher = self._searcher
         if self.broken is not None or isinstance(searcher, Failed):
             return
-        with self._its_turn():
+        with self._catch_errors():
             done = as_outcome("search", lambda: searcher.tell(observation))
         self.broken = done if isinstance(done, Failed) else None
 
     @contextmanager
-    def _its_turn(self) -> Iterator[None]:
+    def _catch_errors(self) -> Iterator[None]:
         started_s = time.perf_counter()
         with self._libraries.limit(limits=1, user_api="blas"):
             yield
         self.spent_s += time.perf_counter() - started_s
 
 
-def _checked(proposed: Sequence[Placement], n: int, space: Space) -> list[Placement]:
+def _validate_proposals(proposed: Sequence[Placement], n: int, space: Space) -> list[Placement]:
     """Proposals with plain whole numbers as choices: NumPy's cannot be written down.
 
     Raises:

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from harness.api import Candidate
 from harness.config.sections import Sampling
 from harness.records import Failed, Measured, Outcome
-from harness.search_loop.accuracy_gate import Judge
+from harness.search_loop.accuracy_gate import AccuracyGate
 from harness.statistics import Interval, median_ci
 from harness.timing.workers.engines import BuiltEngine, Engines
 from harness.timing.workers.trial_pool import TrialFn
 
-__all__ = ["BUILDS", "Care", "attempt_with"]
+__all__ = ["MAX_BUILDS", "NoisePolicy", "make_trial_fn"]
 
-BUILDS = 3
+MAX_BUILDS = 3
 """A surprise is built again until two readings agree on it, a winner by disturbed readings until one is steady; the
 third decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Care:
+class NoisePolicy:
     """What a trial does about noise and about time; ablations go without.
 
     Attributes:
@@ -34,16 +34,16 @@ class Care:
 
     floor: float = 0.0
     racing: bool = True
-    builds: int = BUILDS
-    level_ms: float | None = None
+    builds: int = MAX_BUILDS
+    reference_latency_ms: float | None = None
 
 
-def attempt_with(
+def make_trial_fn(
     engines: Engines,
     sampling: Sampling,
     *,
-    judge: Judge | None = None,
-    care: Care = Care(),
+    judge: AccuracyGate | None = None,
+    care: NoisePolicy = NoisePolicy(),
 ) -> TrialFn:
     """An attempt that uses these engines.
 
@@ -56,63 +56,68 @@ def attempt_with(
         judge: Looks at accuracy; by default nobody does.
         care: What is done about noise.
     """
-    return _Trial(engines, sampling, judge or Judge(), care).attempt
+    return _TrialRunner(engines, sampling, judge or AccuracyGate(), care).attempt
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _TrialRunner:
     engines: Engines
     sampling: Sampling
-    judge: Judge
-    care: Care
+    judge: AccuracyGate
+    noise_policy: NoisePolicy
 
     def attempt(self, candidate: Candidate, incumbent: Interval | None) -> Outcome:
         """See `TrialFn`."""
-        rival = self.judge.rival(incumbent)
+        rival = self.judge.latency_to_beat(incumbent)
 
         def look(handle: int, measured: Measured) -> Outcome:
-            return self.judge.look(self.engines, handle, measured, incumbent)
+            return self.judge.evaluate_accuracy(self.engines, handle, measured, incumbent)
 
         outcome = self._measure(candidate, rival, look)
-        if isinstance(outcome, Failed) or rival is None or not self.judge.holds(outcome.metrics):
+        if isinstance(outcome, Failed) or rival is None or not self.judge.is_feasible(outcome.metrics):
             return outcome  # the first one surprises nobody
-        if not self._ahead(outcome, rival) or (outcome.stable and not _apart(outcome, rival)):
+        if not self._is_clearly_faster(outcome, rival) or (
+            outcome.stable and not _intervals_are_disjoint(outcome, rival)
+        ):
             return outcome
         taken = [outcome]
-        while len(taken) < self.care.builds and not self._settled(taken, rival):
+        while len(taken) < self.noise_policy.builds and not self._is_rebuild_confirmed(taken, rival):
             again = self._measure(candidate, rival, lambda _, measured: measured)
             if isinstance(again, Failed):
                 return again
             taken.append(again)
-        return _agreed(taken)
+        return _merge_rebuilds(taken)
 
-    def _ahead(self, measured: Measured, rival: Interval) -> bool:
+    def _is_clearly_faster(self, measured: Measured, rival: Interval) -> bool:
         """Whether it would become the incumbent, with more than the floor between them."""
-        return median_ci(measured.samples_ms).value * (1 + self.care.floor) < rival.value
+        return median_ci(measured.samples_ms).value * (1 + self.noise_policy.floor) < rival.value
 
-    def _settled(self, taken: Sequence[Measured], rival: Interval) -> bool:
+    def _is_rebuild_confirmed(self, taken: Sequence[Measured], rival: Interval) -> bool:
         """Whether the last build repeats a surprise, or is steady where the first was disturbed."""
         first, last = taken[0], taken[-1]
         if len(taken) == 1 or not last.stable:
             return False
-        return not first.stable or (self._ahead(last, rival) and _apart(last, rival))
+        return not first.stable or (self._is_clearly_faster(last, rival) and _intervals_are_disjoint(last, rival))
 
-    def _measure(self, candidate: Candidate, rival: Interval | None, then: _Then) -> Outcome:
+    def _measure(self, candidate: Candidate, rival: Interval | None, then: _AfterSampling) -> Outcome:
         """Build and sample, and while the engine is there do what comes then."""
         built = self.engines.build(candidate)
         if isinstance(built, Failed):
             return built
         try:
-            outcome = self._timed(built, rival, then)
+            outcome = self._sample(built, rival, then)
         finally:
             started_s = time.perf_counter()
             self.engines.release(built.handle)
             release_s = time.perf_counter() - started_s
         return replace(outcome, release_s=release_s) if isinstance(outcome, Measured) else outcome
 
-    def _timed(self, built: BuiltEngine, rival: Interval | None, then: _Then) -> Outcome:
+    def _sample(self, built: BuiltEngine, rival: Interval | None, then: _AfterSampling) -> Outcome:
         samples = self.engines.sample(
-            built.handle, self.sampling, rival if self.care.racing else None, self.care.level_ms
+            built.handle,
+            self.sampling,
+            rival if self.noise_policy.racing else None,
+            self.noise_policy.reference_latency_ms,
         )
         if isinstance(samples, Failed):
             return samples
@@ -133,15 +138,15 @@ class _Trial:
         return then(built.handle, measured)
 
 
-_Then = Callable[[int, Measured], Outcome]
+_AfterSampling = Callable[[int, Measured], Outcome]
 
 
-def _apart(measured: Measured, rival: Interval) -> bool:
+def _intervals_are_disjoint(measured: Measured, rival: Interval) -> bool:
     """Whether its interval ends before the incumbent's begins."""
     return median_ci(measured.samples_ms).high < rival.low
 
 
-def _agreed(taken: Sequence[Measured]) -> Measured:
+def _merge_rebuilds(taken: Sequence[Measured]) -> Measured:
     """One record of several builds: the later of two counts, of three the middle one.
 
     Disturbed ones are left out, and kept with the discarded readings, where enough others are there: one that was taken

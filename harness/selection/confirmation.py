@@ -15,28 +15,41 @@ import numpy as np
 from harness import registry
 from harness.api import Candidate, capabilities_of
 from harness.config.sections import Confirmation, PluginSpec
-from harness.graph.io.files import file_digest
+from harness.graph.io.files import digest_file
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import read_json, write_json
-from harness.selection.paired_timing import SEED, Contest, advise, hold, read_contest
+from harness.selection.paired_timing import (
+    TURN_ORDER_SEED,
+    PairedComparison,
+    read_comparison,
+    run_comparison,
+    warn_if_disturbed,
+)
 from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, confirm, summarize_turns
 from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, disturbance_note, encode_turn_event
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
-from search.space import digest_of
+from search.space import edges_digest
 
-__all__ = ["confirm_rows", "float_latency", "level", "noise_floor", "read_events", "read_floor"]
+__all__ = [
+    "baseline_latency",
+    "confirm_rows",
+    "measure_noise_floor",
+    "read_events",
+    "read_noise_floor",
+    "reference_latency_if_noisy",
+]
 
-CONFIRM = "confirm.jsonl"
-FLOOR_PLAN = Confirmation(builds=3, rounds=12, samples=3)
+CONFIRMATION_LOG_NAME = "confirm.jsonl"
+NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=12, samples=3)
 """Of the floor before the searches; the confirmation's own twin adds to it."""
-RESTLESS = 0.02
+NOISY_TURN_SD = 0.02
 """Turns of one engine that scatter by more than this make up for the price of timing every candidate beside it."""
 
 
-def noise_floor(
+def measure_noise_floor(
     open_engines: SpecEngineFactory,
     worker: WorkerSpec,
     model_file: Path,
@@ -57,20 +70,22 @@ def noise_floor(
         UserError: The baseline fails, or the floor was measured with another model, runtime or device.
     """
     path = folder / "floor.json"
-    basis = {"model_sha256": file_digest(model_file), "backend": dict(backend)}
+    basis = {"model_sha256": digest_file(model_file), "backend": dict(backend)}
     if path.exists():
         record = read_json(path)
         require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
         return float(record["floor"])
-    baseline = Contender(name=FLOAT_ROW, candidate=Candidate(digest=digest_of(()), edges=(), source=lambda: model_file))
-    with observer.work("A/A check", FLOOR_PLAN.builds * FLOOR_PLAN.rounds * 2) as step:
+    baseline = Contender(
+        name=FLOAT_ROW, candidate=Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
+    )
+    with observer.work("A/A check", NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds * 2) as step:
         events = []
         for event in confirm(
             [],
             baseline,
             open_engines=lambda: open_engines(worker),
-            schedule=FLOOR_PLAN,
-            rng=np.random.default_rng(SEED),
+            schedule=NOISE_FLOOR_SCHEDULE,
+            rng=np.random.default_rng(TURN_ORDER_SEED),
         ):
             events.append(event)
             step.advance()
@@ -86,31 +101,33 @@ def noise_floor(
     return floor
 
 
-def read_floor(folder: Path) -> float:
+def read_noise_floor(folder: Path) -> float:
     """The floor that was measured before a cell's searches; 0 where none was."""
     path = folder / "floor.json"
     return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
 
 
-def level(folder: Path, backend: PluginSpec, beside: Literal["auto", "always", "never"]) -> float | None:
+def reference_latency_if_noisy(
+    folder: Path, backend: PluginSpec, beside: Literal["auto", "always", "never"]
+) -> float | None:
     """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
 
     Args:
         backend: One that cannot take turns (`interleaved` of `harness.api.Capabilities`) has each timed alone.
         beside: What the experiment wants; "auto": where the baseline's turns before the searches scatter by more than
-            `RESTLESS` (standard deviation on the log scale). Not where the floor is above it: turns of the floor are
-            paired, so it stays low on a machine whose pace changes, and readings one by one do not.
+            `NOISY_TURN_SD` (standard deviation on the log scale). Not where the floor is above it: turns of the floor
+            are paired, so it stays low on a machine whose pace changes, and readings one by one do not.
     """
     if not capabilities_of(registry.load_plugin("benchmarker", backend.use)).interleaved:
         return None
     events = [decode_turn_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
     turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Turn)]
-    if beside == "never" or (beside == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= RESTLESS):
+    if beside == "never" or (beside == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= NOISY_TURN_SD):
         return None
-    return float_latency(folder)
+    return baseline_latency(folder)
 
 
-def float_latency(folder: Path) -> float:
+def baseline_latency(folder: Path) -> float:
     """The baseline's latency in milliseconds before a cell's searches: the one scale of readings, bounds and notes."""
     events = [decode_turn_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
     return summarize_turns(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
@@ -139,19 +156,21 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     Raises:
         UserError: The baseline fails, or the record cannot be written.
     """
-    path = table.folder / CONFIRM
+    path = table.folder / CONFIRMATION_LOG_NAME
     header = {
         "rows": {row.id: row.sha256 for row in table.rows},
         "plan": plan.model_dump(mode="json", exclude={"contenders"}),  # the rows tell who won the runoff
         "group": MAX_GROUP_ROWS,
         "backend": dict(backend),
     }
-    turns = {row.id: _turn(row, table) for row in table.rows}
+    turns = {row.id: _make_contender(row, table) for row in table.rows}
     baseline = turns.pop(FLOAT_ROW)
     rows = tuple(turns.values())
-    contest = Contest(name="confirmation", path=path, header=header, baseline=baseline, rows=rows, plan=plan)
-    hold(contest, lambda: open_engines(worker), observer, retry_failed)
-    advise(contest, observer)
+    contest = PairedComparison(
+        name="confirmation", path=path, header=header, baseline=baseline, rows=rows, schedule=plan
+    )
+    run_comparison(contest, lambda: open_engines(worker), observer, retry_failed)
+    warn_if_disturbed(contest, observer)
 
 
 def read_events(folder: Path) -> tuple[TurnEvent, ...]:
@@ -160,8 +179,8 @@ def read_events(folder: Path) -> tuple[TurnEvent, ...]:
     Raises:
         UserError: A damaged line.
     """
-    return read_contest(folder / CONFIRM)
+    return read_comparison(folder / CONFIRMATION_LOG_NAME)
 
 
-def _turn(row: ExportedModel, table: FinalistSet) -> Contender:
+def _make_contender(row: ExportedModel, table: FinalistSet) -> Contender:
     return Contender(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)

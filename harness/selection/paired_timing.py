@@ -25,18 +25,27 @@ from harness.timing.turn_log import (
     encode_turn_event,
 )
 
-__all__ = ["RUNOFF", "SEED", "Contest", "advise", "hold", "ratios_of", "read_contest", "read_speedups"]
+__all__ = [
+    "SELECTION_LOG_NAME",
+    "TURN_ORDER_SEED",
+    "PairedComparison",
+    "read_comparison",
+    "read_speedups",
+    "run_comparison",
+    "turn_speedups",
+    "warn_if_disturbed",
+]
 
-RUNOFF = "runoff.jsonl"
+SELECTION_LOG_NAME = "runoff.jsonl"
 """Name in a cell's folder of the contest between the best of each search."""
-SEED = 0
+TURN_ORDER_SEED = 0
 """Of the order of turns; it has nothing to do with the seeds of searches."""
-_Key = tuple[int, int, str, int]
+_TurnKey = tuple[int, int, str, int]
 """A turn: build, group, row, round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
+class PairedComparison:
     """What is timed against what, and where it is written down.
 
     Attributes:
@@ -51,12 +60,14 @@ class Contest:
     header: dict[str, Any]
     baseline: Contender
     rows: tuple[Contender, ...]
-    plan: TurnSchedule
+    schedule: TurnSchedule
     floor: float = 0.0
-    first: int = 0
+    first_build: int = 0
 
 
-def hold(contest: Contest, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False) -> None:
+def run_comparison(
+    contest: PairedComparison, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False
+) -> None:
     """Time what is not yet timed.
 
     A record that was made with another header is kept as `NAME.<n>.jsonl`, and the contest starts anew.
@@ -67,12 +78,14 @@ def hold(contest: Contest, open_engines: EngineFactory, observer: Observer, retr
     Raises:
         UserError: The baseline fails, or the record cannot be written.
     """
-    path, plan = contest.path, contest.plan
+    path, plan = contest.path, contest.schedule
     text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
-    _keep_another(path, text)
-    done = tuple(event for event in read_contest(path) if not (retry_failed and isinstance(event, RowFailure)))
-    own = (replace(event, build=event.build - contest.first) for event in done if event.build >= contest.first)
-    left = _left(contest, done)
+    _archive_other_header(path, text)
+    done = tuple(event for event in read_comparison(path) if not (retry_failed and isinstance(event, RowFailure)))
+    own = (
+        replace(event, build=event.build - contest.first_build) for event in done if event.build >= contest.first_build
+    )
+    left = _remaining_turns(contest, done)
     title = f"{contest.name}: {len(contest.rows)} rows"
     with path.open("ab", buffering=0) as file, observer.work(title, len(left)) as step:
         if file.tell() == 0:
@@ -82,29 +95,29 @@ def hold(contest: Contest, open_engines: EngineFactory, observer: Observer, retr
             contest.baseline,
             open_engines=open_engines,
             schedule=plan,
-            rng=np.random.default_rng(SEED + contest.first),
+            rng=np.random.default_rng(TURN_ORDER_SEED + contest.first_build),
             done=own,
         )
-        for event in (replace(event, build=event.build + contest.first) for event in events):
+        for event in (replace(event, build=event.build + contest.first_build) for event in events):
             append_line(file, encode_turn_event(event), path, sync=False)
             if isinstance(event, RowFailure):
                 observer.say(f"{contest.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
-            for key in _keys(event, plan.rounds) & left:
+            for key in _turn_keys(event, plan.rounds) & left:
                 left.discard(key)
-                step.advance(f"build {event.build + 1} of {contest.first + plan.builds}")
+                step.advance(f"build {event.build + 1} of {contest.first_build + plan.builds}")
 
 
-def advise(contest: Contest, observer: Observer) -> None:
+def warn_if_disturbed(contest: PairedComparison, observer: Observer) -> None:
     """Say where something else was at work in too many of its turns.
 
     Raises:
         UserError: A damaged line.
     """
-    if note := disturbance_note(TurnMatrix(read_contest(contest.path)).disturbed_share):
+    if note := disturbance_note(TurnMatrix(read_comparison(contest.path)).disturbed_share):
         observer.say(f"{contest.name}: {note}: close other work and repeat")
 
 
-def read_contest(path: Path) -> tuple[TurnEvent, ...]:
+def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
     """Events of a contest; a torn last line is left out.
 
     Raises:
@@ -119,7 +132,7 @@ def read_contest(path: Path) -> tuple[TurnEvent, ...]:
         raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
 
 
-def ratios_of(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
+def turn_speedups(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
     """Of each row of a contest that came through, its speedup over the baseline in each turn, by build and round.
 
     A row that failed in any build did not come through.
@@ -133,12 +146,12 @@ def ratios_of(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, 
             if number in turns[baseline].get(key, {})
         }
         for name, workers in turns.items()
-        if name not in {baseline, TWIN} and not _failed(readings, name)
+        if name not in {baseline, TWIN} and not _has_failed(readings, name)
     }
     return {name: ratios for name, ratios in found.items() if ratios}
 
 
-def _failed(readings: TurnMatrix, row: str) -> bool:
+def _has_failed(readings: TurnMatrix, row: str) -> bool:
     """Whether a row failed in any build; where that was tried again it may have had other neighbours."""
     came_through = {build for (build, _), turns in readings.turns[row].items() if turns}
     return any(build not in came_through for build, _ in readings.failed.get(row, {}))
@@ -150,11 +163,11 @@ def read_speedups(path: Path, baseline: str) -> dict[str, float]:
     Raises:
         UserError: A damaged line.
     """
-    found = ratios_of(TurnMatrix(read_contest(path)), baseline)
+    found = turn_speedups(TurnMatrix(read_comparison(path)), baseline)
     return {name: float(np.median([*ratios.values()])) for name, ratios in found.items()}
 
 
-def _keep_another(path: Path, header: str) -> None:
+def _archive_other_header(path: Path, header: str) -> None:
     """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
     if not path.exists():
         return
@@ -164,25 +177,25 @@ def _keep_another(path: Path, header: str) -> None:
         archive_existing(path)
 
 
-def _left(contest: Contest, done: Iterable[TurnEvent]) -> set[_Key]:
+def _remaining_turns(contest: PairedComparison, done: Iterable[TurnEvent]) -> set[_TurnKey]:
     """The turns still to come; a worker that did not come to its end starts again."""
-    names, plan = [row.name for row in contest.rows], contest.plan
+    names, plan = [row.name for row in contest.rows], contest.schedule
     groups: list[Sequence[str]] = [
         names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)
     ] or [()]
     whole = {
         (build, group, row, number)
-        for build in range(contest.first, contest.first + plan.builds)
+        for build in range(contest.first_build, contest.first_build + plan.builds)
         for group, members in enumerate(groups)
         for row in (contest.baseline.name, TWIN, *members)
         for number in range(plan.rounds)
     }
-    missing = whole.difference(*(_keys(event, plan.rounds) for event in done))
+    missing = whole.difference(*(_turn_keys(event, plan.rounds) for event in done))
     again = {key[:2] for key in missing}
     return {key for key in whole if key[:2] in again}
 
 
-def _keys(event: TurnEvent, rounds: int) -> set[_Key]:
+def _turn_keys(event: TurnEvent, rounds: int) -> set[_TurnKey]:
     """The turns that an event stands for: one, or all that a row loses with its failure."""
     numbers = range(rounds) if isinstance(event, RowFailure) else (event.round,)
     return {(event.build, event.group, event.row, number) for number in numbers}

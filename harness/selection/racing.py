@@ -13,21 +13,27 @@ import numpy as np
 
 from harness.config.sections import TurnSchedule
 from harness.progress import Observer
-from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
+from harness.selection.paired_timing import (
+    PairedComparison,
+    read_comparison,
+    run_comparison,
+    turn_speedups,
+    warn_if_disturbed,
+)
 from harness.timing.confirmation import EngineFactory, noise_floor
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
 from harness.timing.turn_log import TurnMatrix
 
-__all__ = ["FIRST", "TURN", "race"]
+__all__ = ["FIRST_SCHEDULE", "SAMPLES_PER_TURN", "run_race"]
 
-TURN = 3
+SAMPLES_PER_TURN = 3
 """Inferences of a turn, at least."""
-FIRST = TurnSchedule(builds=1, rounds=TURNS_PER_RACING_ROUND[0], samples=TURN)
+FIRST_SCHEDULE = TurnSchedule(builds=1, rounds=TURNS_PER_RACING_ROUND[0], samples=SAMPLES_PER_TURN)
 K = TypeVar("K")
 
 
-def race(
-    contest: Contest,
+def run_race(
+    contest: PairedComparison,
     lots: Mapping[K, Sequence[str]],
     wanted: int,
     open_engines: EngineFactory,
@@ -47,26 +53,27 @@ def race(
         Of each lot those that came through unbeaten, in its order. Whoever fails in any heat is out.
 
     Raises:
-        UserError: As `hold`.
+        UserError: As `run_comparison`.
     """
     left = {key: list(lot) for key, lot in lots.items()}
     rows = contest.rows
     for number, turns in enumerate(TURNS_PER_RACING_ROUND):
-        heat = replace(contest, rows=rows, plan=contest.plan.model_copy(update={"rounds": turns}), first=number)
-        hold(heat, open_engines, observer, retry_failed)
-        readings = TurnMatrix(event for event in read_contest(contest.path) if event.build <= number)
+        schedule = contest.schedule.model_copy(update={"rounds": turns})
+        heat = replace(contest, rows=rows, schedule=schedule, first_build=number)
+        run_comparison(heat, open_engines, observer, retry_failed)
+        readings = TurnMatrix(event for event in read_comparison(contest.path) if event.build <= number)
         slack = build_variance_slack(number + 1, max(contest.floor, noise_floor(readings, contest.baseline.name)))
-        ratios = ratios_of(readings, contest.baseline.name)
-        left = {key: _unbeaten(lot, ratios, wanted, slack) for key, lot in left.items()}
+        ratios = turn_speedups(readings, contest.baseline.name)
+        left = {key: _surviving(lot, ratios, wanted, slack) for key, lot in left.items()}
         close = {name for lot in left.values() if len(lot) > wanted for name in lot}
         rows = tuple(row for row in contest.rows if row.name in close)
         if not rows:
             break
-    advise(contest, observer)
+    warn_if_disturbed(contest, observer)
     return left
 
 
-def _unbeaten(
+def _surviving(
     lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int, slack: float
 ) -> list[str]:
     """Those of a lot that came through and are not beaten."""

@@ -13,9 +13,9 @@ from harness.config.sections import TurnSchedule
 from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.selection.paired_timing import Contest, advise, hold, read_contest
+from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
 from harness.statistics import median_ci
-from harness.task_setup.task import Cell
+from harness.task_setup.task import Task
 from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory
 from harness.timing.turn_log import TurnMatrix
 from search.space import Placement
@@ -54,7 +54,7 @@ class BestConfirmation:
         level_ms: See `harness.selection.confirmation.level`.
     """
 
-    cell: Cell
+    cell: Task
     open_engines: EngineFactory
     folder: Path
     observer: Observer
@@ -88,7 +88,7 @@ class BestConfirmation:
     def _time_interleaved(self, name: str, rows: Mapping[str, TableEntry]) -> dict[str, TableEntry]:
         """The rows with readings taken in turns; one that does not come through has failed, however fast it seemed."""
         cell = self.cell
-        contest = Contest(
+        contest = PairedComparison(
             name=f"{cell.spec.name} runoff",
             path=self.folder / f"{name}.jsonl",
             header={
@@ -100,11 +100,11 @@ class BestConfirmation:
             rows=tuple(
                 Contender(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
             ),
-            plan=CONFIRMATION_SCHEDULE,
+            schedule=CONFIRMATION_SCHEDULE,
         )
-        hold(contest, self.open_engines, self.observer)
-        advise(contest, self.observer)
-        readings = TurnMatrix(read_contest(contest.path))
+        run_comparison(contest, self.open_engines, self.observer)
+        warn_if_disturbed(contest, self.observer)
+        readings = TurnMatrix(read_comparison(contest.path))
         self._report_pace_change(contest.name, readings)
         return {
             digest: self._merge_fresh_samples(row, *readings.paired_samples(digest, FLOAT_ROW))

@@ -12,8 +12,8 @@ import pandas as pd
 from harness.benchmark_table import read_table
 from harness.errors import UserError
 from harness.progress import Observer
-from harness.report.report_table import Table, several, write_table
-from harness.report.statistics import Ranks, ranks_of
+from harness.report.report_table import ReportTable, pluralize, write_table
+from harness.report.statistics import FriedmanRanks, compute_ranks
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.ownership import exclusive_lock
 from harness.studies.budget_tables import SearchCurves, TableResult, budget_tables, describe_seed_counts
@@ -27,7 +27,7 @@ from harness.studies.study_file import BudgetStudy, all_searchers
 __all__ = ["study_budgets"]
 
 
-def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> tuple[Table, ...]:
+def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> tuple[ReportTable, ...]:
     """Replay searchers on recorded tables and write what comes of it; goes on where it was interrupted.
 
     Tables whose optimum every search is told first are left out, for they tell no searcher from another.
@@ -43,7 +43,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     """
     contenders = study.searchers or all_searchers()
     if min(study.budgets) <= len(study.initial):
-        first = several(len(study.initial), "initial placement")
+        first = pluralize(len(study.initial), "initial placement")
         raise UserError(f"budgets are above the {first}, but got {study.budgets}")
     _refuse_duplicates("tables", [Path(table).stem for table in study.tables])
     _refuse_duplicates("searchers", [contender.name for contender in contenders])
@@ -73,7 +73,9 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         for path, landscape in telling.items():
             curves = {c.name: search_curves(kept, series[path, c.name], landscape, c, study) for c in contenders}
             blocks.append(_table_result(landscape, curves, study))
-        ranks = {budget: ranks_of(_relative_speed_matrix(blocks, budget), unit="table") for budget in study.budgets}
+        ranks = {
+            budget: compute_ranks(_relative_speed_matrix(blocks, budget), unit="table") for budget in study.budgets
+        }
         tables = budget_tables(
             blocks, study, ranks, (*left_out, *_describe_exhausted_searchers(blocks, study.max_evaluations))
         )
@@ -159,11 +161,13 @@ def _relative_speed_matrix(blocks: Sequence[TableResult], budget: int) -> pd.Dat
     return pd.DataFrame(reached, index=[block.name for block in blocks])
 
 
-def _draw_rank_plots(ranks: Mapping[int, Ranks], blocks: Sequence[TableResult], study: BudgetStudy, out: Path) -> None:
+def _draw_rank_plots(
+    ranks: Mapping[int, FriedmanRanks], blocks: Sequence[TableResult], study: BudgetStudy, out: Path
+) -> None:
     """A picture of the ranks at each budget."""
-    from harness.report.plots.study_plots import critical_difference  # matplotlib takes a second
+    from harness.report.plots.study_plots import draw_critical_difference  # matplotlib takes a second
 
     for budget, found in ranks.items():
         if len(found.mean) > 1:
-            over = f"{several(found.blocks, 'table')}, {describe_seed_counts(blocks, study)}"
-            critical_difference(found, f"Mean rank after {budget} evaluations, {over}", out / f"ranks-{budget}")
+            over = f"{pluralize(found.blocks, 'table')}, {describe_seed_counts(blocks, study)}"
+            draw_critical_difference(found, f"Mean rank after {budget} evaluations, {over}", out / f"ranks-{budget}")

@@ -11,14 +11,14 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.stats import t as student
 
-from harness.report.report_table import Table, interval, several
+from harness.report.report_table import ReportTable, format_interval, pluralize
 from harness.report.statistics import (
-    FEWEST,
-    Ranks,
+    MIN_BLOCKS,
+    FriedmanRanks,
     compare_with,
     quartiles,
     score_against_random,
-    smallest_p,
+    smallest_p_value,
 )
 from harness.studies.random_search import RANDOM_LABEL
 from harness.studies.recorded_landscape import Floats
@@ -69,8 +69,8 @@ class TableResult:
 
 
 def budget_tables(
-    blocks: Sequence[TableResult], study: BudgetStudy, ranks: Mapping[int, Ranks], warnings: tuple[str, ...]
-) -> tuple[Table, ...]:
+    blocks: Sequence[TableResult], study: BudgetStudy, ranks: Mapping[int, FriedmanRanks], warnings: tuple[str, ...]
+) -> tuple[ReportTable, ...]:
     """All tables of a study; a block is one recorded table with everything that was replayed on it.
 
     Args:
@@ -91,7 +91,7 @@ def budget_tables(
     return tuple(replace(table, warnings=warnings) for table in made)
 
 
-def mean_regret_rows(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
+def mean_regret_rows(budget: pd.DataFrame, score: pd.DataFrame) -> ReportTable:
     """A line a searcher: its regret at each budget and its score, in the mean over tables.
 
     Args:
@@ -110,21 +110,21 @@ def mean_regret_rows(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
             values = part[name].to_numpy(dtype=float)
             mean, low, high = (None, None, None) if np.isnan(values).any() else _mean_over_tables(values)
             line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
-            cells[title] = interval(mean, low, high)
+            cells[title] = format_interval(mean, low, high)
         lines.append(line)
         shown.append(cells)
-    limits = "no interval, for 3 tables are needed" if blocks < FEWEST else "with its 95 % interval over tables"
+    limits = "no interval, for 3 tables are needed" if blocks < MIN_BLOCKS else "with its 95 % interval over tables"
     note = (
         "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
-        f"{several(blocks, 'table')}, {limits} (Student's). Tables are few and differ; `pairs` compares searchers on "
+        f"{pluralize(blocks, 'table')}, {limits} (Student's). Tables are few and differ; `pairs` compares searchers on "
         "one and the same table."
     )
-    return Table(
+    return ReportTable(
         name="means", title="In the mean over tables", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
     )
 
 
-def _best_evaluated_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
+def _best_evaluated_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
     """What searches came by, before anything was chosen: the rest of what `means` shows is lost in choosing."""
     lines, shown = [], []
     for searcher in blocks[0].curves:
@@ -134,25 +134,25 @@ def _best_evaluated_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> T
             regrets = [100 * (b.curves[searcher].found_ms[:, budget - 1].mean() / b.optimum_ms - 1) for b in blocks]
             mean, low, high = _mean_over_tables(np.array(regrets))
             line |= {f"found_{budget}": mean, f"found_{budget}_low": low, f"found_{budget}_high": high}
-            cells[f"{budget} evaluations"] = interval(mean, low, high)
+            cells[f"{budget} evaluations"] = format_interval(mean, low, high)
         lines.append(line)
         shown.append(cells)
     note = (
         "Latency above the optimum in % of the fastest model that a search had evaluated, whether it was handed over "
-        f"or not: mean over seeds and {several(len(blocks), 'table')}, as in `means`. What that table shows beyond "
+        f"or not: mean over seeds and {pluralize(len(blocks), 'table')}, as in `means`. What that table shows beyond "
         "this is lost in choosing among noisy readings."
     )
-    return Table(
+    return ReportTable(
         name="found", title="Found, chosen or not", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
     )
 
 
 def _mean_over_tables(values: Floats) -> tuple[float, float | None, float | None]:
     mean, half = _mean_with_half_width(values)
-    return (mean, None, None) if half is None or len(values) < FEWEST else (mean, mean - half, mean + half)
+    return (mean, None, None) if half is None or len(values) < MIN_BLOCKS else (mean, mean - half, mean + half)
 
 
-def _regret_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
+def _regret_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
     """Regret at each budget."""
     lines, shown = [], []
     for block in blocks:
@@ -165,18 +165,19 @@ def _regret_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
                 middle, low, high = quartiles(regrets)
                 line |= {f"regret_{budget}": middle, f"lower_{budget}": low, f"upper_{budget}": high}
                 line[f"mean_{budget}"] = float(regrets.mean())
-                cells[f"{budget} evaluations"] = interval(middle, low, high)
+                cells[f"{budget} evaluations"] = format_interval(middle, low, high)
             lines.append(line)
             shown.append(cells)
     note = (
         f"Latency of the incumbent above the table's optimum in %: median over {describe_seed_counts(blocks, study)} "
-        f"[quartiles]. {several(len(study.initial), 'placement')} that every search is told first, random search too, "
+        f"[quartiles]. {pluralize(len(study.initial), 'placement')} that every search is told first, random "
+        "search too, "
         f"{'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off the same searches. {RISES}"
     )
-    return Table(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
+    return ReportTable(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
 
 
-def _time_to_target_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
+def _time_to_target_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
     """Evaluations and minutes until so much of the best gain is there; what never comes is censored at the end."""
     lines, shown = [], []
     for block in (block for block in blocks if block.float_ms > block.optimum_ms):
@@ -204,10 +205,12 @@ def _time_to_target_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> T
         "evaluations count as later than all others. In brackets: how many had it, "
         "if only for a while. A table without a placement faster than the float model has no line."
     )
-    return Table(name="reach", title="Time to the gain", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
+    return ReportTable(
+        name="reach", title="Time to the gain", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
+    )
 
 
-def _score_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
+def _score_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
     lines, shown = [], []
     for block in blocks:
         random_ms = block.random_ms.mean(axis=0)
@@ -217,7 +220,7 @@ def _score_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
             low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
             line = {"table": block.name, "searcher": name}
             lines.append({**line, "score": mean, "low": low, "high": high})
-            shown.append({**line, "score": interval(mean, low, high)})
+            shown.append({**line, "score": format_interval(mean, low, high)})
     cells, raw = pd.DataFrame(shown), pd.DataFrame(lines)
     note = (
         "How much of what random search leaves a searcher finds, on average until random search itself has found 95 % "
@@ -226,10 +229,10 @@ def _score_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
         f"Mean over {describe_seed_counts(blocks, study)} with its 95 % interval (Student's), for random "
         "search is a mean too; a dash where these placements leave nothing."
     )
-    return Table(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
+    return ReportTable(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
 
 
-def _pairwise_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
+def _pairwise_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
     """The first searcher with each of the others, at each budget."""
     control, *others = blocks[0].curves
     frames = []
@@ -241,24 +244,24 @@ def _pairwise_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> Table:
         frames.append(compare_with(control, shares).assign(budget=budget))
     raw = pd.concat(frames, ignore_index=True)
     cells = raw[["budget", "first", "second", "blocks"]].assign(
-        ratio=[interval(*figures, 3) for figures in zip(raw["ratio"], raw["low"], raw["high"], strict=True)],
+        ratio=[format_interval(*figures, 3) for figures in zip(raw["ratio"], raw["low"], raw["high"], strict=True)],
         chance=[f"{value:.2f}" for value in raw["chance"]],
         p=[f"{value:.3f}" if np.isfinite(value) else "-" for value in raw["p_holm"]],
     )
-    few = len(blocks) < FEWEST
-    limits = f"no interval, for {FEWEST} tables are needed" if few else "with its 95 % interval over tables"
+    few = len(blocks) < MIN_BLOCKS
+    limits = f"no interval, for {MIN_BLOCKS} tables are needed" if few else "with its 95 % interval over tables"
     note = (
         f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, each "
         f"the mean over seeds, {limits}. "
         "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
         "p: Wilcoxon's signed ranks over tables with Holm's correction for all of one budget; the smallest that "
-        f"{several(len(blocks), 'table')} and {several(len(others), 'comparison')} can give is "
-        f"{smallest_p(len(blocks), len(others)):.3g}."
+        f"{pluralize(len(blocks), 'table')} and {pluralize(len(others), 'comparison')} can give is "
+        f"{smallest_p_value(len(blocks), len(others)):.3g}."
     )
-    return Table(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
+    return ReportTable(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 
 
-def _rank_rows(ranks: Mapping[int, Ranks]) -> Table:
+def _rank_rows(ranks: Mapping[int, FriedmanRanks]) -> ReportTable:
     """Mean rank of each searcher at each budget, the best of the largest budget first."""
     most = ranks[max(ranks)]
     columns = {str(budget): [found.mean[name] for name in most.mean] for budget, found in ranks.items()}
@@ -273,18 +276,19 @@ def _rank_rows(ranks: Mapping[int, Ranks]) -> Table:
             "different at 5 % (Nemenyi)"
         )
     note = (
-        f"Mean rank over {several(most.blocks, 'table')} of what the searchers have reached after so many evaluations, "
+        f"Mean rank over {pluralize(most.blocks, 'table')} of what the searchers have reached after so many "
+        "evaluations, "
         f"on average over seeds, because the medians of many are the optimum; {test}. Tables of one model are related, "
         "which the test does not know."
     )
-    return Table(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
+    return ReportTable(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
 
 
 def describe_seed_counts(blocks: Sequence[TableResult], study: BudgetStudy) -> str:
     """How many seeds there are, and who had fewer."""
     fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
     said = ", ".join(f"{name}: {count}" for name, count in fewer.items())
-    return f"{several(study.seeds, 'seed')} ({said})" if said else several(study.seeds, "seed")
+    return f"{pluralize(study.seeds, 'seed')} ({said})" if said else pluralize(study.seeds, "seed")
 
 
 def _mean_with_half_width(values: Floats) -> tuple[float, float | None]:

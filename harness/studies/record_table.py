@@ -33,21 +33,21 @@ from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.results_dir.journal import Journal
 from harness.results_dir.ownership import owned_results_dir
-from harness.search_loop.accuracy_gate import Judge
-from harness.search_loop.loop import COLD_START, SearchTask, Seed, Trial, run_search
+from harness.search_loop.accuracy_gate import AccuracyGate
+from harness.search_loop.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search
 from harness.search_loop.objective import Goal
-from harness.search_loop.trial import Care, attempt_with
-from harness.selection.confirmation import float_latency, level, noise_floor
+from harness.search_loop.trial import NoisePolicy, make_trial_fn
+from harness.selection.confirmation import baseline_latency, measure_noise_floor, reference_latency_if_noisy
 from harness.studies.best_confirmation import BestConfirmation, median_latencies
 from harness.studies.dimension_screening import most_influential, neighbours, sensitivity
 from harness.studies.study_task import StudyTask, prepare_study
-from harness.task_setup.task import Cell
+from harness.task_setup.task import Task
 from harness.timing.provenance import comparability_key, describe_environment
 from harness.timing.sampling import STEADY_TOLERANCE
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.sandbox import open_engines
 from harness.timing.workers.trial_pool import SyncExecutor, TrialFn
-from harness.verification.accuracy_store import ScoreBook
+from harness.verification.accuracy_store import AccuracyStore
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
@@ -91,8 +91,8 @@ def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observ
         _check_dimensions(cell.space, most)
         opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
-            noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
-            level_ms = level(folder, cell.spec.backend, study.experiment.sampling.beside)
+            measure_noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
+            level_ms = reference_latency_if_noisy(folder, cell.spec.backend, study.experiment.sampling.beside)
             recording = _TableRecorder(
                 study=study, cell=cell, engines=engines, folder=folder, observer=observer, level_ms=level_ms
             )
@@ -101,7 +101,7 @@ def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observ
                 open_engines=lambda: opened(worker),
                 folder=folder,
                 observer=observer,
-                float_ms=float_latency(folder),
+                float_ms=baseline_latency(folder),
                 level_ms=level_ms,
             )
             if worker.evaluators:
@@ -134,7 +134,7 @@ class _TableRecorder:
     """
 
     study: StudyTask
-    cell: Cell
+    cell: Task
     engines: Engines
     folder: Path
     observer: Observer
@@ -146,7 +146,7 @@ class _TableRecorder:
         Raises:
             UserError: The float model cannot be scored.
         """
-        found = ScoreBook(self.folder, self.engines, self.observer).float_score(self.cell.model_file)
+        found = AccuracyStore(self.folder, self.engines, self.observer).float_score(self.cell.model_file)
         if isinstance(found, Failed):
             raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
 
@@ -187,7 +187,7 @@ class _TableRecorder:
     ) -> Iterator[Placement]:
         """What a search finds that is told the anchors first and goes by no rules of experts; nothing for none."""
         if evaluations:
-            seeds = tuple(Seed(name=name, placement=p) for name, p in self.cell.placements.items())
+            seeds = tuple(InitialPlacement(name=name, placement=p) for name, p in self.cell.placements.items())
             searcher: Searcher = registry.load_plugin("searcher", OPTIMUM_SEARCHER)(self.cell.space, seed=0)
             self._search("search", searcher, rows, facts, evaluations, seeds)
             yield self._confirm_best(meeting, "search", [Placement(row.choices) for row in rows.values()], rows)
@@ -237,7 +237,7 @@ class _TableRecorder:
         rows: Rows,
         facts: Mapping[str, Any],
         evaluations: int,
-        seeds: tuple[Seed, ...] = (),
+        seeds: tuple[InitialPlacement, ...] = (),
     ) -> None:
         """Measure what a searcher proposes, and add the rows."""
         plain = {**facts, "dimensions": space_digest(self.cell.space), "dialect": self.cell.dialect.facts}
@@ -245,19 +245,19 @@ class _TableRecorder:
         task = SearchTask(
             space=self.cell.space,
             searcher=searcher,
-            seeds=seeds,
+            initial_design=seeds,
             candidate=self.cell.candidate,
             evaluations=max(evaluations, 1),
             patience=max(evaluations, 1)
             if median_latencies(rows)
-            else COLD_START,  # what works elsewhere is no broken setup
+            else COLD_START_EVALUATIONS,  # what works elsewhere is no broken setup
         )
         with (
             Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,
             self.observer.work(f"{self.cell.spec.name} {name}", evaluations) as step,
         ):
 
-            def watch(trial: Trial) -> None:
+            def watch(trial: TrialEvent) -> None:
                 asked = trial.asked
                 rows.setdefault(
                     asked.digest, TableEntry(number=len(rows), choices=asked.choices, outcome=trial.outcome)
@@ -271,9 +271,9 @@ class _TableRecorder:
     def _make_trial_fn(self) -> TrialFn:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
         evaluator = self.study.spec.model.evaluator
-        judge = None if evaluator is None else Judge(goal=Goal(metric=evaluator.use, max_drop=None))
-        care = Care(level_ms=self.level_ms)
-        attempt = attempt_with(self.engines, self.study.experiment.sampling, judge=judge, care=care)
+        judge = None if evaluator is None else AccuracyGate(goal=Goal(metric=evaluator.use, max_drop=None))
+        care = NoisePolicy(reference_latency_ms=self.level_ms)
+        attempt = make_trial_fn(self.engines, self.study.experiment.sampling, judge=judge, care=care)
         return lambda candidate, _: attempt(candidate, None)
 
     def _evaluator(self) -> Any:

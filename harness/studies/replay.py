@@ -18,7 +18,7 @@ from harness.benchmark_table import BenchmarkTable
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError, suggest_names
 from harness.records import Failed
-from harness.search_loop.loop import DUPLICATES_IN_A_ROW
+from harness.search_loop.loop import MAX_CONSECUTIVE_DUPLICATES
 from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Landscape
 from harness.studies.simulated_selection import SearchPaths
 from harness.task_setup.task import open_model
@@ -159,8 +159,8 @@ def initial_placements(landscape: Landscape, initial: Sequence[str]) -> list[Pla
     space = landscape.table.subspace.space
     simple: dict[str, Callable[[], Placement]] = {
         "float": space.float_placement,
-        "all": space.everywhere,
-        "linear": lambda: space.only({"linear"}),
+        "all": space.quantize_all,
+        "linear": lambda: space.quantize_roles({"linear"}),
     }
     for name in initial:
         if name not in simple:
@@ -192,7 +192,7 @@ def replay_once(
     known: dict[int, Score | Failure] = {}
     walk: list[int] = []
     waiting, duplicates = list(first)[::-1], 0
-    while len(known) < budget and duplicates < DUPLICATES_IN_A_ROW:
+    while len(known) < budget and duplicates < MAX_CONSECUTIVE_DUPLICATES:
         asked = [waiting.pop()] if waiting else searcher.ask(1)
         if not asked:
             break

@@ -24,7 +24,7 @@ from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.progress import Observer
 from harness.registry import load_plugin
-from harness.search_loop.loop import DUPLICATES_IN_A_ROW
+from harness.search_loop.loop import MAX_CONSECUTIVE_DUPLICATES
 from harness.statistics import stderr_of_median
 from harness.studies.budget_tables import SearchCurves
 from harness.studies.code_digest import code_digest, imported_by, normalised_ast
@@ -72,7 +72,7 @@ def search_key(table: Path, contender: ReplayedSearcher, study: BudgetStudy) -> 
         UserError: No such searcher, or no such table.
     """
     asked = {"use": contender.use, "params": contender.params, "initial": study.initial}
-    made_of: dict[str, Any] = {"patience": DUPLICATES_IN_A_ROW, "libraries": _library_versions(contender)}
+    made_of: dict[str, Any] = {"patience": MAX_CONSECUTIVE_DUPLICATES, "libraries": _library_versions(contender)}
     code = (
         _table_digest(table),
         *(_searcher_code_digest(use) for use in _nested_searchers(contender)),

@@ -14,7 +14,7 @@ import pandas as pd
 from harness.benchmark_table import BenchmarkTable
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
-from harness.report.report_table import interval
+from harness.report.report_table import format_interval
 from harness.report.statistics import quartiles
 from harness.results_dir.io import explain_write_errors
 from harness.studies.budget_tables import RISES
@@ -141,7 +141,7 @@ def _parse_bound(text: str) -> MetricBound:
 
 def _format_row(latency_ms: Floats, marks: Sequence[int], optimum_ms: float) -> Iterator[str]:
     for mark in marks:
-        yield interval(*quartiles(100 * (latency_ms[:, mark - 1] / optimum_ms - 1)))
+        yield format_interval(*quartiles(100 * (latency_ms[:, mark - 1] / optimum_ms - 1)))
 
 
 def _format_notes(replayed: Sequence[ReplayedSearches]) -> Iterator[str]:

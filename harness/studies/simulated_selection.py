@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from harness.config.sections import Confirmation
 from harness.records import Failed, Outcome
-from harness.selection.racing import TURN
+from harness.selection.racing import SAMPLES_PER_TURN
 from harness.studies.recorded_landscape import Floats, Landscape
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
 
@@ -76,7 +76,7 @@ class SearchPaths:
 
 def draw_turns(landscape: Landscape, index: int, rng: np.random.Generator, races: int = 1) -> Floats:
     """Logarithm of what a placement reads in the turns of runoffs, [race, turn]."""
-    turns_ms = landscape.readings_ms(index, rng, races * TURNS_PER_RACE, TURN)
+    turns_ms = landscape.readings_ms(index, rng, races * TURNS_PER_RACE, SAMPLES_PER_TURN)
     read: Floats = np.log(turns_ms).reshape(races, TURNS_PER_RACE)
     return read
 

@@ -17,9 +17,9 @@ from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
-from harness.task_setup.float_baseline import float_benchmarkers
+from harness.task_setup.float_baseline import select_float_baseline
 from harness.task_setup.preflight import check_experiment
-from harness.task_setup.task import Cell, compose, evaluator_spec
+from harness.task_setup.task import Task, compose_task, evaluator_spec
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
@@ -116,7 +116,7 @@ def study_name(study: StudyTask, placement: str) -> str:
     return "-".join(filter(None, (spec.model.name, spec.backend.name, *plain)))
 
 
-def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[Cell, WorkerSpec]:
+def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[Task, WorkerSpec]:
     """The study's cell, and what a worker needs for it; the backend is at its strongest float precision.
 
     Args:
@@ -125,10 +125,10 @@ def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[C
     Raises:
         UserError: Anything in the specification that cannot be used.
     """
-    cell = compose(study.experiment, study.spec, folder / "work", observer)
+    cell = compose_task(study.experiment, study.spec, folder / "work", observer)
     open_worker = partial(open_engines, limits=study.experiment.limits)
-    found = float_benchmarkers(study.spec.backend, cell.float_file, folder, open_worker, observer)
-    cell = cell.at(found)
+    found = select_float_baseline(study.spec.backend, cell.float_file, folder, open_worker, observer)
+    cell = cell.with_benchmarkers(found)
     evaluator = evaluator_spec(study.spec.model, cell.model, cell.work)
     evaluators = {} if evaluator is None else {MAIN_BENCHMARKER: evaluator}
     return cell, WorkerSpec(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.accuracy.metrics.base import doubt
+from harness.accuracy.metrics.base import low_reference_warning
 from harness.api import Accuracy
 from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.config.sections import ModelSpec, PluginSpec
@@ -16,15 +16,15 @@ from harness.errors import UserError
 from harness.graph.model import Model
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.fingerprint import facts_digest
-from harness.search_loop.accuracy_gate import Judge
+from harness.search_loop.accuracy_gate import AccuracyGate
 from harness.search_loop.objective import Goal
-from harness.selection.confirmation import float_latency
+from harness.selection.confirmation import baseline_latency
 from harness.task_setup.model_loader import evaluator_spec
-from harness.verification.accuracy_store import ScoreBook
+from harness.verification.accuracy_store import AccuracyStore
 
-__all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
+__all__ = ["PROXY_EVALUATOR", "SEARCH_EVALUATOR", "Scoring", "make_proxy_evaluator", "make_scoring"]
 
-SEARCH = "search"
+SEARCH_EVALUATOR = "search"
 """Name of the evaluator that searches score with, where it is not the finalists' own."""
 PROXY_EVALUATOR = "proxy"
 
@@ -34,8 +34,8 @@ class Scoring:
     """How the models of a cell are scored.
 
     Attributes:
-        evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH` the candidates of searches if they have
-            their own half of the data, `PROXY_EVALUATOR` is the proxy. Empty if the model has no evaluator.
+        evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH_EVALUATOR` the candidates of searches if
+            they have their own half of the data, `PROXY_EVALUATOR` is the proxy. Empty if the model has no evaluator.
         metric: Metric of `MAIN_BENCHMARKER`; None without an evaluator.
         facts: How the searches' figures came about; what a run depends on.
         data: Digests of what the evaluators score on, by their names, as far as they tell it; a run depends on it too.
@@ -49,11 +49,11 @@ class Scoring:
     data: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def searching(self) -> str:
+    def search_evaluator(self) -> str:
         """Name of the evaluator that searches score with."""
-        return SEARCH if SEARCH in self.evaluators else MAIN_BENCHMARKER
+        return SEARCH_EVALUATOR if SEARCH_EVALUATOR in self.evaluators else MAIN_BENCHMARKER
 
-    def goal(self, book: ScoreBook, model_file: Path, folder: Path) -> Goal:
+    def goal(self, book: AccuracyStore, model_file: Path, folder: Path) -> Goal:
         """The goal of the searches; the float model, the reference of every drop, is scored where it was not before.
 
         Its observer is told where the float model scores next to nothing.
@@ -70,15 +70,15 @@ class Scoring:
             return Goal()
         known = {name: book.known_float_score(model_file, name) for name in self.evaluators}
         if None in known.values():
-            known = dict(self.show_float(book, model_file))
-        if said := next(filter(None, self._doubts(known)), ""):
+            known = dict(self.prepare_evaluators(book, model_file))
+        if said := next(filter(None, self._float_score_warnings(known)), ""):
             book.observer.say(f"{folder.name}: {said}")
-        own = known[self.searching]
+        own = known[self.search_evaluator]
         objective = self.objective
         if not objective.uses_accuracy or own is None:
             return Goal()
         reference = own.metrics[self.metric]
-        float_ms = None if objective.minimize == "latency" else float_latency(folder)
+        float_ms = None if objective.minimize == "latency" else baseline_latency(folder)
         bound, limit = objective.max_drop, objective.max_latency
         return Goal(
             metric=self.metric,
@@ -90,13 +90,15 @@ class Scoring:
             float_ms=float_ms,
         )
 
-    def _doubts(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
+    def _float_score_warnings(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
         """What is to be said of a float model that itself scores next to nothing."""
         for name, accuracy in known.items():
             if accuracy is not None and name != PROXY_EVALUATOR:
-                yield doubt(accuracy, self.metric or "", self.higher_is_better, self.evaluators[name].params)
+                yield low_reference_warning(
+                    accuracy, self.metric or "", self.higher_is_better, self.evaluators[name].params
+                )
 
-    def show_float(self, book: ScoreBook, model_file: Path) -> Mapping[str, Accuracy]:
+    def prepare_evaluators(self, book: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
         """Let the evaluators see the float model, before they score any other, and tell what they say of it.
 
         Raises:
@@ -110,13 +112,13 @@ class Scoring:
             found[name] = accuracy
         return found
 
-    def judge(self, goal: Goal) -> Judge:
+    def make_accuracy_gate(self, goal: Goal) -> AccuracyGate:
         """What looks at candidates for that goal."""
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
-        return Judge(goal=goal, evaluator=self.searching, proxy=proxy)
+        return AccuracyGate(goal=goal, evaluator=self.search_evaluator, proxy=proxy)
 
 
-def scoring_of(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:
+def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:
     """How the models of a cell are scored.
 
     Args:
@@ -138,20 +140,20 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, work: Path) 
     check_objective(objective, factory.metric, spec.name)
     evaluators = {MAIN_BENCHMARKER: main}
     if objective.halves:
-        evaluators[SEARCH] = _there(evaluator_spec(spec, model, work, "search"))
+        evaluators[SEARCH_EVALUATOR] = _require_evaluator(evaluator_spec(spec, model, work, "search"))
     if objective.uses_accuracy and objective.proxy and main.use != "fidelity":
-        evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, work)
+        evaluators[PROXY_EVALUATOR] = make_proxy_evaluator(objective.proxy, spec, model, work)
     return Scoring(
         objective=objective,
         evaluators=evaluators,
         metric=factory.metric,
         higher_is_better=factory.higher_is_better,
         facts=facts,
-        data={name: told for name, use in evaluators.items() if (told := _gone_by(use))},
+        data={name: told for name, use in evaluators.items() if (told := _evaluator_data_digest(use))},
     )
 
 
-def _gone_by(use: PluginSpec) -> str:
+def _evaluator_data_digest(use: PluginSpec) -> str:
     """Digest of the data and the preparation that an evaluator goes by; "" where it does not tell."""
     made = registry.call_plugin(
         f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params)
@@ -160,14 +162,14 @@ def _gone_by(use: PluginSpec) -> str:
     return facts_digest(told) if isinstance(told, str) else ""
 
 
-def proxy_use(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
+def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
     """The evaluator of fidelity on a few samples of the calibration data, which no figure of a table is made of."""
     data = spec.calibration.data
     params = {"samples": samples, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})
-    return _there(evaluator_spec(proxied, model, work / "proxy"))
+    return _require_evaluator(evaluator_spec(proxied, model, work / "proxy"))
 
 
-def _there(use: PluginSpec | None) -> PluginSpec:
+def _require_evaluator(use: PluginSpec | None) -> PluginSpec:
     assert use is not None  # the model has an evaluator
     return use

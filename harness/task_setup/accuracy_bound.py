@@ -12,7 +12,7 @@ from harness.config.experiment import Experiment
 from harness.config.objective import Objective, absolute_bound
 from harness.errors import UserError
 from harness.records import Failed
-from harness.report.load.display_names import CAPPED, METRICS, metric_name, shown_drop
+from harness.report.load.display_names import METRIC_CAPS, METRIC_FORMATS, format_drop, metric_name
 from harness.report.load.results import CellResults
 from harness.search_loop.objective import Goal
 from harness.statistics import Interval
@@ -38,7 +38,7 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
     """
     bound = objective.max_drop
     key = objective.drop_key
-    most = CAPPED.get(metric or "")
+    most = METRIC_CAPS.get(metric or "")
     if bound is not None and most is not None and absolute_bound(bound, most) >= most:
         raise UserError(
             f"objective.{key}: {_format_bound(bound)} asks for {metric_name(metric)} of "
@@ -108,9 +108,9 @@ def bound_status(
     limit = absolute_bound(bound, base)
     goal = Goal(metric=metric, reference=base, higher_is_better=results.higher_is_better, max_drop=limit)
     loss = goal.loss(value)
-    within = goal.excess(loss) == 0
-    shown = f"drop {shown_drop(Interval(value=loss, low=math.nan, high=math.nan), metric)}"
-    if metric in CAPPED:  # a drop from a cap says nothing
+    within = goal.loss_excess(loss) == 0
+    shown = f"drop {format_drop(Interval(value=loss, low=math.nan, high=math.nan), metric)}"
+    if metric in METRIC_CAPS:  # a drop from a cap says nothing
         shown, limit = f"{metric_name(metric)} {value:.1f}", base - limit
     said = f"{shown} now, {'within' if within else 'beyond'} the bound {limit:g}"
     if results.blind:
@@ -122,10 +122,10 @@ def _describe_bound(objective: Objective, metric: str, higher_is_better: bool) -
     bound, name = objective.max_drop, metric_name(metric)
     if bound is None:
         return f"none; {name} is scored and rules nothing out"
-    if metric in CAPPED and not isinstance(bound, str):
+    if metric in METRIC_CAPS and not isinstance(bound, str):
         return (
-            f"{name} has to be {CAPPED[metric] - bound:g} dB or more, for the float model's own counts as "
-            f"{CAPPED[metric]:g}; INT8 has 20 to 50 dB as a rule"
+            f"{name} has to be {METRIC_CAPS[metric] - bound:g} dB or more, for the float model's own counts as "
+            f"{METRIC_CAPS[metric]:g}; INT8 has 20 to 50 dB as a rule"
         )
     return f"{name} may {'drop' if higher_is_better else 'rise'} by at most {_format_drop(bound, metric)}"
 
@@ -134,7 +134,7 @@ def _format_drop(bound: float | str, metric: str) -> str:
     if isinstance(bound, str):
         return f"{bound} of the float model's own"
     if metric not in UNIT_INTERVAL_METRICS:
-        return f"{bound:g}{METRICS.get(metric, ('', 4, ''))[2]}"
+        return f"{bound:g}{METRIC_FORMATS.get(metric, ('', 4, ''))[2]}"
     points = f"{100 * bound:g}"
     return f"{bound:g} ({points} point{'' if points == '1' else 's'})"
 

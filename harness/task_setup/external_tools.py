@@ -19,23 +19,32 @@ from harness.config.plan import quantized_precisions
 from harness.errors import BuildFailed
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import pairs_in
-from harness.graph.rules.dialect_lookup import dialect_called
+from harness.graph.qdq.read_edges import count_pairs
+from harness.graph.rules.dialect_lookup import load_dialect
 from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect
 from harness.paths import cache_dir
 from harness.progress import Observer
 from harness.results_dir.io import explain_write_errors
 from search.space import Space
 
-__all__ = ["PTQ", "Foreign", "Order", "extreme_form", "method_note", "quantize_with", "refusal", "tool_remarks"]
+__all__ = [
+    "PTQ_FUNCTIONS",
+    "ExternalModel",
+    "QuantizationRequest",
+    "fully_quantized_symmetric",
+    "method_substitute",
+    "run_external_tool",
+    "tool_remarks",
+    "unavailable_reason",
+]
 
-SIGNED = "ort_static_s8"
-PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, SIGNED: ort_static}
-PACKAGES = ("nvidia-modelopt", "onnxruntime")
+SIGNED_ORT_TOOL = "ort_static_s8"
+PTQ_FUNCTIONS = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, SIGNED_ORT_TOOL: ort_static}
+PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
+class PtqTool:
     """What a PTQ tool offers of the options of an experiment.
 
     Attributes:
@@ -46,24 +55,24 @@ class Tool:
 
     modules: tuple[str, ...]
     precisions: tuple[str, ...]
-    instead: Mapping[Method, Method]
+    method_substitutes: Mapping[Method, Method]
 
 
-_ORT = Tool(modules=("onnxruntime",), precisions=("int8",), instead={"mse": "entropy"})
+_ORT_TOOL = PtqTool(modules=("onnxruntime",), precisions=("int8",), method_substitutes={"mse": "entropy"})
 """Entropy, as both choose the clipping of a histogram that loses least."""
-TOOLS: Mapping[str, Tool] = {
-    "modelopt_ptq": Tool(
+PTQ_TOOLS: Mapping[str, PtqTool] = {
+    "modelopt_ptq": PtqTool(
         modules=("modelopt", "torch", "onnx_graphsurgeon"),
         precisions=("int8", "fp8"),
-        instead={"mse": "entropy", "percentile": "entropy"},
+        method_substitutes={"mse": "entropy", "percentile": "entropy"},
     ),
-    "ort_static": _ORT,
-    SIGNED: _ORT,
+    "ort_static": _ORT_TOOL,
+    SIGNED_ORT_TOOL: _ORT_TOOL,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class ExternalModel:
     """A Q/DQ model that another tool made, or the reason why it could not.
 
     Attributes:
@@ -78,7 +87,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class QuantizationRequest:
     """What every tool is given.
 
     Attributes:
@@ -94,7 +103,7 @@ class Order:
     options: PtqOptions
 
 
-def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
+def run_external_tool(name: str, order: QuantizationRequest, observer: Observer) -> ExternalModel:
     """Quantize with another tool, or take what it gave for the same model, data and options before.
 
     A tool that lacks the calibration method of the experiment uses its nearest one.
@@ -103,33 +112,33 @@ def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
         UserError: The disk is full.
     """
     options = order.options
-    if reason := refusal(name, options.get("precision", "int8")):
+    if reason := unavailable_reason(name, options.get("precision", "int8")):
         observer.say(f"{order.source}: {name} cannot run: {reason}")
-        return Foreign(name=name, path=None, reason=reason)
+        return ExternalModel(name=name, path=None, reason=reason)
     asked = options.get("method", "minmax")
-    method = TOOLS[name].instead.get(asked, asked)
+    method = PTQ_TOOLS[name].method_substitutes.get(asked, asked)
     options = {**options, "method": method}
-    if name == SIGNED:
-        options = {**options, "dialect_name": _signed(options["dialect_name"])}
+    if name == SIGNED_ORT_TOOL:
+        options = {**options, "dialect_name": _signed_dialect_name(options["dialect_name"])}
     instead = method if method != asked else ""
     if instead:
-        observer.say(f"{order.source}: {method_note(name, asked)}")
-    path = cache_dir() / "ptq" / _key(name, options, order.data_key) / f"{name}.onnx"
+        observer.say(f"{order.source}: {method_substitute(name, asked)}")
+    path = cache_dir() / "ptq" / _cache_key(name, options, order.data_key) / f"{name}.onnx"
     if not path.exists():
         with observer.work(f"{order.source}: quantize with {name}", 1) as step, explain_write_errors(path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                PTQ[name](order.model_file, path, order.data, **options)
+                PTQ_FUNCTIONS[name](order.model_file, path, order.data, **options)
             except BuildFailed as error:
                 observer.say(f"{order.source}: {name} failed: {error}")
-                return Foreign(name=name, path=None, reason=str(error), method=instead)
+                return ExternalModel(name=name, path=None, reason=str(error), method=instead)
             step.advance()
-    return Foreign(name=name, path=path, pairs=pairs_in(path), method=instead)
+    return ExternalModel(name=name, path=path, pairs=count_pairs(path), method=instead)
 
 
-def refusal(name: str, precision: str) -> str:
+def unavailable_reason(name: str, precision: str) -> str:
     """Return why a tool cannot run here or at a precision; "" where it can."""
-    tool = TOOLS[name]
+    tool = PTQ_TOOLS[name]
     if missing := [module for module in tool.modules if find_spec(module) is None]:
         return f"{', '.join(missing)} not installed: pip install 'nvidia-modelopt[onnx]' torch"
     if precision not in tool.precisions:
@@ -137,29 +146,29 @@ def refusal(name: str, precision: str) -> str:
     return ""
 
 
-def method_note(name: str, method: Method) -> str:
+def method_substitute(name: str, method: Method) -> str:
     """Return which method a tool calibrates by in the place of one that it lacks; "" where it has it."""
-    instead = TOOLS[name].instead.get(method)
+    instead = PTQ_TOOLS[name].method_substitutes.get(method)
     return "" if instead is None else f"{name} has no calibration method {method} and calibrates by {instead}"
 
 
 def tool_remarks(experiment: Experiment) -> Iterator[str]:
     """Yield what the PTQ tools among starts and baselines will not do as the experiment asks, a line each."""
     named = (*(start.use for start in experiment.initial), *experiment.baselines)
-    for name in dict.fromkeys(each for each in named if each in PTQ):
+    for name in dict.fromkeys(each for each in named if each in PTQ_FUNCTIONS):
         for setting in experiment.precision:
-            if reason := refusal(name, quantized_precisions(setting)[0]):
+            if reason := unavailable_reason(name, quantized_precisions(setting)[0]):
                 yield f"{name}: cannot run at precision {setting}, so its row will be empty: {reason}"
             elif setting == "mixed":
                 yield f"{name}: at precision mixed it quantizes to {quantized_precisions(setting)[0]} alone"
         for method in dict.fromkeys(model.calibration.method for model in experiment.models):
-            if note := method_note(name, method):
+            if note := method_substitute(name, method):
                 yield note
 
 
-def extreme_form(
+def fully_quantized_symmetric(
     model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]], work: Path, space: Space
-) -> Foreign:
+) -> ExternalModel:
     """Every point quantized in the plainest form, as the simplest tools do it: symmetric INT8.
 
     What a dialect does to keep accuracy or speed (UINT8 data, zero points) is left out. A stress test: a model that
@@ -168,21 +177,21 @@ def extreme_form(
     plain = replace(
         dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()
     )
-    resolved, path = space.resolve(space.everywhere()), work / "extreme.onnx"
+    resolved, path = space.resolve(space.quantize_all()), work / "extreme.onnx"
     inserter = Inserter(model, plain, ranges)
     with explain_write_errors(path):
         inserter.export(resolved, path)
-    return Foreign(name=FULLY_QUANTIZED, path=path, pairs=inserter.pairs(resolved))
+    return ExternalModel(name=FULLY_QUANTIZED, path=path, pairs=inserter.count_pairs(resolved))
 
 
-def _signed(dialect_name: str) -> str:
+def _signed_dialect_name(dialect_name: str) -> str:
     """ONNX Runtime's dialect with INT8 activations, and weights of as many bits as another's."""
-    limit = dialect_called(dialect_name).weight_limit
+    limit = load_dialect(dialect_name).weight_limit
     kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
     return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)
 
 
-def _key(name: str, options: PtqOptions, data_key: str) -> str:
-    tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name and d.name.startswith(PACKAGES))
+def _cache_key(name: str, options: PtqOptions, data_key: str) -> str:
+    tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name and d.name.startswith(PTQ_PACKAGES))
     text = json.dumps([name, ptq_fingerprint(options), data_key, tools])
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -19,12 +19,12 @@ from harness import registry
 from harness.api import Candidate, SupportsCast
 from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import BuildFailed, UserError
-from harness.graph.io.files import file_digest
-from harness.graph.load import load, save
+from harness.graph.io.files import digest_file
+from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import refuse_lost_nodes
+from harness.graph.qdq.cast_insert import require_all_nodes
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import require_same_fingerprint
@@ -33,16 +33,16 @@ from harness.timing.confirmation import Contender, confirm, summarize_turns
 from harness.timing.turn_log import encode_turn_event
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
-from search.space import digest_of
+from search.space import edges_digest
 
-__all__ = ["CAST", "cast_problems", "float_benchmarkers", "parsed"]
+__all__ = ["CAST_FOLDER_NAME", "cast_problems", "runtime_input_file", "select_float_baseline"]
 
-PLAN = Confirmation(builds=3, rounds=3, samples=5)
-CAST = "cast"
+BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
+CAST_FOLDER_NAME = "cast"
 """Folder, in a cell's scratch folder, of what `parsed` makes."""
 
 
-def parsed(use: PluginSpec, path: Path, folder: Path) -> Path:
+def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
     """The file that a benchmarker reads where it is given this one: to deliver it is to deliver what was measured.
 
     Args:
@@ -72,38 +72,38 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
     made = registry.create_plugin("benchmarker", use.use, use.params)
     if not isinstance(made, SupportsCast):
         return {}
-    space = build_space(model, dialect_called(dialect_name(made, use.use, {})), precisions=precisions)
+    space = build_space(model, load_dialect(dialect_name_for(made, use.use, {})), precisions=precisions)
     edges = [edge for dimension in space.dimensions for edge in dimension.edges]
     problems = {}
     with TemporaryDirectory(prefix="qdq-cast-") as scratch:
-        file = save(model, Path(scratch))
-        for precision, offered in _offered(use).items():
+        file = save_to_folder(model, Path(scratch))
+        for precision, offered in _available_precisions(use).items():
             try:
                 read = Path(registry.create_plugin("benchmarker", offered.use, offered.params).cast(file, file.parent))
                 if read != file:
-                    refuse_lost_nodes(edges, load(read, source=model.source))
+                    require_all_nodes(edges, load(read, source=model.source))
             except (BuildFailed, UserError) as error:
                 problems[precision] = str(error)
     return problems
 
 
-def _offered(use: PluginSpec) -> dict[str, PluginSpec]:
+def _available_precisions(use: PluginSpec) -> dict[str, PluginSpec]:
     """Return the backend at each float precision that it may run at; "" as precision where it is not open."""
     try:
         facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     except UserError:  # the device is not here
         facts = {}
-    return _at_precisions(use, facts) if facts.get("float_open", False) else {"": use}
+    return _benchmarkers_by_precision(use, facts) if facts.get("float_open", False) else {"": use}
 
 
-def _at_precisions(use: PluginSpec, facts: Mapping[str, Any]) -> dict[str, PluginSpec]:
+def _benchmarkers_by_precision(use: PluginSpec, facts: Mapping[str, Any]) -> dict[str, PluginSpec]:
     return {
         precision: use.model_copy(update={"params": {**use.params, **params}})
         for precision, params in facts.get("float_params", {}).items()
     }
 
 
-def float_benchmarkers(
+def select_float_baseline(
     backend: PluginSpec,
     model_file: Path,
     folder: Path,
@@ -128,14 +128,14 @@ def float_benchmarkers(
     """
     if facts is None:
         facts = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
-    offered = _at_precisions(backend, facts)
+    offered = _benchmarkers_by_precision(backend, facts)
     if not offered:
         return {MAIN_BENCHMARKER: backend}
     if facts.get("float_open", False) and len(offered) > 1:
-        basis = {"model_sha256": file_digest(model_file), "backend": dict(facts)}
-        strongest = _recorded(folder, basis)
+        basis = {"model_sha256": digest_file(model_file), "backend": dict(facts)}
+        strongest = _read_recorded_choice(folder, basis)
         if strongest is None:
-            record = _measure(offered, model_file, folder, open_engines, observer)
+            record = _measure_precisions(offered, model_file, folder, open_engines, observer)
             write_json(folder / "float.json", {**record, **basis})
             strongest = str(record["strongest"])
     else:
@@ -144,7 +144,7 @@ def float_benchmarkers(
     return {MAIN_BENCHMARKER: offered[strongest], **others}
 
 
-def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
+def _read_recorded_choice(folder: Path, basis: Mapping[str, Any]) -> str | None:
     path = folder / "float.json"
     if not path.exists():
         return None
@@ -153,7 +153,7 @@ def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
     return str(record["strongest"])
 
 
-def _measure(
+def _measure_precisions(
     offered: Mapping[str, PluginSpec],
     model_file: Path,
     folder: Path,
@@ -161,16 +161,22 @@ def _measure(
     observer: Observer,
 ) -> dict[str, Any]:
     first, *others = offered
-    files = {name: parsed(use, model_file, folder / "work" / CAST) for name, use in offered.items()}
-    rows = {name: Contender(name=name, candidate=_candidate(file), benchmarker=name) for name, file in files.items()}
+    files = {
+        name: runtime_input_file(use, model_file, folder / "work" / CAST_FOLDER_NAME) for name, use in offered.items()
+    }
+    rows = {
+        name: Contender(name=name, candidate=_file_candidate(file), benchmarker=name) for name, file in files.items()
+    }
     worker = WorkerSpec(benchmarkers={**offered, MAIN_BENCHMARKER: offered[first]}, workdir=folder / "work")
-    with observer.work(f"float at {', '.join(offered)}", PLAN.builds * PLAN.rounds * (len(offered) + 1)) as step:
+    with observer.work(
+        f"float at {', '.join(offered)}", BASELINE_SCHEDULE.builds * BASELINE_SCHEDULE.rounds * (len(offered) + 1)
+    ) as step:
         events = []
         for event in confirm(
             [rows[precision] for precision in others],
             rows[first],
             open_engines=lambda: open_engines(worker),
-            schedule=PLAN,
+            schedule=BASELINE_SCHEDULE,
             rng=np.random.default_rng(0),
         ):
             events.append(event)
@@ -186,5 +192,5 @@ def _measure(
     }
 
 
-def _candidate(file: Path) -> Candidate:
-    return Candidate(digest=digest_of(()), edges=(), source=lambda: file)
+def _file_candidate(file: Path) -> Candidate:
+    return Candidate(digest=edges_digest(()), edges=(), source=lambda: file)

@@ -13,21 +13,21 @@ from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.model import Model
-from harness.graph.pattern_cache import Origin, PatternCache, placements, strangers
+from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
-from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.qdq.read_edges import pairs_in
+from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.read_edges import count_pairs
 from harness.paths import resolve_path
 from harness.progress import Observer
-from harness.task_setup.external_tools import Foreign
-from harness.task_setup.prior import ladder, read_prior
-from search.heuristics import RULES
+from harness.task_setup.external_tools import ExternalModel
+from harness.task_setup.prior import nested_prior_placements, read_prior
+from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
-__all__ = ["Seeding", "check_files", "imported", "trt_guide"]
+__all__ = ["InitialDesign", "check_files", "load_imported_models", "tensorrt_guide_placement"]
 
 
-def imported(starts: Sequence[PluginSpec]) -> dict[str, Foreign]:
+def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalModel]:
     """The Q/DQ models that `initial` names.
 
     Raises:
@@ -36,7 +36,7 @@ def imported(starts: Sequence[PluginSpec]) -> dict[str, Foreign]:
     paths = {
         start.name: resolve_path(start.params["path"], start.base_dir) for start in starts if start.use == "import"
     }
-    return {name: Foreign(name=name, path=path, pairs=pairs_in(path)) for name, path in paths.items()}
+    return {name: ExternalModel(name=name, path=path, pairs=count_pairs(path)) for name, path in paths.items()}
 
 
 def check_files(starts: Sequence[PluginSpec]) -> None:
@@ -45,7 +45,7 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
     Raises:
         UserError: It is not there, or is not what it is taken for.
     """
-    imported(starts)
+    load_imported_models(starts)
     for start in starts:
         if start.use == "sensitivity":
             read_prior(resolve_path(start.params["path"], start.base_dir))
@@ -54,7 +54,7 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seeding:
+class InitialDesign:
     """What placements are made from.
 
     Attributes:
@@ -64,7 +64,7 @@ class Seeding:
     spec: TaskSpec
     space: Space
     model: Model
-    foreign: Mapping[str, Foreign]
+    external_models: Mapping[str, ExternalModel]
     observer: Observer
     facts: Mapping[str, Any]
 
@@ -74,69 +74,77 @@ class Seeding:
         Raises:
             UserError: A pattern cache cannot be read.
         """
-        return {start.name: dict(self._of(start)) for start in starts}
+        return {start.name: dict(self._placements_of(start)) for start in starts}
 
-    def _of(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+    def _placements_of(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
         rule, precision = split_rule_precision(start.use)
-        if rule in RULES:
-            yield start.name, RULES[rule](self.space, precision)
+        if rule in HEURISTIC_RULES:
+            yield start.name, HEURISTIC_RULES[rule](self.space, precision)
         elif start.use == "trt_guide":
-            yield start.name, trt_guide(self.space, self.model)
+            yield start.name, tensorrt_guide_placement(self.space, self.model)
         elif start.use == "pattern_cache":
-            yield from self._cached(start)
+            yield from self._pattern_cache_placements(start)
         elif start.use == "sensitivity":
-            yield from self._ladder(start)
-        elif start.name in self.foreign:
-            yield from self._read_back(start.name, self.foreign[start.name].path)
+            yield from self._prior_placements(start)
+        elif start.name in self.external_models:
+            yield from self._read_external_placement(start.name, self.external_models[start.name].path)
         else:
-            yield start.name, self.space.everywhere(precision) if rule == "all" else self.space.float_placement()
+            yield start.name, self.space.quantize_all(precision) if rule == "all" else self.space.float_placement()
 
-    def _read_back(self, name: str, path: Path | None) -> Iterator[tuple[str, Placement]]:
+    def _read_external_placement(self, name: str, path: Path | None) -> Iterator[tuple[str, Placement]]:
         if path is None:
             return
         try:
-            yield name, self.space.nearest(import_qdq(path, self.model))
+            yield name, self.space.nearest(import_placement(path, self.model))
         except UserError as error:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
 
-    def strangers(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
+    def foreign_origin_notes(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
         """Which schemes of the pattern caches among the entries were measured elsewhere.
 
         Raises:
             UserError: A pattern cache cannot be read.
         """
-        caches = {start.name: self._cache(start) for start in starts if start.use == "pattern_cache"}
-        return tuple(f"{name}: {text}" for name, cache in caches.items() for text in strangers(cache, self._origin()))
+        caches = {start.name: self._read_pattern_cache(start) for start in starts if start.use == "pattern_cache"}
+        return tuple(
+            f"{name}: {text}"
+            for name, cache in caches.items()
+            for text in describe_foreign_schemes(cache, self._origin())
+        )
 
-    def _cache(self, start: PluginSpec) -> PatternCache:
+    def _read_pattern_cache(self, start: PluginSpec) -> PatternCache:
         return read_cache(resolve_path(start.params["path"], start.base_dir))
 
-    def _origin(self) -> Origin:
+    def _origin(self) -> MeasurementOrigin:
         facts = self.facts
-        return Origin(backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", "")))
+        return MeasurementOrigin(
+            backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", ""))
+        )
 
-    def _cached(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
-        for sentence in self.strangers((start,)):
+    def _pattern_cache_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+        for sentence in self.foreign_origin_notes((start,)):
             self.observer.say(f"{self.model.source}: {sentence}")
-        found = placements(self._cache(start), self.space, self._origin(), int(start.params.get("limit", 1)))
+        found = propose_placements(
+            self._read_pattern_cache(start), self.space, self._origin(), int(start.params.get("limit", 1))
+        )
         if not found:
             self.observer.say(f"{self.model.source}: {start.name}: the pattern cache knows none of its patterns")
-        yield from _numbered(start, found)
+        yield from _number_names(start, found)
 
-    def _ladder(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+    def _prior_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
         units = read_prior(resolve_path(start.params["path"], start.base_dir))
-        found = ladder(units, self.space, int(start.params.get("limit", 1)))
+        found = nested_prior_placements(units, self.space, int(start.params.get("limit", 1)))
         if not found:
             self.observer.say(f"{self.model.source}: {start.name}: nothing in it gained that this model has")
-        yield from _numbered(start, found)
+        yield from _number_names(start, found)
 
 
-def _numbered(start: PluginSpec, found: Sequence[Placement]) -> Iterator[tuple[str, Placement]]:
+def _number_names(start: PluginSpec, found: Sequence[Placement]) -> Iterator[tuple[str, Placement]]:
     for rank, placement in enumerate(found, start=1):
         yield (start.name if rank == 1 else f"{start.name}-{rank}"), placement
 
 
-def trt_guide(space: Space, model: Model) -> Placement:
+def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
     """The placement that TensorRT's guide recommends ("Working with Quantized Types", Q/DQ placement).
 
     All inputs of linear operators; of a residual Add the operand that skips, not the one whose convolution it is fused

@@ -15,21 +15,29 @@ from harness.config.plan import SearchSpec
 from harness.config.sections import SearcherSpec
 from harness.errors import BuildFailed
 from harness.external_searchers.adapter import ExternalSearcherAdapter, external_model_path
-from harness.graph.qdq.read_edges import precisions_in
+from harness.graph.qdq.read_edges import read_precisions
 from harness.graph.qdq.space import build_space
 from harness.paths import resolve_path
 from harness.records import Failed
-from harness.search_loop.loop import Seed
-from harness.task_setup.task import Cell
+from harness.search_loop.loop import InitialPlacement
+from harness.task_setup.task import Task
 from harness.timing.workers.in_process import as_outcome
 from search.api import Searcher
 from search.space import Placement, Space
 
-__all__ = ["Search", "ToldModel", "is_peer", "open_search", "peer_model", "seen_by", "told_models"]
+__all__ = [
+    "SearchSetup",
+    "WarmStartModel",
+    "external_searcher_model_path",
+    "is_external_searcher",
+    "open_search",
+    "task_for_method",
+    "warm_start_models",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class SearchSetup:
     """What the engine runs of a method; a peer brings a space and candidates of its own.
 
     Attributes:
@@ -38,16 +46,16 @@ class Search:
 
     space: Space
     searcher: Searcher | Failed
-    seeds: tuple[Seed, ...]
+    initial_design: tuple[InitialPlacement, ...]
     candidate: Callable[[Placement], Candidate]
 
     @property
-    def left(self) -> Failed | None:
+    def close_error(self) -> Failed | None:
         """What a peer raised as it was left; known once the search is closed."""
         return self.searcher.left if isinstance(self.searcher, ExternalSearcherAdapter) else None
 
 
-def is_peer(method: SearcherSpec) -> bool:
+def is_external_searcher(method: SearcherSpec) -> bool:
     """Whether a method brings models of its own.
 
     Raises:
@@ -56,22 +64,26 @@ def is_peer(method: SearcherSpec) -> bool:
     return registry.plugin_kind(method.use, ("searcher", "peer")) == "peer"
 
 
-def seen_by(cell: Cell, method: SearcherSpec) -> Cell:
+def task_for_method(cell: Task, method: SearcherSpec) -> Task:
     """The cell as a method sees it: what is searched, with the seeds that lie in it.
 
     Or, as far as the method has to do without, no seeds, or a choice for each region by itself.
     """
-    space = cell.searched
-    seeds = () if "seeds" in method.without else tuple(s for s in cell.seeds if _within(s.placement, space))
+    space = cell.searched_space
+    seeds = (
+        ()
+        if "seeds" in method.without
+        else tuple(s for s in cell.initial_design if _restrict_placement(s.placement, space))
+    )
     if "sharing" in method.without:
         edges = [dict(space.resolve(seed.placement)) for seed in seeds]
-        space = _unshared(cell, space)
+        space = _without_sharing(cell, space)
         seeds = tuple(replace(s, placement=space.nearest(e)) for s, e in zip(seeds, edges, strict=True))
-    return replace(cell, space=space, seeds=seeds)
+    return replace(cell, space=space, initial_design=seeds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldModel:
+class WarmStartModel:
     """A Q/DQ model whose placement a method is told first, in the form that another tool gave it.
 
     Attributes:
@@ -81,71 +93,71 @@ class ToldModel:
     """
 
     digest: str
-    told_as: str
+    placement_digest: str
     path: Path
     pairs: int
 
 
-def told_models(cell: Cell, method: SearcherSpec) -> tuple[ToldModel, ...]:
+def warm_start_models(cell: Task, method: SearcherSpec) -> tuple[WarmStartModel, ...]:
     """Those of a method that have a speed on the device and are of the cell's precisions; a peer is told none."""
-    if is_peer(method):
+    if is_external_searcher(method):
         return ()
     precisions = set(cell.spec.precisions) - cell.accuracy_only
-    own = seen_by(cell, method)
-    told = {seed.name: own.space.digest(seed.placement) for seed in own.seeds}
+    own = task_for_method(cell, method)
+    told = {seed.name: own.space.digest(seed.placement) for seed in own.initial_design}
     return tuple(
-        ToldModel(digest=foreign.name, told_as=told[foreign.name], path=foreign.path, pairs=foreign.pairs)
-        for foreign in cell.foreign.values()
-        if foreign.name in told and foreign.path and precisions_in(foreign.path) <= precisions
+        WarmStartModel(digest=foreign.name, placement_digest=told[foreign.name], path=foreign.path, pairs=foreign.pairs)
+        for foreign in cell.external_models.values()
+        if foreign.name in told and foreign.path and read_precisions(foreign.path) <= precisions
     )
 
 
 @contextmanager
-def open_search(run: SearchSpec, cell: Cell, keep: int) -> Iterator[Search]:
+def open_search(run: SearchSpec, cell: Task, keep: int) -> Iterator[SearchSetup]:
     """A method that is ready to search.
 
     Args:
         keep: How many of its best placements may be confirmed.
     """
-    if is_peer(run.searcher):
-        with _open_peer(run, cell, keep) as search:
+    if is_external_searcher(run.searcher):
+        with _open_external_searcher(run, cell, keep) as search:
             yield search
         return
     make: Any = registry.load_plugin("searcher", run.searcher.use)
-    own = seen_by(cell, run.searcher)
+    own = task_for_method(cell, run.searcher)
     searcher: Searcher | Failed = as_outcome("search", lambda: make(own.space, seed=run.seed, **run.searcher.params))
-    yield Search(space=own.space, searcher=searcher, seeds=own.seeds, candidate=own.candidate)
+    yield SearchSetup(space=own.space, searcher=searcher, initial_design=own.initial_design, candidate=own.candidate)
 
 
-def peer_model(run: SearchSpec, cell: Cell, digest: str) -> Path:
+def external_searcher_model_path(run: SearchSpec, cell: Task, digest: str) -> Path:
     """The file of a model that a peer brought and that was among its best."""
-    return external_model_path(_folder(run, cell) / "models", digest)
+    return external_model_path(_external_searcher_folder(run, cell) / "models", digest)
 
 
 @contextmanager
-def _open_peer(run: SearchSpec, cell: Cell, keep: int) -> Iterator[Search]:
-    folder = _folder(run, cell)
+def _open_external_searcher(run: SearchSpec, cell: Task, keep: int) -> Iterator[SearchSetup]:
+    folder = _external_searcher_folder(run, cell)
     make: Any = registry.load_plugin("peer", run.searcher.use)
     task = ExternalSearchTask(
         model=cell.float_file,
         workdir=folder / "work",
         precision=cell.spec.precisions[0],
         seed=run.seed,
-        find=lambda name: _found(name, run, cell),
+        find=lambda name: _load_external_searcher(name, run, cell),
     )
     try:
         with ExternalSearcherAdapter(lambda: make(task, **run.searcher.params), folder / "models", keep) as peer:
-            yield Search(space=peer.space, searcher=peer, seeds=(), candidate=peer.candidate)
+            yield SearchSetup(space=peer.space, searcher=peer, initial_design=(), candidate=peer.candidate)
     finally:
         shutil.rmtree(task.workdir, ignore_errors=True)
 
 
-def _folder(run: SearchSpec, cell: Cell) -> Path:
+def _external_searcher_folder(run: SearchSpec, cell: Task) -> Path:
     return cell.work / "peers" / run.name
 
 
-def _found(name: str, run: SearchSpec, cell: Cell) -> Path:
-    foreign = cell.foreign.get(name)
+def _load_external_searcher(name: str, run: SearchSpec, cell: Task) -> Path:
+    foreign = cell.external_models.get(name)
     if foreign is None:
         return resolve_path(name, run.searcher.base_dir)
     if foreign.path is None:
@@ -153,11 +165,11 @@ def _found(name: str, run: SearchSpec, cell: Cell) -> Path:
     return foreign.path
 
 
-def _within(placement: Placement, space: Space) -> bool:
+def _restrict_placement(placement: Placement, space: Space) -> bool:
     return all(choice < size for choice, size in zip(placement.choices, space.sizes, strict=True))
 
 
-def _unshared(cell: Cell, space: Space) -> Space:
+def _without_sharing(cell: Task, space: Space) -> Space:
     """The edges and precisions of a space with a choice for each region of a pattern."""
     precisions = tuple(dict.fromkeys(name for dimension in space.dimensions for name in dimension.choices[1:]))
     allowed = {edge for dimension in space.dimensions for edge in dimension.edges}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness import registry, zoo
-from harness.accuracy.metrics.base import evaluator_params, image_supplies
+from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.load import load
@@ -35,7 +35,7 @@ def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model
     """
     if spec.use.startswith("zoo:"):
         name = spec.use.removeprefix("zoo:")
-        path = zoo.write(name, work / f"{safe_file_name(name)}.onnx")
+        path = zoo.write_model(name, work / f"{safe_file_name(name)}.onnx")
     else:
         path = resolve_path(spec.use, spec.base_dir)
     return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, min_opset=min_opset)
@@ -65,7 +65,7 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
     supplied = {"inputs": inputs, "reference": reference, "base": spec.base_dir}
     wanted = inspect.signature(registry.load_plugin("evaluator", use)).parameters
     if wanted.keys() & {"input_name", "input_shape"}:
-        supplied |= image_supplies(params.get("data"), inputs)
+        supplied |= image_input_params(params.get("data"), inputs)
     if spec.preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
     return PluginSpec(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
-from harness.accuracy.calibration.ranges import unrunnable
-from harness.accuracy.data.batching import batches
-from harness.accuracy.data.datasets import HALVES, Arrays, Dataset, open_data
-from harness.accuracy.data.preprocess import open_plugin, open_preprocess
+from harness.accuracy.calibration.ranges import explain_unrunnable
+from harness.accuracy.data.batching import make_batches
+from harness.accuracy.data.datasets import HALF_NAMES, ArrayDataset, ImageDataset, open_data
+from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
 from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.intervals import too_few
+from harness.accuracy.metrics.intervals import few_images_note
 from harness.api import ExternalSearchTask
 from harness.config.experiment import Experiment
 from harness.config.initial import PTQ_TOOLS
@@ -25,18 +25,18 @@ from harness.config.objective import Objective, check_objective
 from harness.config.plan import plan_tasks, quantized_precisions, with_base_dir
 from harness.config.sections import ModelSpec, PluginSpec, SearcherSpec
 from harness.errors import CandidateError, EvaluationFailed, UserError, prefix_key, suggest_names
-from harness.graph.load import save
+from harness.graph.load import save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import refuse_quantized
-from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.graph.qdq.import_placement import require_float_model
+from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.task_setup.accuracy_bound import bound_resolution_note, check_bound
-from harness.task_setup.external_tools import PTQ, tool_remarks
+from harness.task_setup.external_tools import PTQ_FUNCTIONS, tool_remarks
 from harness.task_setup.float_baseline import cast_problems
 from harness.task_setup.initial_design import check_files
 from harness.task_setup.model_loader import evaluator_spec, input_types, open_model
 from search.api import CONTRACT
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
 __all__ = ["check_experiment", "check_models"]
 
@@ -101,7 +101,7 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
         try:
             with prefix_key(f"models.{i}", f"model {model.name!r}"):
                 loaded = open_model(model, Path())
-                refuse_quantized(loaded)
+                require_float_model(loaded)
                 found = [*_cast_remarks(experiment, loaded, precisions), *_ort_remarks(loaded)]
                 remarks += [f"model {model.name!r}: {remark}" for remark in found]
         except UserError as error:
@@ -131,8 +131,8 @@ def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str
 
 def _ort_remarks(model: Model) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
-        if reason := unrunnable(save(model, Path(scratch))):
-            tools = ", ".join(PTQ)
+        if reason := explain_unrunnable(save_to_folder(model, Path(scratch))):
+            tools = ", ".join(PTQ_FUNCTIONS)
             yield f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
 
 
@@ -145,7 +145,7 @@ def _check_objective(objective: Objective, model: ModelSpec) -> None:
 
 def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
     label = f"searcher {searcher.use!r}"
-    supplied = {"space": planted_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
+    supplied = {"space": synthetic_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
     for name in supplied:
         if name in searcher.params:
             raise UserError(f"{label}: {name!r} is set by the harness, not by the experiment")
@@ -179,7 +179,7 @@ def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
         made = registry.call_plugin(what, lambda: registry.create_plugin("benchmarker", backend.use, backend.params))
     except CandidateError as error:
         raise UserError(f"{what}: {error}") from error
-    dialect = dialect_called(dialect_name(made, backend.use, {}))
+    dialect = load_dialect(dialect_name_for(made, backend.use, {}))
     for precision in precisions:
         if precision not in dialect.precisions:
             raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")
@@ -188,8 +188,8 @@ def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
 def _check_model(model: ModelSpec, data: DatasetCache) -> None:
     if model.use.startswith("zoo:"):
         name = model.use.removeprefix("zoo:")
-        if name not in zoo.names():
-            raise UserError(f"{model.use}: no such model; {suggest_names(name, zoo.names())}")
+        if name not in zoo.model_names():
+            raise UserError(f"{model.use}: no such model; {suggest_names(name, zoo.model_names())}")
     else:
         resolve_path(model.use, model.base_dir)
     if model.preprocess is not None:
@@ -216,7 +216,7 @@ def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data:
     if isinstance(params.get("preprocess"), str | Mapping):
         open_preprocess(params["preprocess"])
     if isinstance(params.get("decode"), str | Mapping):
-        name, settings = open_plugin(params["decode"])
+        name, settings = parse_plugin_spec(params["decode"])
         registry.check_params("decoder", name, settings, supplied=("outputs", "prepared", "size"))
 
 
@@ -231,7 +231,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
     """
     if not (model.shapes or model.dims) and model.evaluator is None and model.calibration.data is None:
         return
-    halves = HALVES if objective.halves else (None,)
+    halves = HALF_NAMES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, Path(scratch))
         if model.shapes or model.dims:
@@ -240,7 +240,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
             used = model.preprocess
             preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
             with prefix_key("calibration"):
-                batches(
+                make_batches(
                     data.open(model.calibration.data, model.base_dir),
                     preprocess,
                     input_types(loaded),
@@ -259,7 +259,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
     for half, evaluator in zip(halves, made, strict=True):
         if isinstance(evaluator, Sized):
             where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
-            said = (too_few(count), bound_resolution_note(objective, getattr(evaluator, "metric", None), count))
+            said = (few_images_note(count), bound_resolution_note(objective, getattr(evaluator, "metric", None), count))
             yield from (f"{where}: {note}" for note in said if note)
 
 
@@ -326,9 +326,9 @@ class DatasetCache:
     """Opens each data set once, however many models name it."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Mapping[str, Any], Dataset | Arrays]] = []
+        self._seen: list[tuple[Mapping[str, Any], ImageDataset | ArrayDataset]] = []
 
-    def open(self, spec: Mapping[str, Any], base_dir: Path) -> Dataset | Arrays:
+    def open(self, spec: Mapping[str, Any], base_dir: Path) -> ImageDataset | ArrayDataset:
         """See `harness.accuracy.data.datasets.open_data`."""
         for known, opened in self._seen:
             if known == spec:

@@ -13,44 +13,44 @@ from harness.errors import UserError
 from harness.records import SCHEMA_VERSION
 from search.space import Placement, Space
 
-__all__ = ["PriorUnit", "ladder", "read_prior"]
+__all__ = ["ScreenedUnit", "nested_prior_placements", "read_prior"]
 
-MAX_BYTES = 64 * 2**20
+MAX_PRIOR_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PriorUnit:
+class ScreenedUnit:
     """Dimensions that gained latency at a precision, by name."""
 
     dimensions: tuple[str, ...]
     precision: str
 
 
-def read_prior(path: Path) -> tuple[PriorUnit, ...]:
+def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
     """The units that gained on their own, best gain per noise first.
 
     Raises:
         UserError: No file of `qdq sensitivity`, or a damaged one.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        if path.stat().st_size > MAX_PRIOR_BYTES:
+            raise ValueError(f"it has more than {MAX_PRIOR_BYTES} bytes")
         body = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(body, dict) or (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA_VERSION):
             raise ValueError(f"no sensitivities of schema {SCHEMA_VERSION}")
-        return tuple(_gained(body["units"]))
+        return tuple(_units_with_gain(body["units"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a file of 'qdq sensitivity' that can be read: {error}") from error
 
 
-def _gained(units: Sequence[Any]) -> Iterator[PriorUnit]:
+def _units_with_gain(units: Sequence[Any]) -> Iterator[ScreenedUnit]:
     for unit in units:
         gain_us = unit["alone"].get("gain_us")
         if isinstance(gain_us, int | float) and gain_us > 0:
-            yield PriorUnit(dimensions=tuple(map(str, unit["dimensions"])), precision=str(unit["precision"]))
+            yield ScreenedUnit(dimensions=tuple(map(str, unit["dimensions"])), precision=str(unit["precision"]))
 
 
-def ladder(units: Sequence[PriorUnit], space: Space, count: int) -> list[Placement]:
+def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: int) -> list[Placement]:
     """At most `count` different placements: equal shares of the units that the space knows, best first, on float."""
     places = {dimension.name: index for index, dimension in enumerate(space.dimensions)}
     known = [unit for unit in units if any(name in places for name in unit.dimensions)]

@@ -14,11 +14,11 @@ from harness.accuracy.calibration.ranges import (
     Ranges,
     cached_ranges,
     finite_ranges,
-    narrowed,
-    refuse_empty,
-    remarks,
+    range_warnings,
+    require_quantizable,
+    restrict_space,
 )
-from harness.accuracy.data.batching import batches
+from harness.accuracy.data.batching import make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
 from harness.api import Array, Candidate, capabilities_of
@@ -27,36 +27,42 @@ from harness.config.initial import FULLY_QUANTIZED
 from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
-from harness.graph.load import load, save
+from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import CastInserter, carried, refuse_lost_nodes
+from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.points import why_none
+from harness.graph.rules.points import explain_no_points
 from harness.progress import Observer
 from harness.random_inputs import random_feeds
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.io import explain_write_errors
-from harness.search_loop.loop import Seed
-from harness.task_setup.external_tools import PTQ, Foreign, Order, extreme_form, quantize_with
-from harness.task_setup.float_baseline import CAST, parsed
-from harness.task_setup.float_trial import Tryout
-from harness.task_setup.initial_design import Seeding, imported
+from harness.search_loop.loop import InitialPlacement
+from harness.task_setup.external_tools import (
+    PTQ_FUNCTIONS,
+    ExternalModel,
+    QuantizationRequest,
+    fully_quantized_symmetric,
+    run_external_tool,
+)
+from harness.task_setup.float_baseline import CAST_FOLDER_NAME, runtime_input_file
+from harness.task_setup.float_trial import FloatTrial
+from harness.task_setup.initial_design import InitialDesign, load_imported_models
 from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
-from harness.verification.accuracy_store import SCORES
+from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
 
-__all__ = ["MIN_OPSET", "Cell", "compose", "dialect_use", "evaluator_spec", "open_model"]
+__all__ = ["MIN_OPSET", "Task", "compose_task", "dialect_use", "evaluator_spec", "open_model"]
 
 Facts = Mapping[str, Any]
-UNCALIBRATED = 12.7
+UNCALIBRATED_ABS_MAX = 12.7
 """Bound of every range where operators of a plug-in keep the model from being run for calibration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Task:
     """Everything that the searches of one cell share.
 
     Attributes:
@@ -86,9 +92,9 @@ class Cell:
     dialect: Dialect
     ranges: Mapping[str, tuple[float, float]]
     inserter: Inserter
-    seeds: tuple[Seed, ...]
+    initial_design: tuple[InitialPlacement, ...]
     placements: Mapping[str, Placement]
-    foreign: Mapping[str, Foreign]
+    external_models: Mapping[str, ExternalModel]
     calibrated_on: str
     remarks: tuple[str, ...]
     work: Path
@@ -99,7 +105,7 @@ class Cell:
     facts: Facts = field(default_factory=dict)
     feeds: Iterable[Mapping[str, Array]] = ()
 
-    def at(self, benchmarkers: Mapping[str, PluginSpec]) -> Cell:
+    def with_benchmarkers(self, benchmarkers: Mapping[str, PluginSpec]) -> Task:
         """The cell with the backend at its float precisions.
 
         Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
@@ -109,25 +115,25 @@ class Cell:
             UserError: The cast model lacks a node whose input may be quantized.
         """
         cell = replace(self, benchmarkers=benchmarkers)
-        file = cell.parsed(self.float_file)
+        file = cell.runtime_input_file(self.float_file)
         if file == self.float_file:
             return cell
         cast = load(file, source=self.model.source, min_opset=MIN_OPSET)
-        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
+        require_all_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
         inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
         return replace(cell, model_file=file, cast=cast, inserter=inserter)
 
-    def parsed(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
+    def runtime_input_file(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
         """The file that a benchmarker reads where it is given this one."""
         use = self.benchmarkers.get(benchmarker)
-        return path if use is None else parsed(use, path, self.work / CAST)
+        return path if use is None else runtime_input_file(use, path, self.work / CAST_FOLDER_NAME)
 
-    def in_file(self, resolved: Resolved) -> Resolved:
+    def edges_in_file(self, resolved: Resolved) -> Resolved:
         """Quantized edges as the cell's files name them."""
-        return resolved if self.cast is None else carried(resolved, self.cast)
+        return resolved if self.cast is None else map_edges_to_cast_model(resolved, self.cast)
 
     @property
-    def searched(self) -> Space:
+    def searched_space(self) -> Space:
         """The space without precisions that have no speed here: its placements are placements of `space` too.
 
         Empty where a point offers no other precision: then there is nothing that could be compared by speed.
@@ -156,7 +162,9 @@ class Cell:
         return Candidate(digest=digest, edges=resolved, source=source)
 
 
-def compose(experiment: Experiment, spec: TaskSpec, work: Path, observer: Observer, facts: Facts | None = None) -> Cell:
+def compose_task(
+    experiment: Experiment, spec: TaskSpec, work: Path, observer: Observer, facts: Facts | None = None
+) -> Task:
     """Load, calibrate, and prepare the space, the seeds and the baselines of one cell.
 
     Args:
@@ -168,7 +176,7 @@ def compose(experiment: Experiment, spec: TaskSpec, work: Path, observer: Observ
     """
     with explain_write_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-    dialect, accuracy_only, facts, made_up = _runtime(spec.backend, facts)
+    dialect, accuracy_only, facts, made_up = _read_runtime(spec.backend, facts)
     if not dialect.precisions.issuperset(spec.precisions):
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
@@ -177,31 +185,35 @@ def compose(experiment: Experiment, spec: TaskSpec, work: Path, observer: Observ
     if facts.get("model_sha256", model.sha256) != model.sha256:
         raise UserError(f"backend {spec.backend.use!r} answers for another model than {model.source}: see 'qdq record'")
     with explain_write_errors(work):
-        model_file = save(model, work)
+        model_file = save_to_folder(model, work)
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
-        raise UserError(why_none(model, dialect, spec.precisions[0]))
-    feeds = _Feeds(spec.model, model)
-    if not made_up and not (work.parent / SCORES).exists():
-        Tryout(work, experiment.limits, observer).run(spec.model, model, model_file)
-    observed = _ranges(space, model, model_file, feeds, observer)
-    space, ranges = narrowed(space, observed), finite_ranges(observed)
-    refuse_empty(space, observed, model.source)
-    starts = _starts(experiment)
-    order = Order(
+        raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
+    feeds = _CalibrationBatches(spec.model, model)
+    if not made_up and not (work.parent / ACCURACY_FILE_NAME).exists():
+        FloatTrial(work, experiment.limits, observer).run(spec.model, model, model_file)
+    observed = _calibrate_ranges(space, model, model_file, feeds, observer)
+    space, ranges = restrict_space(space, observed), finite_ranges(observed)
+    require_quantizable(space, observed, model.source)
+    starts = _initial_and_baselines(experiment)
+    order = QuantizationRequest(
         model_file=model_file,
         source=model.source,
         data=feeds,
-        data_key=repr(feeds.key),
+        data_key=repr(feeds.cache_key),
         options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
     )
-    foreign = {start.name: quantize_with(start.name, order, observer) for start in starts if start.use in PTQ}
-    foreign |= imported(starts)
+    foreign = {
+        start.name: run_external_tool(start.name, order, observer) for start in starts if start.use in PTQ_FUNCTIONS
+    }
+    foreign |= load_imported_models(starts)
     if any(start.use == FULLY_QUANTIZED for start in starts):
-        foreign[FULLY_QUANTIZED] = extreme_form(model, dialect, ranges, work, space)
-    seeding = Seeding(spec=spec, space=space, model=model, foreign=foreign, observer=observer, facts=facts)
+        foreign[FULLY_QUANTIZED] = fully_quantized_symmetric(model, dialect, ranges, work, space)
+    seeding = InitialDesign(
+        spec=spec, space=space, model=model, external_models=foreign, observer=observer, facts=facts
+    )
     found = seeding.placements(starts)
-    return Cell(
+    return Task(
         spec=spec,
         model=model,
         float_file=model_file,
@@ -210,20 +222,22 @@ def compose(experiment: Experiment, spec: TaskSpec, work: Path, observer: Observ
         dialect=dialect,
         ranges=ranges,
         inserter=Inserter(model, dialect, ranges),
-        seeds=tuple(Seed(name=n, placement=p) for start in experiment.initial for n, p in found[start.name].items()),
+        initial_design=tuple(
+            InitialPlacement(name=n, placement=p) for start in experiment.initial for n, p in found[start.name].items()
+        ),
         placements={name: placement for each in found.values() for name, placement in each.items()},
-        foreign=foreign,
+        external_models=foreign,
         calibrated_on=feeds.description,
-        remarks=remarks(observed),
+        remarks=range_warnings(observed),
         work=work,
         accuracy_only=accuracy_only.intersection(spec.precisions),
-        cache_remarks=seeding.strangers(starts),
+        cache_remarks=seeding.foreign_origin_notes(starts),
         facts=facts,
         feeds=feeds,
     )
 
 
-class _Feeds:
+class _CalibrationBatches:
     """Calibration batches of one model, as often as they are needed."""
 
     def __init__(self, spec: ModelSpec, model: Model) -> None:
@@ -239,7 +253,7 @@ class _Feeds:
         else:
             dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples)
             preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
-            self._batches = batches(dataset, preprocess, self._types)
+            self._batches = make_batches(dataset, preprocess, self._types)
             self.description = f"{len(dataset)} samples"
             self.fingerprint = dataset.fingerprint
 
@@ -253,9 +267,9 @@ class _Feeds:
             return random_feeds(self._types, self.settings.samples)
         return iter(self._batches)
 
-    def place(self, index: int) -> str:
+    def batch_label(self, index: int) -> str:
         """Return what messages call the data of a batch."""
-        return "random data" if self._batches is None else self._batches.place(index)
+        return "random data" if self._batches is None else self._batches.batch_label(index)
 
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """What the PTQ tools are told."""
@@ -267,7 +281,7 @@ class _Feeds:
         }
 
     @property
-    def key(self) -> CalibrationKey:
+    def cache_key(self) -> CalibrationKey:
         """What a cache of anything made from these batches goes by."""
         used = self._preprocess
         return CalibrationKey(
@@ -283,10 +297,10 @@ class _Feeds:
 
 def dialect_use(backend: PluginSpec, facts: Facts) -> str:
     """The dialect that a backend has on the device whose facts these are, by the name that the registry has for it."""
-    return dialect_name(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
+    return dialect_name_for(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
-def _runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
+def _read_runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
     """Return a benchmarker's dialect, the precisions that it only emulates, its facts, and whether it runs no model.
 
     Raises:
@@ -294,19 +308,21 @@ def _runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, frozens
     """
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
-    dialect = dialect_called(dialect_name(benchmarker, backend.use, facts))
+    dialect = load_dialect(dialect_name_for(benchmarker, backend.use, facts))
     capabilities = capabilities_of(benchmarker)
     return dialect, capabilities.emulated, facts, capabilities.in_process
 
 
-def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:
+def _calibrate_ranges(
+    space: Space, model: Model, model_file: Path, feeds: _CalibrationBatches, observer: Observer
+) -> Ranges:
     tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in model.constants}
     if feeds.description == "random data":
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     try:
         with observer.work(f"calibrate {model.source}", feeds.count) as step:
             ranges = cached_ranges(
-                feeds.key,
+                feeds.cache_key,
                 model_file,
                 sorted(tensors),
                 feeds,
@@ -317,15 +333,15 @@ def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observe
         if feeds.description != "random data" or not any(node.opaque for node in model.nodes):
             raise
         observer.say(
-            f"{model.source}: every scale is {UNCALIBRATED / 127:g}, for the calibration cannot run it: {error}"
+            f"{model.source}: every scale is {UNCALIBRATED_ABS_MAX / 127:g}, for the calibration cannot run it: {error}"
         )
-        return dict.fromkeys(tensors, (-UNCALIBRATED, UNCALIBRATED))
-    for remark in remarks(ranges):
+        return dict.fromkeys(tensors, (-UNCALIBRATED_ABS_MAX, UNCALIBRATED_ABS_MAX))
+    for remark in range_warnings(ranges):
         observer.say(f"{model.source}: {remark}")
     return ranges
 
 
-def _starts(experiment: Experiment) -> list[PluginSpec]:
+def _initial_and_baselines(experiment: Experiment) -> list[PluginSpec]:
     """Whatever searches start from or are compared with, once."""
     named = {start.name: start for start in experiment.initial}
     return list({**named, **{name: named.get(name, PluginSpec(use=name)) for name in experiment.baselines}}.values())

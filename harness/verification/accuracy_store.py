@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Accuracy, Candidate
-from harness.graph.io.files import file_digest
-from harness.progress import Observer, Step
+from harness.graph.io.files import digest_file
+from harness.progress import Observer, ProgressTask
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_finalists
 from harness.results_dir.io import read_json, write_json
 from harness.timing.workers.engines import Engines, ScoringCallback
-from search.space import digest_of
+from search.space import edges_digest
 
-__all__ = ["SCORES", "ScoreBook", "read_scores", "watching"]
+__all__ = ["ACCURACY_FILE_NAME", "AccuracyStore", "read_scores", "scoring_progress"]
 
-SCORES = "accuracy.json"
+ACCURACY_FILE_NAME = "accuracy.json"
 """Name of the file in the folder of a cell."""
 
 
-class ScoreBook:
+class AccuracyStore:
     """What the evaluators found, kept in `accuracy.json`: a file that was scored already is not scored again.
 
     A figure belongs to a file, a benchmarker and an evaluator, for instance one on the half of the data that the
@@ -35,25 +35,25 @@ class ScoreBook:
     """
 
     def __init__(self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "") -> None:
-        self._path = folder / SCORES
+        self._path = folder / ACCURACY_FILE_NAME
         self._engines = engines
         self.observer = observer
         self._evaluator = evaluator
-        self._scores = _stored(folder)
+        self._scores = _read_stored_scores(folder)
         self._shown: set[str] = set()
 
     def known_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | None:
         """`float_score` where it is known, without an engine: before others are scored the evaluator must see one."""
-        return self._known(_key(file_digest(model_file), MAIN_BENCHMARKER, evaluator))
+        return self._stored_score(_score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator))
 
     def float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
         """Accuracy of the float model, the reference of every drop; an evaluator sees its engine once, and first."""
-        candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
+        candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
         known = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
-            unprepared = None if known else self._shown_to(evaluator, candidate)
+            unprepared = None if known else self._prepare_evaluator(evaluator, candidate)
             found = unprepared or self._score(
-                candidate, _key(file_digest(model_file), MAIN_BENCHMARKER, evaluator), evaluator
+                candidate, _score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator), evaluator
             )
             step.advance()
         if unprepared is None:
@@ -62,29 +62,29 @@ class ScoreBook:
             self.observer.say(found.note)
         return found
 
-    def lacks(self, table: FinalistSet) -> bool:
+    def has_unscored_rows(self, table: FinalistSet) -> bool:
         """Whether a row is still to be scored."""
-        return any(self._known(_key(row.sha256, row.benchmarker)) is None for row in table.rows)
+        return any(self._stored_score(_score_key(row.sha256, row.benchmarker)) is None for row in table.rows)
 
-    def row_score(self, candidate: Candidate, row: ExportedModel) -> Accuracy | Failed:
+    def score_row(self, candidate: Candidate, row: ExportedModel) -> Accuracy | Failed:
         """Accuracy of a row, given as something that can be built."""
-        return self._score(candidate, _key(row.sha256, row.benchmarker), row=row)
+        return self._score(candidate, _score_key(row.sha256, row.benchmarker), row=row)
 
-    def score(self, table: FinalistSet) -> None:
+    def score_rows(self, table: FinalistSet) -> None:
         """Score the rows where that is still to do."""
         with self.observer.work("score finalists", len(table.rows)) as step:
             for row in table.rows:
-                found = self.row_score(table.candidate(row), row)
+                found = self.score_row(table.candidate(row), row)
                 step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
 
     def _score(
         self, candidate: Candidate, key: str, evaluator: str = MAIN_BENCHMARKER, *, row: ExportedModel | None = None
     ) -> Accuracy | Failed:
-        known = self._known(key)
+        known = self._stored_score(key)
         if known is not None:
             return known
         name, benchmarker = ("the float model", MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
-        with watching(self.observer, f"inferences of {name}") as watch:
+        with scoring_progress(self.observer, f"inferences of {name}") as watch:
             found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch)
         if isinstance(found, Failed):
             score: dict[str, Any] = {"failed": found.stage, "reason": found.reason}
@@ -96,33 +96,33 @@ class ScoreBook:
         write_json(self._path, self._scores)
         return found
 
-    def _known(self, key: str) -> Accuracy | None:
+    def _stored_score(self, key: str) -> Accuracy | None:
         known = self._scores.get(key, {})
         if "metrics" not in known or known.get("evaluator") != self._evaluator:
             return None
         said = {part: known.get(part, "") for part in ("evidence", "note")}
         return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), **said)
 
-    def _shown_to(self, evaluator: str, candidate: Candidate) -> Failed | None:
+    def _prepare_evaluator(self, evaluator: str, candidate: Candidate) -> Failed | None:
         """Let an evaluator see the float model."""
-        with watching(self.observer, "inferences of the float model") as watch:
+        with scoring_progress(self.observer, "inferences of the float model") as watch:
             return _prepare(self._engines, candidate, evaluator, watch)
 
 
 def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     """Scores by row id, of the files that are the rows now; none where nothing was scored yet."""
-    scores = _stored(folder)
+    scores = _read_stored_scores(folder)
     rows, _ = read_finalists(folder)
-    found = {row.id: scores.get(_key(row.sha256, row.benchmarker)) for row in rows}
+    found = {row.id: scores.get(_score_key(row.sha256, row.benchmarker)) for row in rows}
     return {row: score for row, score in found.items() if score is not None}
 
 
-def _stored(folder: Path) -> dict[str, dict[str, Any]]:
-    path = folder / SCORES
+def _read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / ACCURACY_FILE_NAME
     return read_json(path) if path.exists() else {}
 
 
-def _key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER) -> str:
+def _score_key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER) -> str:
     return f"{sha256} {benchmarker}" if evaluator == MAIN_BENCHMARKER else f"{sha256} {benchmarker} {evaluator}"
 
 
@@ -149,10 +149,10 @@ def _evaluate(
 
 
 @contextmanager
-def watching(observer: Observer, title: str) -> Iterator[ScoringCallback]:
+def scoring_progress(observer: Observer, title: str) -> Iterator[ScoringCallback]:
     """What shows how far one scoring is: a bar, from the first word of it on."""
     with ExitStack() as stack:
-        bar: Step | None = None
+        bar: ProgressTask | None = None
         seen = 0
 
         def watch(done: int, total: int) -> None:

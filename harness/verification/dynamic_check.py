@@ -19,23 +19,23 @@ from harness.graph.passes.dimension_sizes import Axes, is_batch
 from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
 from harness.timing.host_clock import one_line_error
 
-__all__ = ["Files", "Subject", "check", "other_shapes"]
+__all__ = ["DynamicCheckFiles", "DynamicCheckTarget", "check_dynamic_model", "other_shapes"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 Outputs = tuple[Array, ...]
 Feeds = Mapping[str, Array]
 Case = tuple[int, Shapes]
 """The seed of random inputs, none of which is that of the calibration, and their shapes."""
-RUNTIMES = ("onnxruntime", "openvino")
-WANTED = 2
+CHECK_RUNTIMES = ("onnxruntime", "openvino")
+OTHER_SHAPE_COUNT = 2
 """Sizes at which a model is compared with the float model, beside that of the search."""
-SAME = 1e-3
+MAX_RELATIVE_DIFFERENCE = 1e-3
 """Relative difference at most between the dynamic and the fixed file at the size of the search."""
-REPEATS = 6
+RANDOM_INPUTS_PER_SHAPE = 6
 """Random inputs at the size of the search: the largest difference to the float model among them is compared."""
-FACTOR, SLACK = 3.0, 0.05
+FLOAT_DIFFERENCE_FACTOR, FLOAT_DIFFERENCE_SLACK = 3.0, 0.05
 """The difference to the float model at another size may be so many times that at the size of the search, and this."""
-PLANS = (
+RESIZE_PLANS = (
     (1, 2.0, 0), (2, 1.0, -1), (1, 0.5, 0), (2, 1.0, 32), (1, 1.0, 0), (2, 1.0, 0), (0, 2.0, 0), (0, 1.0, -1),
     (0, 0.5, 0), (0, 1.0, 32), (0, 1.0, 1), (3, 1.5, 0), (0, 1.5, 0),
 )  # fmt: skip
@@ -43,7 +43,7 @@ PLANS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
+class DynamicCheckFiles:
     """The float model as it was given, the quantized one at fixed sizes, and the one with dynamic axes."""
 
     floating: Path
@@ -52,7 +52,7 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class DynamicCheckTarget:
     """What is checked.
 
     Attributes:
@@ -62,19 +62,19 @@ class Subject:
 
     axes: Mapping[str, Axes | None]
     types: Mapping[str, TensorType]
-    files: Files
+    files: DynamicCheckFiles
 
     @property
-    def searched(self) -> Shapes:
+    def searched_shapes(self) -> Shapes:
         """Shapes of the search."""
         return {name: kind.shape for name, kind in self.types.items()}
 
 
-class _Differs(Exception):
+class _OutputMismatch(Exception):
     """The dynamic file does not do what the fixed one or the float model does."""
 
 
-def check(subject: Subject, backend: str) -> str:
+def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     """Compare the dynamic file with the fixed one, and with the float model at other sizes.
 
     Args:
@@ -86,42 +86,44 @@ def check(subject: Subject, backend: str) -> str:
     Raises:
         UserError: It differs, or fails where the float model runs.
     """
-    others = other_shapes(subject.axes, subject.searched)
+    others = other_shapes(subject.axes, subject.searched_shapes)
     small = [each for each in others if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values())]
-    cases = list(enumerate([*[subject.searched] * REPEATS, *small], start=1))
+    cases = list(enumerate([*[subject.searched_shapes] * RANDOM_INPUTS_PER_SHAPE, *small], start=1))
     try:
-        run = _run(RUNTIMES[0], subject.files.floating, subject.types, cases, WANTED + REPEATS)
+        run = _run_in_process(
+            CHECK_RUNTIMES[0], subject.files.floating, subject.types, cases, OTHER_SHAPE_COUNT + RANDOM_INPUTS_PER_SHAPE
+        )
     except UserError as error:
         return f"not checked: ONNX Runtime does not run the float model ({error})"
     if run[0] is None:
         return "not checked: ONNX Runtime does not run the float model at the size of the search"
     known = [(case, outputs) for case, outputs in zip(cases, run, strict=False) if outputs is not None]
     told = []
-    for runtime in RUNTIMES:
+    for runtime in CHECK_RUNTIMES:
         try:
-            told.append(_compared(runtime, subject, known))
-        except _Differs as error:
-            if runtime in (backend, RUNTIMES[0]):
+            told.append(_compare_files(runtime, subject, known))
+        except _OutputMismatch as error:
+            if runtime in (backend, CHECK_RUNTIMES[0]):
                 raise UserError(f"{runtime}: {error}") from error
             told.append(f"not for {runtime}: {error}")
         except UserError as error:
             told.append(f"not checked in {runtime} ({error})")
-    return "; ".join([_where(subject, [shape for (_, shape), _ in known[REPEATS:]]), *told])
+    return "; ".join([_describe_shapes(subject, [shape for (_, shape), _ in known[RANDOM_INPUTS_PER_SHAPE:]]), *told])
 
 
-def _where(subject: Subject, shapes: Sequence[Shapes]) -> str:
+def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> str:
     """Return at which other sizes the model was checked."""
     if not shapes:
         return "not checked at other sizes: the float model runs at none that was tried"
-    few = "" if len(shapes) == WANTED else "; the float model runs at no second size that was tried"
-    searched, *others = (dict(_sizes(subject.axes, shape)) for shape in (subject.searched, *shapes))
+    few = "" if len(shapes) == OTHER_SHAPE_COUNT else "; the float model runs at no second size that was tried"
+    searched, *others = (dict(_iter_sizes(subject.axes, shape)) for shape in (subject.searched_shapes, *shapes))
     still = [name for name, size in searched.items() if all(other[name] == size for other in others)]
     told = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)
     fixed = f"; the float model runs at no other size of {', '.join(still)} that was tried" if still else ""
     return f"checked at {told}{few}{fixed}"
 
 
-def _sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
+def _iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
     """Yield sizes by symbol, and the shapes of inputs with a dynamic dimension without one."""
     for name, shape in shapes.items():
         declared = axes[name]
@@ -132,36 +134,40 @@ def _sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[st
                 yield axis, str(size)
 
 
-def _compared(runtime: str, subject: Subject, known: Sequence[tuple[Case, Outputs]]) -> str:
+def _compare_files(runtime: str, subject: DynamicCheckTarget, known: Sequence[tuple[Case, Outputs]]) -> str:
     """Compare the files in a runtime; return the figures.
 
     Args:
-        known: What the float model makes of each case, the `REPEATS` of the search first.
+        known: What the float model makes of each case, the `RANDOM_INPUTS_PER_SHAPE` of the search first.
 
     Raises:
         UserError: The runtime does not run the fixed file.
         _Differs: The dynamic file fails or differs.
     """
     cases, floats = [case for case, _ in known], [outputs for _, outputs in known]
-    (fixed,) = _run(runtime, subject.files.fixed, subject.types, cases[:1], 1)
+    (fixed,) = _run_in_process(runtime, subject.files.fixed, subject.types, cases[:1], 1)
     if fixed is None:
         raise UserError("it does not run the fixed file")
     try:
-        found = _run(runtime, subject.files.dynamic, subject.types, cases, len(cases))
+        found = _run_in_process(runtime, subject.files.dynamic, subject.types, cases, len(cases))
     except UserError as error:
-        raise _Differs(f"the file with dynamic axes fails: {error}") from error
+        raise _OutputMismatch(f"the file with dynamic axes fails: {error}") from error
     if any(outputs is None for outputs in found):
         failed = next(shape for (_, shape), outputs in zip(cases, found, strict=False) if outputs is None)
-        raise _Differs(f"the file with dynamic axes fails at {dict(failed)}, where the float model runs")
+        raise _OutputMismatch(f"the file with dynamic axes fails at {dict(failed)}, where the float model runs")
     outputs = [each for each in found if each is not None]
-    apart_of = [_difference(own, reference) for own, reference in zip(outputs, floats, strict=True)]
-    base, rest = max(apart_of[:REPEATS]), apart_of[REPEATS:]
-    apart = _difference(outputs[0], fixed, every=True)
-    if apart > (SAME if runtime == RUNTIMES[0] else FACTOR * base + SLACK):  # OpenVINO fuses less at dynamic shapes
-        raise _Differs(f"at the size of the search its outputs differ from the fixed file's by {apart:.2g}")
+    apart_of = [_largest_difference(own, reference) for own, reference in zip(outputs, floats, strict=True)]
+    base, rest = max(apart_of[:RANDOM_INPUTS_PER_SHAPE]), apart_of[RANDOM_INPUTS_PER_SHAPE:]
+    apart = _largest_difference(outputs[0], fixed, every=True)
+    if apart > (
+        MAX_RELATIVE_DIFFERENCE
+        if runtime == CHECK_RUNTIMES[0]
+        else FLOAT_DIFFERENCE_FACTOR * base + FLOAT_DIFFERENCE_SLACK
+    ):  # OpenVINO fuses less at dynamic shapes
+        raise _OutputMismatch(f"at the size of the search its outputs differ from the fixed file's by {apart:.2g}")
     worst = max(rest, default=0.0)
-    if worst > FACTOR * base + SLACK:
-        raise _Differs(
+    if worst > FLOAT_DIFFERENCE_FACTOR * base + FLOAT_DIFFERENCE_SLACK:
+        raise _OutputMismatch(
             f"at other sizes its outputs differ from the float model's by {worst:.2g}, but by {base:.2g} at the size "
             "of the search"
         )
@@ -169,7 +175,7 @@ def _compared(runtime: str, subject: Subject, known: Sequence[tuple[Case, Output
     return f"{runtime}: difference to float {figures} ({base:.2g} at the size of the search)" if rest else runtime
 
 
-def _difference(found: Outputs, reference: Outputs, *, every: bool = False) -> float:
+def _largest_difference(found: Outputs, reference: Outputs, *, every: bool = False) -> float:
     """Return the largest relative difference (root mean square) of outputs.
 
     Those that are no floats count by their share of other values where `every` is set, else not at all; so do those
@@ -201,10 +207,10 @@ def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[
     """
     known = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
     seen = [dict(searched)]
-    for plan in PLANS:
-        sizes = _resized(known, searched, plan)
+    for plan in RESIZE_PLANS:
+        sizes = _resize(known, searched, plan)
         made = {
-            name: tuple(sizes[_key(name, place, axis)] for place, axis in enumerate(declared))
+            name: tuple(sizes[_size_key(name, place, axis)] for place, axis in enumerate(declared))
             for name, declared in known.items()
         }
         if made not in seen and all(min(shape, default=1) > 0 for shape in made.values()):
@@ -212,22 +218,22 @@ def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[
             yield made
 
 
-_Key = int | str | tuple[str, int]
+_SizeKey = int | str | tuple[str, int]
 
 
-def _key(name: str, place: int, axis: int | str | None) -> _Key:
+def _size_key(name: str, place: int, axis: int | str | None) -> _SizeKey:
     """Return what has one size: a symbol, a dimension without one, or a fixed size itself."""
     return (name, place) if axis is None else axis
 
 
-def _resized(known: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float, int]) -> dict[_Key, int]:
+def _resize(known: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float, int]) -> dict[_SizeKey, int]:
     """Return sizes by the key of a dimension: as in the search if fixed, else by a plan."""
     samples, factor, offset = plan
     places = [(name, place, axis) for name, declared in known.items() for place, axis in enumerate(declared)]
-    batches = {_key(*each) for each in places if is_batch(each[2], each[1])}
-    sizes: dict[_Key, int] = {}
+    batches = {_size_key(*each) for each in places if is_batch(each[2], each[1])}
+    sizes: dict[_SizeKey, int] = {}
     for name, place, axis in places:
-        size, key = searched[name][place], _key(name, place, axis)
+        size, key = searched[name][place], _size_key(name, place, axis)
         changed = size + samples if key in batches else math.ceil(size * factor) + offset
         sizes[key] = size if isinstance(axis, int) else changed
     for symbol in [key for key in sizes if isinstance(key, str) and not key.isidentifier()]:
@@ -237,7 +243,7 @@ def _resized(known: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float
     return sizes
 
 
-def _run(
+def _run_in_process(
     runtime: str, path: Path, types: Mapping[str, TensorType], cases: Sequence[Case], wanted: int
 ) -> list[Outputs | None]:
     """Run a model on the random inputs of each case until `wanted` of them worked; None where it failed.
@@ -246,15 +252,15 @@ def _run(
         UserError: The runtime refuses the model, or its process ended.
     """
     dtypes = {name: kind.dtype for name, kind in types.items()}
-    return call_in_helper_process(f"{path.name}: {runtime}", _outputs, runtime, path, dtypes, list(cases), wanted)
+    return call_in_helper_process(f"{path.name}: {runtime}", _run_cases, runtime, path, dtypes, list(cases), wanted)
 
 
-def _outputs(
+def _run_cases(
     runtime: str, path: Path, dtypes: Mapping[str, str], cases: Sequence[Case], wanted: int
 ) -> list[Outputs | None]:
     """Body of `_run`, in a process of its own."""
     try:
-        infer = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime](path)
+        infer = {"onnxruntime": _open_onnxruntime, "openvino": _open_openvino}[runtime](path)
     except Exception as error:  # runtimes have no class of exceptions in common
         raise UserError(one_line_error(error)) from error
     found: list[Outputs | None] = []
@@ -269,7 +275,7 @@ def _outputs(
     return found
 
 
-def _onnxruntime(path: Path) -> Callable[[Feeds], Outputs]:
+def _open_onnxruntime(path: Path) -> Callable[[Feeds], Outputs]:
     """Return a function that runs a model in ONNX Runtime, operator by operator as it is written."""
     import onnxruntime
 
@@ -280,7 +286,7 @@ def _onnxruntime(path: Path) -> Callable[[Feeds], Outputs]:
     return lambda feeds: tuple(np.asarray(output) for output in session.run(None, dict(feeds)))
 
 
-def _openvino(path: Path) -> Callable[[Feeds], Outputs]:
+def _open_openvino(path: Path) -> Callable[[Feeds], Outputs]:
     """Return a function that runs a model in OpenVINO."""
     import openvino
 

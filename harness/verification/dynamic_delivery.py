@@ -13,13 +13,20 @@ from harness.graph.model import Model
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
-from harness.verification.dynamic_check import Files, Subject, check
+from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, check_dynamic_model
 
-__all__ = ["Delivered", "deliver_dynamic", "deliver_rows", "dynamic_name", "fixed_sizes", "remove_dynamic"]
+__all__ = [
+    "DynamicModel",
+    "dynamic_model_path",
+    "format_fixed_shapes",
+    "remove_dynamic_model",
+    "write_dynamic_model",
+    "write_dynamic_rows",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
+class DynamicModel:
     """What became of the file with dynamic axes.
 
     Attributes:
@@ -28,28 +35,28 @@ class Delivered:
     """
 
     file: Path | None
-    said: str
+    remark: str
 
 
-def dynamic_name(file: Path) -> Path:
+def dynamic_model_path(file: Path) -> Path:
     """Return where the dynamic form of a model file lies: `NAME.dynamic.onnx` beside it."""
     return file.with_name(f"{file.stem}.dynamic.onnx")
 
 
-def remove_dynamic(file: Path) -> Path:
+def remove_dynamic_model(file: Path) -> Path:
     """Remove the dynamic form of a model file, and return where it would lie."""
-    target = dynamic_name(file)
+    target = dynamic_model_path(file)
     for stale in (target, target.with_name(f"{target.name}.data")):
         stale.unlink(missing_ok=True)
     return target
 
 
-def fixed_sizes(model: Model) -> str:
+def format_fixed_shapes(model: Model) -> str:
     """Return the shapes that a model with fixed inputs takes, for people: "ids 1x128"."""
     return ", ".join(f"{name} {'x'.join(map(str, model.types[name].shape))}" for name in model.inputs)
 
 
-def deliver_dynamic(model: Model, file: Path, backend: str) -> Delivered | None:
+def write_dynamic_model(model: Model, file: Path, backend: str) -> DynamicModel | None:
     """Write a quantized model with the dynamic axes of its original, beside it.
 
     Args:
@@ -60,7 +67,7 @@ def deliver_dynamic(model: Model, file: Path, backend: str) -> Delivered | None:
     Returns:
         None where the original has no dynamic axes.
     """
-    target = remove_dynamic(file)
+    target = remove_dynamic_model(file)
     if model.origin is None:
         return None
     with tempfile.TemporaryDirectory(prefix="qdq-dynamic-") as scratch:
@@ -68,17 +75,17 @@ def deliver_dynamic(model: Model, file: Path, backend: str) -> Delivered | None:
         try:
             floating, axes = write_dynamic(model, file, tried)
             types = {name: model.types[name] for name in model.inputs}
-            files = Files(floating=floating, fixed=file, dynamic=tried)
-            said = check(Subject(axes=axes, types=types, files=files), backend)
+            files = DynamicCheckFiles(floating=floating, fixed=file, dynamic=tried)
+            said = check_dynamic_model(DynamicCheckTarget(axes=axes, types=types, files=files), backend)
         except (UserError, OSError, ValueError) as error:
-            return Delivered(file=None, said=f"{target.name} is not written: {error}")
+            return DynamicModel(file=None, remark=f"{target.name} is not written: {error}")
         move_model(tried, target)
     symbols = dict.fromkeys(str(axis) for each in axes.values() for axis in each or () if isinstance(axis, str))
     kept = f" ({', '.join(symbols)})" if symbols else ""
-    return Delivered(file=target, said=f"{target.name} keeps the dynamic axes{kept}: {said}")
+    return DynamicModel(file=target, remark=f"{target.name} keeps the dynamic axes{kept}: {said}")
 
 
-def deliver_rows(model: Model, table: FinalistSet, backend: str, observer: Observer) -> None:
+def write_dynamic_rows(model: Model, table: FinalistSet, backend: str, observer: Observer) -> None:
     """Write each quantized row of a cell with the dynamic axes of the original model too, and note what became of it.
 
     Args:
@@ -98,11 +105,11 @@ def deliver_rows(model: Model, table: FinalistSet, backend: str, observer: Obser
             lost = bool(known.get("file")) and not (file.parent / known["file"]).exists()
             if lost or known.get("sha256") != row.sha256:
                 with explain_write_errors(file):
-                    made = deliver_dynamic(model, file, backend)
+                    made = write_dynamic_model(model, file, backend)
                 noted[row.id] = {
                     "sha256": row.sha256,
                     "file": made and made.file and made.file.name,
-                    "said": made and made.said,
+                    "said": made and made.remark,
                 }
             step.advance()
     write_json(path, noted)

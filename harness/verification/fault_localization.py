@@ -21,31 +21,31 @@ import numpy as np
 from harness.api import Array
 from harness.graph.equivalence.reduce_model import ModelGraph
 from harness.records import Failed
-from harness.verification.output_comparison import Checked, Outputs, compare_with_file
+from harness.verification.output_comparison import OutputCheck, Outputs, compare_with_file
 
-__all__ = ["Fault", "Run", "Suspect", "find_fault", "write_report"]
+__all__ = ["ModelRunner", "SuspectModel", "WrongOperator", "find_fault", "write_report"]
 
-Run = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
+ModelRunner = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
 """Build a model file and return its outputs for some inputs."""
-LIMIT_S = 120.0
+LOCALIZATION_LIMIT_S = 120.0
 """The search ends after so long."""
-MOST_DB = 30.0
+MAX_REQUIRED_TENSOR_SQNR_DB = 30.0
 """A tensor that is this close to the file, less the margin, agrees: one rounding tie is loud in a quiet tensor."""
-SAMPLES = 2
-BELOW_DB = (24.0, 14.0, -math.inf)
+LOCALIZATION_SAMPLE_COUNT = 2
+SQNR_THRESHOLDS_DB = (24.0, 14.0, -math.inf)
 """Ratios of engine to file at which the first tensor is looked for, one after the other."""
-PLACES = 6
+MAX_TENSORS_COMPARED = 6
 """Tensors that are looked at where the output itself hardly differs."""
-SHOWN = 8
+MAX_OPERATORS_SHOWN = 8
 """Operators of a small model that are named at most."""
-FEW = 16
+MAX_OPERATORS_AS_PROOF = 16
 """Behind more operators rounding ties add up, so that they prove nothing."""
-LARGEST = 64
+MAX_EXTRACTED_OPERATORS = 64
 """Operators that are extracted at most, before the whole model up to the tensor is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class WrongOperator:
     """The first tensor whose values differ while those that it is computed from agree.
 
     Attributes:
@@ -64,11 +64,11 @@ class Fault:
     feeds: Sequence[Mapping[str, Array]]
     file: Outputs
     engine: Outputs
-    checked: Checked
+    checked: OutputCheck
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspect:
+class SuspectModel:
     """A model file and the two that disagree about it.
 
     Attributes:
@@ -87,11 +87,11 @@ class Suspect:
     output: str
     most_db: float
     proven: bool
-    reference: Run
-    engine: Run
+    reference: ModelRunner
+    engine: ModelRunner
     work: Path
     started_s: float = field(default_factory=time.monotonic)
-    seen: dict[str, Checked | None] = field(default_factory=dict)
+    checks_by_tensor: dict[str, OutputCheck | None] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> ModelGraph:
@@ -99,9 +99,9 @@ class Suspect:
         return ModelGraph(self.path)
 
     @property
-    def late(self) -> bool:
+    def is_out_of_time(self) -> bool:
         """Whether the search took its time."""
-        return time.monotonic() - self.started_s > LIMIT_S
+        return time.monotonic() - self.started_s > LOCALIZATION_LIMIT_S
 
     def differs(self, tensor: str, below_db: float) -> bool:
         """Return whether the two are apart at a tensor of the file, cut there; what cannot be compared agrees.
@@ -109,28 +109,28 @@ class Suspect:
         Args:
             below_db: They are apart below this ratio, and in any case where the pairs in front do not explain it.
         """
-        if tensor not in self.seen:
-            found = self._compare(tensor, self.feeds[:SAMPLES])
-            self.seen[tensor] = None if found is None else found[2]
-        found_there = self.seen[tensor]
+        if tensor not in self.checks_by_tensor:
+            found = self._compare(tensor, self.feeds[:LOCALIZATION_SAMPLE_COUNT])
+            self.checks_by_tensor[tensor] = None if found is None else found[2]
+        found_there = self.checks_by_tensor[tensor]
         if found_there is None or found_there.engine_db is None:
             return False
-        return found_there.wrong or found_there.engine_db < below_db
+        return found_there.is_wrong or found_there.engine_db < below_db
 
-    def extract(self, tensor: str) -> Fault | None:
+    def extract(self, tensor: str) -> WrongOperator | None:
         """Return the smallest model that shows the fault at a tensor; None where not even the largest does."""
         count = 1
-        while not self.late and (self.proven or count <= FEW):
-            front = self.graph.boundary(tensor, count)
-            whole = set(front) <= set(self.graph.inputs) or count > LARGEST
-            feeds = self.feeds[:SAMPLES] if whole else self._recorded(front)
+        while not self.is_out_of_time and (self.proven or count <= MAX_OPERATORS_AS_PROOF):
+            front = self.graph.boundary_tensors(tensor, count)
+            whole = set(front) <= set(self.graph.inputs) or count > MAX_EXTRACTED_OPERATORS
+            feeds = self.feeds[:LOCALIZATION_SAMPLE_COUNT] if whole else self._record_values(front)
             if feeds is not None:
                 found = self._compare(tensor, feeds, None if whole else feeds[0])
-                if found is not None and found[2].wrong:
+                if found is not None and found[2].is_wrong:
                     file, engine, checked = found
-                    return Fault(
-                        operator=self._named(tensor),
-                        model=self._part,
+                    return WrongOperator(
+                        operator=self._describe_operator(tensor),
+                        model=self._part_file,
                         extracted=not whole,
                         feeds=feeds,
                         file=file,
@@ -144,82 +144,87 @@ class Suspect:
 
     def _compare(
         self, tensor: str, feeds: Sequence[Mapping[str, Array]], inputs: Mapping[str, Array] | None = None
-    ) -> tuple[Outputs, Outputs, Checked] | None:
+    ) -> tuple[Outputs, Outputs, OutputCheck] | None:
         """Run the part that computes a tensor in both, and without its pairs; None where one of these does not run."""
-        self.graph.write_part(self._part, [tensor], inputs)
-        self.graph.write_part(self._inside, [tensor], inputs, without_pairs=True)
-        file, floats = self.reference(self._part, feeds), self.reference(self._inside, feeds)
-        engine = file if isinstance(file, Failed) else self.engine(self._part, feeds)
+        self.graph.write_submodel(self._part_file, [tensor], inputs)
+        self.graph.write_submodel(self._inner_values_file, [tensor], inputs, without_pairs=True)
+        file, floats = self.reference(self._part_file, feeds), self.reference(self._inner_values_file, feeds)
+        engine = file if isinstance(file, Failed) else self.engine(self._part_file, feeds)
         if isinstance(file, Failed) or isinstance(floats, Failed) or isinstance(engine, Failed):
             return None
-        most_db = min(MOST_DB, self.most_db)
+        most_db = min(MAX_REQUIRED_TENSOR_SQNR_DB, self.most_db)
         return file, engine, compare_with_file(floats, file, engine, most_db=most_db)
 
-    def _recorded(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
+    def _record_values(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
         """Return the values of tensors inside the file, by the reference, and of its inputs."""
         inner = [name for name in tensors if name not in self.graph.inputs]
-        feeds = self.feeds[:SAMPLES]
+        feeds = self.feeds[:LOCALIZATION_SAMPLE_COUNT]
         found: Outputs | Failed = [{} for _ in feeds]
         if inner:
-            self.graph.write_part(self._inside, inner)
-            found = self.reference(self._inside, feeds)
+            self.graph.write_submodel(self._inner_values_file, inner)
+            found = self.reference(self._inner_values_file, feeds)
         if isinstance(found, Failed):
             return None
         return [
             {name: {**given, **sample}[name] for name in tensors} for given, sample in zip(feeds, found, strict=True)
         ]
 
-    def _named(self, tensor: str) -> str:
+    def _describe_operator(self, tensor: str) -> str:
         """Return the operator that computes a tensor, and those in the part with it, which a runtime may fuse."""
-        others = ModelGraph(self._part).operators()[:-1]
-        behind = f" behind {', '.join(others)}" if 0 < len(others) <= SHOWN else ""
+        others = ModelGraph(self._part_file).operators()[:-1]
+        behind = f" behind {', '.join(others)}" if 0 < len(others) <= MAX_OPERATORS_SHOWN else ""
         return f"{self.graph.operator(tensor)}{behind}"
 
     @property
-    def _part(self) -> Path:
+    def _part_file(self) -> Path:
         """File of the part that is compared."""
         return self.work / "part.onnx"
 
     @property
-    def _inside(self) -> Path:
+    def _inner_values_file(self) -> Path:
         """File that gives values of tensors inside a model."""
         return self.work / "inside.onnx"
 
 
-def find_fault(suspect: Suspect) -> Fault | None:
+def find_fault(suspect: SuspectModel) -> WrongOperator | None:
     """Return the first operator that differs; None where there is none, or none was found in time.
 
     Rounding ties add up and a fault may be faint at the output, so operators have to differ by themselves.
     """
     tried: set[str] = set()
-    for below_db in BELOW_DB:
-        first = _first_apart(suspect, below_db)
+    for below_db in SQNR_THRESHOLDS_DB:
+        first = _first_differing_tensor(suspect, below_db)
         if first is not None and first not in tried and (fault := suspect.extract(first)) is not None:
             return fault
         tried.add(first or "")
     return None
 
 
-def _first_apart(suspect: Suspect, below_db: float) -> str | None:
+def _first_differing_tensor(suspect: SuspectModel, below_db: float) -> str | None:
     """Return a tensor where the two are apart while they agree on those that it is computed from; None: nowhere."""
     way = suspect.graph.longest_path(suspect.output)
-    looked = [suspect.output, *way[:: max(1, len(way) // PLACES)]]  # what differs inside may be faint at the output
-    bad = next((name for name in looked if not suspect.late and suspect.differs(name, below_db)), None)
+    looked = [
+        suspect.output,
+        *way[:: max(1, len(way) // MAX_TENSORS_COMPARED)],
+    ]  # what differs inside may be faint at the output
+    bad = next((name for name in looked if not suspect.is_out_of_time and suspect.differs(name, below_db)), None)
     while bad is not None:
-        bad = _first_on_way(suspect, bad, below_db)
+        bad = _first_differing_on_path(suspect, bad, below_db)
         sources = suspect.graph.sources(bad)
-        before = next((name for name in sources if not suspect.late and suspect.differs(name, below_db)), None)
+        before = next(
+            (name for name in sources if not suspect.is_out_of_time and suspect.differs(name, below_db)), None
+        )
         if before is None:
             return bad
         bad = before
     return None
 
 
-def _first_on_way(suspect: Suspect, bad: str, below_db: float) -> str:
+def _first_differing_on_path(suspect: SuspectModel, bad: str, below_db: float) -> str:
     """Return the first tensor that differs on the longest way to one that does."""
     way = suspect.graph.longest_path(bad)
     low, high = 0, len(way) - 1
-    while low < high and not suspect.late:
+    while low < high and not suspect.is_out_of_time:
         middle = (low + high) // 2
         if suspect.differs(way[middle], below_db):
             high = middle
@@ -228,7 +233,7 @@ def _first_on_way(suspect: Suspect, bad: str, below_db: float) -> str:
     return way[high]
 
 
-def write_report(fault: Fault, path: Path, facts: Mapping[str, Any]) -> None:
+def write_report(fault: WrongOperator, path: Path, facts: Mapping[str, Any]) -> None:
     """Write the small model, arrays for it (`.npz`) and how to see the fault (`.txt`) side by side.
 
     Args:
@@ -241,10 +246,10 @@ def write_report(fault: Fault, path: Path, facts: Mapping[str, Any]) -> None:
     arrays |= {f"expected:{name}": array for name, array in fault.file[0].items()}
     arrays |= {f"found:{name}": array for name, array in fault.engine[0].items()}
     np.savez(path.with_suffix(".npz"), allow_pickle=False, **arrays)
-    path.with_suffix(".txt").write_text(_text(fault, path, facts), encoding="utf-8")
+    path.with_suffix(".txt").write_text(_report_text(fault, path, facts), encoding="utf-8")
 
 
-def _text(fault: Fault, path: Path, facts: Mapping[str, Any]) -> str:
+def _report_text(fault: WrongOperator, path: Path, facts: Mapping[str, Any]) -> str:
     options = ", ".join(f"{key} {value}" for key, value in facts.get("options", {}).items())
     inputs = "recorded values of tensors inside the model" if fault.extracted else "inputs of the model"
     name = str(facts.get("name"))
@@ -254,7 +259,7 @@ Operator: {fault.operator}
 Device: {facts.get("device")}
 Options: {options}
 Difference: output {fault.checked.output!r} has a signal-to-noise ratio of {fault.checked.engine_db:.1f} dB against
-ONNX Runtime {_version()} without graph optimizations. Runtimes that are right agree to 30 dB and more.
+ONNX Runtime {_package_version()} without graph optimizations. Runtimes that are right agree to 30 dB and more.
 Made with onnx {version("onnx")}.
 
 Files: {path.name}, and {path.with_suffix(".npz").name} with
@@ -264,16 +269,16 @@ Files: {path.name}, and {path.with_suffix(".npz").name} with
 
 To reproduce, in the folder of this file:
 
-{_script(name, path, facts)}"""
+{_reproduction_script(name, path, facts)}"""
 
 
-def _version() -> str:
+def _package_version() -> str:
     import onnxruntime
 
     return str(onnxruntime.__version__)
 
 
-def _script(name: str, path: Path, facts: Mapping[str, Any]) -> str:
+def _reproduction_script(name: str, path: Path, facts: Mapping[str, Any]) -> str:
     hint = facts.get("options", {}).get("precision", "f32")
     runs = {
         "openvino": f"""import openvino as ov

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, Part, part_sqnr, parts_of, taken
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, OutputPart, part_sqnr, select_values, split_output
 from harness.api import Array
 from harness.errors import EvaluationFailed
 from harness.records import Failed
@@ -25,27 +25,35 @@ from harness.results_dir.artifacts import ExportedModel
 from harness.results_dir.io import read_json
 
 __all__ = [
-    "CHECKS", "Checked", "Comparison", "Outputs", "compare_float", "compare_with_file", "good", "not_checked",
-    "read_checks", "stored",
+    "CHECK_FILE_NAME",
+    "Comparison",
+    "OutputCheck",
+    "Outputs",
+    "compare_float",
+    "compare_with_file",
+    "encode_check",
+    "not_checked",
+    "read_checks",
+    "require_outputs",
 ]  # fmt: skip
 
-CHECKS = "runtime_check.json"
+CHECK_FILE_NAME = "runtime_check.json"
 """Name of the record in the folder of a task."""
 MARGIN_DB = 6.0
 """Rounding ties that fall the other way put an engine as far from the file as the file is from the float model."""
 SUSPECT_DB = 1.5
 """From here on an operator is looked for. Of ten right rows that were 0.7 to 2.2 dB further none had one."""
-LOST_DB = 3.0
+MIN_FILE_SQNR_DB = 3.0
 """Below, the file itself has lost the output: an engine is wrong only where an operator is found that is."""
-MOST_DB = 80.0
+MAX_REQUIRED_SQNR_DB = 80.0
 """No engine has to be closer to its file: kernels for integers round floats apart from those of the float model."""
-FLOAT_DB: Mapping[str, float] = {"f32": 30.0, "fp32": 30.0}
+MIN_FLOAT_SQNR_DB: Mapping[str, float] = {"f32": 30.0, "fp32": 30.0}
 """Least ratio of a float model in a runtime to the same model in ONNX Runtime, by the precision of the runtime."""
-HALF_DB = 8.0
+MIN_HALF_SQNR_DB = 8.0
 """The same for all other precisions. BF16 has 8 bits of mantissa: YOLOX-Nano comes to 15 dB at its class scores."""
-FINITE = 0.9
+MIN_FINITE_FRACTION = 0.9
 """Share of an output that is finite in model and file, at least, or it is not compared."""
-OVERFLOW = 1e30
+OVERFLOW_MAGNITUDE = 1e30
 """Larger values count as infinite: where exp overflows, the next rounding decides whether a value is."""
 Outputs = Sequence[Mapping[str, Array]]
 """Outputs by name, sample by sample."""
@@ -53,7 +61,7 @@ Verdict = Literal["right", "wrong result", "saturates", "not checked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class OutputCheck:
     """What a check of one model in one runtime found.
 
     Attributes:
@@ -83,12 +91,12 @@ class Checked:
     seconds: float = 0.0
 
     @property
-    def wrong(self) -> bool:
+    def is_wrong(self) -> bool:
         """Whether the runtime computes something else than the file says."""
         return self.verdict in ("wrong result", "saturates")
 
     @property
-    def suspect(self) -> bool:
+    def is_suspect(self) -> bool:
         """Whether the engine is further from the file than rounding ties explain, but not by `MARGIN_DB`."""
         if self.verdict != "right" or self.file_db is None or self.engine_db is None or self.noise_db is None:
             return False
@@ -110,9 +118,9 @@ class Checked:
         return f"{said}; {self.reason}" if self.reason else said
 
 
-def not_checked(reason: str, runtime: str = "") -> Checked:
+def not_checked(reason: str, runtime: str = "") -> OutputCheck:
     """Return a record that says why a model was not compared."""
-    return Checked(verdict="not checked", runtime=runtime, reason=reason)
+    return OutputCheck(verdict="not checked", runtime=runtime, reason=reason)
 
 
 def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits them
@@ -123,9 +131,9 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
     *,
     precision: str = "f32",
     skipped: Collection[str] = (),
-    most_db: float = MOST_DB,
+    most_db: float = MAX_REQUIRED_SQNR_DB,
     whole: bool = False,
-) -> Checked:
+) -> OutputCheck:
     """Judge the engine of a quantized model.
 
     Args:
@@ -138,31 +146,31 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
         most_db: No engine has to be closer to its file than this.
         whole: Compare outputs as they are, also where their slices differ in scale.
     """
-    least = least_db(precision)
+    least = min_sqnr_db(precision)
     found = []
-    for name, masks in _masks(floats, skipped, file).items():
-        own, said, done = (_values(outputs, name, masks) for outputs in (floats, file, engine))
-        noisy = None if engine_float is None else _values(engine_float, name, masks)
-        for part in (not whole and parts_of([array for array in own if array is not None])) or (None,):
-            file_db, engine_db = _mean_db(own, said, part), _mean_db(said, done, part)
-            noise_db = most_db if noisy is None else min(most_db, max(least, _mean_db(own, noisy, part)))
+    for name, masks in _finite_masks(floats, skipped, file).items():
+        own, said, done = (_masked_samples(outputs, name, masks) for outputs in (floats, file, engine))
+        noisy = None if engine_float is None else _masked_samples(engine_float, name, masks)
+        for part in (not whole and split_output([array for array in own if array is not None])) or (None,):
+            file_db, engine_db = _mean_sqnr_db(own, said, part), _mean_sqnr_db(said, done, part)
+            noise_db = most_db if noisy is None else min(most_db, max(least, _mean_sqnr_db(own, noisy, part)))
             limit_db = min(file_db, noise_db) - MARGIN_DB
-            wrong = engine_db < limit_db and file_db >= LOST_DB
-            judged = _checked(wrong, name, part, engine_db, file_db, noise_db)
+            wrong = engine_db < limit_db and file_db >= MIN_FILE_SQNR_DB
+            judged = _make_check(wrong, name, part, engine_db, file_db, noise_db)
             found.append((engine_db - limit_db, judged))
-    return _worst(found, file, skipped)
+    return _worst_output(found, file, skipped)
 
 
-def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Collection[str] = ()) -> Checked:
+def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Collection[str] = ()) -> OutputCheck:
     """Judge the engine of the float model; see `compare_with_file`."""
-    least = least_db(precision)
+    least = min_sqnr_db(precision)
     found = []
-    for name, masks in _masks(floats, skipped, floats).items():
-        own, done = _values(floats, name, masks), _values(engine, name, masks)
-        for part in parts_of([array for array in own if array is not None]) or (None,):
-            engine_db = _mean_db(own, done, part)
-            found.append((engine_db - least, _checked(engine_db < least, name, part, engine_db, None, None)))
-    return _worst(found, floats, skipped)
+    for name, masks in _finite_masks(floats, skipped, floats).items():
+        own, done = _masked_samples(floats, name, masks), _masked_samples(engine, name, masks)
+        for part in split_output([array for array in own if array is not None]) or (None,):
+            engine_db = _mean_sqnr_db(own, done, part)
+            found.append((engine_db - least, _make_check(engine_db < least, name, part, engine_db, None, None)))
+    return _worst_output(found, floats, skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,19 +184,19 @@ class Comparison:
     reference: Callable[[Path], Outputs | Failed]
     engine: Callable[[Path], Outputs | Failed]
 
-    def judge(self, path: Path) -> Checked:
+    def judge(self, path: Path) -> OutputCheck:
         """Compare what the runtime computes with the file.
 
         Raises:
             EvaluationFailed: It does not run in one of the two.
         """
-        file = good(self.reference(path), "its file in ONNX Runtime")
-        engine = good(self.engine(path), "the engine")
+        file = require_outputs(self.reference(path), "its file in ONNX Runtime")
+        engine = require_outputs(self.engine(path), "the engine")
         limits: dict[str, Any] = {"precision": self.precision, "skipped": self.skipped}
         return compare_with_file(self.floats, file, engine, self.engine_float, **limits)
 
 
-def good(outputs: Outputs | Failed, what: str) -> Outputs:
+def require_outputs(outputs: Outputs | Failed, what: str) -> Outputs:
     """Return the outputs.
 
     Raises:
@@ -199,15 +207,15 @@ def good(outputs: Outputs | Failed, what: str) -> Outputs:
     return outputs
 
 
-def least_db(precision: str) -> float:
+def min_sqnr_db(precision: str) -> float:
     """Return the least ratio of a right float model in a runtime that computes in this precision."""
-    return FLOAT_DB.get(precision, HALF_DB)
+    return MIN_FLOAT_SQNR_DB.get(precision, MIN_HALF_SQNR_DB)
 
 
-def _checked(
-    wrong: bool, name: str, part: Part | None, engine_db: float, file_db: float | None, noise_db: float | None
-) -> Checked:
-    return Checked(
+def _make_check(
+    wrong: bool, name: str, part: OutputPart | None, engine_db: float, file_db: float | None, noise_db: float | None
+) -> OutputCheck:
+    return OutputCheck(
         verdict="wrong result" if wrong else "right",
         output=name,
         part="" if part is None else str(part),
@@ -217,7 +225,7 @@ def _checked(
     )
 
 
-def _worst(found: Sequence[tuple[float, Checked]], file: Outputs, skipped: Collection[str]) -> Checked:
+def _worst_output(found: Sequence[tuple[float, OutputCheck]], file: Outputs, skipped: Collection[str]) -> OutputCheck:
     if found:
         return min(found, key=lambda each: each[0])[1]
     broken = [name for name, array in file[0].items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
@@ -227,7 +235,7 @@ def _worst(found: Sequence[tuple[float, Checked]], file: Outputs, skipped: Colle
     return not_checked(f"no output of floating type{names}")
 
 
-def _masks(floats: Outputs, skipped: Collection[str], file: Outputs) -> dict[str, list[Array]]:
+def _finite_masks(floats: Outputs, skipped: Collection[str], file: Outputs) -> dict[str, list[Array]]:
     """Return, of each output that can be compared, the places of each sample where model and file are finite."""
     found = {}
     for name, array in floats[0].items():
@@ -237,13 +245,13 @@ def _masks(floats: Outputs, skipped: Collection[str], file: Outputs) -> dict[str
             (own[name], said[name]) for own, said in zip(floats, file, strict=True) if name in own and name in said
         ]
         if len(pairs) == len(floats) and {a.shape for pair in pairs for a in pair} == {array.shape}:
-            masks = [(np.abs(own) < OVERFLOW) & (np.abs(said) < OVERFLOW) for own, said in pairs]
-            if min(float(mask.mean()) for mask in masks) >= FINITE:
+            masks = [(np.abs(own) < OVERFLOW_MAGNITUDE) & (np.abs(said) < OVERFLOW_MAGNITUDE) for own, said in pairs]
+            if min(float(mask.mean()) for mask in masks) >= MIN_FINITE_FRACTION:
                 found[name] = masks
     return found
 
 
-def _values(outputs: Outputs, name: str, masks: Sequence[Array]) -> list[Array | None]:
+def _masked_samples(outputs: Outputs, name: str, masks: Sequence[Array]) -> list[Array | None]:
     """Return an output sample by sample, 0 where the mask is; None where it is missing or of another size."""
     arrays = [sample.get(name) for sample in outputs]
     return [
@@ -252,27 +260,27 @@ def _values(outputs: Outputs, name: str, masks: Sequence[Array]) -> list[Array |
     ]
 
 
-def _mean_db(reference: Sequence[Array | None], outputs: Sequence[Array | None], part: Part | None) -> float:
+def _mean_sqnr_db(reference: Sequence[Array | None], outputs: Sequence[Array | None], part: OutputPart | None) -> float:
     """Return the mean over samples of the ratio of one part of an output.
 
     An output that is missing, of another size or not finite is as far away as can be.
     """
-    return float(np.mean([_sample_db(own, found, part) for own, found in zip(reference, outputs, strict=True)]))
+    return float(np.mean([_sample_sqnr_db(own, found, part) for own, found in zip(reference, outputs, strict=True)]))
 
 
-def _sample_db(reference: Array | None, output: Array | None, part: Part | None) -> float:
-    if reference is None or output is None or not np.isfinite(taken(output, part)).all():
+def _sample_sqnr_db(reference: Array | None, output: Array | None, part: OutputPart | None) -> float:
+    if reference is None or output is None or not np.isfinite(select_values(output, part)).all():
         return -MAX_SQNR_DB
     return part_sqnr(*np.atleast_1d(reference, output), part)
 
 
-def read_checks(folder: Path, rows: Mapping[str, ExportedModel]) -> dict[str, Checked]:
+def read_checks(folder: Path, rows: Mapping[str, ExportedModel]) -> dict[str, OutputCheck]:
     """Return what was found of each row of a task, by row; nothing where rows were never checked."""
-    path = folder / CHECKS
+    path = folder / CHECK_FILE_NAME
     found: dict[str, Any] = read_json(path)["checks"] if path.exists() else {}
-    return {name: Checked(**found[row.key]) for name, row in rows.items() if row.key in found}
+    return {name: OutputCheck(**found[row.key]) for name, row in rows.items() if row.key in found}
 
 
-def stored(checked: Checked) -> dict[str, Any]:
+def encode_check(checked: OutputCheck) -> dict[str, Any]:
     """Return a record as JSON holds it."""
     return {key: value for key, value in asdict(checked).items() if value not in ("", None)}

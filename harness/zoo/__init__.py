@@ -1,5 +1,5 @@
 """Models and data made by code, so that nothing needs a download."""
 
-from harness.zoo.catalog import names, write
+from harness.zoo.catalog import model_names, write_model
 
-__all__ = ["names", "write"]
+__all__ = ["model_names", "write_model"]

@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 from harness.errors import UserError, suggest_names
 from harness.graph.builder import GraphBuilder
-from harness.graph.signature import before_transpose
+from harness.graph.signature import write_without_output_transpose
 from harness.zoo import cnn, detector, transformer
 
-__all__ = ["names", "write"]
+__all__ = ["model_names", "write_model"]
 
-_MADE: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = MappingProxyType(
+_BUILDERS: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = MappingProxyType(
     {
         "resnet18": (cnn.resnet18, "ResNet-18, BatchNormalization unfolded; images 1x3x224x224"),
         "resnet50": (cnn.resnet50, "ResNet-50, BatchNormalization unfolded; images 1x3x224x224"),
@@ -28,22 +28,22 @@ _MADE: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = MappingProxyType(
         ),
     }
 )
-_TRAINED = "shapes_detector"
-_TRAINED_EXPORT = "shapes_yolo"
+_TRAINED_NAME = "shapes_detector"
+_TRAINED_EXPORT_NAME = "shapes_yolo"
 
 
-def names() -> Mapping[str, str]:
+def model_names() -> Mapping[str, str]:
     """One line about each model of the zoo, its input at the end."""
-    made = {name: line for name, (_, line) in _MADE.items()}
+    made = {name: line for name, (_, line) in _BUILDERS.items()}
     trained = "trained detector of made-up shapes (harness.zoo.shapes)"
     return {
         **made,
-        _TRAINED: f"{trained}; images 1x3x128x128",
-        _TRAINED_EXPORT: f"{trained}, one output as Ultralytics exports, 1x7x320; images 1x3x128x128",
+        _TRAINED_NAME: f"{trained}; images 1x3x128x128",
+        _TRAINED_EXPORT_NAME: f"{trained}, one output as Ultralytics exports, 1x7x320; images 1x3x128x128",
     }
 
 
-def write(name: str, path: Path) -> Path:
+def write_model(name: str, path: Path) -> Path:
     """Write a model of the zoo to an ONNX file; the same name gives the same bytes.
 
     Args:
@@ -56,15 +56,15 @@ def write(name: str, path: Path) -> Path:
     Raises:
         UserError: The zoo has no such model, or the file cannot be written.
     """
-    if name not in names():
-        raise UserError(f"zoo:{name}: no such model; {suggest_names(name, names())}")
+    if name not in model_names():
+        raise UserError(f"zoo:{name}: no such model; {suggest_names(name, model_names())}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if name == _TRAINED:
-            path.write_bytes(detector.TRAINED.read_bytes())
+        if name == _TRAINED_NAME:
+            path.write_bytes(detector.TRAINED_MODEL_PATH.read_bytes())
             return path
-        if name == _TRAINED_EXPORT:
-            return before_transpose(detector.TRAINED, path, "output0")
-        return _MADE[name][0]().save(path)
+        if name == _TRAINED_EXPORT_NAME:
+            return write_without_output_transpose(detector.TRAINED_MODEL_PATH, path, "output0")
+        return _BUILDERS[name][0]().save(path)
     except OSError as error:
         raise UserError(f"zoo:{name}: cannot write {path}: {error.strerror or error}") from error

@@ -10,9 +10,9 @@ from harness.graph.builder import GraphBuilder
 
 __all__ = ["mobilenetv2", "resnet18", "resnet50"]
 
-IMAGE = (1, 3, 224, 224)
-CLASSES = 1000
-BRANCH = 0.4
+IMAGE_SHAPE = (1, 3, 224, 224)
+CLASS_COUNT = 1000
+BRANCH_GAIN = 0.4
 """Scale of a residual branch's last BatchNormalization: below 1, as in trained networks, so depth adds little."""
 
 
@@ -29,7 +29,7 @@ def resnet50() -> GraphBuilder:
 def mobilenetv2() -> GraphBuilder:
     """MobileNetV2 at width 1.0: inverted residuals with linear bottlenecks, arXiv:1801.04381, table 2."""
     g = GraphBuilder("mobilenetv2", seed=3)
-    x = _relu6(g, g.conv(g.input("images", IMAGE), 32, 3, stride=2))
+    x = _relu6(g, g.conv(g.input("images", IMAGE_SHAPE), 32, 3, stride=2))
     stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
     for expansion, channels, repeats, stride in stages:
         for index in range(repeats):
@@ -39,7 +39,7 @@ def mobilenetv2() -> GraphBuilder:
 
 def _resnet(name: str, depths: tuple[int, ...], *, bottleneck: bool) -> GraphBuilder:
     g = GraphBuilder(name, seed=sum(depths))
-    x = _conv_bn(g, g.input("images", IMAGE), 64, 7, stride=2)
+    x = _conv_bn(g, g.input("images", IMAGE_SHAPE), 64, 7, stride=2)
     x = g.op("MaxPool", g.op("Relu", x), kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
     for stage, depth in enumerate(depths):
         for index in range(depth):
@@ -53,10 +53,10 @@ def _residual(g: GraphBuilder, x: str, width: int, stride: int, *, bottleneck: b
     if bottleneck:
         branch = g.op("Relu", _conv_bn(g, x, width, 1))
         branch = g.op("Relu", _conv_bn(g, branch, width, 3, stride=stride))
-        branch = _conv_bn(g, branch, channels, 1, gain=BRANCH)
+        branch = _conv_bn(g, branch, channels, 1, gain=BRANCH_GAIN)
     else:
         branch = g.op("Relu", _conv_bn(g, x, width, 3, stride=stride))
-        branch = _conv_bn(g, branch, channels, 3, gain=BRANCH)
+        branch = _conv_bn(g, branch, channels, 3, gain=BRANCH_GAIN)
     shortcut = x if g.shape(x)[1] == channels and stride == 1 else _conv_bn(g, x, channels, 1, stride=stride)
     return g.op("Relu", g.op("Add", branch, shortcut))
 
@@ -79,5 +79,5 @@ def _relu6(g: GraphBuilder, x: str) -> str:
 
 def _classifier(g: GraphBuilder, x: str) -> GraphBuilder:
     pooled = g.op("Flatten", g.op("GlobalAveragePool", x), axis=1)
-    g.output(g.gemm(pooled, CLASSES), name="logits")
+    g.output(g.gemm(pooled, CLASS_COUNT), name="logits")
     return g

@@ -27,11 +27,11 @@ import numpy as np
 
 from harness.graph.builder import GraphBuilder
 
-__all__ = ["TRAINED", "yolo_tiny", "yolo_tiny_export"]
+__all__ = ["TRAINED_MODEL_PATH", "yolo_tiny", "yolo_tiny_export"]
 
-TRAINED = Path(__file__).with_name("shapes_detector.onnx")
+TRAINED_MODEL_PATH = Path(__file__).with_name("shapes_detector.onnx")
 """The trained detector as committed."""
-SIDE = 320
+IMAGE_SIDE = 320
 STRIDES = (8, 16, 32)
 
 
@@ -47,7 +47,7 @@ def yolo_tiny_export() -> GraphBuilder:
     """`yolo_tiny` with its boxes decoded in the graph and one output, 1 x 84 x 2100."""
     g = GraphBuilder("yolo_tiny_export", seed=80)
     boxes, scores = (g.op("Concat", *parts, axis=2) for parts in zip(*_heads(g), strict=True))
-    sides = [SIDE // stride for stride in STRIDES]
+    sides = [IMAGE_SIDE // stride for stride in STRIDES]
     cells = np.concatenate([np.mgrid[:side, :side][::-1].reshape(2, -1) for side in sides], axis=1)
     strides = np.concatenate([np.full(side**2, stride) for side, stride in zip(sides, STRIDES, strict=True)])
     step = g.const(strides[None, None].astype(np.float32), "strides")
@@ -59,7 +59,7 @@ def yolo_tiny_export() -> GraphBuilder:
 
 def _heads(g: GraphBuilder) -> list[tuple[str, str]]:
     """The network; boxes and scores of each stride."""
-    x = _conv(g, g.input("images", (1, 3, SIDE, SIDE)), 24, 3, stride=2)
+    x = _conv(g, g.input("images", (1, 3, IMAGE_SIDE, IMAGE_SIDE)), 24, 3, stride=2)
     levels = []
     for channels, depth in ((48, 1), (96, 2), (192, 2), (384, 1)):
         x = _csp(g, _conv(g, x, channels, 3, stride=2), channels, depth, residual=True)

@@ -23,12 +23,12 @@ from PIL import Image, ImageDraw
 
 from harness.errors import UserError, suggest_names
 
-__all__ = ["CLASSES", "SIZE", "Shapes", "split"]
+__all__ = ["CLASS_NAMES", "IMAGE_SIZE_PX", "ShapesSplit", "draw_split"]
 
-SIZE = 128
+IMAGE_SIZE_PX = 128
 """Height and width of every image, in pixels."""
 
-CLASSES = ("circle", "square", "triangle")
+CLASS_NAMES = ("circle", "square", "triangle")
 """Names by class index; the category id of COCO is the index plus one."""
 
 _SPLITS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -43,7 +43,7 @@ Colour = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
+class ShapesSplit:
     """Images with their labels.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Shape:
         return min(xs), min(ys), max(xs), max(ys)
 
 
-def split(name: str, count: int | None = None) -> Shapes:
+def draw_split(name: str, count: int | None = None) -> ShapesSplit:
     """Draw one split of the data set.
 
     Args:
@@ -90,15 +90,15 @@ def split(name: str, count: int | None = None) -> Shapes:
         image, shapes = _scene(np.random.default_rng((seed, index)))
         images.append(image)
         annotations += [_annotation(shape, index + 1, len(annotations) + k + 1) for k, shape in enumerate(shapes)]
-    return Shapes(images=tuple(images), coco=_coco(name, len(images), annotations))
+    return ShapesSplit(images=tuple(images), coco=_coco(name, len(images), annotations))
 
 
 def _coco(name: str, count: int, annotations: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "info": {"description": f"made-up shapes, split {name}"},
-        "categories": [{"id": index + 1, "name": label} for index, label in enumerate(CLASSES)],
+        "categories": [{"id": index + 1, "name": label} for index, label in enumerate(CLASS_NAMES)],
         "images": [
-            {"id": index + 1, "file_name": f"{name}_{index:05d}.png", "width": SIZE, "height": SIZE}
+            {"id": index + 1, "file_name": f"{name}_{index:05d}.png", "width": IMAGE_SIZE_PX, "height": IMAGE_SIZE_PX}
             for index in range(count)
         ],
         "annotations": annotations,
@@ -119,7 +119,7 @@ def _annotation(shape: _Shape, image_id: int, annotation_id: int) -> dict[str, A
 
 def _scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape]]:
     base = rng.uniform(20, 235, 3)
-    large = SIZE * _SUPERSAMPLING
+    large = IMAGE_SIZE_PX * _SUPERSAMPLING
     canvas = Image.fromarray(_gradient(base, rng)).resize((large, large), Image.Resampling.BILINEAR)
     pen = ImageDraw.Draw(canvas)
     for _ in range(int(rng.integers(0, 5))):
@@ -140,7 +140,7 @@ def _scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape
 def _gradient(base: npt.NDArray[np.float64], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """A SIZE x SIZE image that changes by up to 60 levels along a random direction."""
     angle = rng.uniform(0, 2 * math.pi)
-    steps = np.linspace(-0.5, 0.5, SIZE)
+    steps = np.linspace(-0.5, 0.5, IMAGE_SIZE_PX)
     ramp = steps[:, None] * math.sin(angle) + steps * math.cos(angle)
     return np.clip(base + ramp[..., None] * rng.uniform(-60, 60, 3), 0, 255).astype(np.uint8)
 
@@ -154,7 +154,7 @@ def _contrasting(base: npt.NDArray[np.float64], rng: np.random.Generator) -> Col
 
 
 def _distractor(pen: ImageDraw.ImageDraw, colour: Colour, rng: np.random.Generator) -> None:
-    centre, size = rng.uniform(0, SIZE, 2), rng.uniform(6, 24)
+    centre, size = rng.uniform(0, IMAGE_SIZE_PX, 2), rng.uniform(6, 24)
     angle = rng.uniform(0, math.pi)
     arm = np.array([math.cos(angle), math.sin(angle)]) * size
     bars = [(centre - arm, centre + arm)]
@@ -187,9 +187,9 @@ def _shapes(rng: np.random.Generator) -> list[_Shape]:
 
 def _shape(rng: np.random.Generator) -> _Shape:
     """A shape with a circumscribed circle of 8 to 28 pixels in radius (small ones as often as large)."""
-    index = int(rng.integers(len(CLASSES)))
+    index = int(rng.integers(len(CLASS_NAMES)))
     radius = math.exp(rng.uniform(math.log(8), math.log(28)))
-    x, y = rng.uniform(radius, SIZE - radius, 2)
+    x, y = rng.uniform(radius, IMAGE_SIZE_PX - radius, 2)
     corners = (48, 4, 3)[index]
     turn = rng.uniform(0, 2 * math.pi)
     angles = [turn + 2 * math.pi * k / corners for k in range(corners)]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from harness.zoo.shapes import CLASSES, SIZE, Shapes, split
+from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, ShapesSplit, draw_split
 
 __all__ = ["Detector", "export", "loss", "main", "train"]
 
@@ -68,15 +68,15 @@ class Head(nn.Module):  # type: ignore[misc]
 
     def __init__(self, inputs: int, *, stride: int) -> None:
         super().__init__()
-        self.cells = (SIZE // stride) ** 2
+        self.cells = (IMAGE_SIZE_PX // stride) ** 2
         self.stem = conv(inputs, 48)
-        self.scores = nn.Sequential(separable(48, 48), nn.Conv2d(48, len(CLASSES), 1))
+        self.scores = nn.Sequential(separable(48, 48), nn.Conv2d(48, len(CLASS_NAMES), 1))
         self.boxes = nn.Sequential(separable(48, 48), separable(48, 48), nn.Conv2d(48, 4, 1))
         nn.init.constant_(self.scores[-1].bias, -math.log(99))  # a score of 0.01 at the start (arXiv:1708.02002, 4.1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        return torch.cat([self.boxes(x), self.scores(x)], 1).reshape(-1, 4 + len(CLASSES), self.cells)
+        return torch.cat([self.boxes(x), self.scores(x)], 1).reshape(-1, 4 + len(CLASS_NAMES), self.cells)
 
 
 class Detector(nn.Module):  # type: ignore[misc]
@@ -90,7 +90,9 @@ class Detector(nn.Module):  # type: ignore[misc]
         self.lateral, self.up = conv(96, 64), CSP(128, 64, residual=False)
         self.reduce, self.down = separable(64, 64, stride=2), CSP(128, 64, residual=False)
         self.heads = nn.ModuleList([Head(64, stride=stride) for stride in STRIDES])
-        points = [(np.mgrid[: SIZE // s, : SIZE // s][::-1].reshape(2, -1) + 0.5) * s for s in STRIDES]
+        points = [
+            (np.mgrid[: IMAGE_SIZE_PX // s, : IMAGE_SIZE_PX // s][::-1].reshape(2, -1) + 0.5) * s for s in STRIDES
+        ]
         strides = [np.full(p.shape[1], s) for p, s in zip(points, STRIDES, strict=True)]
         self.register_buffer("centres", torch.tensor(np.concatenate(points, 1), dtype=torch.float32))
         self.register_buffer("strides", torch.tensor(np.concatenate(strides), dtype=torch.float32))
@@ -111,7 +113,7 @@ class Detector(nn.Module):  # type: ignore[misc]
         return torch.cat([boxes, torch.sigmoid(logits)], 1).transpose(1, 2)
 
 
-def overlaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def iou_and_ciou(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """IoU and CIoU of boxes given as centre and size; the last axis is 4 and the others broadcast."""
     (ac, asize), (bc, bsize) = a.split(2, -1), b.split(2, -1)
     low, high = torch.maximum(ac - asize / 2, bc - bsize / 2), torch.minimum(ac + asize / 2, bc + bsize / 2)
@@ -125,7 +127,7 @@ def overlaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return iou, iou - distance - weight * shape
 
 
-def assign(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+def assign_cells(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     """Task-aligned assignment (TOOD, section 3.2): which shape each cell learns, and how well it should score.
 
     Args:
@@ -139,7 +141,7 @@ def assign(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor) -> t
     """
     valid = targets[..., 0] >= 0
     label = targets[..., 0].clamp(min=0).long()
-    iou, _ = overlaps(boxes[:, None], targets[:, :, None, 1:])
+    iou, _ = iou_and_ciou(boxes[:, None], targets[:, :, None, 1:])
     score = scores.transpose(1, 2).gather(1, label[..., None].expand(-1, -1, scores.shape[1]))
     inside = (centres - targets[:, :, None, 1:3]).abs().amax(-1) < (targets[..., 3:].amax(-1) / 2).clamp(min=6)[
         ..., None
@@ -156,16 +158,16 @@ def loss(model: Tensor, images: Tensor, targets: Tensor) -> Tensor:
     boxes, logits = model.raw(images)
     boxes, logits = boxes.transpose(1, 2), logits.transpose(1, 2)
     with torch.no_grad():
-        owner, quality = assign(boxes, logits.sigmoid(), targets, model.centres.T)
+        owner, quality = assign_cells(boxes, logits.sigmoid(), targets, model.centres.T)
     matched = targets.gather(1, owner[..., None].expand(-1, -1, 5))
-    hot = functional.one_hot(matched[..., 0].clamp(min=0).long(), len(CLASSES)) * quality[..., None]
+    hot = functional.one_hot(matched[..., 0].clamp(min=0).long(), len(CLASS_NAMES)) * quality[..., None]
     scores = functional.binary_cross_entropy_with_logits(logits, hot, reduction="sum")
-    _, ciou = overlaps(boxes, matched[..., 1:])
+    _, ciou = iou_and_ciou(boxes, matched[..., 1:])
     total = quality.sum().clamp(min=1.0)
     return (scores + ((1 - ciou) * quality).sum() * 4) / total
 
 
-def _arrays(data: Shapes) -> tuple[Tensor, Tensor]:
+def _arrays(data: ShapesSplit) -> tuple[Tensor, Tensor]:
     """Images as N x 3 x SIZE x SIZE bytes, labels as N x M x 5 (class or -1, centre, size)."""
     labels = np.full((len(data.images), 6, 5), -1.0, np.float32)
     labels[..., 3:] = 1.0
@@ -177,19 +179,19 @@ def _arrays(data: Shapes) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(data.images).transpose(0, 3, 1, 2).copy()), torch.from_numpy(labels)
 
 
-def _flipped(images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+def _augment(images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """The batch after one of the eight symmetries of the square, drawn at random, and with channels in random order."""
     targets = targets.clone()
     for axis in (1, 2):
         if rng.random() < 0.5:
             images = images.flip(4 - axis)
-            targets[..., axis] = SIZE - targets[..., axis]
+            targets[..., axis] = IMAGE_SIZE_PX - targets[..., axis]
     if rng.random() < 0.5:
         images, targets = images.transpose(2, 3), targets[..., [0, 2, 1, 4, 3]]
     return images[:, rng.permutation(3).tolist()].contiguous(), targets
 
 
-def train(data: Shapes, *, epochs: int, batch: int = 16, seed: int = SEED) -> Tensor:
+def train(data: ShapesSplit, *, epochs: int, batch: int = 16, seed: int = SEED) -> Tensor:
     """Train a detector; AdamW with one warm-up epoch and cosine decay, weights averaged over steps."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -207,7 +209,7 @@ def train(data: Shapes, *, epochs: int, batch: int = 16, seed: int = SEED) -> Te
         order, total = rng.permutation(len(images)), 0.0
         for step in range(steps):
             chosen = torch.from_numpy(order[step * batch : (step + 1) * batch])
-            x, y = _flipped(images[chosen], targets[chosen], rng)
+            x, y = _augment(images[chosen], targets[chosen], rng)
             value = loss(model, x.float().div(255).to(memory_format=torch.channels_last), y)
             optimizer.zero_grad()
             value.backward()
@@ -224,7 +226,7 @@ def export(model: Tensor, path: Path) -> None:
     """Write the trained detector as ONNX, opset 17, BatchNormalization folded into the convolutions."""
     torch.onnx.export(
         model.cpu().to(memory_format=torch.contiguous_format),
-        (torch.zeros(1, 3, SIZE, SIZE),),
+        (torch.zeros(1, 3, IMAGE_SIZE_PX, IMAGE_SIZE_PX),),
         path,
         input_names=["images"],
         output_names=["detections"],
@@ -242,7 +244,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)  # with more, threads wait for each other wherever another process runs
-    export(train(split("train", arguments.images), epochs=arguments.epochs), arguments.output)
+    export(train(draw_split("train", arguments.images), epochs=arguments.epochs), arguments.output)
 
 
 if __name__ == "__main__":

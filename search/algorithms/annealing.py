@@ -9,11 +9,11 @@ import numpy as np
 
 from search.api import Observation, Placement, Score, Space, check_range
 from search.archive import Archive, improves
-from search.moves import assign, blocks, flip, nearby, unseen
+from search.moves import assign, dimension_blocks, first_unseen, flip, random_neighbour
 
 __all__ = ["AnnealingSearcher"]
 
-ATTEMPTS = 50
+MAX_ATTEMPTS = 50
 
 
 class AnnealingSearcher:
@@ -50,7 +50,7 @@ class AnnealingSearcher:
         self._space = space
         self._rng = np.random.default_rng(seed)
         self._hottest, self._coldest, self._cycle, self._block = hottest, coldest, cycle, block
-        self._blocks = blocks(space)
+        self._blocks = dimension_blocks(space)
         self._archive = Archive()
         self._told = 0
         self._base = space.float_placement()
@@ -86,10 +86,10 @@ class AnnealingSearcher:
     def _propose(self) -> Placement | None:
         if self._space.digest(self._base) not in self._archive:
             return self._base
-        placement = unseen(self._moved, self._space, self._archive, ATTEMPTS)
-        return placement or nearby(self._base, self._space, self._rng, self._archive)
+        placement = first_unseen(self._random_move, self._space, self._archive, MAX_ATTEMPTS)
+        return placement or random_neighbour(self._base, self._space, self._rng, self._archive)
 
-    def _moved(self) -> Placement:
+    def _random_move(self) -> Placement:
         if self._blocks and self._rng.random() < self._block:
             block = self._blocks[self._rng.integers(len(self._blocks))]
             return assign(self._base, block, int(self._rng.integers(max(self._space.sizes))), self._space)

@@ -13,11 +13,11 @@ from typing import Any
 
 from search.api import Observation, Placement, Score, Searcher, Space, check_range
 from search.archive import Archive, improves
-from search.subspace import remembered, searcher_named
+from search.subspace import known_outcome, load_searcher
 
 __all__ = ["PortfolioSearcher"]
 
-MEMBERS = ("surrogate", "local", "evolutionary")
+DEFAULT_MEMBERS = ("surrogate", "local", "evolutionary")
 
 
 class PortfolioSearcher:
@@ -41,7 +41,7 @@ class PortfolioSearcher:
         space: Space,
         *,
         seed: int,
-        members: Sequence[str] = MEMBERS,
+        members: Sequence[str] = DEFAULT_MEMBERS,
         params: Mapping[str, Mapping[str, Any]] | None = None,
         window: int = 50,
         exploration: float = 0.1,
@@ -55,7 +55,7 @@ class PortfolioSearcher:
             raise ValueError(f"params is for members ({', '.join(members)}), but got {', '.join(unknown)}")
         self._space = space
         self._members: dict[str, Searcher] = {
-            name: searcher_named(name)(space, seed=seed + number, **settings.get(name, {}))
+            name: load_searcher(name)(space, seed=seed + number, **settings.get(name, {}))
             for number, name in enumerate(members)
         }
         self._exploration = exploration
@@ -71,11 +71,11 @@ class PortfolioSearcher:
         self._archive.tell(observation)
         for member in self._members.values():
             member.tell(observation)
-        gained = self._improved()
+        gained = self._update_best()
         if (name := self._asked_by.pop(observation.digest, None)) is not None:
             self._turns.append((name, gained))
 
-    def _improved(self) -> bool:
+    def _update_best(self) -> bool:
         """Whether the best is now better than it was by more than the noise; a tie does not become the best."""
         now = next((entry.score for entry in self._archive.incumbents(1)), None)
         before, self._best = self._best, now
@@ -89,11 +89,11 @@ class PortfolioSearcher:
                     if digest not in self._archive:
                         self._asked_by[digest] = name
                         return placement
-                    self._remind(name, placement, digest)
+                    self._tell_known(name, placement, digest)
         return None
 
-    def _remind(self, name: str, placement: Placement, digest: str) -> None:
-        if (known := remembered(self._archive, placement, digest)) is not None:
+    def _tell_known(self, name: str, placement: Placement, digest: str) -> None:
+        if (known := known_outcome(self._archive, placement, digest)) is not None:
             self._members[name].tell(known)
 
     def _credit(self, name: str) -> float:

@@ -9,15 +9,15 @@ import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive
-from search.moves import perturbed
-from search.subspace import Part, remembered, searcher_named
+from search.moves import random_kick
+from search.subspace import SubspaceSearcher, known_outcome, load_searcher
 
 __all__ = ["PerPatternSearcher"]
 
-Order = Literal["graph", "cost"]
-GRAFTS = 3
-PERTURBATION = 0.1
-ATTEMPTS = 50
+BlockOrder = Literal["graph", "cost"]
+MAX_EMBEDDED_PLACEMENTS = 3
+RESTART_FLIP_SHARE = 0.1
+MAX_ATTEMPTS = 50
 
 
 class PerPatternSearcher:
@@ -46,18 +46,18 @@ class PerPatternSearcher:
         searcher: str = "evolutionary",
         params: Mapping[str, Any] | None = None,
         evaluations: int = 5,
-        order: Order = "graph",
+        order: BlockOrder = "graph",
     ) -> None:
         check_range("evaluations", evaluations, 1)
-        if order not in get_args(Order):
-            raise ValueError(f"order is one of {get_args(Order)}, but got {order!r}")
+        if order not in get_args(BlockOrder):
+            raise ValueError(f"order is one of {get_args(BlockOrder)}, but got {order!r}")
         self._space = space
         self._rng = np.random.default_rng(seed)
-        self._make = searcher_named(searcher)
+        self._make = load_searcher(searcher)
         self._params = dict(params or {})
         self._make(space, seed=seed, **self._params)  # a wrong parameter is told at once
         self._evaluations = evaluations
-        self._flips = max(2, round(PERTURBATION * len(space)))
+        self._flips = max(2, round(RESTART_FLIP_SHARE * len(space)))
         self._archive = Archive()
         self._before: frozenset[str] = frozenset()
         self._descent = Archive()
@@ -65,7 +65,7 @@ class PerPatternSearcher:
         if order == "cost":
             self._turns.sort(key=lambda indices: -sum(space.dimensions[index].cost for index in indices))
         self._in_vain = 0
-        self._part: Part | None = None
+        self._part: SubspaceSearcher | None = None
 
     def ask(self, n: int) -> Sequence[Placement]:
         return self._archive.ask(n, self._next, self._space)
@@ -79,7 +79,7 @@ class PerPatternSearcher:
 
     def _next(self) -> Placement | None:
         """A proposal of the first turn that has one; None while outcomes that decide where one starts from are due."""
-        part = self._part or self._begin(self._standing())
+        part = self._part or self._start_block(self._base_placement())
         while self._in_vain < len(self._turns):
             if self._left and (placement := self._propose(part)) is not None:
                 self._left -= 1
@@ -88,10 +88,10 @@ class PerPatternSearcher:
                 return None
             self._in_vain = self._in_vain + 1 if self._left == self._evaluations else 0
             self._turns.append(self._turns.pop(0))
-            part = self._begin(self._standing())
+            part = self._start_block(self._base_placement())
         return self._restart()
 
-    def _standing(self) -> Placement:
+    def _base_placement(self) -> Placement:
         """The best of this descent; of all where nothing of it could be measured."""
         best = self._descent.incumbents(1) or self._archive.incumbents(1)
         return best[0].placement if best else self._space.float_placement()
@@ -100,38 +100,40 @@ class PerPatternSearcher:
         """Where the next descent starts; None where nothing new is near."""
         best = self._archive.incumbents(1)
         around = best[0].placement if best else self._space.float_placement()
-        start = perturbed(around, self._space, self._rng, self._archive, self._flips)
+        start = random_kick(around, self._space, self._rng, self._archive, self._flips)
         if start is not None:
             self._before = frozenset([*(entry.digest for entry in self._archive), *self._archive.failures])
             self._descent = Archive()
             self._in_vain = 0
-            self._begin(start)
+            self._start_block(start)
         return start
 
-    def _begin(self, base: Placement) -> Part:
+    def _start_block(self, base: Placement) -> SubspaceSearcher:
         """The turn of the pattern that is first now; its searcher learns what is known on this base."""
         self._left = self._evaluations
         indices = self._turns[0] if self._turns else ()
         seed = int(self._rng.integers(2**31))
-        part = Part(self._space, indices, base, make=lambda inside: self._make(inside, seed=seed, **self._params))
+        part = SubspaceSearcher(
+            self._space, indices, base, make=lambda inside: self._make(inside, seed=seed, **self._params)
+        )
         for known in [*self._archive, *self._archive.failures.values()]:
-            self._remind(part, known.placement)
+            self._tell_known(part, known.placement)
         self._part = part
         return part
 
-    def _propose(self, part: Part) -> Placement | None:
-        for entry in self._archive.incumbents(GRAFTS):
-            graft = part.graft(entry.placement)
+    def _propose(self, part: SubspaceSearcher) -> Placement | None:
+        for entry in self._archive.incumbents(MAX_EMBEDDED_PLACEMENTS):
+            graft = part.embed(entry.placement)
             if self._space.digest(graft) not in self._archive:
                 return graft
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             asked = part.ask(1)
             if not asked or self._space.digest(asked[0]) not in self._archive:
                 return asked[0] if asked else None
-            self._remind(part, asked[0])
+            self._tell_known(part, asked[0])
         return None
 
-    def _remind(self, part: Part, placement: Placement) -> None:
+    def _tell_known(self, part: SubspaceSearcher, placement: Placement) -> None:
         """What is new to a pattern's searcher may be known as a graph."""
-        if (known := remembered(self._archive, placement, self._space.digest(placement))) is not None:
+        if (known := known_outcome(self._archive, placement, self._space.digest(placement))) is not None:
             part.tell(known)

@@ -8,13 +8,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, Entry
-from search.moves import assign, blocks, crossover_by_group, drawn, mutate_rate, nearby, unseen
+from search.archive import Archive, ArchiveEntry
+from search.moves import (
+    assign,
+    crossover_by_group,
+    dimension_blocks,
+    first_unseen,
+    mutate_rate,
+    random_neighbour,
+    random_with_density,
+)
 
 __all__ = ["EvolutionarySearcher"]
 
 LEARNING_RATE = 0.22
-ATTEMPTS = 100
+MAX_ATTEMPTS = 100
 
 
 class EvolutionarySearcher:
@@ -60,29 +68,29 @@ class EvolutionarySearcher:
         self._block = block
         self._significance = significance
         self._archive = Archive()
-        self._blocks = blocks(space)
+        self._blocks = dimension_blocks(space)
         self._floor = 1 / max(len(space), 2)
         self._rates: dict[str, float] = {}
 
     def ask(self, n: int) -> Sequence[Placement]:
         parents = self._archive.incumbents(self._population, self._significance)
-        born = (lambda: self._child(parents)) if parents else self._drawn
-        return self._archive.ask(n, lambda: self._fresh(born), self._space)
+        born = (lambda: self._child(parents)) if parents else self._random_placement
+        return self._archive.ask(n, lambda: self._propose(born), self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
 
-    def _fresh(self, born: Callable[[], Placement]) -> Placement | None:
-        placement = unseen(born, self._space, self._archive, ATTEMPTS)
-        return placement or nearby(self._drawn(), self._space, self._rng, self._archive)
+    def _propose(self, born: Callable[[], Placement]) -> Placement | None:
+        placement = first_unseen(born, self._space, self._archive, MAX_ATTEMPTS)
+        return placement or random_neighbour(self._random_placement(), self._space, self._rng, self._archive)
 
-    def _child(self, parents: Sequence[Entry]) -> Placement:
-        first = self._winner(parents)
-        rate = self._varied(self._rates.get(first.digest, self._floor))
+    def _child(self, parents: Sequence[ArchiveEntry]) -> Placement:
+        first = self._select_parent(parents)
+        rate = self._adapt_rate(self._rates.get(first.digest, self._floor))
         child = first.placement
         others = [parent for parent in parents if parent is not first]
         if others and self._rng.random() < self._crossover:
-            child = crossover_by_group(child, self._winner(others).placement, self._space, self._rng)
+            child = crossover_by_group(child, self._select_parent(others).placement, self._space, self._rng)
         if self._blocks and self._rng.random() < self._block:
             block = self._blocks[self._rng.integers(len(self._blocks))]
             child = assign(child, block, int(self._rng.integers(max(self._space.sizes))), self._space)
@@ -90,13 +98,13 @@ class EvolutionarySearcher:
         self._rates.setdefault(self._space.digest(child), rate)
         return child
 
-    def _winner(self, parents: Sequence[Entry]) -> Entry:
+    def _select_parent(self, parents: Sequence[ArchiveEntry]) -> ArchiveEntry:
         """The best of `tournament` draws; parents are sorted, so it is the smallest index."""
         return parents[int(self._rng.integers(len(parents), size=self._tournament).min())]
 
-    def _varied(self, rate: float) -> float:
+    def _adapt_rate(self, rate: float) -> float:
         odds = (1 - rate) / rate * math.exp(-LEARNING_RATE * self._rng.normal())
         return min(max(1 / (1 + odds), self._floor), 0.5)
 
-    def _drawn(self) -> Placement:
-        return drawn(self._space, self._rng, self._rng.random())
+    def _random_placement(self) -> Placement:
+        return random_with_density(self._space, self._rng, self._rng.random())

@@ -25,7 +25,7 @@ class ExhaustiveSearcher:
     def __init__(self, space: Space, *, seed: int) -> None:
         self._space = space
         self._archive = Archive()
-        self._fresh = (p for p in _by_weight(space) if space.digest(p) not in self._archive)
+        self._fresh = (p for p in _by_quantized_count(space) if space.digest(p) not in self._archive)
 
     def ask(self, n: int) -> Sequence[Placement]:
         return self._archive.ask(n, lambda: next(self._fresh, None), self._space)
@@ -34,7 +34,7 @@ class ExhaustiveSearcher:
         self._archive.tell(observation)
 
 
-def _by_weight(space: Space) -> Iterator[Placement]:
+def _by_quantized_count(space: Space) -> Iterator[Placement]:
     costly = sorted(range(len(space)), key=lambda index: -space.dimensions[index].cost)
     for weight in range(len(space) + 1):
         for points in itertools.combinations(costly, weight):

@@ -13,9 +13,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from search.api import Observation, Placement, Score, Space, check_range
-from search.archive import Archive, Entry, improves
-from search.move_sets import stages
-from search.moves import assign, nearby
+from search.archive import Archive, ArchiveEntry, improves
+from search.move_sets import move_sets
+from search.moves import assign, random_neighbour
 
 __all__ = ["SensitivityGreedySearcher"]
 
@@ -62,7 +62,7 @@ class SensitivityGreedySearcher:
         self._share = share
         self._significance = significance
         self._archive = Archive()
-        self._stages = stages(space)
+        self._stages = move_sets(space)
         self._plan = self._search()
 
     def ask(self, n: int) -> Sequence[Placement]:
@@ -74,7 +74,7 @@ class SensitivityGreedySearcher:
     def _search(self) -> Iterator[Placement | None]:
         """All proposals in turn; None says that an outcome is needed before the next one."""
         if not len(self._archive):
-            yield from self._measured(self._space.float_placement())
+            yield from self._measure(self._space.float_placement())
         done: set[str] = set()
         while True:
             best = self._archive.incumbents(len(done) + 1, self._significance)
@@ -83,39 +83,41 @@ class SensitivityGreedySearcher:
                 done.add(base.digest)
                 yield from self._round(base)
             else:
-                yield nearby(self._space.random(self._rng), self._space, self._rng, self._archive)
+                yield random_neighbour(self._space.random(self._rng), self._space, self._rng, self._archive)
 
-    def _round(self, base: Entry) -> Iterator[Placement | None]:
+    def _round(self, base: ArchiveEntry) -> Iterator[Placement | None]:
         for number, blocks in enumerate(self._stages):
-            changes = [change for block in blocks for change in self._changes(base.placement, block)]
+            changes = [change for block in blocks for change in self._block_changes(base.placement, block)]
             if number:
                 changes = changes[: math.ceil(self._share * len(changes))]
             for change in changes:
-                placement = self._after(base, change)
+                placement = self._apply(base, change)
                 if self._space.digest(placement) not in self._archive:
                     yield placement
             base = yield from self._combine(base, changes)
 
-    def _combine(self, base: Entry, changes: Sequence[Change]) -> Generator[Placement | None, None, Entry]:
+    def _combine(
+        self, base: ArchiveEntry, changes: Sequence[Change]
+    ) -> Generator[Placement | None, None, ArchiveEntry]:
         """Apply what gained on its own, best value first, as long as it gains on top of what is there."""
         gained: list[tuple[float, Change]] = []
         for change in changes:
-            alone = yield from self._measured(self._after(base, change))
-            own = self._known(base)
+            alone = yield from self._measure(self._apply(base, change))
+            own = self._current_score(base)
             if alone is not None and improves(alone.score, own, self._significance):
-                gained.append((_value(alone.score, own, self._edges(change)), change))
+                gained.append((_gain_rate(alone.score, own, self._count_edges(change)), change))
         reached = base
         for _, change in sorted(gained, key=lambda pair: -pair[0]):
-            both = yield from self._measured(self._after(reached, change))
-            if both is not None and improves(both.score, self._known(reached), self._significance):
+            both = yield from self._measure(self._apply(reached, change))
+            if both is not None and improves(both.score, self._current_score(reached), self._significance):
                 reached = both
         return reached
 
-    def _known(self, entry: Entry) -> Score:
+    def _current_score(self, entry: ArchiveEntry) -> Score:
         """What is known of a placement by now: it may have been measured again."""
         return (self._archive.get(entry.digest) or entry).score
 
-    def _measured(self, placement: Placement) -> Generator[Placement | None, None, Entry | None]:
+    def _measure(self, placement: Placement) -> Generator[Placement | None, None, ArchiveEntry | None]:
         """Propose a placement unless it is known, and wait for its outcome; None where it failed."""
         digest = self._space.digest(placement)
         if digest not in self._archive:
@@ -124,20 +126,20 @@ class SensitivityGreedySearcher:
             yield None
         return self._archive.get(digest)
 
-    def _changes(self, base: Placement, block: tuple[int, ...]) -> Iterator[Change]:
+    def _block_changes(self, base: Placement, block: tuple[int, ...]) -> Iterator[Change]:
         for choice in range(max(self._space.sizes[index] for index in block)):
             allowed = self._direction == "both" or (self._direction == "in") == (choice > 0)
             if allowed and assign(base, block, choice, self._space) != base:
                 yield block, choice
 
-    def _after(self, base: Entry, change: Change) -> Placement:
+    def _apply(self, base: ArchiveEntry, change: Change) -> Placement:
         return assign(base.placement, *change, space=self._space)
 
-    def _edges(self, change: Change) -> int:
+    def _count_edges(self, change: Change) -> int:
         return sum(len(self._space.dimensions[index].edges) for index in change[0])
 
 
-def _value(alone: Score, base: Score, edges: int) -> float:
+def _gain_rate(alone: Score, base: Score, edges: int) -> float:
     """Violation taken back per latency given away where the base violates; else latency gained per edge touched."""
     lost = alone.objective - base.objective
     if base.violation > 0:

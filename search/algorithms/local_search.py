@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, Entry, improves
-from search.moves import assign, blocks, perturbed
+from search.archive import Archive, ArchiveEntry, improves
+from search.moves import assign, dimension_blocks, random_kick
 
 __all__ = ["LocalSearcher"]
 
@@ -50,7 +50,7 @@ class LocalSearcher:
         self._significance = significance
         self._flips = max(2, round(perturbation * len(space)))
         self._archive = Archive()
-        self._moves = _moves(space, blocks_first)
+        self._moves = _list_moves(space, blocks_first)
         self._next = 0
         self._in_vain = 0
         self._base = space.float_placement()
@@ -60,15 +60,15 @@ class LocalSearcher:
 
     def tell(self, observation: Observation) -> None:
         base = self._space.digest(self._base)
-        new, leader = self._archive.get(observation.digest) is None, self._leader()
+        new, leader = self._archive.get(observation.digest) is None, self._incumbent()
         led = leader is not None and leader.digest == base
         self._archive.tell(observation)
-        if new and self._gains(observation.digest, base, leader):
+        if new and self._beats_base(observation.digest, base, leader):
             self._move_to(observation.placement)
-        elif base in self._archive.failures or (led and not self._leads(base)):  # measured again, it fell behind
-            self._move_to(self._best())
+        elif base in self._archive.failures or (led and not self._is_incumbent(base)):  # measured again, it fell behind
+            self._move_to(self._incumbent_placement())
 
-    def _gains(self, digest: str, base: str, leader: Entry | None) -> bool:
+    def _beats_base(self, digest: str, base: str, leader: ArchiveEntry | None) -> bool:
         """Whether it beats the base; while the base of a restart is awaited, what led before."""
         told, awaited = self._archive.get(digest), base in self._archive.pending
         old = leader if awaited else self._archive.get(base)
@@ -76,15 +76,15 @@ class LocalSearcher:
             return told is not None and not awaited
         return improves(told.score, old.score, self._significance)
 
-    def _leader(self) -> Entry | None:
+    def _incumbent(self) -> ArchiveEntry | None:
         return next(iter(self._archive.incumbents(1, self._significance)), None)
 
-    def _leads(self, digest: str) -> bool:
-        leader = self._leader()
+    def _is_incumbent(self, digest: str) -> bool:
+        leader = self._incumbent()
         return leader is not None and leader.digest == digest
 
-    def _best(self) -> Placement:
-        leader = self._leader()
+    def _incumbent_placement(self) -> Placement:
+        leader = self._incumbent()
         return leader.placement if leader else self._base
 
     def _move_to(self, placement: Placement) -> None:
@@ -104,13 +104,13 @@ class LocalSearcher:
         return self._restart()
 
     def _restart(self) -> Placement | None:
-        base = perturbed(self._best(), self._space, self._rng, self._archive, self._flips)
+        base = random_kick(self._incumbent_placement(), self._space, self._rng, self._archive, self._flips)
         if base is not None:
             self._move_to(base)
         return base
 
 
-def _moves(space: Space, blocks_first: bool) -> tuple[Move, ...]:
+def _list_moves(space: Space, blocks_first: bool) -> tuple[Move, ...]:
     points = sorted(((index,) for index in range(len(space))), key=lambda p: -space.dimensions[p[0]].cost)
-    targets = (*(blocks(space) if blocks_first else ()), *points)
+    targets = (*(dimension_blocks(space) if blocks_first else ()), *points)
     return tuple((indices, choice) for indices in targets for choice in range(max(space.sizes, default=1)))

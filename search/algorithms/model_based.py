@@ -8,23 +8,23 @@ from operator import ne
 
 import numpy as np
 
-from search.acquisition import Advice, Advisor
+from search.acquisition import AcquisitionScores, SurrogateModel
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, Entry
-from search.heuristics import expert_rules
-from search.move_sets import points, stages
-from search.moves import assign, crossover_by_group, drawn, flip, nearby
+from search.archive import Archive, ArchiveEntry
+from search.heuristics import expert_placements
+from search.move_sets import move_sets, singletons
+from search.moves import assign, crossover_by_group, flip, random_neighbour, random_with_density
 
 __all__ = ["AutoSearcher"]
 
 Move = tuple[tuple[int, ...], int]
 """Dimensions and the choice that all of them get."""
 
-BASES = 4
+MAX_BASES = 4
 """Placements that candidates are made from."""
-PARTNERS = 9
+MAX_PAIRED_MOVES = 9
 """Best moves that are combined in pairs."""
-RUNGS = 12
+MAX_CUMULATIVE_MOVES = 12
 """Placements of a ladder at most."""
 
 
@@ -68,10 +68,10 @@ class AutoSearcher:
         self._rng = np.random.default_rng(seed)
         self._candidates = candidates
         self._archive = Archive()
-        self._advisor = Advisor(space) if surrogate else None
-        sets = stages(space) if blocks else ((), (), points(space))
-        self._wide, self._narrow, self._points = (_moves(s, space) for s in sets)
-        self._rules = list(expert_rules(space))[:rules]
+        self._advisor = SurrogateModel(space) if surrogate else None
+        sets = move_sets(space) if blocks else ((), (), singletons(space))
+        self._wide, self._narrow, self._points = (_moves_of_sets(s, space) for s in sets)
+        self._rules = list(expert_placements(space))[:rules]
 
     def ask(self, n: int) -> Sequence[Placement]:
         return self._archive.ask(n, self._propose, self._space)
@@ -82,15 +82,15 @@ class AutoSearcher:
     def _propose(self) -> Placement | None:
         while self._rules:
             rule = self._rules.pop(0)
-            if self._space.digest(rule) not in self._archive and not self._hopeless(rule):
+            if self._space.digest(rule) not in self._archive and not self._is_dominated_by_violation(rule):
                 return rule
         if not len(self._archive):
-            return nearby(self._space.only({"linear"}), self._space, self._rng, self._archive)
-        found = self._first_new() if self._advisor is None else self._worthiest(self._advisor)
+            return random_neighbour(self._space.quantize_roles({"linear"}), self._space, self._rng, self._archive)
+        found = self._first_unseen_move() if self._advisor is None else self._propose_by_acquisition(self._advisor)
         best = self._archive.best(1)[0].placement
-        return found or nearby(best, self._space, self._rng, self._archive)
+        return found or random_neighbour(best, self._space, self._rng, self._archive)
 
-    def _hopeless(self, rule: Placement) -> bool:
+    def _is_dominated_by_violation(self, rule: Placement) -> bool:
         """Whether it quantizes all that breaks the constraint already: more Q/DQ pairs do not heal accuracy.
 
         Nothing is known of a constraint that the float model is not known to hold: it may be one of latency, which more
@@ -102,88 +102,90 @@ class AutoSearcher:
         broken = [entry.placement.choices for entry in self._archive if entry.score.violation > 0]
         return any(all(a == b for a, b in zip(known, rule.choices, strict=True) if a) for known in broken)
 
-    def _first_new(self) -> Placement | None:
-        for entry in self._archive.leaders(BASES):
+    def _first_unseen_move(self) -> Placement | None:
+        for entry in self._archive.base_entries(MAX_BASES):
             for indices, choice in (*self._wide, *self._narrow, *self._points):
                 placement = assign(entry.placement, indices, choice, self._space)
                 if self._space.digest(placement) not in self._archive:
                     return placement
         return None
 
-    def _worthiest(self, advisor: Advisor) -> Placement | None:
-        advisor.learn(self._archive)
+    def _propose_by_acquisition(self, advisor: SurrogateModel) -> Placement | None:
+        advisor.fit(self._archive)
         base = self._base()
-        moves = self._drawn_moves(self._candidates // 2)
-        near = {move: self._after(base, move) for move in moves}
-        first = list(dict.fromkeys([*near.values(), *self._further()]))
-        advice = advisor.advise(first)
-        gains = dict(zip(first, advice.worth, strict=True))
+        moves = self._sample_moves(self._candidates // 2)
+        near = {move: self._apply(base, move) for move in moves}
+        first = list(dict.fromkeys([*near.values(), *self._random_candidates()]))
+        advice = advisor.score(first)
+        gains = dict(zip(first, advice.acquisition, strict=True))
         best_moves = sorted(moves, key=lambda move: -gains[near[move]])
-        second = list(dict.fromkeys(self._combined(base, best_moves[:PARTNERS], advisor)))
-        pool = [(first, advice), (second, advisor.advise(second))] if second else [(first, advice)]
+        second = list(dict.fromkeys(self._combination_candidates(base, best_moves[:MAX_PAIRED_MOVES], advisor)))
+        pool = [(first, advice), (second, advisor.score(second))] if second else [(first, advice)]
         fresh = [found for found in (_best_new(candidates, a, advisor) for candidates, a in pool) if found]
         return max(fresh, key=lambda pair: round(pair[0], 12))[1] if fresh else None
 
     def _base(self) -> Placement:
         """The best placement; where a front is searched, one of its loneliest, drawn."""
-        leaders = self._archive.leaders(BASES)
-        place = int(self._rng.integers(len(leaders))) if self._archive.several else 0
+        leaders = self._archive.base_entries(MAX_BASES)
+        place = int(self._rng.integers(len(leaders))) if self._archive.is_multi_objective else 0
         return leaders[place].placement
 
-    def _drawn_moves(self, count: int) -> list[Move]:
+    def _sample_moves(self, count: int) -> list[Move]:
         """All wide moves, and as many of the others as there is room for, drawn."""
         others = (*self._narrow, *self._points)
         kept = self._rng.permutation(len(others))[: max(count - len(self._wide), count // 2)]
         return [*self._wide[:count], *(others[index] for index in sorted(kept))]
 
-    def _further(self) -> Iterator[Placement]:
+    def _random_candidates(self) -> Iterator[Placement]:
         """Candidates that are no single move of the best: of its rivals, crossovers, several points at once, draws.
 
         Where an operator gains only if several of its points change together, no sequence of single moves gets there.
         """
-        bases = [entry.placement for entry in self._elite()]
+        bases = [entry.placement for entry in self._diverse_elite()]
         room = self._candidates // 2
         for base in bases[1:]:
-            for move in self._drawn_moves(room // (2 * BASES)):
-                yield self._after(base, move)
-            for _ in range(room // (8 * BASES)):
+            for move in self._sample_moves(room // (2 * MAX_BASES)):
+                yield self._apply(base, move)
+            for _ in range(room // (8 * MAX_BASES)):
                 yield crossover_by_group(bases[0], base, self._space, self._rng)
         for _ in range(room // 4 if self._wide else 0):
             placement = self._space.float_placement()
             for index in self._rng.permutation(len(self._wide))[: int(self._rng.integers(1, 6))]:
-                placement = self._after(placement, self._wide[index])
+                placement = self._apply(placement, self._wide[index])
             yield placement
         for _ in range(room // 4):
             parent = bases[int(self._rng.integers(len(bases)))]
             yield flip(parent, self._space, self._rng, int(self._rng.integers(2, 5)))
-            yield drawn(self._space, self._rng, self._rng.random())
+            yield random_with_density(self._space, self._rng, self._rng.random())
 
-    def _elite(self) -> list[Entry]:
+    def _diverse_elite(self) -> list[ArchiveEntry]:
         """The best and those behind it that differ from it and from each other by more than a tenth of the points."""
-        kept: list[Entry] = []
-        for entry in self._archive.leaders(6 * BASES):
+        kept: list[ArchiveEntry] = []
+        for entry in self._archive.base_entries(6 * MAX_BASES):
             apart = [_distance(entry.placement, other.placement) for other in kept]
             if not apart or min(apart) > 0.1 * len(self._space):
                 kept.append(entry)
-        return kept[:BASES]
+        return kept[:MAX_BASES]
 
-    def _after(self, base: Placement, move: Move) -> Placement:
+    def _apply(self, base: Placement, move: Move) -> Placement:
         return assign(base, *move, space=self._space)
 
-    def _combined(self, base: Placement, moves: Sequence[Move], advisor: Advisor) -> Iterator[Placement]:
+    def _combination_candidates(
+        self, base: Placement, moves: Sequence[Move], advisor: SurrogateModel
+    ) -> Iterator[Placement]:
         for first, second in combinations(moves, 2):
-            yield self._after(self._after(base, first), second)
-        yield from self._ladder(base, moves)
+            yield self._apply(self._apply(base, first), second)
+        yield from self._cumulative_moves(base, moves)
         broken = [entry for entry in self._archive if entry.score.violation > 0]
         if advisor.constrained and broken:
             fastest = min(broken, key=lambda entry: entry.score.objective).placement
-            yield from self._ladder(fastest, self._by_exchange(fastest, advisor, back=True))
-            yield from self._ladder(base, self._by_exchange(base, advisor, back=False))
+            yield from self._cumulative_moves(fastest, self._order_by_exchange_rate(fastest, advisor, back=True))
+            yield from self._cumulative_moves(base, self._order_by_exchange_rate(base, advisor, back=False))
 
-    def _by_exchange(self, base: Placement, advisor: Advisor, *, back: bool) -> list[Move]:
+    def _order_by_exchange_rate(self, base: Placement, advisor: SurrogateModel, *, back: bool) -> list[Move]:
         """Moves to float in the order of violation per latency, or from float in that of latency per violation."""
-        moves = [move for move in self._drawn_moves(self._candidates // 4) if (move[1] == 0) == back]
-        advice = advisor.advise([base, *(self._after(base, move) for move in moves)])
+        moves = [move for move in self._sample_moves(self._candidates // 4) if (move[1] == 0) == back]
+        advice = advisor.score([base, *(self._apply(base, move) for move in moves)])
         slower = advice.objective[1:] - advice.objective[0]
         worse = advice.violation[1:] - advice.violation[0]
         spent, bought = (slower, -worse) if back else (worse, -slower)
@@ -191,19 +193,19 @@ class AutoSearcher:
         rates = np.round(bought / np.maximum(spent, 1e-2 * scale), 9)
         return [moves[index] for index in np.argsort(-rates, kind="stable") if bought[index] > 0]
 
-    def _ladder(self, base: Placement, moves: Sequence[Move]) -> Iterator[Placement]:
+    def _cumulative_moves(self, base: Placement, moves: Sequence[Move]) -> Iterator[Placement]:
         """The moves one upon the other, in their order, each where it leaves earlier ones alone."""
         touched: set[int] = set()
         rungs = 0
         for indices, choice in moves:
-            if touched.isdisjoint(indices) and rungs < RUNGS:
+            if touched.isdisjoint(indices) and rungs < MAX_CUMULATIVE_MOVES:
                 touched.update(indices)
                 rungs += 1
                 base = assign(base, indices, choice, self._space)
                 yield base
 
 
-def _moves(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
+def _moves_of_sets(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
     return tuple((indices, choice) for indices in sets for choice in range(max(space.sizes[i] for i in indices)))
 
 
@@ -211,6 +213,8 @@ def _distance(a: Placement, b: Placement) -> int:
     return sum(map(ne, a.choices, b.choices))
 
 
-def _best_new(candidates: Sequence[Placement], advice: Advice, advisor: Advisor) -> tuple[float, Placement] | None:
-    index = advice.first_new(advisor.known)
-    return None if index is None else (float(advice.worth[index]), candidates[index])
+def _best_new(
+    candidates: Sequence[Placement], advice: AcquisitionScores, advisor: SurrogateModel
+) -> tuple[float, Placement] | None:
+    index = advice.best_new_index(advisor.known)
+    return None if index is None else (float(advice.acquisition[index]), candidates[index])

@@ -8,11 +8,11 @@ import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive
-from search.moves import crossover_by_group, drawn, mutate_rate, nearby, unseen
+from search.moves import crossover_by_group, first_unseen, mutate_rate, random_neighbour, random_with_density
 
 __all__ = ["NSGA2Searcher"]
 
-ATTEMPTS = 100
+MAX_ATTEMPTS = 100
 
 
 class NSGA2Searcher:
@@ -46,27 +46,27 @@ class NSGA2Searcher:
         self._archive = Archive()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        parents = [entry.placement for entry in self._archive.spread(self._population)]
-        return self._archive.ask(n, lambda: self._fresh(parents), self._space)
+        parents = [entry.placement for entry in self._archive.nsga_order(self._population)]
+        return self._archive.ask(n, lambda: self._propose(parents), self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
 
-    def _fresh(self, parents: Sequence[Placement]) -> Placement | None:
-        placement = unseen(lambda: self._child(parents), self._space, self._archive, ATTEMPTS)
-        return placement or nearby(self._drawn(), self._space, self._rng, self._archive)
+    def _propose(self, parents: Sequence[Placement]) -> Placement | None:
+        placement = first_unseen(lambda: self._child(parents), self._space, self._archive, MAX_ATTEMPTS)
+        return placement or random_neighbour(self._random_placement(), self._space, self._rng, self._archive)
 
     def _child(self, parents: Sequence[Placement]) -> Placement:
         if not parents:
-            return self._drawn()
-        child = self._winner(parents)
+            return self._random_placement()
+        child = self._select_parent(parents)
         if self._rng.random() < self._crossover:
-            child = crossover_by_group(child, self._winner(parents), self._space, self._rng)
+            child = crossover_by_group(child, self._select_parent(parents), self._space, self._rng)
         return mutate_rate(child, self._space, self._rng, self._rate)
 
-    def _winner(self, parents: Sequence[Placement]) -> Placement:
+    def _select_parent(self, parents: Sequence[Placement]) -> Placement:
         """The better of two draws; parents are sorted, so it is the smaller index."""
         return parents[int(self._rng.integers(len(parents), size=2).min())]
 
-    def _drawn(self) -> Placement:
-        return drawn(self._space, self._rng, self._rng.random())
+    def _random_placement(self) -> Placement:
+        return random_with_density(self._space, self._rng, self._rng.random())

@@ -11,16 +11,16 @@ from typing import Any
 import optuna
 from optuna.distributions import IntDistribution
 
-from search.algorithms.optuna_study import StudySearcher
+from search.algorithms.optuna_study import OptunaStudySearcher
 from search.api import Observation, Score, Space
 
 __all__ = ["OptunaSearcher"]
 
-BATCHES = {"constant_liar": True, "warn_asynchronous_seeding": False}
+BATCH_SETTINGS = {"constant_liar": True, "warn_asynchronous_seeding": False}
 """Told to samplers that know these settings: here proposals come in batches."""
 
 
-class OptunaSearcher(StudySearcher):
+class OptunaSearcher(OptunaStudySearcher):
     """Search by any sampler of `optuna.samplers`; `search.algorithms.optuna_study` says how it is told of seeds and
     failures.
 
@@ -38,7 +38,7 @@ class OptunaSearcher(StudySearcher):
     def __init__(
         self, space: Space, *, seed: int, sampler: str = "GPSampler", params: Mapping[str, Any] | None = None
     ) -> None:
-        known = _samplers()
+        known = _available_samplers()
         if sampler not in known:
             close = difflib.get_close_matches(sampler, known, n=1) or sorted(known)
             raise ValueError(f"sampler is a class of optuna.samplers ({', '.join(close)}), but got {sampler!r}")
@@ -48,7 +48,7 @@ class OptunaSearcher(StudySearcher):
         allowed = set(inspect.signature(made).parameters) - {"seed"}
         if unknown := sorted(set(given) - allowed):
             raise ValueError(f"params of {sampler} are {', '.join(sorted(allowed))}, but got {', '.join(unknown)}")
-        settings = {**{name: value for name, value in BATCHES.items() if name in allowed}, **given}
+        settings = {**{name: value for name, value in BATCH_SETTINGS.items() if name in allowed}, **given}
         self._unbounded = sampler == "CmaEsSampler"
         super().__init__(
             space,
@@ -64,7 +64,7 @@ class OptunaSearcher(StudySearcher):
         super().tell(observation)
 
 
-def _samplers() -> dict[str, Any]:
+def _available_samplers() -> dict[str, Any]:
     """Those that need nothing but a seed, and do not stop the study themselves."""
     names = [name for name in optuna.samplers.__all__ if name.endswith("Sampler") and name != "BruteForceSampler"]
     return {name: getattr(optuna.samplers, name) for name in names if _needs_only_a_seed(name)}

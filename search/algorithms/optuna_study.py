@@ -15,18 +15,18 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from search.api import Failure, Observation, Placement, Score, Space
 from search.archive import Archive
-from search.moves import nearby
+from search.moves import random_neighbour
 
-__all__ = ["StudySearcher"]
+__all__ = ["OptunaStudySearcher"]
 
-DRAWS = 4
-ASSUMED = 1e-12
+MAX_SAMPLER_DRAWS = 4
+UNCHECKED_VIOLATION = 1e-12
 """What a constraint that nobody looked at counts as: behind all that hold it, before all that are known to break it."""
-FAILED = 1e12
+FAILURE_VIOLATION = 1e12
 """What the constraint of a failure counts as where there is one: behind everything that has a value."""
 
 
-class StudySearcher:
+class OptunaStudySearcher:
     """Any Optuna sampler over one parameter per dimension, in an in-memory study.
 
     Everything told becomes a finished trial, the common seeds as well, as if the sampler had proposed it; a
@@ -60,12 +60,12 @@ class StudySearcher:
         self._form = (1, False)  # of the study: number of objectives, and whether there is a constraint
         self._running: dict[str, Trial] = {}
         self._finished: dict[str, int] = {}
-        with _quiet():
+        with _silence_optuna():
             self._study = self._new_study()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        with _quiet():
-            return self._archive.ask(n, self._fresh, self._space)
+        with _silence_optuna():
+            return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
         digest = observation.digest
@@ -73,19 +73,19 @@ class StudySearcher:
         self._archive.tell(observation)
         entry = self._archive.get(digest)
         outcome = entry.score if entry else self._archive.failures[digest].outcome
-        with _quiet():
+        with _silence_optuna():
             if before is None:
-                trial = self._running.pop(digest, None) or self._enrol(observation.placement)
+                trial = self._running.pop(digest, None) or self._enqueue(observation.placement)
                 self._finish(digest, trial, outcome)
-            form = _widest(self._form, outcome)
+            form = _widen_study_shape(self._form, outcome)
             if form != self._form or (before is not None and (entry or before) != before):
                 self._form = form
                 self._rebuild()
 
-    def _fresh(self) -> Placement | None:
+    def _propose(self) -> Placement | None:
         """A new placement, noted in the study as running."""
         placement = self._space.float_placement()
-        for _ in range(DRAWS):
+        for _ in range(MAX_SAMPLER_DRAWS):
             trial = self._study.ask(self._distributions)
             placement = self._placement(trial)
             digest = self._space.digest(placement)
@@ -93,16 +93,16 @@ class StudySearcher:
                 self._running[digest] = trial
                 return placement
             self._study.tell(trial, state=TrialState.FAIL)
-        nudged = nearby(placement, self._space, self._rng, self._archive)
+        nudged = random_neighbour(placement, self._space, self._rng, self._archive)
         if nudged is not None:
-            self._running[self._space.digest(nudged)] = self._enrol(nudged)
+            self._running[self._space.digest(nudged)] = self._enqueue(nudged)
         return nudged
 
     def _placement(self, trial: Trial) -> Placement:
         params = trial.params  # a copy at each access
         return Placement(tuple(params[name] for name in self._distributions))
 
-    def _enrol(self, placement: Placement) -> Trial:
+    def _enqueue(self, placement: Placement) -> Trial:
         """A running trial of a placement that the sampler did not propose."""
         self._study.enqueue_trial(dict(zip(self._distributions, placement.choices, strict=True)))
         return self._study.ask(self._distributions)
@@ -127,8 +127,8 @@ class StudySearcher:
         if not self._form[1]:
             return {}
         if isinstance(outcome, Failure):
-            return {"violation": FAILED}
-        assumed = ASSUMED * (1.0 + max(0.0, outcome.objective)) * outcome.assumed
+            return {"violation": FAILURE_VIOLATION}
+        assumed = UNCHECKED_VIOLATION * (1.0 + max(0.0, outcome.objective)) * outcome.assumed
         return {"violation": max(outcome.violation, assumed)}
 
     def _rebuild(self) -> None:
@@ -138,11 +138,11 @@ class StudySearcher:
         self._study, self._finished, self._running = self._new_study(), {}, {}
         for digest, number in finished.items():
             self._finished[digest] = len(self._finished)
-            self._study.add_trial(self._as_now(trials[number], digest))
+            self._study.add_trial(self._updated_trial(trials[number], digest))
         for digest, trial in waiting.items():
-            self._running[digest] = self._enrol(self._placement(trial))
+            self._running[digest] = self._enqueue(self._placement(trial))
 
-    def _as_now(self, trial: FrozenTrial, digest: str) -> FrozenTrial:
+    def _updated_trial(self, trial: FrozenTrial, digest: str) -> FrozenTrial:
         """A finished trial with the score that its placement has now, and what the sampler noted about it."""
         entry = self._archive.get(digest)
         notes = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
@@ -159,7 +159,7 @@ class StudySearcher:
         return optuna.create_study(sampler=sampler, directions=["minimize"] * self._form[0])
 
 
-def _widest(form: tuple[int, bool], outcome: Score | Failure) -> tuple[int, bool]:
+def _widen_study_shape(form: tuple[int, bool], outcome: Score | Failure) -> tuple[int, bool]:
     """Number of objectives, and whether there is a constraint, after one more outcome."""
     if isinstance(outcome, Failure):
         return form
@@ -167,7 +167,7 @@ def _widest(form: tuple[int, bool], outcome: Score | Failure) -> tuple[int, bool
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_optuna() -> Iterator[None]:
     """Optuna announces each study on stderr, and offers no switch but this global one; so does its sampling."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(verbosity, optuna.logging.ERROR))

@@ -10,13 +10,13 @@ import numpy as np
 
 from search.api import Observation, Placement, Space
 from search.archive import Archive
-from search.moves import drawn, unseen
+from search.moves import first_unseen, random_with_density
 
 __all__ = ["RandomSearcher"]
 
 Density = Literal["stratified", "uniform"]
-ENUMERATED = 4096
-ATTEMPTS = 1000
+MAX_ENUMERATED_PLACEMENTS = 4096
+MAX_ATTEMPTS = 1000
 
 
 class RandomSearcher:
@@ -40,7 +40,7 @@ class RandomSearcher:
         self._space = space
         self._density = density
         self._archive = Archive()
-        self._fresh = self._stream(np.random.default_rng(seed))
+        self._fresh = self._iter_placements(np.random.default_rng(seed))
 
     def ask(self, n: int) -> Sequence[Placement]:
         return self._archive.ask(n, lambda: next(self._fresh, None), self._space)
@@ -48,11 +48,13 @@ class RandomSearcher:
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
 
-    def _stream(self, rng: np.random.Generator) -> Iterator[Placement]:
+    def _iter_placements(self, rng: np.random.Generator) -> Iterator[Placement]:
         sizes = self._space.sizes
         total = math.prod(sizes)
-        if total > ENUMERATED:
-            while (placement := unseen(lambda: self._draw(rng), self._space, self._archive, ATTEMPTS)) is not None:
+        if total > MAX_ENUMERATED_PLACEMENTS:
+            while (
+                placement := first_unseen(lambda: self._draw(rng), self._space, self._archive, MAX_ATTEMPTS)
+            ) is not None:
                 yield placement
             return
         for number in rng.permutation(total):
@@ -63,4 +65,4 @@ class RandomSearcher:
     def _draw(self, rng: np.random.Generator) -> Placement:
         if self._density == "uniform":
             return self._space.random(rng)
-        return drawn(self._space, rng, rng.random())
+        return random_with_density(self._space, rng, rng.random())

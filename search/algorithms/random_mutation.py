@@ -12,8 +12,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, Entry
-from search.moves import mutate_per_kind, unseen
+from search.archive import Archive, ArchiveEntry
+from search.moves import first_unseen, mutate_per_kind
 
 __all__ = ["RandomMutationSearcher"]
 
@@ -72,7 +72,7 @@ class RandomMutationSearcher:
         self._foreign: set[str] = set()
         self._committed = space.float_placement()
         joint = scope == "joint"
-        self._turns = [tuple(range(len(space)))] if joint else _leaves_first(space)
+        self._turns = [tuple(range(len(space)))] if joint else _composite_last(space)
         self._schemes = math.inf if joint else schemes_per_pattern
         self._had = {space.digest(self._committed)}
         self._alike: set[str] = set()  # digests of what is as committed outside the pattern whose turn it is
@@ -85,7 +85,7 @@ class RandomMutationSearcher:
             self._foreign.add(observation.digest)
         self._archive.tell(observation)
         entry = self._archive.get(observation.digest)
-        if entry is not None and self._is_alike(entry):
+        if entry is not None and self._matches_committed(entry):
             self._alike.add(entry.digest)
 
     def _next(self) -> Placement | None:
@@ -100,50 +100,50 @@ class RandomMutationSearcher:
         return None
 
     def _propose(self) -> Placement | None:
-        pool = self._pool()
+        pool = self._parent_pool()
         if not pool and self._space.digest(self._committed) not in self._archive:
             return self._committed
         if len(self._had) >= self._schemes:
             return None
-        for placement in self._warm():
+        for placement in self._warm_start_schemes():
             if self._space.digest(placement) not in self._archive:
                 return placement
         pool = pool or [self._committed]
         parents = pool[: max(int(len(pool) * self._top_share), self._minimum_parents)]
-        return unseen(lambda: self._mutant(parents), self._space, self._archive, self._attempts)
+        return first_unseen(lambda: self._mutate_parent(parents), self._space, self._archive, self._attempts)
 
-    def _mutant(self, parents: Sequence[Placement]) -> Placement:
+    def _mutate_parent(self, parents: Sequence[Placement]) -> Placement:
         parent = parents[int(self._rng.integers(len(parents)))]
         return mutate_per_kind(parent, self._space, self._rng, self._maximum_mutations, self._turns[0])
 
-    def _warm(self) -> list[Placement]:
+    def _warm_start_schemes(self) -> list[Placement]:
         """The schemes of foreign placements for the pattern whose turn it is, best first."""
         foreign = [entry.placement for entry in self._archive.ranked if entry.digest in self._foreign]
-        return [self._grafted(placement) for placement in foreign]
+        return [self._embed(placement) for placement in foreign]
 
-    def _pool(self) -> list[Placement]:
+    def _parent_pool(self) -> list[Placement]:
         """Measured placements that are as committed outside the pattern whose turn it is, best first."""
         return [entry.placement for entry in self._archive.ranked if entry.digest in self._alike]
 
-    def _is_alike(self, entry: Entry) -> bool:
-        return bool(self._turns) and self._grafted(entry.placement) == entry.placement
+    def _matches_committed(self, entry: ArchiveEntry) -> bool:
+        return bool(self._turns) and self._embed(entry.placement) == entry.placement
 
-    def _grafted(self, placement: Placement) -> Placement:
+    def _embed(self, placement: Placement) -> Placement:
         choices = list(self._committed.choices)
         for index in self._turns[0]:
             choices[index] = placement.choices[index]
         return Placement(tuple(choices))
 
     def _commit(self) -> None:
-        pool = self._pool()
+        pool = self._parent_pool()
         self._committed = pool[0] if pool else self._committed
         self._had = {self._space.digest(self._committed)}
         del self._turns[0]
         if self._turns:
-            self._alike = {entry.digest for entry in self._archive if self._is_alike(entry)}
+            self._alike = {entry.digest for entry in self._archive if self._matches_committed(entry)}
 
 
-def _leaves_first(space: Space) -> list[tuple[int, ...]]:
+def _composite_last(space: Space) -> list[tuple[int, ...]]:
     """The patterns in graph order, but those with inputs of child regions last: these are COMPOSITE."""
     return sorted(
         space.groups.values(), key=lambda group: any(space.dimensions[i].kind == "child_input" for i in group)

@@ -8,18 +8,18 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from search.acquisition import Advisor
+from search.acquisition import SurrogateModel
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive
 from search.gaussian_process import GaussianProcess, Vector
-from search.move_sets import stages
-from search.moves import assign, crossover_by_group, drawn, flip, nearby
-from search.placement_features import Described
+from search.move_sets import move_sets
+from search.moves import assign, crossover_by_group, flip, random_neighbour, random_with_density
+from search.placement_features import FeatureRows
 
-__all__ = ["Forest", "SurrogateSearcher"]
+__all__ = ["ExtraTrees", "SurrogateSearcher"]
 
-Model = Literal["ridge", "forest"]
-SHARES = (0.6, 0.2, 0.1)
+ModelKind = Literal["ridge", "forest"]
+CANDIDATE_SHARES = (0.6, 0.2, 0.1)
 """Of the candidates: block moves and single points, children of two parents, two to four flips; the rest are random."""
 
 
@@ -47,13 +47,13 @@ class SurrogateSearcher:
         space: Space,
         *,
         seed: int,
-        model: Model = "ridge",
+        model: ModelKind = "ridge",
         startup: int = 4,
         candidates: int = 300,
         parents: int = 4,
     ) -> None:
-        if model not in get_args(Model):
-            raise ValueError(f"model is one of {get_args(Model)}, but got {model!r}")
+        if model not in get_args(ModelKind):
+            raise ValueError(f"model is one of {get_args(ModelKind)}, but got {model!r}")
         check_range("startup", startup, 1)
         check_range("candidates", candidates, 10)
         check_range("parents", parents, 1)
@@ -63,8 +63,8 @@ class SurrogateSearcher:
         self._candidates = candidates
         self._parents = parents
         self._archive = Archive()
-        self._advisor = Advisor(space, GaussianProcess if model == "ridge" else lambda: Forest(seed))
-        self._blocks = tuple(block for stage in stages(space) for block in stage)
+        self._advisor = SurrogateModel(space, GaussianProcess if model == "ridge" else lambda: ExtraTrees(seed))
+        self._blocks = tuple(block for stage in move_sets(space) for block in stage)
 
     def ask(self, n: int) -> Sequence[Placement]:
         return self._archive.ask(n, self._propose, self._space)
@@ -74,19 +74,21 @@ class SurrogateSearcher:
 
     def _propose(self) -> Placement | None:
         if len(self._archive) < self._startup:
-            return nearby(drawn(self._space, self._rng, self._rng.random()), self._space, self._rng, self._archive)
-        self._advisor.learn(self._archive)
-        candidates = list(dict.fromkeys(self._neighbours()))
-        advice = self._advisor.advise(candidates)
-        if (index := advice.first_new(self._advisor.known)) is not None:
+            return random_neighbour(
+                random_with_density(self._space, self._rng, self._rng.random()), self._space, self._rng, self._archive
+            )
+        self._advisor.fit(self._archive)
+        candidates = list(dict.fromkeys(self._make_candidates()))
+        advice = self._advisor.score(candidates)
+        if (index := advice.best_new_index(self._advisor.known)) is not None:
             return candidates[index]
-        return nearby(self._archive.best(1)[0].placement, self._space, self._rng, self._archive)
+        return random_neighbour(self._archive.best(1)[0].placement, self._space, self._rng, self._archive)
 
-    def _neighbours(self) -> Iterator[Placement]:
-        parents = [entry.placement for entry in self._archive.leaders(self._parents)]
-        moves, children, flips = (int(share * self._candidates) for share in SHARES)
+    def _make_candidates(self) -> Iterator[Placement]:
+        parents = [entry.placement for entry in self._archive.base_entries(self._parents)]
+        moves, children, flips = (int(share * self._candidates) for share in CANDIDATE_SHARES)
         for parent in parents:
-            yield from islice(self._moved(parent), moves // len(parents))
+            yield from islice(self._single_moves(parent), moves // len(parents))
         for _ in range(children):
             first, second = self._rng.integers(len(parents), size=2)
             yield crossover_by_group(parents[first], parents[second], self._space, self._rng)
@@ -94,9 +96,9 @@ class SurrogateSearcher:
             parent = parents[int(self._rng.integers(len(parents)))]
             yield flip(parent, self._space, self._rng, int(self._rng.integers(2, 5)))
         for _ in range(self._candidates - moves - children - flips):
-            yield drawn(self._space, self._rng, self._rng.random())
+            yield random_with_density(self._space, self._rng, self._rng.random())
 
-    def _moved(self, parent: Placement) -> Iterator[Placement]:
+    def _single_moves(self, parent: Placement) -> Iterator[Placement]:
         most = max(self._space.sizes, default=1)
         for number in self._rng.permutation(len(self._blocks) * most):
             placement = assign(parent, self._blocks[number // most], int(number % most), self._space)
@@ -104,7 +106,7 @@ class SurrogateSearcher:
                 yield placement
 
 
-class Forest:
+class ExtraTrees:
     """Extremely randomised trees (Geurts et al. 2006) whose disagreement is the uncertainty.
 
     As in Hutter, Hoos, Leyton-Brown 2011 (SMAC, section 4.1): mean and spread over the trees.
@@ -115,19 +117,19 @@ class Forest:
 
         self._trees = ExtraTreesRegressor(trees, min_samples_leaf=2, max_features=0.5, random_state=seed, n_jobs=1)
 
-    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
+    def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
         """See `search.gaussian_process.Regressor`; standard errors become weights, and one of 0 is not known."""
         known = errors[errors > 0]
         typical = float(np.median(known)) if len(known) else 1.0
-        self._trees.fit(_columns(rows), values, sample_weight=1.0 / (1.0 + (errors / typical) ** 2))
+        self._trees.fit(_feature_matrix(rows), values, sample_weight=1.0 / (1.0 + (errors / typical) ** 2))
         return self.predict(rows)[0]
 
-    def predict(self, rows: Described) -> tuple[Vector, Vector]:
+    def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
         """See `search.gaussian_process.Regressor`."""
-        columns = _columns(rows)
+        columns = _feature_matrix(rows)
         votes = np.array([tree.predict(columns) for tree in self._trees.estimators_])
         return votes.mean(axis=0), votes.std(axis=0) + 1e-3
 
 
-def _columns(rows: Described) -> Vector:
+def _feature_matrix(rows: FeatureRows) -> Vector:
     return np.concatenate([rows.states, rows.roles, rows.scopes, rows.pairs, rows.borders], axis=1)

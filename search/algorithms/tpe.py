@@ -7,13 +7,13 @@ from functools import partial
 from optuna.distributions import CategoricalDistribution
 from optuna.samplers import TPESampler
 
-from search.algorithms.optuna_study import StudySearcher
+from search.algorithms.optuna_study import OptunaStudySearcher
 from search.api import Space, check_range
 
 __all__ = ["TPESearcher"]
 
 
-class TPESearcher(StudySearcher):
+class TPESearcher(OptunaStudySearcher):
     """Optuna's TPE sampler over categorical parameters.
 
     See `search.algorithms.optuna_study` for what becomes of seeds, failures and violations. A failure ranks behind

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import RegionType, discover
+from harness.graph.partition.regions import RegionType, discover_regions
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.zoo.transformer import encoder
@@ -27,7 +27,7 @@ LAYERS = {"2,400 nodes": 48, "4,200 nodes": 86, "19,600 nodes": 400}
 
 @cache
 def ready(layers: int) -> Model:
-    return from_proto(encoder(layers, width=64).build(), source=f"encoder{layers}", sha256="0")
+    return load_proto(encoder(layers, width=64).build(), source=f"encoder{layers}", sha256="0")
 
 
 def anew(model: Model) -> Space:
@@ -42,7 +42,7 @@ def test_discovery_patterns_and_space(benchmark: Any, size: str) -> None:
         pytest.skip("long models only where time is taken; enable benchmarks")
     model = ready(LAYERS[size])
     space = benchmark.pedantic(anew, args=(model,), rounds=5)
-    root = discover(model)
+    root = discover_regions(model)
     regions, patterns = sum(1 for _ in root.walk()) - 1, find_patterns(model, root)
     benchmark.extra_info |= {
         "nodes": len(model.nodes),
@@ -80,7 +80,7 @@ def test_patterns_do_not_grow_with_depth_nor_regions_beyond_the_nodes() -> None:
     found = {}
     for layers in (6, 24, 48):
         model = ready(layers)
-        root = discover(model)
+        root = discover_regions(model)
         patterns = [p for p in find_patterns(model, root) if p.type is not RegionType.ROOT]
         found[layers] = {pattern.signature for pattern in patterns}
         assert sum(1 for _ in root.walk()) <= 0.35 * len(model.nodes)

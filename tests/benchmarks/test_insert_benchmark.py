@@ -17,11 +17,11 @@ import numpy as np
 import onnx
 import pytest
 
-from harness.graph.load import from_proto, load
+from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.zoo import write
+from harness.zoo import write_model
 from harness.zoo.transformer import encoder
 from search.space import Edge, Resolved
 
@@ -33,9 +33,9 @@ MODELS = ("resnet50", "encoder86")
 @cache
 def ready(name: str) -> Model:
     if name == "encoder86":  # 4,223 nodes
-        return from_proto(encoder(86, width=64).build(), source=name, sha256="0")
+        return load_proto(encoder(86, width=64).build(), source=name, sha256="0")
     with tempfile.TemporaryDirectory() as folder:
-        return load(write(name, Path(folder) / f"{name}.onnx"), source=name)
+        return load(write_model(name, Path(folder) / f"{name}.onnx"), source=name)
 
 
 def placements(model: Model, dialect: Dialect, count: int) -> list[Resolved]:

@@ -18,7 +18,7 @@ from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
-from harness.zoo import write
+from harness.zoo import write_model
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, tmp_pa
             "tests/harness/timing/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time"
         )
     sandbox: Sandbox = request.getfixturevalue("sandbox")
-    path = write("resnet18", tmp_path / "resnet18.onnx")
+    path = write_model("resnet18", tmp_path / "resnet18.onnx")
     candidate = Candidate(digest="float", edges=(), source=lambda: path)
     spent_s, worked_s = [], []
 

@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.zoo import write
+from harness.zoo import write_model
 
 pytestmark = pytest.mark.slow
 EXPERIMENT = """
@@ -76,7 +76,7 @@ def test_a_busy_neighbour(benchmark: Any, tmp_path: Path) -> None:
     own, *others = sorted(os.sched_getaffinity(0))
     if not others:
         pytest.skip("needs two cores")
-    model = write("resnet18", tmp_path / "resnet18.onnx")
+    model = write_model("resnet18", tmp_path / "resnet18.onnx")
     benchmark.pedantic(lambda: None)  # the runs are the measurement, and take their time themselves
     print()
     for turn in range(4):

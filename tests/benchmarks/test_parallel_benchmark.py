@@ -19,7 +19,7 @@ import pytest
 
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import Measured
 from harness.results_dir.journal import read_journal
 from harness.statistics import median_ci
@@ -61,7 +61,7 @@ class Pace:
 
 def pace(executor: str, out: Path) -> Pace:
     experiment = parse_experiment(EXPERIMENT % (EVALUATIONS, executor), "parallel", out)
-    run_experiment(experiment, out=out, observer=Silent())
+    run_experiment(experiment, out=out, observer=NullProgress())
     cell = out / "resnet18-openvino-int8"
     entries = [entry for entry in read_journal(cell / "runs/random-0.jsonl") if entry.result is not None]
     elapsed_s = [entry.result.elapsed_s for entry in entries if entry.result is not None]

@@ -22,17 +22,17 @@ import pytest
 from harness.api import Candidate
 from harness.cluster import RAY_ENVIRONMENT, open_execution_target
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.journal import Journal
 from harness.search_loop.loop import SearchTask, run_search
-from harness.search_loop.trial import attempt_with
+from harness.search_loop.trial import make_trial_fn
 from harness.timing.workers.engines import WorkerSpec
 from search.api import Observation, Placement
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
 pytestmark = pytest.mark.slow
-SPACE = planted_space(20, groups=5)
+SPACE = synthetic_space(20, groups=5)
 ROUNDS = 3
 SHORT, LONG = 300, 60
 """Trials of a search that measures what Ray adds, and of one that builds."""
@@ -66,7 +66,7 @@ class Driver:
 
     def trial_s(self, executor: ExecutorSpec, cost_s: float, trials: int) -> list[float]:
         """Wall-clock of a trial, once for each round; the workers are warm."""
-        with open_execution_target(executor, Limits(), None, Silent()) as site, self._lanes(site, cost_s) as lane:
+        with open_execution_target(executor, Limits(), None, NullProgress()) as site, self._lanes(site, cost_s) as lane:
             return [self._search(lane, executor.max_pending, trials, number) for number in range(ROUNDS)]
 
     def on_ray(self, workers: int) -> ExecutorSpec:
@@ -80,11 +80,11 @@ class Driver:
             benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="costly:Costly", params=params)},
             workdir=self._folder / "work",
         )
-        attempt = partial(attempt_with, sampling=Sampling(warmup_ms=0, min_samples=11, max_samples=20))
+        attempt = partial(make_trial_fn, sampling=Sampling(warmup_ms=0, min_samples=11, max_samples=20))
         with site.open(spec) as engines, site.workers(spec, engines, None, None) as workers:
             with workers.lane(attempt) as lane:
                 for _ in range(8):  # until every worker has its engines
-                    lane.submit(-1, _candidate(SPACE.everywhere()), None)
+                    lane.submit(-1, _candidate(SPACE.quantize_all()), None)
                 for _ in range(8):
                     lane.collect()
             with workers.lane(attempt) as lane:
@@ -94,7 +94,7 @@ class Driver:
         path = self._folder / "journal.jsonl"
         path.unlink(missing_ok=True)
         task = SearchTask(
-            space=SPACE, searcher=Blind(), seeds=(), candidate=_candidate, evaluations=trials, window=window
+            space=SPACE, searcher=Blind(), initial_design=(), candidate=_candidate, evaluations=trials, window=window
         )
         with Journal(path, {"round": number}) as journal:
             started_s = time.monotonic()

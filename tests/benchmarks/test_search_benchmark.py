@@ -19,7 +19,7 @@ from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
-from search.testing import PlantedObjective, common_seeds, planted_space
+from search.testing import SyntheticObjective, common_initial_placements, synthetic_space
 
 pytestmark = pytest.mark.slow
 POINTS, EVALUATIONS = 250, 200
@@ -36,10 +36,10 @@ POINTS, EVALUATIONS = 250, 200
 def test_ask_and_tell(benchmark, make):
     evaluations = EVALUATIONS if benchmark.enabled else 3
     # 31 patterns of 8 points; outcomes are made before the clock runs.
-    space = planted_space(POINTS, groups=31)
-    objective = PlantedObjective(space, seed=0)
+    space = synthetic_space(POINTS, groups=31)
+    objective = SyntheticObjective(space, seed=0)
     searcher = make(space, seed=0)
-    for placement in common_seeds(space):
+    for placement in common_initial_placements(space):
         searcher.tell(objective.observe(placement))
     waiting = list(searcher.ask(1))
 

@@ -20,7 +20,7 @@ from harness.report.load.results import CellResults, load
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import iter_evaluations
-from harness.selection.paired_timing import RUNOFF, read_speedups
+from harness.selection.paired_timing import SELECTION_LOG_NAME, read_speedups
 from harness.statistics import MIN_CLAIMED_GAIN
 from harness.timing.racing_test import build_variance_slack
 
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 def choices(cell: CellResults) -> Iterator[Choice]:
-    read = read_speedups(cell.folder / RUNOFF, FLOAT_ROW)
+    read = read_speedups(cell.folder / SELECTION_LOG_NAME, FLOAT_ROW)
     met = {row: Met(read[row], cell.summaries[row].speedup.value) for row in read.keys() & cell.summaries.keys()}
     for pick in cell.picks:
         journal = cell.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"
@@ -60,9 +60,9 @@ def choices(cell: CellResults) -> Iterator[Choice]:
 
 
 def test_what_a_tie_is_worth() -> None:
-    folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{RUNOFF}")})
+    folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{SELECTION_LOG_NAME}")})
     cells = (cell for folder in folders for cell in load(folder).cells)
-    live = (cell for cell in cells if (cell.folder / RUNOFF).exists() and cell.goal.minimize == "latency")
+    live = (cell for cell in cells if (cell.folder / SELECTION_LOG_NAME).exists() and cell.goal.minimize == "latency")
     found = [choice for cell in live for choice in choices(cell)]
     print(f"\n{len(found)} choices of auto")
     for words, lead in (

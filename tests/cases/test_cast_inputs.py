@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from harness.cli.main import app
 from harness.errors import UserError
-from harness.graph.load import load, save
+from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.cast_insert import CastInserter
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
@@ -133,10 +133,10 @@ def scales(path: Path) -> dict[tuple[str, int], float]:
 def test_scales_are_those_of_the_float_model(case: str, precision: str, tmp_path: Path) -> None:
     model = load(graph(tmp_path, *CASES[case]))
     space = build_space(model, TENSORRT)
-    everywhere = space.resolve(space.everywhere())
+    everywhere = space.resolve(space.quantize_all())
     tensors = sorted({edge.tensor for edge, _ in everywhere}.difference(model.constants))
     ranges = {tensor: (-1.0 - index, 2.0 + index) for index, tensor in enumerate(tensors)}
-    file = cast_model(save(model, tmp_path / "float"), precision, tmp_path)
+    file = cast_model(save_to_folder(model, tmp_path / "float"), precision, tmp_path)
     inserter = CastInserter(load(file), TENSORRT, ranges, model)
     found = scales(inserter.export(everywhere, tmp_path / "cast_q.onnx"))
     wanted = scales(Inserter(model, TENSORRT, ranges).export(everywhere, tmp_path / "float_q.onnx"))
@@ -149,9 +149,9 @@ def test_a_mask_beyond_fp16_has_a_finite_scale(tmp_path: Path) -> None:
     model = load(graph(tmp_path, nodes, inputs))
     space = build_space(model, TENSORRT)
     ranges = {edge.tensor: (-1e9, 1.0) for dimension in space.dimensions for edge in dimension.edges}
-    file = cast_model(save(model, tmp_path / "float"), "f16", tmp_path)
+    file = cast_model(save_to_folder(model, tmp_path / "float"), "f16", tmp_path)
     inserter = CastInserter(load(file), TENSORRT, ranges, model)
-    found = scales(inserter.export(space.resolve(space.everywhere()), tmp_path / "q.onnx"))
+    found = scales(inserter.export(space.resolve(space.quantize_all()), tmp_path / "q.onnx"))
     assert found
     assert [*found.values()] == pytest.approx([65504 / 127] * len(found), rel=0.01)
 
@@ -165,7 +165,7 @@ def experiment(folder: Path, **params: str) -> list[str]:
 
 
 def test_an_experiment_at_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw", lambda results, out: [])
+    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda results, out: [])
     graph(tmp_path, *CASES["amp"])
     done = CliRunner().invoke(app, experiment(tmp_path, precision="f16"))
     assert done.exit_code == 0, done.output

@@ -8,14 +8,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 from onnx.reference import ReferenceEvaluator
 
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 
 X = np.zeros(4, np.float32)
 
 
 def ready(proto: onnx.ModelProto) -> list[str]:
     """Check that the loaded model computes what the model computes, and return its operators."""
-    model = from_proto(proto, source="m.onnx", sha256="0")
+    model = load_proto(proto, source="m.onnx", sha256="0")
     feeds = {"x": X, "i": np.arange(4)}
     feeds = {value.name: feeds[value.name] for value in proto.graph.input}
     for want, got in zip(*(ReferenceEvaluator(p).run(None, feeds) for p in (proto, model.proto)), strict=True):
@@ -68,7 +68,7 @@ def test_sequences_and_optionals_of_constants(body: str, operators: list[str]) -
         f"""<ir_version: 9, opset_import: ["": 19]> g ({inputs}) => (float[4] y)
         <float[4] a = {{1, 2, 3, 4}}, int64 z = {{0}}> {{ {body} }}"""
     )
-    model = from_proto(proto, source="m.onnx", sha256="0")  # which compares both in ONNX Runtime
+    model = load_proto(proto, source="m.onnx", sha256="0")  # which compares both in ONNX Runtime
     assert [node.op for node in model.nodes] == operators
 
 

@@ -14,9 +14,9 @@ import pytest
 from harness import registry
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.api import Accuracy, Candidate, Infer
-from harness.compat.tao_specs.sensitivity import rank
+from harness.compat.tao_specs.sensitivity import rank_layers
 from harness.graph.builder import GraphBuilder
-from harness.progress import Silent
+from harness.progress import NullProgress
 
 SIZE = 16
 
@@ -101,5 +101,5 @@ def test_sensitivity_is_that_of_the_worst_output(tmp_path: Path) -> None:
     path = tmp_path / "two.onnx"
     onnx.save(two_heads(True), path)
     feeds = [{"x": np.random.default_rng(i).normal(size=(1, 3, SIZE, SIZE)).astype(np.float32)} for i in range(4)]
-    ranked = rank(path, feeds, Silent())
+    ranked = rank_layers(path, feeds, NullProgress())
     assert ranked[0].sqnr_db < 3

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from fidelity_of import quantizer
 
-from harness.accuracy.calibration.ranges import METHODS, finite_ranges, refuse_empty, remarks
+from harness.accuracy.calibration.ranges import METHODS, finite_ranges, range_warnings, require_quantizable
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
@@ -55,7 +55,7 @@ def test_a_model_that_has_seen_no_padding_still_minds_its_mask(dialect: Dialect,
     made = quantizer(attention(), dialect, sentences(8, 0, padded=False), tmp_path)
     assert {"padding", "hidden"}.isdisjoint(edge.tensor for edge, _ in made.resolved)
     assert {"scores", "masked"} <= {edge.tensor for edge, _ in made.resolved}
-    (line,) = remarks(made.ranges)
+    (line,) = range_warnings(made.ranges)
     assert "'hidden'" in line
     assert "float" in line
     for padded in (True, False):
@@ -66,7 +66,7 @@ def test_a_model_that_has_seen_no_padding_still_minds_its_mask(dialect: Dialect,
 def test_next_to_nothing_is_as_dead_as_zero(value: float) -> None:
     ranges = {"dead": (-value, value), "small": (0.0, 1e-6)}
     assert set(finite_ranges(ranges)) == {"small"}
-    assert "'dead'" in remarks(ranges)[0]
+    assert "'dead'" in range_warnings(ranges)[0]
 
 
 def test_a_model_with_nothing_but_dead_tensors_is_refused(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_model_with_nothing_but_dead_tensors_is_refused(tmp_path: Path) -> Non
     made = quantizer(g.build(), OPENVINO_7BIT, [{"x": np.zeros((1, 4, 8, 8), np.float32)}], tmp_path)
     assert not made.resolved
     with pytest.raises(UserError, match=r"calibration leaves nothing to quantize.*'dead'"):
-        refuse_empty(Space(()), made.ranges, "m.onnx")
+        require_quantizable(Space(()), made.ranges, "m.onnx")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,19 +12,19 @@ import pytest
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, save
+from harness.graph.load import load_proto, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.rules.placement_rules import broken_rule
+from harness.graph.rules.placement_rules import first_violated_rule
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
 
 
 def finish(g: GraphBuilder, output: str) -> Model:
     g.output(output)
-    return from_proto(g.build(), source="m", sha256="0")
+    return load_proto(g.build(), source="m", sha256="0")
 
 
 def quantized(model: Model, dialect: Dialect) -> set[tuple[str, int]]:
@@ -102,11 +102,11 @@ def test_no_grid_leads_to_a_pole(kind: str, dialect: Dialect, tmp_path: Path) ->
     g = GraphBuilder("m")
     model = finish(g, poles(g, kind))
     feed = {"x": np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)}
-    float_file = save(model, tmp_path)
+    float_file = save_to_folder(model, tmp_path)
     space = build_space(model, dialect)
     tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
     inserter = Inserter(model, dialect, calibrate(float_file, tensors, [feed]))
-    path = inserter.write(space.resolve(space.everywhere()), tmp_path, name="quantized")
+    path = inserter.write(space.resolve(space.quantize_all()), tmp_path, name="quantized")
     (found,) = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feed)
     assert np.isfinite(found).all()
     assert not {("Log", 0), ("Reciprocal", 0), ("Div", 1), ("Sqrt", 0), ("Clip", 0)} & quantized(model, dialect)
@@ -157,16 +157,16 @@ def test_what_a_runtime_computes_wrongly_stays_float(kind: str, dialect: Dialect
     g = GraphBuilder("m")
     model = finish(g, faulty(g, kind))
     node = next(node for node in model.nodes if node.op == kind)
-    broken = broken_rule(model, dialect, node, 0)
+    broken = first_violated_rule(model, dialect, node, 0)
     assert broken is not None
     assert broken.name == rule
     shape = model.types["x"].shape
     feed: dict[str, Any] = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
-    float_file = save(model, tmp_path)
+    float_file = save_to_folder(model, tmp_path)
     space = build_space(model, dialect)
     tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
     inserter = Inserter(model, dialect, calibrate(float_file, tensors, [feed]))
-    path = inserter.write(space.resolve(space.everywhere()), tmp_path, name="quantized")
+    path = inserter.write(space.resolve(space.quantize_all()), tmp_path, name="quantized")
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     (exact,) = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, feed)

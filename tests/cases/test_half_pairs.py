@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, parser
 
 from harness import registry
 from harness.api import Candidate
-from harness.compat.tao_specs.sensitivity import rank
-from harness.graph.qdq.upcast import upcast
-from harness.progress import Silent
+from harness.compat.tao_specs.sensitivity import rank_layers
+from harness.graph.qdq.upcast import write_float32_copy
+from harness.progress import NullProgress
 
 COUNT = 4096
 VALUES = np.random.default_rng(0).normal(size=COUNT).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -83,7 +83,7 @@ def test_inputs_and_outputs_keep_their_types(tmp_path: Path) -> None:
     onnx.save(model(TensorProto.FLOAT16, borders=True), path)
     found = outputs(path, tmp_path, VALUES.astype(np.float16))
     assert np.abs(found - rounded()).max() < SCALE / 100
-    wide = upcast(path, tmp_path / "wide")
+    wide = write_float32_copy(path, tmp_path / "wide")
     assert wide is not None
     graph = onnx.load(wide).graph
     assert {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output)} == {TensorProto.FLOAT16}
@@ -117,7 +117,7 @@ def test_sequences_and_names_like_those_that_are_made(graph: str, tmp_path: Path
 def test_files_that_the_kernel_computes_rightly_stay_as_they_are(kind: int, stored: int, tmp_path: Path) -> None:
     path = tmp_path / "right.onnx"
     onnx.save(model(kind, stored), path)
-    assert upcast(path, tmp_path) is None
+    assert write_float32_copy(path, tmp_path) is None
 
 
 def test_saved_engines_round_as_well(tmp_path: Path) -> None:
@@ -146,5 +146,5 @@ def test_sensitivity_ranks_what_the_file_says(tmp_path: Path) -> None:
     for kind in (TensorProto.FLOAT16, TensorProto.FLOAT):
         path = tmp_path / f"{kind}.onnx"
         onnx.save(model(kind), path)
-        sqnr_db.append(rank(path, [{"x": VALUES}], Silent())[0].sqnr_db)
+        sqnr_db.append(rank_layers(path, [{"x": VALUES}], NullProgress())[0].sqnr_db)
     assert sqnr_db[0] == pytest.approx(sqnr_db[1], abs=0.1)

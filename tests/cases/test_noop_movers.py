@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 from onnx import parser
 
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 
 CONSTANTS = """int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] minus = {-1},
 int64[1] low = {-5}, int64[4] shape = {1, 4, 2, 2}, int64[4] ones = {1, 1, 1, 1},
@@ -23,7 +23,7 @@ def operators(body: str, opset: int = 17) -> list[str]:
         f"""<ir_version: 8, opset_import: ["": {opset}]> g (float[1,4,2,2] x) => (float[1,4,2,2] y)
         <{CONSTANTS}> {{ {body} }}"""
     )
-    model = from_proto(proto, source="m.onnx", sha256="0")
+    model = load_proto(proto, source="m.onnx", sha256="0")
     x = np.random.default_rng(0).standard_normal((1, 4, 2, 2)).astype(np.float32)
     sessions = [
         onnxruntime.InferenceSession(p.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -69,7 +69,7 @@ def test_several_in_a_row_and_a_batch_norm_behind_them() -> None:
         int64[1] a = {1}> { c = Conv(x, w)  d = Slice(c, o, e, a)  f = Transpose<perm=[0,1,2,3]>(d)
         y = BatchNormalization(f, s, b, b, s)  z = Slice(y, o, e, a) }"""
     )
-    model = from_proto(proto, source="m.onnx", sha256="0")
+    model = load_proto(proto, source="m.onnx", sha256="0")
     assert [node.op for node in model.nodes] == ["Conv", "Slice"], "the last one makes an output"
     assert model.outputs == ("y", "z")
 
@@ -81,5 +81,5 @@ def test_one_that_a_body_reads_stays() -> None:
         y = If(k) <then_branch = t () => (float[4] p) { p = Neg(n) },
         else_branch = f () => (float[4] q) { q = Abs(n) }> }"""
     )
-    model = from_proto(proto, source="m.onnx", sha256="0")
+    model = load_proto(proto, source="m.onnx", sha256="0")
     assert [node.op for node in model.nodes] == ["Slice", "If"]

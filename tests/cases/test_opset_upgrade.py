@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from harness.errors import UserError
-from harness.graph.load import from_proto, load
+from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 
 BACKEND = Path(onnx.__file__).parent / "backend/test/data/node"
@@ -53,7 +53,7 @@ def resizing(op: str, opset: int, mode: str, scales: Sequence[float], *, constan
 
 
 def ready(proto: onnx.ModelProto) -> Model:
-    return from_proto(proto, source="m.onnx", sha256="0")
+    return load_proto(proto, source="m.onnx", sha256="0")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_another_meaning_that_no_rule_knows_is_refused_by_name() -> None:
     )
     assert len(ready(proto).nodes) == 3
     with pytest.raises(UserError, match=r"'pool' \(AveragePool, output 'p'\).* dB.*opset 21"):
-        from_proto(proto, source="m.onnx", sha256="0", min_opset=21)
+        load_proto(proto, source="m.onnx", sha256="0", min_opset=21)
 
 
 @pytest.mark.parametrize(

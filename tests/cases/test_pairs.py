@@ -1,4 +1,4 @@
-"""`Inserter.pairs` counts the pairs that `pairs_in` finds in the file that it writes."""
+"""`Inserter.pairs` counts the pairs that `count_pairs` finds in the file that it writes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import diff, pairs_in
+from harness.graph.qdq.read_edges import count_pairs, diff_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME
 
@@ -25,7 +25,7 @@ def two_convolutions() -> tuple[Model, int]:
     inputs = [g.input(name, (1, 4, 4, 4)) for name in ("a", "c")]
     constants = g.const(weight), g.const(np.full(4, 10, np.float32))
     g.output(g.op("Add", *(g.op("Conv", x, *constants) for x in inputs)))
-    return from_proto(g.build(), source="m", sha256="0"), 6
+    return load_proto(g.build(), source="m", sha256="0"), 6
 
 
 def one_table_of_words() -> tuple[Model, int]:
@@ -34,7 +34,7 @@ def one_table_of_words() -> tuple[Model, int]:
     table = g.const(np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32))
     x = g.op("Add", g.op("Gather", table, g.input("ids", (1, 4), "int64")), g.input("x", (1, 4, 8)))
     g.output(g.op("MatMul", x, table))
-    return from_proto(g.build(), source="m", sha256="0"), 5
+    return load_proto(g.build(), source="m", sha256="0"), 5
 
 
 def names_of_other_tools() -> tuple[Model, int]:
@@ -44,14 +44,14 @@ def names_of_other_tools() -> tuple[Model, int]:
     (y,) = g.op("Tanh", x, outputs=["x_quantized"])
     (z,) = g.op("Tanh", y, outputs=["x_QuantizeLinear_Input"])
     g.output(g.op("Concat", g.op("MatMul", x, y), z, axis=0))
-    return from_proto(g.build(), source="m", sha256="0"), 5
+    return load_proto(g.build(), source="m", sha256="0"), 5
 
 
 @pytest.mark.parametrize("make", [two_convolutions, one_table_of_words, names_of_other_tools])
 def test_pairs_of_a_placement_and_of_its_file_are_equal(make: Callable[[], tuple[Model, int]], tmp_path: Path) -> None:
     model, expected = make()
     space = build_space(model, ONNXRUNTIME)
-    asked = space.resolve(space.everywhere())
+    asked = space.resolve(space.quantize_all())
     inserter = Inserter(model, ONNXRUNTIME, {name: (-3.0, 2.0) for name in model.types})
-    assert diff(asked, inserter.insert(asked)) == ((), ())
-    assert inserter.pairs(asked) == pairs_in(inserter.write(asked, tmp_path)) == expected
+    assert diff_edges(asked, inserter.insert(asked)) == ((), ())
+    assert inserter.count_pairs(asked) == count_pairs(inserter.write(asked, tmp_path)) == expected

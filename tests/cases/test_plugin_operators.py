@@ -14,11 +14,11 @@ from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
 from harness.accuracy.calibration.ptq import ort_static
-from harness.accuracy.calibration.ranges import calibrate, finite_ranges, remarks
+from harness.accuracy.calibration.ranges import calibrate, finite_ranges, range_warnings
 from harness.cli.main import app
 from harness.compat.modelopt_autotune import Config, QDQAutotuner
 from harness.errors import BuildFailed, UserError
-from harness.graph.load import load, save
+from harness.graph.load import load, save_to_folder
 from harness.runtimes.tensorrt.model_checks import cast_model
 
 SHAPE = (1, 3, 16, 16)
@@ -65,7 +65,7 @@ def detector(folder: Path, *, domain: str = "", typed: bool = True, place: str =
 @pytest.mark.parametrize("domain", ["", "trt.plugins"])
 @pytest.mark.parametrize("place", ["end", "middle"])
 def test_what_lies_before_a_plugin_is_observed(place: str, domain: str, tmp_path: Path) -> None:
-    file = save(load(detector(tmp_path, place=place, domain=domain)), tmp_path / "float")
+    file = save_to_folder(load(detector(tmp_path, place=place, domain=domain)), tmp_path / "float")
     behind = {"y"} if place == "end" else {"p", "y"}
     found = calibrate(file, {"images", "r0", "c1", *behind}, FEEDS)
     proto = onnx.load(file)
@@ -76,13 +76,13 @@ def test_what_lies_before_a_plugin_is_observed(place: str, domain: str, tmp_path
     values = np.stack([session.run(["c1"], feeds)[0] for feeds in FEEDS])
     assert found["c1"] == pytest.approx((values.min(), values.max()), rel=1e-5)
     assert set(finite_ranges(found)) == {"images", "r0", "c1"}
-    (remark,) = remarks(found)
+    (remark,) = range_warnings(found)
     assert "plug-in" in remark
     assert all(repr(name) in remark for name in behind)
 
 
 def test_a_plugin_that_reads_the_input_leaves_nothing_to_observe(tmp_path: Path) -> None:
-    file = save(load(detector(tmp_path, place="start")), tmp_path / "float")
+    file = save_to_folder(load(detector(tmp_path, place="start")), tmp_path / "float")
     with pytest.raises(UserError, match="behind plug-in operator EfficientNMS_TRT"):
         calibrate(file, {"p", "r0"}, FEEDS)
 
@@ -108,7 +108,7 @@ def test_a_plugin_of_unknown_types_cannot_be_cast(tmp_path: Path) -> None:
 
 
 def test_other_tools_quantize_what_lies_before(tmp_path: Path) -> None:
-    file = save(load(detector(tmp_path, place="middle")), tmp_path / "float")
+    file = save_to_folder(load(detector(tmp_path, place="middle")), tmp_path / "float")
     made = load(ort_static(file, tmp_path / "q.onnx", FEEDS, dialect_name="tensorrt"))
     by_name = {node.name: node for node in made.nodes}
     dequantized = {name for node in made.nodes if node.op == "DequantizeLinear" for name in node.outputs}
@@ -122,14 +122,14 @@ def test_scales_in_front_are_no_guess_without_data(tmp_path: Path) -> None:
     autotuner.initialize(Config(default_q_scale=0.1))
     delivery = autotuner.session.delivery
     space = delivery.space
-    proto = delivery.proto(space.resolve(space.everywhere()))
+    proto = delivery.proto(space.resolve(space.quantize_all()))
     scales = [t for t in proto.graph.initializer if t.name.endswith("scale") and not t.dims]
     assert len(scales) > 2
     assert not [t for t in scales if float(numpy_helper.to_array(t)) == pytest.approx(0.1)]
 
 
 def test_an_experiment_names_what_stays_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw", lambda results, out: [])
+    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda results, out: [])
     detector(tmp_path, place="middle")
     np.savez(tmp_path / "data.npz", images=np.concatenate([feeds["images"] for feeds in FEEDS]))
     data = {"data": {"use": "npz", "path": "data.npz"}, "samples": 2}

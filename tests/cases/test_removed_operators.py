@@ -13,9 +13,9 @@ import pytest
 from fidelity_of import quantizer, scales
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT
-from harness.graph.rules.movement import repeated_input
+from harness.graph.rules.movement import find_repeated_input
 
 N = 16
 Between = Callable[[GraphBuilder, str], str]
@@ -90,5 +90,5 @@ def test_probabilities_have_the_whole_scale(between: str, tmp_path: Path) -> Non
 def test_an_operator_that_computes_is_none_of_them(between: str) -> None:
     g = GraphBuilder("computes")
     g.output(COMPUTES[between](g, g.input("x", (1, 4, N, N))))
-    model = from_proto(g.build(), source="m", sha256="0")
-    assert any(repeated_input(model, node) is None for node in model.nodes)
+    model = load_proto(g.build(), source="m", sha256="0")
+    assert any(find_repeated_input(model, node) is None for node in model.nodes)

@@ -16,11 +16,11 @@ from harness.accuracy.calibration.ranges import (
     cached_ranges,
     calibrate,
     finite_ranges,
-    remarks,
+    range_warnings,
 )
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
-from harness.graph.rules.sentinels import Spread, holds_sentinel
+from harness.graph.rules.sentinels import MagnitudeHistogram, holds_sentinel
 
 DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT]
 PADS = [0, 0, 1, 1, 0, 0, 1, 1]
@@ -56,7 +56,7 @@ def test_a_pool_behind_a_padded_tensor_has_the_scale_of_its_own_range(
     made = quantizer(stem(none), dialect, images(), tmp_path, method)
     assert "padded" not in finite_ranges(made.ranges)
     assert "pooled" in finite_ranges(made.ranges)
-    assert any("'padded'" in line for line in remarks(made.ranges))
+    assert any("'padded'" in line for line in range_warnings(made.ranges))
     assert made.decibels(made.write(), images()) > 25
     assert made.decibels(made.write({"first", "second", "third"}), images()) > 25
 
@@ -89,7 +89,7 @@ def mask_ranges(none: float, method: Any, folder: Path) -> dict[str, tuple[float
 def test_an_attention_mask_and_what_it_is_added_to_stay_float(none: float, method: Any, tmp_path: Path) -> None:
     ranges = mask_ranges(none, method, tmp_path)
     assert set(finite_ranges(ranges)) == {"scores", "mask", "weights"}
-    (line,) = remarks(ranges)
+    (line,) = range_warnings(ranges)
     assert "'hidden', 'masked'" in line
     assert ranges["mask"] == (0.0, 1.0)
 
@@ -113,7 +113,7 @@ def test_ranges_with_sentinels_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     batches = [{"x": np.random.default_rng(0).normal(size=(1, 2, 8, 8)).astype(np.float32)}]
     first, second = (cached_ranges(key, path, ["x", "y"], batches) for _ in range(2))
     assert first == second
-    assert remarks(first) == remarks(second) != ()
+    assert range_warnings(first) == range_warnings(second) != ()
 
 
 def _normal(count: int = 40_000, deviation: float = 1.0) -> np.ndarray[Any, Any]:
@@ -141,7 +141,7 @@ def _normal(count: int = 40_000, deviation: float = 1.0) -> np.ndarray[Any, Any]
 )
 def test_a_sentinel_is_told_from_outliers(values: np.ndarray[Any, Any], expected: bool) -> None:
     assert holds_sentinel(values) == expected
-    spread = Spread()
+    spread = MagnitudeHistogram()
     for part in np.array_split(values, 3):
         spread.add(part)
-    assert spread.sentinel == expected
+    assert spread.has_sentinel == expected

@@ -25,7 +25,7 @@ from harness.compat.modelopt_autotune.command import autotune
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.progress import Silent
+from harness.progress import NullProgress
 
 REMOTE = ["--remoteAutoTuningConfig=ssh://user@board", "--safe", "--skipInference"]
 
@@ -135,6 +135,6 @@ def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch:
     given = ["-m", str(net(tmp_path)), "-o", "out", "--use_trtexec", "--timing_cache", "cache"]
     given += ["--plugin_libraries", "my.so", "--trtexec_benchmark_args", text]
     with pytest.raises(UserError, match="enough"):
-        autotune(given, "qdq", Silent())
+        autotune(given, "qdq", NullProgress())
     params = {"extra": text.split(), "plugins": [str(library)], "timing_cache_file": "cache"}
     assert seen == [PluginSpec(use="trtexec", params=params)]

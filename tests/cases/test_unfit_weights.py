@@ -12,12 +12,12 @@ import pytest
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.rules.points import refusals
+from harness.graph.rules.points import float_inputs_with_rule
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
 RANGES = {name: (-1.0, 1.0) for name in ("x", "y", "z")}
@@ -33,7 +33,7 @@ def two_products(first: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) 
             0
         ]
     )
-    return from_proto(g.build(), source="m", sha256="0")
+    return load_proto(g.build(), source="m", sha256="0")
 
 
 def weight(value: float, shape: tuple[int, ...] = (8, 8)) -> npt.NDArray[np.float32]:
@@ -55,14 +55,14 @@ def test_a_weight_that_no_scale_holds_keeps_its_operator_float(
     assert quantized(model, dialect) - {"z"} == {"y", "second"}
     assert "first" in caplog.text
     assert "second" not in caplog.text
-    assert {(edge.tensor, rule.name) for edge, rule in refusals(model, dialect)} >= {
+    assert {(edge.tensor, rule.name) for edge, rule in float_inputs_with_rule(model, dialect)} >= {
         ("x", "finite"),
         ("first", "finite"),
     }
     space = build_space(model, dialect)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        path = Inserter(model, dialect, RANGES).write(space.resolve(space.everywhere()), tmp_path)
+        path = Inserter(model, dialect, RANGES).write(space.resolve(space.quantize_all()), tmp_path)
     onnx.checker.check_model(path)
 
 
@@ -80,7 +80,7 @@ def test_a_convolution_and_a_product_with_the_weight_on_the_left(value: float, d
     x = g.input("x", (1, 8, 8, 8))
     y = g.op("Conv", x, g.const(weight(value, (8, 8, 1, 1)), "filter"))
     g.output(g.op("MatMul", g.const(weight(value), "left"), g.op("Tanh", y)))
-    model = from_proto(g.build(), source="m", sha256="0")
+    model = load_proto(g.build(), source="m", sha256="0")
     assert quantized(model, dialect).isdisjoint({"x", "filter", "left"})
 
 
@@ -89,11 +89,11 @@ def test_a_weight_in_float16(value: float) -> None:
     g = GraphBuilder("m")
     damaged = weight(value).astype(np.float16)
     g.output(g.op("MatMul", g.input("x", (2, 4, 8), "float16"), g.const(damaged)))
-    assert quantized(from_proto(g.build(), source="m", sha256="0"), OPENVINO) == set()
+    assert quantized(load_proto(g.build(), source="m", sha256="0"), OPENVINO) == set()
 
 
 def test_a_request_for_such_a_weight_is_refused() -> None:
     space = build_space(two_products(weight(1.0), np.ones(8, np.float32)), OPENVINO)
     model = two_products(weight(np.nan), np.ones(8, np.float32))
     with pytest.raises(UserError, match="first"):
-        Inserter(model, OPENVINO, RANGES).pairs(space.resolve(space.everywhere()))
+        Inserter(model, OPENVINO, RANGES).count_pairs(space.resolve(space.quantize_all()))

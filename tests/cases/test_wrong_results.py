@@ -12,12 +12,12 @@ from harness.accuracy.calibration.ranges import calibrate
 from harness.api import Candidate
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, save
+from harness.graph.load import load_proto, save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.random_inputs import random_feeds
 from harness.records import MAIN_BENCHMARKER
 from harness.timing.workers.engines import WorkerSpec
@@ -53,12 +53,12 @@ def concat(folder):
     g = GraphBuilder("convolutions")
     x = g.input("x", SHAPES["concat"])
     g.output(g.conv(g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1), 16, 3))
-    made = from_proto(g.build(), source="convolutions", sha256="0")
+    made = load_proto(g.build(), source="convolutions", sha256="0")
     dialect = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
-    space, floating = build_space(made, dialect), save(made, folder)
+    space, floating = build_space(made, dialect), save_to_folder(made, folder)
     tensors = {e.tensor for d in space.dimensions for e in d.edges} - made.constants.keys()
     ranges = calibrate(floating, tensors, random_feeds({"x": ("float", SHAPES["concat"])}, 4))
-    edges = space.resolve(space.only({"linear"}))
+    edges = space.resolve(space.quantize_roles({"linear"}))
     return floating, Inserter(made, dialect, ranges).write(edges, folder, name="quantized")
 
 
@@ -73,7 +73,7 @@ def checked(kind, folder, backend):
         limits=Limits(),
     )
     worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: backend}, workdir=folder / "engines")
-    with open_engines(worker, Limits()) as engines, RuntimeChecker(plan, engines, Silent()) as checker:
+    with open_engines(worker, Limits()) as engines, RuntimeChecker(plan, engines, NullProgress()) as checker:
         return checker.check(Candidate(digest="imported", edges=(), source=lambda: quantized))
 
 

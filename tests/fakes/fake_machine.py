@@ -12,7 +12,7 @@ from fake_trt import FakeTensorRT
 
 from harness.api import Capabilities
 from harness.errors import UserError
-from harness.runtimes.cuda.device import Cuda, Device
+from harness.runtimes.cuda.device import CudaRuntime, Device
 from harness.runtimes.tensorrt import benchmarker as tensorrt
 from harness.runtimes.tensorrt.library import open_library
 from harness.runtimes.tensorrt.timing_cache import TimingCache
@@ -34,7 +34,9 @@ class TensorRT10(tensorrt.TensorRTBenchmarker):
         api = FakeCuda()
         fake = FakeTensorRT(self.major, api)
         cache = TimingCache("cold", Path(tempfile.gettempdir()) / "none")
-        return tensorrt._Ready(library=open_library(lambda: fake), cuda=Cuda(api), device=GPU, cache=cache)
+        return tensorrt._TensorRTHandle(
+            library=open_library(lambda: fake), cuda=CudaRuntime(api), device=GPU, cache=cache
+        )
 
     def describe(self) -> dict[str, Any]:
         """With few float precisions: a row for each would be cast and built many times."""
@@ -57,7 +59,7 @@ class Trtexec11(trtexec.TrtexecBenchmarker):
     @cached_property
     def _tool(self) -> Any:
         program, version = find_trtexec(None)
-        return trtexec._Tool(program=program, version=version, device=GPU)
+        return trtexec._TrtexecHandle(program=program, version=version, device=GPU)
 
     def describe(self) -> dict[str, Any]:
         """At one float precision: a row for each other would be cast and built."""

@@ -12,8 +12,8 @@ import onnx
 import onnxruntime as ort
 from onnx import numpy_helper
 
-from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, narrowed
-from harness.graph.load import from_proto, save
+from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, restrict_space
+from harness.graph.load import load_proto, save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect
@@ -59,19 +59,19 @@ def quantizer(
     proto: onnx.ModelProto, dialect: Dialect, feeds: Sequence[Feed], folder: Path, method: Method = "minmax"
 ) -> Quantizer:
     """Load, calibrate and prepare a model."""
-    model = from_proto(proto, source="m.onnx", sha256="0")
+    model = load_proto(proto, source="m.onnx", sha256="0")
     space = build_space(model, dialect)
     folder.mkdir(parents=True, exist_ok=True)
-    path = save(model, folder)
+    path = save_to_folder(model, folder)
     tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
     ranges = calibrate(path, tensors, feeds, method=method)
-    kept = narrowed(space, ranges)
+    kept = restrict_space(space, ranges)
     return Quantizer(
         folder=folder,
         float_file=path,
         inserter=Inserter(model, dialect, finite_ranges(ranges)),
         ranges=ranges,
-        resolved=kept.resolve(kept.everywhere()),
+        resolved=kept.resolve(kept.quantize_all()),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.api import Candidate
 from harness.config.sections import Sampling
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.timing.confirmation import Contender
 from harness.timing.sampling import Samples
@@ -33,7 +33,7 @@ class Instant:
         yield self  # type: ignore[misc]
 
 
-class Listening(Silent):
+class Listening(NullProgress):
     """Keeps what is said."""
 
     def __init__(self) -> None:

@@ -25,9 +25,9 @@ from harness.benchmark_table import (
 from harness.errors import UserError
 from harness.records import Failed, Measured
 from search.space import Placement, Space
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
-SPACE = Space(planted_space(5, groups=2, seed=1).dimensions)
+SPACE = Space(synthetic_space(5, groups=2, seed=1).dimensions)
 SUBSPACE = TableSubspace(SPACE, (1, 3), Placement((1, 0, 0, 0, 1)))
 MEASURED = Measured(
     samples_ms=(1.5, 1.25, 1.75), discarded_ms=(2.0,), build_s=0.5, measure_s=0.25, warmup=4, stable=False,
@@ -84,7 +84,7 @@ def test_samples_are_kept_as_single_precision_and_compressed(path: Path) -> None
 
 
 def test_2048_placements_stay_far_below_5_mb(path: Path) -> None:
-    space = planted_space(60, groups=8, seed=1)
+    space = synthetic_space(60, groups=8, seed=1)
     subspace = TableSubspace(space, tuple(range(0, 22, 2)), space.float_placement())
     samples = Measured(samples_ms=tuple(1.0 + i / 7919 for i in range(15)), build_s=0.3, measure_s=0.2)
     found = {

@@ -70,11 +70,11 @@ def model_digests(folder: Path) -> Iterator[tuple[str, str]]:
 
     Ranges are made from tensor names, because measured ones depend on the processor in the last digit.
     """
-    files = {name: zoo.write(name, folder / f"{name}.onnx") for name in zoo.names()}
+    files = {name: zoo.write_model(name, folder / f"{name}.onnx") for name in zoo.model_names()}
     files |= {f"small_{name}": build.save(folder / f"{name}.onnx") for name, build in _small().items()}
     for name, path in files.items():
         for label, dialect in DIALECTS.items():
-            of_zoo = name in zoo.names()
+            of_zoo = name in zoo.model_names()
             if of_zoo and label not in (OF_ZOO[1:2] if name in LARGE else OF_ZOO):
                 continue
             for precision in ["int8"] if of_zoo else sorted(dialect.precisions):
@@ -86,7 +86,7 @@ def _exports(name: str, model: Model, dialect: dialects.Dialect, precision: str)
     space = build_space(model, dialect, precisions=[precision])
     inserter = Inserter(model, dialect, _ranges(model))
     rng = np.random.default_rng(0)
-    placements = {"all": space.everywhere(), "linear": space.only(("linear",)), "random": space.random(rng)}
+    placements = {"all": space.quantize_all(), "linear": space.quantize_roles(("linear",)), "random": space.random(rng)}
     for label, placement in placements.items():
         yield f"{name} {label}", _export(inserter, space.resolve(placement))
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.acquisition import Advisor, expected_growth, front_of
+from search.acquisition import SurrogateModel, expected_hypervolume_improvement, front_with_reference
 from search.api import Observation, Placement, Score
 from search.archive import Archive
 from search.pareto import hypervolume
-from search.testing import planted_space
+from search.testing import synthetic_space
 
 LEVELS = st.integers(0, 8).map(float)
 
@@ -20,7 +20,7 @@ def grown(front, points):
 
 
 def made(*points):
-    return front_of(np.array(points), np.array(points))
+    return front_with_reference(np.array(points), np.array(points))
 
 
 @settings(max_examples=80, deadline=None)
@@ -28,7 +28,7 @@ def made(*points):
 def test_without_doubt_the_expected_growth_is_the_growth(points):
     front = made((0.0, 8.0), (2.0, 3.0), (3.0, 2.5), (8.0, 0.0))
     candidates = np.array(points) + 0.25
-    found = expected_growth(front, candidates.T, np.full((2, len(points)), 1e-9))
+    found = expected_hypervolume_improvement(front, candidates.T, np.full((2, len(points)), 1e-9))
     assert found == pytest.approx(grown(front, candidates), abs=1e-6)
 
 
@@ -36,7 +36,7 @@ def test_the_expected_growth_is_the_mean_over_what_may_come():
     front = made((1.0, 4.0), (2.0, 2.0), (5.0, 1.0))
     mean, deviation = np.array([[2.0, 4.0, 6.0], [3.0, 0.5, 6.0]]), np.array([[0.5, 1.0, 1.0], [1.0, 0.3, 1.0]])
     draws = np.random.default_rng(0).normal(size=(2000, 2))
-    for column, found in enumerate(expected_growth(front, mean, deviation)):
+    for column, found in enumerate(expected_hypervolume_improvement(front, mean, deviation)):
         volumes = grown(front, mean[:, column] + deviation[:, column] * draws)
         assert found == pytest.approx(volumes.mean(), abs=4 * volumes.std() / np.sqrt(len(draws)) + 1e-3)
 
@@ -45,16 +45,20 @@ def test_what_others_dominate_changes_nothing():
     front = made((1.0, 4.0), (2.0, 2.0), (5.0, 1.0))
     more = made((1.0, 4.0), (3.0, 3.0), (2.0, 2.0), (1.0, 5.0), (5.0, 1.0), (5.0, 1.0))
     mean, deviation = np.array([[2.0, 4.0], [1.0, 0.5]]), np.ones((2, 2))
-    assert expected_growth(more, mean, deviation) == pytest.approx(expected_growth(front, mean, deviation))
+    assert expected_hypervolume_improvement(more, mean, deviation) == pytest.approx(
+        expected_hypervolume_improvement(front, mean, deviation)
+    )
 
 
 def test_a_front_of_one_point_and_one_of_equal_points_can_grow():
     for front in (
         made((2.0, 3.0)),
         made(*[(2.0, 3.0)] * 3),
-        front_of(np.array([(2.0, 3.0)]), np.array([(2.0, 3.0), (9.0, 0.0)])),
+        front_with_reference(np.array([(2.0, 3.0)]), np.array([(2.0, 3.0), (9.0, 0.0)])),
     ):
-        better, worse = expected_growth(front, np.array([[1.0, 3.0], [2.0, 4.0]]), np.full((2, 2), 1e-6))
+        better, worse = expected_hypervolume_improvement(
+            front, np.array([[1.0, 3.0], [2.0, 4.0]]), np.full((2, 2), 1e-6)
+        )
         assert better > worse >= 0
 
 
@@ -73,53 +77,53 @@ def archive_with_a_gap(space):
 
 
 def test_the_gap_in_a_front_is_worth_more_than_its_neighbours():
-    space = planted_space(10, groups=2)
-    advisor, archive = Advisor(space), archive_with_a_gap(space)
-    advisor.learn(archive)
+    space = synthetic_space(10, groups=2)
+    advisor, archive = SurrogateModel(space), archive_with_a_gap(space)
+    advisor.fit(archive)
     middle, beside = Placement((1,) * 5 + (0,) * 5), Placement((0, 1) + (0,) * 8)
-    advice = advisor.advise([middle, beside])
-    assert advice.worth[0] > advice.worth[1]
+    advice = advisor.score([middle, beside])
+    assert advice.acquisition[0] > advice.acquisition[1]
 
 
 def test_what_is_awaited_is_part_of_the_front():
-    space = planted_space(10, groups=2)
-    advisor, archive = Advisor(space), archive_with_a_gap(space)
+    space = synthetic_space(10, groups=2)
+    advisor, archive = SurrogateModel(space), archive_with_a_gap(space)
     middle = Placement((1,) * 5 + (0,) * 5)
-    advisor.learn(archive)
-    before = advisor.advise([middle]).worth[0]
+    advisor.fit(archive)
+    before = advisor.score([middle]).acquisition[0]
     archive.ask(1, lambda: middle, space)
-    advisor.learn(archive)
-    assert advisor.advise([middle]).worth[0] < 0.5 * before
+    advisor.fit(archive)
+    assert advisor.score([middle]).acquisition[0] < 0.5 * before
 
 
 def test_what_is_awaited_and_expected_to_break_the_bound_is_no_part_of_the_front():
     """Else it would hide what may still be found behind it."""
-    space = planted_space(10, groups=2)
+    space = synthetic_space(10, groups=2)
     archive = Archive()
     for on in range(10):
         placement, loss = Placement((1,) * on + (0,) * (10 - on)), 0.02 * on
         broken = max(0.0, loss - 0.1)
         told(space, archive, placement, 10.0 - 0.5 * on, loss, violation=broken, metrics={"top1": 0.9 - loss})
-    advisor, candidate = Advisor(space), Placement((0, 1, 1) + (0,) * 7)
-    advisor.learn(archive)
-    before = advisor.advise([candidate]).worth
-    archive.ask(1, space.everywhere, space)
-    advisor.learn(archive)
+    advisor, candidate = SurrogateModel(space), Placement((0, 1, 1) + (0,) * 7)
+    advisor.fit(archive)
+    before = advisor.score([candidate]).acquisition
+    archive.ask(1, space.quantize_all, space)
+    advisor.fit(archive)
     front = advisor._front
     assert front is not None
-    assert front.steps[:, 1].max() <= 0.1 + 1e-9
+    assert front.points[:, 1].max() <= 0.1 + 1e-9
     assert before[0] >= 0
 
 
 def test_what_breaks_the_bound_is_no_part_of_the_front():
-    space = planted_space(10, groups=2)
+    space = synthetic_space(10, groups=2)
     archive = Archive()
     told(space, archive, space.float_placement(), 10.0, 0.0)
-    told(space, archive, space.everywhere(), 5.0, 0.3, violation=0.2, metrics={"top1": 0.5})
-    advisor = Advisor(space)
-    advisor.learn(archive)
+    told(space, archive, space.quantize_all(), 5.0, 0.3, violation=0.2, metrics={"top1": 0.5})
+    advisor = SurrogateModel(space)
+    advisor.fit(archive)
     assert advisor.constrained
     near_float, near_all = Placement((1,) + (0,) * 9), Placement((0,) + (1,) * 9)
-    worth = advisor.advise([near_float, near_all]).worth
+    worth = advisor.score([near_float, near_all]).acquisition
     assert (worth >= 0).all()
     assert worth[0] > 0

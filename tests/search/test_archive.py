@@ -6,7 +6,7 @@ import pytest
 
 from search.api import Failure, Observation, Placement, Score
 from search.archive import Archive, improves
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
 
 def told(name, objective=None, **facts):
@@ -80,8 +80,8 @@ def test_failures_are_kept_apart_and_a_score_replaces_one():
 
 
 def test_asked_told_and_failed_are_seen():
-    space = planted_space(4)
-    first, second = space.float_placement(), space.everywhere()
+    space = synthetic_space(4)
+    first, second = space.float_placement(), space.quantize_all()
     archive, proposals = filled(told("scored", 1.0), told("failed")), iter([first, second])
     assert archive.ask(1, lambda: next(proposals, None), space) == [first]
     assert all(name in archive for name in ("scored", "failed", space.digest(first)))
@@ -94,13 +94,15 @@ def test_asked_told_and_failed_are_seen():
 
 
 def test_a_proposal_is_noted_before_the_next_is_made():
-    space = planted_space(4)
+    space = synthetic_space(4)
     archive = Archive()
 
     def fresh():
-        return next((p for p in (space.float_placement(), space.everywhere()) if space.digest(p) not in archive), None)
+        return next(
+            (p for p in (space.float_placement(), space.quantize_all()) if space.digest(p) not in archive), None
+        )
 
-    assert archive.ask(5, fresh, space) == [space.float_placement(), space.everywhere()]
+    assert archive.ask(5, fresh, space) == [space.float_placement(), space.quantize_all()]
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,8 @@ def test_values_are_the_objectives_or_the_objective_alone():
 
 def test_leaders_of_a_front_are_its_ends_first_and_what_has_one_coordinate_comes_behind():
     archive = filled(told("fast", 1.0), told("slow", 9.0))
-    assert not archive.several
-    assert names(archive.leaders(2)) == ["fast", "slow"]
+    assert not archive.is_multi_objective
+    assert names(archive.base_entries(2)) == ["fast", "slow"]
     archive = filled(
         told("fast", 1.0, objectives=(1.0, 9.0)),
         told("near fast", 1.5, objectives=(1.5, 8.9)),
@@ -161,8 +163,8 @@ def test_leaders_of_a_front_are_its_ends_first_and_what_has_one_coordinate_comes
         told("unknown", 0.5, assumed=True),
         told("broken", 0.1, objectives=(0.1, 0.1), violation=0.1),
     )
-    assert archive.several
-    found = names(archive.leaders(7))
+    assert archive.is_multi_objective
+    found = names(archive.base_entries(7))
     assert set(found[:2]) == {"fast", "exact"}
     assert found[2:] == ["middle", "near fast", "beaten", "unknown", "broken"]
     assert names(archive.best(1)) == ["fast"], "best goes by latency, as before"

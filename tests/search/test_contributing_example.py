@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from search.api import Observation, Placement, Score, Space
-from search.testing import PlantedObjective, SearcherContract, drive, planted_space
+from search.testing import SearcherContract, SyntheticObjective, run_search_loop, synthetic_space
 
 
 class HillClimber:
@@ -41,10 +41,10 @@ class TestHillClimber(SearcherContract):
 
 
 def test_it_climbs():
-    space = planted_space(20, groups=4)
-    objective = PlantedObjective(space, seed=0)
+    space = synthetic_space(20, groups=4)
+    objective = SyntheticObjective(space, seed=0)
     searcher = HillClimber(space, seed=0)
-    drive(searcher, objective, 100)
+    run_search_loop(searcher, objective, 100)
     assert objective.regret(searcher.best) < 0.5 * objective.regret(space.float_placement())
 
 

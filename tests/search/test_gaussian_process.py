@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.acquisition import Advisor, signed_violations
-from search.algorithms.surrogate import Forest
+from search.acquisition import SurrogateModel, signed_violations
+from search.algorithms.surrogate import ExtraTrees
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.archive import Archive
 from search.gaussian_process import GaussianProcess
-from search.move_sets import followers, stages
-from search.placement_features import Features
-from search.testing import PlantedObjective, planted_space
+from search.move_sets import move_sets, next_inputs
+from search.placement_features import FeatureExtractor
+from search.testing import SyntheticObjective, synthetic_space
 
-SPACE = planted_space(24, groups=5, precisions=("int8", "fp8"), seed=2)
+SPACE = synthetic_space(24, groups=5, precisions=("int8", "fp8"), seed=2)
 
 
 def told(space, placements, outcomes):
@@ -29,7 +29,7 @@ def told(space, placements, outcomes):
 def test_two_placements_have_one_key_exactly_where_they_make_one_graph(first, second):
     a, b = (SPACE.random(np.random.default_rng(seed)) for seed in (first, second))
     later = Placement((*a.choices[:-1], b.choices[-1]))
-    described = Features(SPACE)([a, b, later])
+    described = FeatureExtractor(SPACE)([a, b, later])
     keys = described.keys()
     for i, j, same in ((0, 1, SPACE.digest(a) == SPACE.digest(b)), (0, 2, SPACE.digest(a) == SPACE.digest(later))):
         assert (keys[i] == keys[j]) == same
@@ -47,10 +47,10 @@ def test_a_follower_is_the_next_node_input_and_blocks_hold_what_follows_a_role()
             for i, role in enumerate(roles)
         )
     )  # fmt: skip
-    assert followers(space) == {0: 1, 1: 2, 2: 3}
-    wide, _, points = stages(space)
+    assert next_inputs(space) == {0: 1, 1: 2, 2: 3}
+    wide, _, points = move_sets(space)
     assert {(0, 2), (1, 3), (0, 1, 2, 3)} <= set(wide), "linear, what reads its results, both"
-    everything = [block for stage in stages(space) for block in stage]
+    everything = [block for stage in move_sets(space) for block in stage]
     assert len(everything) == len(set(everything)), "no block comes twice"
     assert all(block in everything for block in ((0,), (1,), (2,), (3,)))
     assert len(points) < 4, "a role with one point is a block already"
@@ -67,16 +67,16 @@ def test_what_follows_an_input_is_no_other_input_of_the_same_node():
             for i, node in enumerate(consumers)
         )
     )  # fmt: skip
-    assert followers(space) == {0: 1, 1: 3, 2: 3, 3: 6, 4: 6, 5: 6}
+    assert next_inputs(space) == {0: 1, 1: 3, 2: 3, 3: 6, 4: 6, 5: 6}
 
 
 def test_the_model_predicts_held_out_latency_and_is_surer_near_what_it_saw():
-    space = planted_space(24, groups=6, seed=1)
-    objective = PlantedObjective(space, seed=1)
+    space = synthetic_space(24, groups=6, seed=1)
+    objective = SyntheticObjective(space, seed=1)
     rng = np.random.default_rng(0)
     placements = [space.random(rng) for _ in range(90)]
     values = np.log([objective.latency_ms(p) for p in placements])
-    features, model = Features(space), GaussianProcess()
+    features, model = FeatureExtractor(space), GaussianProcess()
     model.fit(features(placements[:60]), values[:60], np.full(60, 0.01))
     mean, deviation = model.predict(features(placements[60:]))
     assert np.corrcoef(mean, values[60:])[0, 1] > 0.8
@@ -87,9 +87,9 @@ def test_the_model_predicts_held_out_latency_and_is_surer_near_what_it_saw():
 
 @pytest.mark.parametrize("order", [range(40), range(39, -1, -1), [*range(20), *range(30, 40)], range(10)])
 def test_what_a_model_learned_before_leaves_no_trace(order):
-    space = planted_space(24, groups=6, seed=1)
+    space = synthetic_space(24, groups=6, seed=1)
     rng = np.random.default_rng(0)
-    rows = Features(space)([space.random(rng) for _ in range(40)])
+    rows = FeatureExtractor(space)([space.random(rng) for _ in range(40)])
     values, errors = rng.normal(size=40), np.full(40, 0.1)
     again, fresh = GaussianProcess(), GaussianProcess()
     again.fit(rows[:25], values[:25], errors[:25])
@@ -102,7 +102,7 @@ def test_what_a_model_learned_before_leaves_no_trace(order):
 
 def test_a_model_without_a_fit_says_so():
     with pytest.raises(ValueError, match="predict needs a fit first"):
-        GaussianProcess().predict(Features(SPACE)([SPACE.float_placement()]))
+        GaussianProcess().predict(FeatureExtractor(SPACE)([SPACE.float_placement()]))
 
 
 def test_the_bound_behind_violations_is_found_among_the_metrics():
@@ -149,7 +149,7 @@ def test_violations_are_taken_as_told_where_no_metric_explains_them():
 
 
 def test_advice_stays_away_from_what_fails_and_from_what_breaks_the_constraint():
-    space = planted_space(20, groups=4, seed=0)
+    space = synthetic_space(20, groups=4, seed=0)
     rng = np.random.default_rng(0)
     placements = [space.float_placement(), *(space.random(rng) for _ in range(40))]
     first, second = [int(d.kind == "node_input") for d in space.dimensions].index(1), len(space) - 1
@@ -159,38 +159,38 @@ def test_advice_stays_away_from_what_fails_and_from_what_breaks_the_constraint()
             return Failure(stage="build", reason="no")
         return Score(objective=5.0, violation=0.1 * p.choices[second], metrics={"top1": 0.9 - 0.1 * p.choices[second]})
 
-    advisor = Advisor(space)
-    advisor.learn(told(space, placements, [outcome(p) for p in placements]))
+    advisor = SurrogateModel(space)
+    advisor.fit(told(space, placements, [outcome(p) for p in placements]))
     assert advisor.constrained
     fresh = [space.random(rng) for _ in range(60)]
-    advice = advisor.advise(fresh)
-    best = [fresh[index] for index in advice.order[:10]]
+    advice = advisor.score(fresh)
+    best = [fresh[index] for index in advice.ranking[:10]]
     assert sum(p.choices[first] for p in best) <= 2
     assert sum(p.choices[second] for p in best) <= 2
 
 
 def test_what_waits_for_its_outcome_is_worth_less_than_before():
-    space = planted_space(20, groups=4, seed=0)
-    objective = PlantedObjective(space, seed=0)
+    space = synthetic_space(20, groups=4, seed=0)
+    objective = SyntheticObjective(space, seed=0)
     rng = np.random.default_rng(0)
     placements = [space.random(rng) for _ in range(20)]
     archive = told(space, placements, [objective.observe(p).outcome for p in placements])
     candidate = space.random(rng)
-    advisor = Advisor(space)
-    advisor.learn(archive)
-    before = advisor.advise([candidate]).worth[0]
+    advisor = SurrogateModel(space)
+    advisor.fit(archive)
+    before = advisor.score([candidate]).acquisition[0]
     archive.ask(1, lambda: candidate, space)
-    advisor.learn(archive)
-    assert advisor.advise([candidate]).worth[0] < before
+    advisor.fit(archive)
+    assert advisor.score([candidate]).acquisition[0] < before
 
 
 def test_a_forest_goes_by_readings_however_many_are_awaited():
     """An error of 0 is one that is not known, and must not outweigh those that are."""
-    space = planted_space(20, groups=4, seed=0)
+    space = synthetic_space(20, groups=4, seed=0)
     rng = np.random.default_rng(0)
-    rows = Features(space)([space.random(rng) for _ in range(30)])
+    rows = FeatureExtractor(space)([space.random(rng) for _ in range(30)])
     values, errors = np.array([0.0] * 10 + [1.0] * 20), np.array([0.01] * 10 + [0.0] * 20)
-    assert Forest(0).fit(rows, values, errors)[:10].mean() < 0.4
+    assert ExtraTrees(0).fit(rows, values, errors)[:10].mean() < 0.4
 
 
 class Counting:
@@ -204,12 +204,12 @@ class Counting:
 
 
 def test_a_faster_one_that_is_awaited_raises_what_must_be_beaten():
-    space = planted_space(20, groups=4, seed=2)
+    space = synthetic_space(20, groups=4, seed=2)
     archive = told(space, [space.float_placement()], [Score(objective=1.0)])
-    awaited, other = space.everywhere(), space.random(np.random.default_rng(0))
-    advisor = Advisor(space, Counting)
-    advisor.learn(archive)
-    before = advisor.advise([other]).worth[0]
+    awaited, other = space.quantize_all(), space.random(np.random.default_rng(0))
+    advisor = SurrogateModel(space, Counting)
+    advisor.fit(archive)
+    before = advisor.score([other]).acquisition[0]
     archive.ask(1, lambda: awaited, space)
-    advisor.learn(archive)
-    assert 0 < advisor.advise([other]).worth[0] < before
+    advisor.fit(archive)
+    assert 0 < advisor.score([other]).acquisition[0] < before

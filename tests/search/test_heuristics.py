@@ -3,7 +3,7 @@
 import pytest
 
 from search.api import Dimension, Edge, Placement, Space
-from search.heuristics import RULES, expert_rules
+from search.heuristics import HEURISTIC_RULES, expert_placements
 
 ROLES = ("linear", "activation", "mul", "pool", "movement", "normalization")
 """A chain in which each node reads what the one before gives."""
@@ -33,16 +33,16 @@ def chain(*, output: bool = False, precisions: tuple[str, ...] = ("int8",)) -> S
     ],
 )
 def test_a_rule_takes_its_roles_and_with_io_what_reads_their_results(name: str, taken: tuple[int, ...]) -> None:
-    assert RULES[name](chain(), None) == Placement(taken)
+    assert HEURISTIC_RULES[name](chain(), None) == Placement(taken)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", HEURISTIC_RULES)
 def test_a_rule_at_a_precision_leaves_float_what_does_not_have_it(name: str) -> None:
     both, one = chain(precisions=("int8", "fp8")), chain()
-    at_int8, at_fp8 = RULES[name](both, "int8"), RULES[name](both, "fp8")
-    assert at_int8 == RULES[name](both, None)
+    at_int8, at_fp8 = HEURISTIC_RULES[name](both, "int8"), HEURISTIC_RULES[name](both, "fp8")
+    assert at_int8 == HEURISTIC_RULES[name](both, None)
     assert at_fp8.choices == tuple(2 * choice for choice in at_int8.choices)
-    assert RULES[name](one, "fp8") == one.float_placement()
+    assert HEURISTIC_RULES[name](one, "fp8") == one.float_placement()
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_a_rule_at_a_precision_leaves_float_what_does_not_have_it(name: str) -> 
 )
 def test_experts_go_by_whether_results_can_be_quantized(output: bool, names: list[str]) -> None:
     space = chain(output=output)
-    assert list(expert_rules(space)) == [RULES[name](space, None) for name in names]
+    assert list(expert_placements(space)) == [HEURISTIC_RULES[name](space, None) for name in names]

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from search.api import Dimension, Edge, Placement, Space
 from search.moves import (
     assign,
-    blocks,
     crossover_by_group,
-    drawn,
+    dimension_blocks,
+    first_unseen,
     flip,
     mutate_per_kind,
     mutate_rate,
-    nearby,
-    unseen,
+    random_neighbour,
+    random_with_density,
 )
-from search.testing import planted_space
+from search.testing import synthetic_space
 
-SPACE = planted_space(30, groups=5, precisions=("int8", "fp8"))
+SPACE = synthetic_space(30, groups=5, precisions=("int8", "fp8"))
 seeds = st.integers(0, 2**32 - 1)
 placements = st.builds(lambda seed: SPACE.random(np.random.default_rng(seed)), seeds)
 
@@ -40,8 +40,8 @@ def test_every_move_is_valid_and_a_function_of_its_arguments(first, second, seed
         lambda rng: mutate_rate(first, SPACE, rng, 0.2),
         lambda rng: mutate_per_kind(first, SPACE, rng),
         lambda rng: crossover_by_group(first, second, SPACE, rng),
-        lambda rng: drawn(SPACE, rng, 0.3),
-        lambda rng: nearby(first, SPACE, rng, seen=()),
+        lambda rng: random_with_density(SPACE, rng, 0.3),
+        lambda rng: random_neighbour(first, SPACE, rng, seen=()),
     )
     for move in moves:
         assert SPACE.validate(move(rng_of(seed))) == move(rng_of(seed))
@@ -98,9 +98,9 @@ def test_crossover_takes_each_pattern_whole_from_one_parent(first, second, seed)
 
 
 def test_density_is_the_share_of_quantized_points():
-    assert drawn(SPACE, rng_of(0), 0.0) == SPACE.float_placement()
-    assert all(drawn(SPACE, rng_of(0), 1.0).choices)
-    assert {choice for choice in drawn(SPACE, rng_of(0), 1.0).choices} == {1, 2}
+    assert random_with_density(SPACE, rng_of(0), 0.0) == SPACE.float_placement()
+    assert all(random_with_density(SPACE, rng_of(0), 1.0).choices)
+    assert {choice for choice in random_with_density(SPACE, rng_of(0), 1.0).choices} == {1, 2}
 
 
 def test_assign_takes_the_last_choice_where_a_dimension_has_fewer():
@@ -113,7 +113,7 @@ def test_assign_takes_the_last_choice_where_a_dimension_has_fewer():
 
 
 def test_blocks_are_roles_patterns_and_roles_within_patterns_by_cost():
-    found = blocks(SPACE)
+    found = dimension_blocks(SPACE)
     assert SPACE.groups["p3"] in found
     assert tuple(i for i, d in enumerate(SPACE.dimensions) if d.role == "linear") == found[0]
     assert len(set(found)) == len(found)
@@ -127,15 +127,15 @@ def test_unseen_gives_up_after_its_attempts():
         calls.append(1)
         return SPACE.float_placement()
 
-    assert unseen(propose, SPACE, {SPACE.digest(SPACE.float_placement())}, 7) is None
+    assert first_unseen(propose, SPACE, {SPACE.digest(SPACE.float_placement())}, 7) is None
     assert len(calls) == 7
-    assert unseen(propose, SPACE, set(), 7) == SPACE.float_placement()
+    assert first_unseen(propose, SPACE, set(), 7) == SPACE.float_placement()
 
 
 @pytest.mark.parametrize("known", [0, 3])
 def test_nearby_returns_something_new_or_none(known):
-    space = planted_space(2, groups=2)
+    space = synthetic_space(2, groups=2)
     everything = [Placement((a, b)) for a in (0, 1) for b in (0, 1)]
     seen = {space.digest(placement) for placement in everything[: known + 1]}
-    found = nearby(everything[0], space, rng_of(0), seen)
+    found = random_neighbour(everything[0], space, rng_of(0), seen)
     assert (found is None) == (len(seen) == len({space.digest(p) for p in everything}))

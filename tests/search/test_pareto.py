@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.pareto import crowding, fronts, hypervolume
+from search.pareto import crowding_distance, front_numbers, hypervolume
 
 POINTS = st.integers(1, 3).flatmap(
     lambda width: st.lists(st.tuples(*[st.integers(0, 5)] * width), min_size=1, max_size=12)
@@ -21,7 +21,7 @@ def dominates(first, second):
 @given(POINTS)
 @settings(max_examples=60, deadline=None)
 def test_each_front_is_what_nothing_in_the_rest_dominates(points):
-    found = fronts(np.array(points, dtype=float))
+    found = front_numbers(np.array(points, dtype=float))
     for point, front in zip(points, found, strict=True):
         behind = [f for other, f in zip(points, found, strict=True) if dominates(other, point)]
         assert front == (max(behind) + 1 if behind else 0)
@@ -29,18 +29,18 @@ def test_each_front_is_what_nothing_in_the_rest_dominates(points):
 
 def test_within_the_noise_nothing_is_dominated():
     values = np.array([[10.0], [9.9], [9.0]])
-    assert fronts(values, np.array([0.1, 0.1, 0.1])).tolist() == [1, 1, 0]
-    assert fronts(values).tolist() == [2, 1, 0]
+    assert front_numbers(values, np.array([0.1, 0.1, 0.1])).tolist() == [1, 1, 0]
+    assert front_numbers(values).tolist() == [2, 1, 0]
     same = np.array([[10.0, 0.2], [9.9, 0.1]])
-    assert fronts(same, np.array([0.1, 0.1])).tolist() == [1, 0], "the other coordinate decides"
+    assert front_numbers(same, np.array([0.1, 0.1])).tolist() == [1, 0], "the other coordinate decides"
 
 
 def test_the_ends_of_a_front_are_lonely_and_crowds_are_not():
-    room = crowding(np.array([[0.0, 10.0], [1.0, 9.0], [2.0, 8.0], [9.0, 1.0], [10.0, 0.0]]))
+    room = crowding_distance(np.array([[0.0, 10.0], [1.0, 9.0], [2.0, 8.0], [9.0, 1.0], [10.0, 0.0]]))
     assert np.isinf(room[[0, 4]]).all()
     assert room[1] == pytest.approx(0.4)
     assert room[2] == pytest.approx(1.6)
-    assert np.isinf(crowding(np.array([[1.0, 2.0]]))).all()
+    assert np.isinf(crowding_distance(np.array([[1.0, 2.0]]))).all()
 
 
 @given(POINTS)

@@ -5,10 +5,10 @@ import pytest
 from search.algorithms.random import RandomSearcher
 from search.api import Failure, Observation, Placement, Score
 from search.archive import Archive
-from search.subspace import Part, remembered, searcher_named
-from search.testing import planted_space
+from search.subspace import SubspaceSearcher, known_outcome, load_searcher
+from search.testing import synthetic_space
 
-SPACE = planted_space(8, groups=2)
+SPACE = synthetic_space(8, groups=2)
 
 
 class Recorder:
@@ -26,7 +26,9 @@ class Recorder:
 
 def part(indices, base):
     recorders = []
-    return Part(SPACE, indices, base, make=lambda inside: recorders.append(Recorder(inside)) or recorders[0]), recorders
+    return SubspaceSearcher(
+        SPACE, indices, base, make=lambda inside: recorders.append(Recorder(inside)) or recorders[0]
+    ), recorders
 
 
 def told(placement):
@@ -36,7 +38,7 @@ def told(placement):
 def test_a_part_proposes_on_its_base_and_leaves_the_rest_alone():
     made, _ = part((0, 1, 2, 3), Placement((0, 0, 0, 0, 1, 0, 1, 0)))
     assert made.ask(1) == [Placement((1, 1, 1, 1, 1, 0, 1, 0))]
-    assert made.graft(Placement((0, 1, 0, 1, 0, 0, 0, 0))) == Placement((0, 1, 0, 1, 1, 0, 1, 0))
+    assert made.embed(Placement((0, 1, 0, 1, 0, 0, 0, 0))) == Placement((0, 1, 0, 1, 1, 0, 1, 0))
 
 
 def test_a_part_learns_only_from_placements_that_are_as_its_base_outside():
@@ -49,18 +51,18 @@ def test_a_part_learns_only_from_placements_that_are_as_its_base_outside():
 
 
 def test_searchers_are_found_by_name_or_by_module():
-    assert searcher_named("random") is RandomSearcher
-    assert searcher_named("search.algorithms.random:RandomSearcher") is RandomSearcher
+    assert load_searcher("random") is RandomSearcher
+    assert load_searcher("search.algorithms.random:RandomSearcher") is RandomSearcher
     with pytest.raises(ValueError, match=r"searcher is one of .*evolutionary.*, but got 'evolution'"):
-        searcher_named("evolution")
+        load_searcher("evolution")
 
 
 def test_what_is_known_is_told_as_it_was_asked_for_whether_it_was_scored_or_failed():
     archive, failure = Archive(), Failure(stage="build", reason="no")
     placement, other = Placement((1,) * 8), Placement((0,) * 8)
-    assert remembered(archive, placement, "d") is None
+    assert known_outcome(archive, placement, "d") is None
     archive.tell(Observation(placement=other, digest="d", outcome=failure))
-    assert remembered(archive, placement, "d") == Observation(placement=placement, digest="d", outcome=failure)
+    assert known_outcome(archive, placement, "d") == Observation(placement=placement, digest="d", outcome=failure)
     archive.tell(Observation(placement=other, digest="d", outcome=Score(objective=1.0)))
-    found = remembered(archive, placement, "d")
+    found = known_outcome(archive, placement, "d")
     assert found == Observation(placement=placement, digest="d", outcome=Score(objective=1.0))

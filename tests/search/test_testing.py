@@ -9,13 +9,20 @@ import pytest
 from search.algorithms.random import RandomSearcher
 from search.api import Placement, Space
 from search.moves import flip
-from search.testing import IncumbentContract, PlantedObjective, SearcherContract, common_seeds, drive, planted_space
+from search.testing import (
+    IncumbentContract,
+    SearcherContract,
+    SyntheticObjective,
+    common_initial_placements,
+    run_search_loop,
+    synthetic_space,
+)
 
 
 @pytest.mark.parametrize("precisions", [("int8",), ("int8", "fp8")])
 def test_the_planted_optimum_is_the_best_of_all(precisions):
-    space = planted_space(7, groups=3, precisions=precisions, seed=4)
-    objective = PlantedObjective(space, seed=4, coupling=3.0)
+    space = synthetic_space(7, groups=3, precisions=precisions, seed=4)
+    objective = SyntheticObjective(space, seed=4, coupling=3.0)
     everything = (Placement(choices) for choices in itertools.product(*map(range, space.sizes)))
     best_ms = min(objective.latency_ms(placement) for placement in everything)
     assert objective.latency_ms(objective.optimum) == pytest.approx(best_ms)
@@ -24,8 +31,8 @@ def test_the_planted_optimum_is_the_best_of_all(precisions):
 
 
 def test_planted_latency_goes_by_the_resolved_edges_alone():
-    space = planted_space(40, seed=2)
-    objective = PlantedObjective(space, seed=2)
+    space = synthetic_space(40, seed=2)
+    objective = SyntheticObjective(space, seed=2)
     rng = np.random.default_rng(0)
     latencies = {}
     for _ in range(300):
@@ -35,7 +42,7 @@ def test_planted_latency_goes_by_the_resolved_edges_alone():
 
 
 def test_planted_spaces_have_overlapping_edges_roles_and_costs_that_add_up():
-    space = planted_space(40, seed=0)
+    space = synthetic_space(40, seed=0)
     assert len({edge for d in space.dimensions for edge in d.edges}) < sum(len(d.edges) for d in space.dimensions)
     assert sum(d.cost for d in space.dimensions) == pytest.approx(1.0)
     assert {d.kind for d in space.dimensions} == {"node_input", "child_input", "output"}
@@ -43,18 +50,24 @@ def test_planted_spaces_have_overlapping_edges_roles_and_costs_that_add_up():
 
 
 def test_noise_is_repeatable_and_of_the_size_that_it_says():
-    space = planted_space(10, groups=2)
-    placement = space.everywhere()
-    measured = [PlantedObjective(space, seed=0, noise=0.02).observe(placement).outcome.objective for _ in range(2)]
+    space = synthetic_space(10, groups=2)
+    placement = space.quantize_all()
+    measured = [SyntheticObjective(space, seed=0, noise=0.02).observe(placement).outcome.objective for _ in range(2)]
     assert measured[0] == measured[1]
-    objective = PlantedObjective(space, seed=0, noise=0.02)
+    objective = SyntheticObjective(space, seed=0, noise=0.02)
     spread = np.std([objective.observe(placement).outcome.objective for _ in range(500)])
     assert spread == pytest.approx(0.02 * objective.latency_ms(placement), rel=0.2)
 
 
 def test_drive_counts_the_seeds_and_gives_duplicates_for_free():
-    space = planted_space(12, groups=3)
-    told = drive(RandomSearcher(space, seed=0), PlantedObjective(space, seed=0), 20, batch=3, seeds=common_seeds(space))
+    space = synthetic_space(12, groups=3)
+    told = run_search_loop(
+        RandomSearcher(space, seed=0),
+        SyntheticObjective(space, seed=0),
+        20,
+        batch=3,
+        initial=common_initial_placements(space),
+    )
     assert len({observation.digest for observation in told}) == len(told) == 20
     assert told[0].placement == space.float_placement()
 
@@ -184,4 +197,4 @@ def test_a_contract_inside_a_function_is_told_to_move_out():
 
 def test_a_contract_without_make_says_what_to_define():
     with pytest.raises(NotImplementedError, match=r"defines make\(self, space, seed\)"):
-        SearcherContract().make(planted_space(3, groups=1), 0)
+        SearcherContract().make(synthetic_space(3, groups=1), 0)

@@ -12,7 +12,7 @@ Built on `onnxruntime.quantization.calibrate` (ONNX Runtime 1.24). What differs 
   symmetric yet; the default for "symmetric" would be a histogram of absolute values.
 - Histograms are counted in float64: 2048 edges of float16 collapse onto one another, and the width of a histogram from
   -3.4e38, the masked scores of many transformers, overflows float32.
-- MSE is not among ONNX Runtime's methods; see `Histograms`.
+- MSE is not among ONNX Runtime's methods; see `HistogramCalibrator`.
 - A tensor with NaN or infinite values gets bounds that are not finite, where `numpy.nanmin` would pass over them; so
   does one in float16 whose values come to the end of it, as the -65504 of attention masks does.
 - A histogram never outgrows 4 times its first number of bins: `merge_histogram` keeps the width of the first batch's
@@ -36,29 +36,38 @@ from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCol
 from harness.api import Array
 from harness.errors import UserError
 
-__all__ = ["Bounds", "Collector", "Extremes", "Histograms", "Magnitudes", "Observer", "joined", "runtime_operators"]
+__all__ = [
+    "AbsMaxCalibrator",
+    "ActivationObserver",
+    "HistogramCalibrator",
+    "MinMaxCalibrator",
+    "RangeBounds",
+    "RangeCalibrator",
+    "join_ranges",
+    "runtime_operators",
+]
 
-_GROWTH = 4
-_BINS = {"entropy": 511, "percentile": 2048, "mse": 2048}
-_LEVELS = 128
-_STEPS = 255
-_HALF_END = 6e4
-Bounds = tuple[float, float]
+_MAX_BIN_GROWTH = 4
+_BIN_COUNT_BY_METHOD = {"entropy": 511, "percentile": 2048, "mse": 2048}
+_QUANTIZED_BIN_COUNT = 128
+_QUANTIZATION_STEP_COUNT = 255
+_MAX_HALF_MAGNITUDE = 6e4
+RangeBounds = tuple[float, float]
 
 
-class Collector(Protocol):
+class RangeCalibrator(Protocol):
     """Takes the activations of one batch after the other; holds no activation itself."""
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
         """Take activations by tensor name."""
         ...
 
-    def ranges(self) -> dict[str, Bounds]:
+    def ranges(self) -> dict[str, RangeBounds]:
         """Range of each tensor seen so far; a bound is not finite where a value was NaN or infinite."""
         ...
 
 
-class Observer(HistogramCalibrater):  # type: ignore[misc]
+class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
     """Runs the float model with the chosen tensors as further outputs, on one thread and unoptimised.
 
     Args:
@@ -71,7 +80,7 @@ class Observer(HistogramCalibrater):  # type: ignore[misc]
         UserError: A tensor is not among the float activations of the model.
     """
 
-    def __init__(self, model_path: Path, folder: Path, tensors: Collection[str], collector: Collector) -> None:
+    def __init__(self, model_path: Path, folder: Path, tensors: Collection[str], collector: RangeCalibrator) -> None:
         super().__init__(model_path, augmented_model_path=str(folder / "augmented.onnx"), use_external_data_format=True)
         self.collector = collector
         self._chosen = frozenset(tensors)
@@ -101,7 +110,7 @@ class Observer(HistogramCalibrater):  # type: ignore[misc]
 
     def observe(self, batch: Mapping[str, Array]) -> None:
         """Run one batch and hand its activations to the collector."""
-        self.collect_data(_Once(batch))
+        self.collect_data(_SingleBatchReader(batch))
 
 
 def runtime_operators() -> frozenset[tuple[str, str]]:
@@ -113,40 +122,40 @@ def runtime_operators() -> frozenset[tuple[str, str]]:
     return frozenset((domain, name) for domain, name in every if not name.endswith("_TRT"))
 
 
-class Extremes:
+class MinMaxCalibrator:
     """Smallest and largest value of each tensor."""
 
     def __init__(self) -> None:
-        self._ranges: dict[str, Bounds] = {}
+        self._ranges: dict[str, RangeBounds] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `Collector.collect`."""
+        """See `RangeCalibrator.collect`."""
         for name, parts in arrays.items():
             for values in parts:
                 if values.size:
-                    found = _extremes(values)
-                    self._ranges[name] = joined(self._ranges.get(name, found), found)
+                    found = _min_and_max(values)
+                    self._ranges[name] = join_ranges(self._ranges.get(name, found), found)
 
-    def ranges(self) -> dict[str, Bounds]:
-        """See `Collector.ranges`."""
+    def ranges(self) -> dict[str, RangeBounds]:
+        """See `RangeCalibrator.ranges`."""
         return dict(self._ranges)
 
 
-class Magnitudes(Extremes):
+class AbsMaxCalibrator(MinMaxCalibrator):
     """The largest magnitude to both sides, as TensorRT and ModelOpt take it ("max"); one side where all values are."""
 
-    def ranges(self) -> dict[str, Bounds]:
-        """See `Collector.ranges`."""
-        return {name: _both_sides(low, high) for name, (low, high) in super().ranges().items()}
+    def ranges(self) -> dict[str, RangeBounds]:
+        """See `RangeCalibrator.ranges`."""
+        return {name: _is_two_sided(low, high) for name, (low, high) in super().ranges().items()}
 
 
-class Histograms(HistogramCollector):  # type: ignore[misc]
+class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
     """ONNX Runtime's histograms of the values, and the range that a method takes from them.
 
     Entropy: the symmetric threshold with the smallest Kullback-Leibler divergence between the clipped and the
     quantized histogram, then clipped to the values seen (S. Migacz, "8-bit Inference with TensorRT", GTC 2017,
     s7310). Percentile: the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, clipped likewise. MSE: the symmetric
-    threshold with the smallest mean squared error of 8-bit integers, clipped likewise; see `_least_error`.
+    threshold with the smallest mean squared error of 8-bit integers, clipped likewise; see `_minimize_clipping_error`.
 
     Args:
         method: "entropy", "percentile" or "mse".
@@ -155,36 +164,37 @@ class Histograms(HistogramCollector):  # type: ignore[misc]
 
     def __init__(self, method: str, percentile: float) -> None:
         super().__init__(
-            method=method, symmetric=False, num_bins=_BINS[method], num_quantized_bins=_LEVELS, percentile=percentile,
+            method=method, symmetric=False, num_bins=_BIN_COUNT_BY_METHOD[method],
+            num_quantized_bins=_QUANTIZED_BIN_COUNT, percentile=percentile,
             scenario="same",
         )  # fmt: skip
         self._zeros: dict[str, int] = {}
-        self._broken: dict[str, Bounds] = {}
+        self._broken: dict[str, RangeBounds] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `Collector.collect`."""
+        """See `RangeCalibrator.collect`."""
         for name, parts in arrays.items():
             for values in parts:
                 if not values.size:
                     continue
-                found = _extremes(values)
+                found = _min_and_max(values)
                 if all(map(math.isfinite, found)):
                     self._zeros[name] = self._zeros.get(name, 0) + values.size - int(np.count_nonzero(values))
                     self.collect_value({name: values.astype(np.float64)})
                 else:
-                    self._broken[name] = joined(self._broken.get(name, found), found)
+                    self._broken[name] = join_ranges(self._broken.get(name, found), found)
 
     def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
         """As ONNX Runtime does, after widening the old bins where it would make too many new ones."""
         counts, edges, old_low, old_high, old_threshold = old
-        if old_threshold > 0 and len(counts) * threshold > _GROWTH * self.num_bins * old_threshold:
+        if old_threshold > 0 and len(counts) * threshold > _MAX_BIN_GROWTH * self.num_bins * old_threshold:
             centres = (edges[:-1] + edges[1:]) / 2
             counts, edges = np.histogram(centres, self.num_bins, range=(-threshold, threshold), weights=counts)
             old = (counts, edges, old_low, old_high, threshold)
         return super().merge_histogram(old, values, low, high, threshold)
 
-    def ranges(self) -> dict[str, Bounds]:
-        """See `Collector.ranges`."""
+    def ranges(self) -> dict[str, RangeBounds]:
+        """See `RangeCalibrator.ranges`."""
         found = {}
         for name, (low, high) in self._thresholds().items():
             if low > high:  # compute_percentile takes the lower edge of a bin: a constant ends below itself
@@ -192,15 +202,18 @@ class Histograms(HistogramCollector):  # type: ignore[misc]
             found[name] = (float(low), float(high))
         return found | self._broken
 
-    def _thresholds(self) -> dict[str, Bounds]:
+    def _thresholds(self) -> dict[str, RangeBounds]:
         if self.method == "mse":
-            return {name: _least_error(histogram, self._zeros[name]) for name, histogram in self.histogram_dict.items()}
+            return {
+                name: _minimize_clipping_error(histogram, self._zeros[name])
+                for name, histogram in self.histogram_dict.items()
+            }
         with contextlib.redirect_stdout(io.StringIO()):
             found = self.compute_entropy() if self.method == "entropy" else self.compute_percentile()
         return {name: bounds[:2] for name, bounds in found.items()}
 
 
-def _least_error(histogram: Sequence[Any], zeros: int) -> Bounds:
+def _minimize_clipping_error(histogram: Sequence[Any], zeros: int) -> RangeBounds:
     """The range, clipped at +-T, that 8-bit integers hold with the smallest mean squared error.
 
     Error of a threshold T: step^2 / 12 for each value within that is not 0 (which has no error), and (|x| - T)^2
@@ -221,12 +234,12 @@ def _least_error(histogram: Sequence[Any], zeros: int) -> Bounds:
     inside = np.cumsum(folded) - zeros
     beyond = [np.append(np.cumsum((folded * middles**power)[::-1])[::-1][1:], 0.0) for power in (0, 1, 2)]
     clipped = beyond[2] - 2 * thresholds * beyond[1] + thresholds**2 * beyond[0]
-    steps = (np.minimum(thresholds, max(high, 0)) + np.minimum(thresholds, max(-low, 0))) / _STEPS
+    steps = (np.minimum(thresholds, max(high, 0)) + np.minimum(thresholds, max(-low, 0))) / _QUANTIZATION_STEP_COUNT
     best = float(thresholds[np.argmin(clipped + inside * steps**2 / 12)])
     return max(float(low), -best), min(float(high), best)
 
 
-class _Once:
+class _SingleBatchReader:
     """A `CalibrationDataReader` of one batch, so that no second one is ever held."""
 
     def __init__(self, batch: Mapping[str, Array]) -> None:
@@ -237,18 +250,18 @@ class _Once:
         return batch
 
 
-def _extremes(values: Array) -> Bounds:
+def _min_and_max(values: Array) -> RangeBounds:
     low, high = float(np.min(values)), float(np.max(values))
     if values.dtype != np.float16:
         return low, high
-    return (-math.inf if low < -_HALF_END else low), (math.inf if high > _HALF_END else high)
+    return (-math.inf if low < -_MAX_HALF_MAGNITUDE else low), (math.inf if high > _MAX_HALF_MAGNITUDE else high)
 
 
-def joined(first: Bounds, second: Bounds) -> Bounds:
+def join_ranges(first: RangeBounds, second: RangeBounds) -> RangeBounds:
     """The range around two ranges; NaN where one of them has it."""
     return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
 
 
-def _both_sides(low: float, high: float) -> Bounds:
+def _is_two_sided(low: float, high: float) -> RangeBounds:
     amax = max(-low, high)
     return (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)

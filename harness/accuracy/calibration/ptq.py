@@ -25,15 +25,15 @@ from harness.accuracy.calibration.ranges import Method
 from harness.api import Array
 from harness.errors import BuildFailed, UserError
 from harness.graph.io.files import copy_model, move_model
-from harness.graph.plugin_operators import take_behind
-from harness.graph.rules.dialect_lookup import dialect_called
-from harness.graph.rules.dialects import EIGHT_BITS
+from harness.graph.plugin_operators import extract_plugin_subgraph
+from harness.graph.rules.dialect_lookup import load_dialect
+from harness.graph.rules.dialects import INT8_MAX_LEVEL
 
 __all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 
 logger = logging.getLogger(__name__)
 
-_BOOT = (
+_CHILD_BOOTSTRAP = (
     "import runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
@@ -75,14 +75,16 @@ def modelopt_ptq(
     Raises:
         BuildFailed: The tool's own words on one line.
     """
-    return _run("modelopt_ptq", (model_path, output_path), batches, _settings(options), options.get("limit_s"))
+    return _run_tool(
+        "modelopt_ptq", (model_path, output_path), batches, _tool_settings(options), options.get("limit_s")
+    )
 
 
 def ort_static(
     model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
 ) -> Path:
     """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
-    return _run("ort_static", (model_path, output_path), batches, _settings(options), options.get("limit_s"))
+    return _run_tool("ort_static", (model_path, output_path), batches, _tool_settings(options), options.get("limit_s"))
 
 
 def modelopt(
@@ -96,7 +98,7 @@ def modelopt(
         batches: Calibration data, input arrays by name; read once, one at a time.
         arguments: Of `modelopt.onnx.quantization.quantize`, but for model, output and data; JSON-able.
     """
-    return _run("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
+    return _run_tool("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
 
 
 def ptq_fingerprint(options: PtqOptions) -> str:
@@ -105,12 +107,12 @@ def ptq_fingerprint(options: PtqOptions) -> str:
     Raises:
         UserError: No such dialect.
     """
-    digest = hashlib.sha256(json.dumps(_settings(options), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(_tool_settings(options), sort_keys=True).encode())
     digest.update(Path(__file__).with_name("ptq_child.py").read_bytes())
     return digest.hexdigest()
 
 
-def _run(
+def _run_tool(
     tool: str,
     paths: tuple[Path, Path],
     batches: Iterable[Mapping[str, Array]],
@@ -129,7 +131,11 @@ def _run(
         if not data["count"]:
             raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
         copy = copy_model(model_path, folder / "in")
-        behind = None if _runs_plugins(settings) else take_behind(copy, runtime_operators(), model_path.name)
+        behind = (
+            None
+            if _uses_tensorrt_plugins(settings)
+            else extract_plugin_subgraph(copy, runtime_operators(), model_path.name)
+        )
         if behind is not None:
             logger.warning("%s: what lies behind plug-in operator %s stays float", tool, behind.operators)
         request = {
@@ -141,26 +147,26 @@ def _run(
             "reason": str(folder / "reason.txt"),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        done = _start(tool, folder, limit_s)
+        done = _run_child(tool, folder, limit_s)
         if done.returncode or not made.exists():
-            raise BuildFailed(f"{tool}: {_reason(folder, done)}")
+            raise BuildFailed(f"{tool}: {_failure_reason(folder, done)}")
         if behind is not None:
             try:
-                behind.put_back(made)
+                behind.restore_into(made)
             except UserError as error:
                 raise BuildFailed(f"{tool}: {error}") from error
         move_model(made, output_path)
     return output_path
 
 
-def _runs_plugins(settings: Mapping[str, Any]) -> bool:
+def _uses_tensorrt_plugins(settings: Mapping[str, Any]) -> bool:
     """Return whether ModelOpt is told to run the model by TensorRT, which knows its own plug-ins."""
     arguments = settings.get("arguments", {})
     return bool(arguments.get("trt_plugins")) or "trt" in arguments.get("calibration_eps", ())
 
 
-def _settings(options: PtqOptions) -> dict[str, Any]:
-    dialect = dialect_called(options["dialect_name"])
+def _tool_settings(options: PtqOptions) -> dict[str, Any]:
+    dialect = load_dialect(options["dialect_name"])
     return {
         "method": options.get("method", "minmax"),
         "percentile": options.get("percentile", 99.99),
@@ -168,7 +174,7 @@ def _settings(options: PtqOptions) -> dict[str, Any]:
         "activation": dialect.activation,
         "symmetric": dialect.symmetric_activation,
         "bias": dialect.bias,
-        **({"reduce_range": True} if dialect.weight_limit < EIGHT_BITS else {}),
+        **({"reduce_range": True} if dialect.weight_limit < INT8_MAX_LEVEL else {}),
     }
 
 
@@ -185,7 +191,7 @@ def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str,
     return {"data": str(path), "names": names, "count": count}
 
 
-def _start(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:
+def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:
     """Run the child with the scratch folder as its working and temporary folder; -P keeps ours off its path.
 
     Raises:
@@ -196,7 +202,7 @@ def _start(tool: str, folder: Path, limit_s: float | None) -> subprocess.Complet
     theirs, ours = os.pipe()  # never written to: see end_with_driver
     with open(ours, "wb"), open(theirs, "rb") as stdin:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, str(child), str(folder / "request.json")],
+            [sys.executable, "-P", "-c", _CHILD_BOOTSTRAP, str(child), str(folder / "request.json")],
             cwd=folder, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
@@ -212,7 +218,7 @@ def _start(tool: str, folder: Path, limit_s: float | None) -> subprocess.Complet
     return subprocess.CompletedProcess(process.args, process.returncode, printed)
 
 
-def _reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
+def _failure_reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
     told = folder / "reason.txt"
     if told.exists():
         return told.read_text(encoding="utf-8")[:1000]

@@ -23,11 +23,11 @@ __all__ = ["main"]
 _EXTERNAL_BYTES = 1 << 30
 
 
-class Declined(ValueError):
+class UnsupportedOption(ValueError):
     """What a tool does not offer, in our words and not in its own."""
 
 
-class _Reader(CalibrationDataReader):  # type: ignore[misc]
+class _NpzBatchReader(CalibrationDataReader):  # type: ignore[misc]
     """The batches of a .npz file, loaded one at a time, again and again if asked."""
 
     def __init__(self, path: str, names: list[str], count: int) -> None:
@@ -58,7 +58,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
         return {name: self._arrays[f"{index}_{slot}"] for slot, name in enumerate(self._names)}
 
 
-def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
+def modelopt_ptq(request: dict[str, Any], reader: _NpzBatchReader) -> None:
     """ModelOpt's post-training quantization as its guide runs it, but FP32 where it would put FP16.
 
     Source: `modelopt.onnx.quantization.quantize` 0.47; "max" is its word for minmax, and its Q/DQ are symmetric, so
@@ -66,7 +66,7 @@ def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
     """
     methods = {"minmax": "max", "max": "max", "entropy": "entropy"}
     if request["method"] not in methods:
-        raise Declined(f"calibrates by {' or '.join(methods)}, not by {request['method']}")
+        raise UnsupportedOption(f"calibrates by {' or '.join(methods)}, not by {request['method']}")
     from modelopt.onnx.quantization import quantize
 
     quantize(
@@ -76,13 +76,13 @@ def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
         calibration_method=methods[request["method"]],
         calibration_eps=["cpu"],
         high_precision_dtype="fp32",
-        use_external_data_format=_large(request["model"]),
+        use_external_data_format=_needs_external_data(request["model"]),
         output_path=request["output"],
         log_level="WARNING",
     )
 
 
-def ort_static(request: dict[str, Any], reader: _Reader) -> None:
+def ort_static(request: dict[str, Any], reader: _NpzBatchReader) -> None:
     """ONNX Runtime's `quantize_static` in Q/DQ form, in the dialect of the runtime that will time it.
 
     Activations as the dialect has them, weights symmetric int8 per channel and stored as int8, of 7 bits by
@@ -92,7 +92,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
     Source: `onnxruntime.quantization.quantize` 1.24.
     """
     if request["precision"] != "int8":
-        raise Declined(f"quantizes to int8, not to {request['precision']}")
+        raise UnsupportedOption(f"quantizes to int8, not to {request['precision']}")
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
     methods = {
@@ -102,7 +102,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
         "percentile": CalibrationMethod.Percentile,
     }
     if request["method"] not in methods:
-        raise Declined(f"calibrates by {', '.join(methods)}, not by {request['method']}")
+        raise UnsupportedOption(f"calibrates by {', '.join(methods)}, not by {request['method']}")
     quantize_static(
         request["model"],
         request["output"],
@@ -112,7 +112,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
         activation_type=QuantType.QUInt8 if request["activation"] == "uint8" else QuantType.QInt8,
         weight_type=QuantType.QInt8,
         calibrate_method=methods[request["method"]],
-        use_external_data_format=_large(request["model"]),
+        use_external_data_format=_needs_external_data(request["model"]),
         reduce_range=request.get("reduce_range", False),
         extra_options={
             "ActivationSymmetric": request["symmetric"],
@@ -125,7 +125,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
     )
 
 
-def modelopt(request: dict[str, Any], reader: _Reader) -> None:
+def modelopt(request: dict[str, Any], reader: _NpzBatchReader) -> None:
     """ModelOpt's post-training quantization with arguments of the user's own choice."""
     from modelopt.onnx.quantization import quantize
 
@@ -140,17 +140,17 @@ def main(request_path: str) -> None:
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         words = " ".join(str(error).split()) or "no message"
-        said = words if issubclass(kind, Declined) else f"{kind.__name__}: {words}"
+        said = words if issubclass(kind, UnsupportedOption) else f"{kind.__name__}: {words}"
         Path(request["reason"]).write_text(said, encoding="utf-8")
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = record
-    reader = _Reader(request["data"], request["names"], request["count"])
+    reader = _NpzBatchReader(request["data"], request["names"], request["count"])
     tools = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, "modelopt": modelopt}
     tools[request["tool"]](request, reader)
 
 
-def _large(model: str) -> bool:
+def _needs_external_data(model: str) -> bool:
     """Whether weights are to stay outside of the model file (protobuf ends at 2 GiB); the model has its own folder."""
     return sum(file.stat().st_size for file in Path(model).parent.iterdir()) > _EXTERNAL_BYTES
 

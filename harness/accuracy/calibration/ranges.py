@@ -23,23 +23,23 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from harness.accuracy.calibration.usable_ranges import (
-    UNSEEN,
+    EMPTY_RANGE,
     Ranges,
-    Sentinel,
+    SentinelRange,
     finite_ranges,
     is_finite,
-    narrowed,
-    refuse_empty,
-    remarks,
+    range_warnings,
+    require_quantizable,
+    restrict_space,
 )
 from harness.api import Array
 from harness.errors import UserError, suggest_names
 from harness.graph.io.files import copy_model
-from harness.graph.plugin_operators import cut_plugins
+from harness.graph.plugin_operators import truncate_before_plugins
 from harness.paths import cache_dir
 
 if TYPE_CHECKING:
-    from harness.accuracy.calibration.histogram_calibrators import Collector
+    from harness.accuracy.calibration.histogram_calibrators import RangeCalibrator
 
 __all__ = [
     "METHODS",
@@ -48,18 +48,18 @@ __all__ = [
     "Ranges",
     "cached_ranges",
     "calibrate",
+    "explain_unrunnable",
     "finite_ranges",
-    "narrowed",
-    "refuse_empty",
-    "remarks",
-    "unrunnable",
+    "range_warnings",
+    "require_quantizable",
+    "restrict_space",
 ]
 
 logger = logging.getLogger(__name__)
 
 Method = Literal["minmax", "max", "entropy", "percentile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
-_SCHEMA = 3
+_SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
         model_path: ONNX file of the float model; its folder is left as it is.
         tensors: Activations to observe, inputs and outputs of the model among them if wanted.
         batches: Input arrays by name, any iterable of them; read once, one at a time.
-        method: "minmax": all values seen. "max": the largest magnitude to both sides, see `_observer.Magnitudes`.
-            "entropy", "percentile", "mse": a part of the values, see `_observer.Histograms`.
+        method: "minmax": all values seen. "max": the largest magnitude to both sides, see `_observer.AbsMaxCalibrator`.
+            "entropy", "percentile", "mse": a part of the values, see `_observer.HistogramCalibrator`.
         percentile: Share of the values inside the range, in per cent; for method "percentile".
         progress: Called with the number of batches done after each one.
         source: What messages call the model; by default its file.
@@ -111,43 +111,43 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
         Lowest and highest value of each tensor. A tensor that no scale can be made for has one that `finite_ranges`
         leaves out and `remarks` explains: (0.0, 0.0) where it is always zero or empty; bounds that are not finite where
         it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.rules.sentinels`), and
-        where it is
-        behind a plug-in operator, so not observed; finite ones beyond `LARGEST` or within `SMALLEST`.
+        where it is behind a plug-in operator, so not observed; finite ones beyond `MAX_CONSTANT_MAGNITUDE` or within
+        `MIN_CONSTANT_SCALE`.
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
-    from harness.accuracy.calibration.histogram_calibrators import Observer, runtime_operators
-    from harness.accuracy.calibration.sentinel_observer import Watched
+    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver, runtime_operators
+    from harness.accuracy.calibration.sentinel_observer import SentinelObserver
 
     if not tensors:
         return {}
-    collector = Watched(_collector(method, percentile))
+    collector = SentinelObserver(_create_calibrator(method, percentile))
     done, source = 0, source or model_path.name
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
         copy = copy_model(model_path, folder)
-        behind, plugins = cut_plugins(copy, tensors, runtime_operators())
+        behind, plugins = truncate_before_plugins(copy, tensors, runtime_operators())
         ahead = set(tensors) - behind
         if not ahead:
             raise UserError(
                 f"calibration of {source}: all that may be quantized lies behind plug-in operator {plugins}, "
                 "which ONNX Runtime cannot run; give no calibration data, to compare latencies with one scale for all"
             )
-        with _runtime_errors(f"calibration of {source}"):
-            observer = Observer(copy, folder, ahead, collector)
+        with _translate_runtime_errors(f"calibration of {source}"):
+            observer = ActivationObserver(copy, folder, ahead, collector)
         for done, batch in enumerate(batches, start=1):
-            batch_name = _batch_name(batches, done)
+            batch_name = _format_batch_name(batches, done)
             _check_inputs(batch, batch_name)
-            with _runtime_errors(f"calibration of {source}: {batch_name}"):
+            with _translate_runtime_errors(f"calibration of {source}: {batch_name}"):
                 observer.observe(batch)
             if progress is not None:
                 progress(done)
     if not done:
         raise UserError(f"calibration of {source}: there is no data; give at least one batch")
     seen = collector.ranges()
-    found = {name: UNSEEN if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    found = {name: EMPTY_RANGE if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
     if not any(map(is_finite, found.values())):
         raise UserError(
             f"calibration of {source}: every activation has NaN, infinite or huge values; "
@@ -156,7 +156,7 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     return found
 
 
-def unrunnable(model_path: Path) -> str:
+def explain_unrunnable(model_path: Path) -> str:
     """Return why ONNX Runtime, which calibrates, refuses to load a model; "" where it takes it."""
     import onnxruntime as ort
 
@@ -164,16 +164,16 @@ def unrunnable(model_path: Path) -> str:
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        with _runtime_errors(model_path.name):
+        with _translate_runtime_errors(model_path.name):
             ort.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
     except UserError as error:
         return str(error).partition("does not run: ")[2]
     return ""
 
 
-def _batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
+def _format_batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
     """Return what messages call a batch: its number, and where the data tell, their file or images."""
-    place = getattr(batches, "place", None)
+    place = getattr(batches, "batch_label", None)
     shown = place(number - 1) if callable(place) else ""
     return f"batch {number}{f' ({shown})' if shown else ''}"
 
@@ -209,7 +209,7 @@ def cached_ranges(
         UserError: See `calibrate`.
     """
     path = _cache_path(key, tensors)
-    known = None if path is None else _read(path, tensors)
+    known = None if path is None else _read_cache(path, tensors)
     if known is not None:
         return known
     ranges = calibrate(
@@ -222,22 +222,26 @@ def cached_ranges(
         source=source,
     )
     if path is not None:
-        _write(path, key, ranges)
+        _write_cache(path, key, ranges)
     return ranges
 
 
-def _collector(method: Method, percentile: float) -> Collector:
-    from harness.accuracy.calibration.histogram_calibrators import Extremes, Histograms, Magnitudes
+def _create_calibrator(method: Method, percentile: float) -> RangeCalibrator:
+    from harness.accuracy.calibration.histogram_calibrators import (
+        AbsMaxCalibrator,
+        HistogramCalibrator,
+        MinMaxCalibrator,
+    )
 
     if method not in METHODS:
         raise UserError(f"calibration: no method {method!r}; {suggest_names(method, METHODS)}")
     if method in ("minmax", "max"):
-        return Extremes() if method == "minmax" else Magnitudes()
-    return Histograms(method, percentile)
+        return MinMaxCalibrator() if method == "minmax" else AbsMaxCalibrator()
+    return HistogramCalibrator(method, percentile)
 
 
 @contextlib.contextmanager
-def _runtime_errors(where: str) -> Iterator[None]:
+def _translate_runtime_errors(where: str) -> Iterator[None]:
     """Turns what ONNX Runtime says of the model or of its inputs into a `UserError`."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -259,7 +263,7 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
         "percentile": key.percentile if key.method == "percentile" else None,
         "tensors": sorted(tensors),
         "onnxruntime": onnxruntime.__version__,
-        "schema": _SCHEMA,
+        "schema": _SCHEMA_VERSION,
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     try:
@@ -271,11 +275,11 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
     return folder / f"{digest}.json"
 
 
-def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
+def _read_cache(path: Path, tensors: Collection[str]) -> Ranges | None:
     try:
-        kept = json.loads(path.read_bytes(), parse_constant=_refuse)
+        kept = json.loads(path.read_bytes(), parse_constant=_refuse_json_constant)
         found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
-        found |= {name: Sentinel(*found[name]) for name in kept["sentinels"]}
+        found |= {name: SentinelRange(*found[name]) for name in kept["sentinels"]}
         if found.keys() != set(tensors):
             raise ValueError("its ranges are not those of the key")
     except FileNotFoundError:
@@ -286,14 +290,14 @@ def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
     return found
 
 
-def _refuse(constant: str) -> float:
+def _refuse_json_constant(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _write(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
+def _write_cache(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
     plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
-    sentinels = [name for name, pair in ranges.items() if isinstance(pair, Sentinel)]
-    facts = {"schema": _SCHEMA, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
+    sentinels = [name for name, pair in ranges.items() if isinstance(pair, SentinelRange)]
+    facts = {"schema": _SCHEMA_VERSION, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
     text = json.dumps(facts, allow_nan=False)
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:

@@ -14,24 +14,24 @@ from typing import IO, Any
 import numpy as np
 
 from harness.accuracy.data.labels import read_rows
-from harness.accuracy.data.subsets import canonical, chosen_rows, text
+from harness.accuracy.data.subsets import canonical_json, read_text_key, select_rows
 from harness.api import Array
 from harness.errors import UserError
 from harness.paths import resolve_path
 
-__all__ = ["UNNAMED", "Arrays", "Cut", "is_arrays", "open_arrays", "read_arrays"]
+__all__ = ["UNNAMED_ARRAY", "ArrayDataset", "SubsetSelector", "is_array_data", "open_arrays", "read_arrays"]
 
-UNNAMED = ""
+UNNAMED_ARRAY = ""
 """The array of a `.npy` file: for the only input of a model, whatever its name."""
-MAX_BYTES = 8 * 2**30
-Choose = Callable[[int], Sequence[int]]
+MAX_ARRAY_BYTES = 8 * 2**30
+RowSelector = Callable[[int], Sequence[int]]
 """Ascending indices of the wanted samples, given how many there are."""
-Cut = Callable[[Sequence[int]], Sequence[int]]
+SubsetSelector = Callable[[Sequence[int]], Sequence[int]]
 """The samples to read, of those that a specification names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrays:
+class ArrayDataset:
     """Ready-made inputs by name, the samples along the first axis.
 
     Attributes:
@@ -53,17 +53,19 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def id(self, i: int) -> str:
+    def sample_name(self, i: int) -> str:
         """Return what messages call sample i."""
         return f"row {self.rows[i]}"
 
 
-def is_arrays(data: object) -> bool:
+def is_array_data(data: object) -> bool:
     """Return whether a data mapping is one of arrays."""
     return isinstance(data, Mapping) and data.get("use") in ("npz", "npy")
 
 
-def open_arrays(spec: Mapping[str, Any], base: Path | None = None, cut: Cut = lambda samples: samples) -> Arrays:
+def open_arrays(
+    spec: Mapping[str, Any], base: Path | None = None, cut: SubsetSelector = lambda samples: samples
+) -> ArrayDataset:
     """Open what a data mapping says of arrays; see `harness.accuracy.data.datasets.open_data`.
 
     Args:
@@ -71,25 +73,25 @@ def open_arrays(spec: Mapping[str, Any], base: Path | None = None, cut: Cut = la
         base: Folder that relative paths start from.
         cut: Takes the wanted samples from those that the mapping names.
     """
-    path = resolve_path(text(spec, "path"), base)
+    path = resolve_path(read_text_key(spec, "path"), base)
     if path.suffix != f".{spec['use']}":
         raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
     available: Sequence[int] = ()
 
     def choose(total: int) -> Sequence[int]:
         nonlocal available
-        available = chosen_rows(spec, [f"row {i}" for i in range(total)], path.name)
+        available = select_rows(spec, [f"row {i}" for i in range(total)], path.name)
         return cut(available)
 
     found = read_arrays(path, choose)
-    digest = hashlib.sha256(canonical(spec) + found.fingerprint.encode())
+    digest = hashlib.sha256(canonical_json(spec) + found.fingerprint.encode())
     if spec.get("labels") is not None:
-        name = text(spec, "labels")
+        name = read_text_key(spec, "labels")
         if name in found.arrays:
             inputs = {key: array for key, array in found.arrays.items() if key != name}
             found = replace(found, arrays=inputs, labels=found.arrays[name])
         else:
-            file = _label_file(name, base, found)
+            file = _label_path(name, base, found)
             rows = read_rows(file)
             if len(rows) != found.total:
                 raise UserError(f"data.labels: {name} has {len(rows)} rows, but {path.name} has {found.total} samples")
@@ -98,7 +100,7 @@ def open_arrays(spec: Mapping[str, Any], base: Path | None = None, cut: Cut = la
     return replace(found, fingerprint=digest.hexdigest(), available=len(available))
 
 
-def _label_file(name: str, base: Path | None, data: Arrays) -> Path:
+def _label_path(name: str, base: Path | None, data: ArrayDataset) -> Path:
     """Return the file with the labels of arrays, which are not among them."""
     try:
         return resolve_path(name, base)
@@ -108,7 +110,7 @@ def _label_file(name: str, base: Path | None, data: Arrays) -> Path:
         raise UserError(f"data.labels: {among}{error}") from error
 
 
-def read_arrays(path: Path, choose: Choose) -> Arrays:
+def read_arrays(path: Path, choose: RowSelector) -> ArrayDataset:
     """Read the chosen samples.
 
     A `.npy` file and the uncompressed arrays of an `.npz` file are mapped: samples come into memory when they are used.
@@ -126,38 +128,38 @@ def read_arrays(path: Path, choose: Choose) -> Arrays:
         seen.append((total, choose(total)))
         return seen[-1][1]
 
-    with _explained(path):
-        found, fingerprint = _mapped(path, kept) if path.suffix == ".npy" else _unpacked(path, kept)
+    with _translate_read_errors(path):
+        found, fingerprint = _map_arrays(path, kept) if path.suffix == ".npy" else _unpack_arrays(path, kept)
     for name, array in found.items():
         _check_finite(path, name, array)
     total, rows = seen[-1]
-    return Arrays(arrays=found, fingerprint=fingerprint, source=str(path), rows=rows, total=total)
+    return ArrayDataset(arrays=found, fingerprint=fingerprint, source=str(path), rows=rows, total=total)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _translate_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, NotImplementedError) as error:
         raise UserError(f"{path}: not an {path.suffix or '.npz'} file of plain arrays: {error}") from error
 
 
-def _mapped(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
+def _map_arrays(path: Path, choose: RowSelector) -> tuple[dict[str, Array], str]:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
-    _check_lengths(path, {UNNAMED: array.shape})
+    _check_lengths(path, {UNNAMED_ARRAY: array.shape})
     with path.open("rb") as file:
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     chosen = choose(len(array))
-    return {UNNAMED: array[_span(chosen)][_within(chosen)]}, fingerprint
+    return {UNNAMED_ARRAY: array[_selected_span(chosen)][_select_within_span(chosen)]}, fingerprint
 
 
-def _unpacked(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
+def _unpack_arrays(path: Path, choose: RowSelector) -> tuple[dict[str, Array], str]:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         headers = {}
         for member in members:
             with archive.open(member) as file:
-                headers[member.filename.removesuffix(".npy")] = _header(file)
+                headers[member.filename.removesuffix(".npy")] = _read_header(file)
         chosen = choose(_check_lengths(path, {name: shape for name, (shape, _, _) in headers.items()}))
         named = dict(zip(headers, members, strict=True))
         packed = {name: header for name, header in headers.items() if not _is_mappable(named[name], header)}
@@ -166,11 +168,11 @@ def _unpacked(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
         for name, header in headers.items():
             with archive.open(named[name]) as file:
                 if name in packed:
-                    rows = _rows(file, header, _span(chosen))
+                    rows = _read_rows(file, header, _selected_span(chosen))
                 else:
-                    _check_sum(file)
-                    rows = _mapped_member(path, named[name], header)[_span(chosen)]
-            found[name] = rows[_within(chosen)]
+                    _verify_checksum(file)
+                    rows = _map_member(path, named[name], header)[_selected_span(chosen)]
+            found[name] = rows[_select_within_span(chosen)]
     sums = "".join(f"{member.filename}\0{member.CRC}\n" for member in members)
     return found, hashlib.sha256(sums.encode()).hexdigest()
 
@@ -178,7 +180,7 @@ def _unpacked(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
 Header = tuple[tuple[int, ...], bool, "np.dtype[Any]"]
 
 
-def _header(file: IO[bytes]) -> Header:
+def _read_header(file: IO[bytes]) -> Header:
     """Shape, column order and type; NEP 1, "A simple file format for NumPy arrays"."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -196,13 +198,13 @@ def _is_mappable(member: zipfile.ZipInfo, header: Header) -> bool:
     return member.compress_type == zipfile.ZIP_STORED and math.prod(shape) * dtype.itemsize > 0
 
 
-def _check_sum(file: IO[bytes]) -> None:
+def _verify_checksum(file: IO[bytes]) -> None:
     """Read a member to its end: `zipfile` raises BadZipFile where its checksum does not match."""
     while file.read(1 << 20):
         pass
 
 
-def _mapped_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
+def _map_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
     """Map an uncompressed array of an archive.
 
     Raises:
@@ -213,17 +215,17 @@ def _mapped_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array
         file.seek(member.header_offset + 26)  # lengths of name and extra field in the local header (APPNOTE.TXT 4.3.7)
         start = member.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
         file.seek(start)
-        _header(file)
+        _read_header(file)
         offset = file.tell()
     if offset - start + math.prod(shape) * dtype.itemsize > member.file_size:
         raise ValueError(f"array {member.filename!r} is shorter than its header says")
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape, order="F" if by_column else "C")
 
 
-def _rows(file: IO[bytes], header: Header, rows: slice) -> Array:
+def _read_rows(file: IO[bytes], header: Header, rows: slice) -> Array:
     """Some rows of an array in a file, without those before and after."""
     shape, by_column, dtype = header
-    _header(file)
+    _read_header(file)
     if by_column and len(shape) > 1:
         whole = np.frombuffer(file.read(math.prod(shape) * dtype.itemsize), dtype)
         return whole.reshape(shape, order="F")[rows]
@@ -233,11 +235,11 @@ def _rows(file: IO[bytes], header: Header, rows: slice) -> Array:
     return np.frombuffer(file.read(part[0] * width), dtype).reshape(part)
 
 
-def _span(chosen: Sequence[int]) -> slice:
+def _selected_span(chosen: Sequence[int]) -> slice:
     return slice(chosen[0], chosen[-1] + 1)
 
 
-def _within(chosen: Sequence[int]) -> Any:
+def _select_within_span(chosen: Sequence[int]) -> Any:
     """The chosen ones among their span: nothing to copy where they are all of it."""
     shifted = [index - chosen[0] for index in chosen]
     return slice(None) if shifted == list(range(len(shifted))) else shifted
@@ -254,9 +256,9 @@ def _check_size(path: Path, headers: Mapping[str, Header], chosen: Sequence[int]
     rows = chosen[-1] + 1 - chosen[0]
     asked = sum((shape[0] if by_column else rows) * math.prod(shape[1:]) * dtype.itemsize
                 for shape, by_column, dtype in headers.values())  # fmt: skip
-    if asked > MAX_BYTES:
+    if asked > MAX_ARRAY_BYTES:
         raise UserError(
-            f"{path}: {len(chosen)} samples take {asked / 2**30:.1f} GiB, more than {MAX_BYTES / 2**30:.0f}; "
+            f"{path}: {len(chosen)} samples take {asked / 2**30:.1f} GiB, more than {MAX_ARRAY_BYTES / 2**30:.0f}; "
             "use fewer ('count'), or a file that is read as needed: .npy, or .npz by numpy.savez, uncompressed"
         )
 

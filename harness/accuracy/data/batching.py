@@ -9,31 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.data.arrays import UNNAMED, Arrays
-from harness.accuracy.data.datasets import Dataset
-from harness.accuracy.data.preprocess import FloatArray, Preprocess, Size
+from harness.accuracy.data.arrays import UNNAMED_ARRAY, ArrayDataset
+from harness.accuracy.data.datasets import ImageDataset
+from harness.accuracy.data.preprocess import FloatArray, ImagePreprocessor, Size
 from harness.api import Array
 from harness.errors import UserError, suggest_names
 from harness.random_inputs import InputTypes, check_types
 
-__all__ = ["Batches", "batches", "image_input", "image_size", "sample_count", "stacked"]
+__all__ = ["InputBatches", "describe_sample_count", "image_input", "image_size", "make_batch", "make_batches"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
+class InputBatches:
     """Inputs of a model by name, batch after batch; made anew each time they are gone through.
 
     Attributes:
         size: Samples of one batch.
-        place: Returns what messages call the data of a batch: a file, or the images.
+        batch_label: Returns the name of a batch for messages: a file, or the images.
     """
 
     count: int
     make: Callable[[int], dict[str, Array]]
     size: int = 1
-    place: Callable[[int], str] = field(default=lambda _: "")
+    batch_label: Callable[[int], str] = field(default=lambda _: "")
 
     def __len__(self) -> int:
         return self.count
@@ -71,12 +71,12 @@ def image_input(inputs: InputTypes) -> str:
     return name
 
 
-def stacked(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
+def make_batch(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
     """One batch; where there are too few tensors for it, the last one is repeated."""
     return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
 
 
-def sample_count(data: Dataset | Arrays, limit: int | None, place: str) -> str:
+def describe_sample_count(data: ImageDataset | ArrayDataset, limit: int | None, place: str) -> str:
     """Return how many samples are used, in words, and what the limit did: left some out, or asked for more.
 
     Args:
@@ -92,9 +92,12 @@ def sample_count(data: Dataset | Arrays, limit: int | None, place: str) -> str:
     return f"{used} samples of {place}"
 
 
-def batches(
-    data: Dataset | Arrays, preprocess: Preprocess | None, inputs: InputTypes, count: int | None = None
-) -> Batches:
+def make_batches(
+    data: ImageDataset | ArrayDataset,
+    preprocess: ImagePreprocessor | None,
+    inputs: InputTypes,
+    count: int | None = None,
+) -> InputBatches:
     """Inputs for the model in batches of the size that it takes; the last sample fills up the last batch.
 
     Args:
@@ -110,8 +113,8 @@ def batches(
     total = len(data) if count is None else min(count, len(data))
     if total == 1:
         logger.warning("there is one sample: other samples may leave its ranges, and have other outputs; give more")
-    if isinstance(data, Arrays):
-        return _of_arrays(data, inputs, total)
+    if isinstance(data, ArrayDataset):
+        return _array_batches(data, inputs, total)
     if preprocess is None:
         raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
     name = image_input(inputs)
@@ -120,23 +123,23 @@ def batches(
 
     def make(index: int) -> dict[str, Array]:
         chosen = range(index * batch, min((index + 1) * batch, total))
-        return {name: stacked([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
+        return {name: make_batch([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
 
-    def place(index: int) -> str:
+    def label(index: int) -> str:
         first, last = index * batch, min((index + 1) * batch, total) - 1
-        return data.id(first) if first == last else f"{data.id(first)} to {data.id(last)}"
+        return data.sample_name(first) if first == last else f"{data.sample_name(first)} to {data.sample_name(last)}"
 
-    return Batches(count=-(-total // batch), make=make, size=batch, place=place)
+    return InputBatches(count=-(-total // batch), make=make, size=batch, batch_label=label)
 
 
-def _of_arrays(data: Arrays, inputs: InputTypes, total: int) -> Batches:
-    if UNNAMED in data.arrays:
+def _array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> InputBatches:
+    if UNNAMED_ARRAY in data.arrays:
         if len(inputs) > 1:
             raise UserError(
                 f"{data.source}: a .npy file feeds one input, but the model has {', '.join(map(repr, inputs))}; "
                 "use a .npz file"
             )
-        data = replace(data, arrays=dict.fromkeys(inputs, data.arrays[UNNAMED]))
+        data = replace(data, arrays=dict.fromkeys(inputs, data.arrays[UNNAMED_ARRAY]))
     arrays = data.arrays
     for name in arrays:
         if name not in inputs:
@@ -160,10 +163,10 @@ def _of_arrays(data: Arrays, inputs: InputTypes, total: int) -> Batches:
         chosen = np.minimum(np.arange(index * batch, (index + 1) * batch), total - 1)
         return {name: arrays[name][chosen].astype(t, copy=False).reshape(inputs[name][1]) for name, t in dtypes.items()}
 
-    return Batches(count=-(-total // batch), make=make, size=batch, place=lambda _: data.source)
+    return InputBatches(count=-(-total // batch), make=make, size=batch, batch_label=lambda _: data.source)
 
 
-def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:
+def _check_type(data: ArrayDataset, name: str, dtype: np.dtype[Any]) -> None:
     array = data.arrays[name]
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise UserError(f"{data.source}: array {name!r} holds {array.dtype}, but the input takes {dtype}")
@@ -174,7 +177,7 @@ def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:
         )  # fmt: skip
 
 
-def _batch_size(data: Arrays, name: str, shape: tuple[int, ...]) -> int:
+def _batch_size(data: ArrayDataset, name: str, shape: tuple[int, ...]) -> int:
     """How many samples the input takes at a time; an array may also hold whole inputs, without any batch axis."""
     array = data.arrays[name]
     if array.shape[1:] == shape:
@@ -182,10 +185,10 @@ def _batch_size(data: Arrays, name: str, shape: tuple[int, ...]) -> int:
     if shape and array.shape[1:] == shape[1:]:
         return shape[0]
     raise UserError(
-        f"{data.source}: a sample of array {name!r} is {_times(array.shape[1:])}, "
-        f"but the input takes {_times(shape)}, the batch first"
+        f"{data.source}: a sample of array {name!r} is {_format_dimensions(array.shape[1:])}, "
+        f"but the input takes {_format_dimensions(shape)}, the batch first"
     )
 
 
-def _times(shape: Sequence[int]) -> str:
+def _format_dimensions(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a single number"

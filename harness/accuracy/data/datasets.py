@@ -32,28 +32,36 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.accuracy.data.arrays import Arrays, Cut, open_arrays
-from harness.accuracy.data.labels import Labels, cut_coco, ordered_coco, read_labels
-from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, check_masks
+from harness.accuracy.data.arrays import ArrayDataset, SubsetSelector, open_arrays
+from harness.accuracy.data.labels import LabelFile, order_coco_categories, read_labels, select_coco_images
+from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, require_mask_files
 from harness.accuracy.data.preprocess import RgbImage
-from harness.accuracy.data.subsets import CUTS, HALVES, canonical, chosen_rows, half_of, text, whole
+from harness.accuracy.data.subsets import (
+    HALF_NAMES,
+    SUBSET_KEYS,
+    canonical_json,
+    half_of,
+    read_int_key,
+    read_text_key,
+    select_rows,
+)
 from harness.errors import UserError, suggest_names
 from harness.paths import resolve_path
 from harness.zoo import shapes
 
-__all__ = ["HALVES", "Arrays", "Dataset", "evenly", "half_of", "open_data", "open_images"]
+__all__ = ["HALF_NAMES", "ArrayDataset", "ImageDataset", "half_of", "open_data", "open_images", "spread_indices"]
 
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "images": ("images", "labels", "masks", "classes", *CUTS),
-    "shapes": ("split", *CUTS),
-    "npz": ("path", "labels", *CUTS),
-    "npy": ("path", "labels", *CUTS),
+IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+ALLOWED_DATA_KEYS: Mapping[str, tuple[str, ...]] = {
+    "images": ("images", "labels", "masks", "classes", *SUBSET_KEYS),
+    "shapes": ("split", *SUBSET_KEYS),
+    "npz": ("path", "labels", *SUBSET_KEYS),
+    "npy": ("path", "labels", *SUBSET_KEYS),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
+class ImageDataset:
     """Images, read when asked for, and what is known of them.
 
     Attributes:
@@ -63,8 +71,8 @@ class Dataset:
         labels: Class index of each image; None: not labelled so.
         coco: Boxes of exactly these images, as `pycocotools.coco.COCO.dataset` wants them, image i
             being `coco["images"][i]`, the model's class k the k-th category by ascending id; None: not labelled so.
-        mask: Gives the class of each pixel of image i, `VOID` where there is none; raises UserError where it cannot
-            be read or has another size than the image. None: not labelled so.
+        mask: Gives the class of each pixel of image i, `VOID_CLASS` where there is none; raises UserError where it
+            cannot be read or has another size than the image. None: not labelled so.
         fingerprint: Changes with the specification, the names and contents of the images, and the labels.
         available: Images that the source has for this use; above `len` where a limit left some out. None: not known.
     """
@@ -80,14 +88,14 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.names)
 
-    def id(self, i: int) -> str:
+    def sample_name(self, i: int) -> str:
         """What messages call image i."""
         return self.names[i]
 
 
 def open_data(
     spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None, *, spread: bool = False
-) -> Dataset | Arrays:
+) -> ImageDataset | ArrayDataset:
     """Open what a data mapping of an experiment describes (see the module's text).
 
     Args:
@@ -101,35 +109,39 @@ def open_data(
             image, or a cut beyond the end.
     """
     kind = str(spec.get("use"))
-    if kind not in KEYS:
-        raise UserError(f"data.use: no kind of data is called {kind!r}; {suggest_names(kind, KEYS)}")
+    if kind not in ALLOWED_DATA_KEYS:
+        raise UserError(f"data.use: no kind of data is called {kind!r}; {suggest_names(kind, ALLOWED_DATA_KEYS)}")
     for key in spec:
-        if key not in ("use", *KEYS[kind]):
-            raise UserError(f"data.{key}: unknown key for {kind!r}; {suggest_names(str(key), KEYS[kind])}")
+        if key not in ("use", *ALLOWED_DATA_KEYS[kind]):
+            raise UserError(f"data.{key}: unknown key for {kind!r}; {suggest_names(str(key), ALLOWED_DATA_KEYS[kind])}")
 
     def cut(samples: Sequence[int]) -> Sequence[int]:
-        return [samples[i] for i in evenly(len(samples), limit)] if spread and limit is not None else samples[:limit]
+        return (
+            [samples[i] for i in spread_indices(len(samples), limit)]
+            if spread and limit is not None
+            else samples[:limit]
+        )
 
     if kind in ("npz", "npy"):
         return open_arrays(spec, base, cut)
     return _open_shapes(spec, cut) if kind == "shapes" else _open_folder(spec, base, cut)
 
 
-def evenly(total: int, count: int) -> Sequence[int]:
+def spread_indices(total: int, count: int) -> Sequence[int]:
     """Return `count` ascending indices below `total`, evenly spread, the first and the last among them."""
     if count >= total:
         return range(total)
     return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
 
-def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
+def open_images(spec: Mapping[str, Any], base: Path | None = None) -> ImageDataset:
     """Like `open_data`, for those who need images.
 
     Raises:
         UserError: See `open_data`; also where the data are arrays.
     """
     data = open_data(spec, base)
-    if isinstance(data, Arrays):
+    if isinstance(data, ArrayDataset):
         raise UserError(
             f"data.use: images are needed here ('images' or 'shapes'), but got {spec['use']!r}: boxes and masks are "
             "labels of images. Arrays with a label each are for top1, top5, metric and loss"
@@ -137,29 +149,29 @@ def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
     return data
 
 
-def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: Cut) -> Dataset:
-    folder = _folder(spec, "images", base)
-    labels_path = resolve_path(text(spec, "labels"), base) if spec.get("labels") is not None else None
-    labels = read_labels(labels_path) if labels_path else _unlabelled(folder)
-    available = chosen_rows(spec, labels.files, str(spec["images"]))
+def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: SubsetSelector) -> ImageDataset:
+    folder = _resolve_folder(spec, "images", base)
+    labels_path = resolve_path(read_text_key(spec, "labels"), base) if spec.get("labels") is not None else None
+    labels = read_labels(labels_path) if labels_path else _list_images(folder)
+    available = select_rows(spec, labels.files, str(spec["images"]))
     chosen = cut(available)
     names = tuple(labels.files[i] for i in chosen)
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"data.labels: {spec.get('labels')} names the image {name!r}, which is not in {folder}")
-    coco = None if labels.coco is None else _coco(spec, cut_coco(labels.coco, chosen))
+    coco = None if labels.coco is None else _select_coco(spec, select_coco_images(labels.coco, chosen))
     sizes = [(i.get("height"), i.get("width")) for i in coco["images"]] if coco else [(None, None)] * len(names)
-    masks = None if spec.get("masks") is None else _masks(spec, base, names, labels, chosen)
+    masks = None if spec.get("masks") is None else _open_masks(spec, base, names, labels, chosen)
 
     def image(i: int) -> RgbImage:
         return _read_image(folder / names[i], sizes[i])
 
-    digest = hashlib.sha256(canonical(spec))
+    digest = hashlib.sha256(canonical_json(spec))
     digest.update(labels_path.read_bytes() if labels_path else b"")
     for path in (*(folder / name for name in names), *([] if masks is None else map(masks.path, range(len(names))))):
         with path.open("rb") as file:
             digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
-    return Dataset(
+    return ImageDataset(
         names=names,
         image=image,
         labels=None if labels.classes is None else labels.classes[list(chosen)],
@@ -170,31 +182,31 @@ def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: Cut) -> Datase
     )
 
 
-def _coco(spec: Mapping[str, Any], coco: dict[str, Any]) -> dict[str, Any]:
-    return coco if spec.get("classes") is None else ordered_coco(coco, _classes(spec))
+def _select_coco(spec: Mapping[str, Any], coco: dict[str, Any]) -> dict[str, Any]:
+    return coco if spec.get("classes") is None else order_coco_categories(coco, _class_names(spec))
 
 
-def _masks(
-    spec: Mapping[str, Any], base: Path | None, names: tuple[str, ...], labels: Labels, chosen: Sequence[int]
+def _open_masks(
+    spec: Mapping[str, Any], base: Path | None, names: tuple[str, ...], labels: LabelFile, chosen: Sequence[int]
 ) -> Masks:
-    folder = _folder(spec, "masks", base)
+    folder = _resolve_folder(spec, "masks", base)
     masks: Masks = IndexMasks(folder=folder, names=names)
     if labels.panoptic is not None:
         masks = PanopticMasks(
             folder=folder,
             annotations=tuple(labels.panoptic["annotations"][i] for i in chosen),
             categories={category["id"]: category["name"] for category in labels.panoptic["categories"]},
-            classes=_classes(spec),
+            classes=_class_names(spec),
         )
-    check_masks(masks, len(names))
+    require_mask_files(masks, len(names))
     return masks
 
 
-def _unlabelled(folder: Path) -> Labels:
-    files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+def _list_images(folder: Path) -> LabelFile:
+    files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
-        raise UserError(f"data.images: no images ({', '.join(SUFFIXES)}) in {folder}")
-    return Labels(files=tuple(files))
+        raise UserError(f"data.images: no images ({', '.join(IMAGE_SUFFIXES)}) in {folder}")
+    return LabelFile(files=tuple(files))
 
 
 def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage:
@@ -210,30 +222,32 @@ def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage
     return pixels
 
 
-def _open_shapes(spec: Mapping[str, Any], cut: Cut) -> Dataset:
-    first, count = whole(spec, "start", 0), spec.get("count")
-    drawn = shapes.split(text(spec, "split"), None if count is None else first + whole(spec, "count", 1))
+def _open_shapes(spec: Mapping[str, Any], cut: SubsetSelector) -> ImageDataset:
+    first, count = read_int_key(spec, "start", 0), spec.get("count")
+    drawn = shapes.draw_split(
+        read_text_key(spec, "split"), None if count is None else first + read_int_key(spec, "count", 1)
+    )
     files = [image["file_name"] for image in drawn.coco["images"]]
-    available = chosen_rows(spec, files, f"split {spec['split']!r}")
+    available = select_rows(spec, files, f"split {spec['split']!r}")
     chosen = cut(available)
-    images, coco = [drawn.images[i] for i in chosen], cut_coco(drawn.coco, chosen)
-    digest = hashlib.sha256(canonical(spec) + canonical(coco))
+    images, coco = [drawn.images[i] for i in chosen], select_coco_images(drawn.coco, chosen)
+    digest = hashlib.sha256(canonical_json(spec) + canonical_json(coco))
     for image in images:
         digest.update(image.tobytes())
     names = tuple(image["file_name"] for image in coco["images"])
-    return Dataset(
+    return ImageDataset(
         names=names, image=lambda i: images[i], coco=coco, fingerprint=digest.hexdigest(), available=len(available)
     )
 
 
-def _folder(spec: Mapping[str, Any], key: str, base: Path | None) -> Path:
-    folder = resolve_path(text(spec, key), base)
+def _resolve_folder(spec: Mapping[str, Any], key: str, base: Path | None) -> Path:
+    folder = resolve_path(read_text_key(spec, key), base)
     if not folder.is_dir():
         raise UserError(f"data.{key}: {spec[key]} is no folder")
     return folder
 
 
-def _classes(spec: Mapping[str, Any]) -> tuple[str, ...]:
+def _class_names(spec: Mapping[str, Any]) -> tuple[str, ...]:
     names = spec.get("classes")
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise UserError(

@@ -19,15 +19,23 @@ from harness.api import Array
 from harness.errors import EvaluationFailed
 
 __all__ = [
-    "Decode", "Detections", "Floats", "best", "decode_nanodet", "decode_shapes", "decode_yolox", "overlaps",
-    "shapes_of", "suppress",
+    "DetectionDecoder",
+    "Detections",
+    "Floats",
+    "box_iou",
+    "decode_nanodet",
+    "decode_shapes",
+    "decode_yolox",
+    "format_output_shapes",
+    "select_boxes",
+    "suppress_overlaps",
 ]  # fmt: skip
 
 STRIDES = (8, 16, 32)
-TOP = 100  # boxes of an image that COCO's metric counts
+MAX_DETECTIONS = 100  # boxes of an image that COCO's metric counts
 MAX_LOG_SIZE = 50.0  # exp of it is larger than any image, and finite
-BLOCK = 64  # candidates compared at a time; 100 boxes are mostly found among the first few hundred
-CANDIDATES = 10_000  # bounds the time of a broken model, whose boxes all lie on one another
+NMS_BLOCK_BOXES = 64  # candidates compared at a time; 100 boxes are mostly found among the first few hundred
+MAX_CANDIDATES = 10_000  # bounds the time of a broken model, whose boxes all lie on one another
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
@@ -47,7 +55,7 @@ class Detections:
     classes: Integers
 
 
-class Decode(Protocol):
+class DetectionDecoder(Protocol):
     """A decoder; parameters beyond these three come from the experiment."""
 
     def __call__(self, outputs: Mapping[str, Array], prepared: Prepared, size: Size) -> Detections:
@@ -73,12 +81,12 @@ def decode_yolox(
     Raises:
         EvaluationFailed: The output has another shape.
     """
-    cells, strides = _grid(size)
-    values = _only(outputs, "yolox", len(cells))
+    cells, strides = _cell_grid(size)
+    values = _single_output(outputs, "yolox", len(cells))
     centre = (values[:, :2] + cells) * strides
     half = np.exp(np.minimum(values[:, 2:4], MAX_LOG_SIZE)) * strides / 2
     boxes = np.concatenate([centre - half, centre + half], axis=1)
-    return best(prepared.to_image(boxes), values[:, 4:5] * values[:, 5:], score, nms)
+    return select_boxes(prepared.to_image(boxes), values[:, 4:5] * values[:, 5:], score, nms)
 
 
 def decode_nanodet(
@@ -99,21 +107,21 @@ def decode_nanodet(
     Raises:
         EvaluationFailed: The outputs have other shapes.
     """
-    cells, strides = _grid(size)
+    cells, strides = _cell_grid(size)
     per_level = sorted((a for a in outputs.values() if a.ndim == 3), key=lambda a: -a.shape[1])  # the finest first
     scores, sides = ([a[0] for a in per_level if (a.shape[2] == 4 * bins) is wanted] for wanted in (False, True))
     counts = {sum(map(len, part)) for part in (scores, sides)}
     if not len(scores) == len(sides) == len(STRIDES) or counts != {len(cells)}:
         raise EvaluationFailed(
             f"decoder 'nanodet' wants for each stride of {STRIDES} an output 1 x cells x classes and one "
-            f"1 x cells x {4 * bins}, {len(cells)} cells in all, but got {shapes_of(outputs)}"
+            f"1 x cells x {4 * bins}, {len(cells)} cells in all, but got {format_output_shapes(outputs)}"
         )
     terms = np.concatenate(sides).astype(np.float64).reshape(len(cells), 4, bins)
     chance = np.exp(terms - terms.max(axis=2, keepdims=True))
     distance = (chance @ np.arange(bins)) / chance.sum(axis=2) * strides
     centre = (cells + 0.5) * strides
     boxes = np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
-    return best(prepared.to_image(boxes), np.concatenate(scores).astype(np.float64), score, nms)
+    return select_boxes(prepared.to_image(boxes), np.concatenate(scores).astype(np.float64), score, nms)
 
 
 def decode_shapes(
@@ -131,13 +139,13 @@ def decode_shapes(
     Raises:
         EvaluationFailed: The output has another shape.
     """
-    values = _only(outputs, "shapes")
+    values = _single_output(outputs, "shapes")
     half = values[:, 2:4] / 2
     boxes = np.concatenate([values[:, :2] - half, values[:, :2] + half], axis=1)
-    return best(prepared.to_image(boxes), values[:, 4:], score, nms)
+    return select_boxes(prepared.to_image(boxes), values[:, 4:], score, nms)
 
 
-def overlaps(a: Floats, b: Floats) -> Floats:
+def box_iou(a: Floats, b: Floats) -> Floats:
     """Intersection over union of each of n boxes with each of m boxes: n x m; 0 for boxes without area."""
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])
@@ -148,7 +156,9 @@ def overlaps(a: Floats, b: Floats) -> Floats:
     return shares
 
 
-def suppress(boxes: Floats, scores: Floats, classes: Integers, threshold: float, top: int = TOP) -> Integers:
+def suppress_overlaps(
+    boxes: Floats, scores: Floats, classes: Integers, threshold: float, top: int = MAX_DETECTIONS
+) -> Integers:
     """Greedy non-maximum suppression within each class.
 
     Boxes are taken best first (ties: in the order given) unless one already taken, of the same
@@ -165,14 +175,14 @@ def suppress(boxes: Floats, scores: Floats, classes: Integers, threshold: float,
     Returns:
         Indices of the boxes taken, best first.
     """
-    order = np.argsort(-scores, kind="stable")[:CANDIDATES]
+    order = np.argsort(-scores, kind="stable")[:MAX_CANDIDATES]
     taken = np.zeros(0, np.int64)
-    for start in range(0, len(order), BLOCK):
+    for start in range(0, len(order), NMS_BLOCK_BOXES):
         if len(taken) >= top:
             break
-        block = order[start : start + BLOCK]
-        alive: npt.NDArray[np.bool_] = ~np.any(_rivals(boxes, classes, block, taken, threshold), axis=1)
-        weaker = np.triu(_rivals(boxes, classes, block, block, threshold), k=1)
+        block = order[start : start + NMS_BLOCK_BOXES]
+        alive: npt.NDArray[np.bool_] = ~np.any(_overlapping_same_class(boxes, classes, block, taken, threshold), axis=1)
+        weaker = np.triu(_overlapping_same_class(boxes, classes, block, block, threshold), k=1)
         for i in np.flatnonzero(weaker.any(axis=1)):
             if alive[i]:
                 alive &= ~weaker[i]
@@ -180,12 +190,14 @@ def suppress(boxes: Floats, scores: Floats, classes: Integers, threshold: float,
     return taken[:top]
 
 
-def _rivals(boxes: Floats, classes: Integers, a: Integers, b: Integers, threshold: float) -> npt.NDArray[np.bool_]:
+def _overlapping_same_class(
+    boxes: Floats, classes: Integers, a: Integers, b: Integers, threshold: float
+) -> npt.NDArray[np.bool_]:
     same: npt.NDArray[np.bool_] = classes[a][:, None] == classes[b][None]
-    return same & (overlaps(boxes[a], boxes[b]) > threshold)
+    return same & (box_iou(boxes[a], boxes[b]) > threshold)
 
 
-def best(boxes: Floats, scores: Floats, score: float, nms: float, top: int = TOP) -> Detections:
+def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: int = MAX_DETECTIONS) -> Detections:
     """The boxes worth keeping; every class of a cell whose score counts is a candidate of its own.
 
     Args:
@@ -196,11 +208,11 @@ def best(boxes: Floats, scores: Floats, score: float, nms: float, top: int = TOP
     """
     cells, classes = np.nonzero(scores > score)
     found = scores[cells, classes]
-    kept = suppress(boxes[cells], found, classes, nms, top)
+    kept = suppress_overlaps(boxes[cells], found, classes, nms, top)
     return Detections(boxes=boxes[cells[kept]], scores=found[kept], classes=classes[kept])
 
 
-def _grid(size: Size) -> tuple[Floats, Floats]:
+def _cell_grid(size: Size) -> tuple[Floats, Floats]:
     """Column and row of every cell (n x 2), level after level, row after row, and its stride (n x 1)."""
     cells, strides = [], []
     for stride in STRIDES:
@@ -210,18 +222,18 @@ def _grid(size: Size) -> tuple[Floats, Floats]:
     return np.concatenate(cells), np.concatenate(strides)
 
 
-def _only(outputs: Mapping[str, Array], decoder: str, cells: int | None = None) -> Floats:
+def _single_output(outputs: Mapping[str, Array], decoder: str, cells: int | None = None) -> Floats:
     """The single output without its batch axis."""
     array = next(iter(outputs.values())) if len(outputs) == 1 else np.zeros(0)
     if array.ndim != 3 or len(array) != 1 or array.shape[2] < 5 or array.shape[1] != (cells or array.shape[1]):
         raise EvaluationFailed(
             f"decoder {decoder!r} wants one output of 1 x {cells or 'cells'} x (box and class terms), "
-            f"but got {shapes_of(outputs)}"
+            f"but got {format_output_shapes(outputs)}"
         )
     values: Floats = array[0].astype(np.float64)
     return values
 
 
-def shapes_of(outputs: Mapping[str, Array]) -> str:
+def format_output_shapes(outputs: Mapping[str, Array]) -> str:
     """Name and shape of each output, for messages."""
     return ", ".join(f"{name!r} of {' x '.join(map(str, array.shape))}" for name, array in outputs.items())

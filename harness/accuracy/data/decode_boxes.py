@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.accuracy.data.decode import Detections, Floats, best, shapes_of
-from harness.accuracy.data.detector_layout import cells_of
+from harness.accuracy.data.decode import Detections, Floats, format_output_shapes, select_boxes
+from harness.accuracy.data.detector_layout import count_cells
 from harness.accuracy.data.preprocess import Prepared, Size
 from harness.api import Array
 from harness.errors import EvaluationFailed
 
 __all__ = ["decode_rtdetr", "decode_ultralytics"]
 
-ENDED = 6  # left, top, right, bottom, score, class
+DECODED_COLUMNS = 6  # left, top, right, bottom, score, class
 MAX_BOXES = 300  # what both projects keep of an image
 LOGITS, BOXES = "logits", "pred_boxes"  # as Hugging Face calls the outputs of RT-DETR
 
@@ -40,18 +40,18 @@ def decode_ultralytics(
         EvaluationFailed: The output has another shape.
     """
     array = next(iter(outputs.values())) if len(outputs) == 1 else np.zeros(0)
-    cells = cells_of(size)
-    turned = array.ndim == 3 and array.shape[1] == cells != array.shape[2] != ENDED
-    if array.ndim != 3 or len(array) != 1 or (array.shape[1] < 5 and array.shape[2] != ENDED) or turned:
+    cells = count_cells(size)
+    turned = array.ndim == 3 and array.shape[1] == cells != array.shape[2] != DECODED_COLUMNS
+    if array.ndim != 3 or len(array) != 1 or (array.shape[1] < 5 and array.shape[2] != DECODED_COLUMNS) or turned:
         raise EvaluationFailed(
             "decoder 'ultralytics' wants one output of 1 x (4 + classes) x cells, or of 1 x boxes x 6 where NMS is in "
-            f"the graph, but got {shapes_of(outputs)}"
+            f"the graph, but got {format_output_shapes(outputs)}"
         )
     values: Floats = array[0].astype(np.float64)
-    if array.shape[2] == ENDED:
-        return _ended(prepared.to_image(values[:, :4]), values[:, 4], values[:, 5], score)
+    if array.shape[2] == DECODED_COLUMNS:
+        return _sort_decoded_boxes(prepared.to_image(values[:, :4]), values[:, 4], values[:, 5], score)
     values = values.T
-    return best(prepared.to_image(_corners(values[:, :4])), values[:, 4:], score, nms, MAX_BOXES)
+    return select_boxes(prepared.to_image(_center_to_corners(values[:, :4])), values[:, 4:], score, nms, MAX_BOXES)
 
 
 def decode_rtdetr(
@@ -76,12 +76,12 @@ def decode_rtdetr(
     if {"labels", "boxes", "scores"} <= outputs.keys():
         labels, boxes, scores = (outputs[name] for name in ("labels", "boxes", "scores"))
         if boxes.ndim == 3 and boxes.shape[::2] == (1, 4) and labels.shape == scores.shape == boxes.shape[:2]:
-            return _ended(prepared.to_image(boxes[0]), scores[0], labels[0], score)
+            return _sort_decoded_boxes(prepared.to_image(boxes[0]), scores[0], labels[0], score)
     relative, logits = (array[0].astype(np.float64) for array in _boxes_and_logits(outputs))
     chances = 0.5 * (1 + np.tanh(logits / 2))  # the logistic function, which cannot overflow so
     queries, classes = np.divmod(np.argsort(-chances, axis=None, kind="stable")[:top], chances.shape[1])
-    boxes = _corners(relative) * np.tile([size[1], size[0]], 2)
-    return _ended(prepared.to_image(boxes)[queries], chances[queries, classes], classes, score)
+    boxes = _center_to_corners(relative) * np.tile([size[1], size[0]], 2)
+    return _sort_decoded_boxes(prepared.to_image(boxes)[queries], chances[queries, classes], classes, score)
 
 
 def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
@@ -98,20 +98,20 @@ def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
         raise EvaluationFailed(
             "decoder 'rtdetr' wants logits of 1 x queries x classes and boxes of 1 x queries x 4 (with 4 classes these "
             f"are told apart by their names, {LOGITS} and {BOXES}), or outputs called labels, boxes and scores, "
-            f"but got {shapes_of(outputs)}"
+            f"but got {format_output_shapes(outputs)}"
         )
     (logits,) = (array for name, array in outputs.items() if name != boxes)
     return outputs[boxes], logits
 
 
-def _corners(values: Floats) -> Floats:
+def _center_to_corners(values: Floats) -> Floats:
     """Left, top, right, bottom from centre x, centre y, width, height."""
     half = values[:, 2:4] / 2
     corners: Floats = np.concatenate([values[:, :2] - half, values[:, :2] + half], axis=1)
     return corners
 
 
-def _ended(boxes: Floats, scores: Array, classes: Array, score: float) -> Detections:
+def _sort_decoded_boxes(boxes: Floats, scores: Array, classes: Array, score: float) -> Detections:
     """Boxes that only need to be put in order."""
     order = np.argsort(-scores, kind="stable")
     kept = order[scores[order] > score]

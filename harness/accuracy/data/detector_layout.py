@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["cells_of", "decoder_of"]
+__all__ = ["count_cells", "suggest_decoder"]
 
 STRIDES = (8, 16, 32)
 
 
-def decoder_of(outputs: Mapping[str, Sequence[int | None]], size: tuple[int, int]) -> str | None:
+def suggest_decoder(outputs: Mapping[str, Sequence[int | None]], size: tuple[int, int]) -> str | None:
     """Name of the decoder, which is also that of the preprocessing; None where the shapes fit none or several.
 
     Args:
@@ -22,7 +22,7 @@ def decoder_of(outputs: Mapping[str, Sequence[int | None]], size: tuple[int, int
     if len(shapes) == 2 and all(len(shape) == 3 for shape in shapes):
         (_, queries, width), (_, others, second) = sorted(shapes, key=lambda shape: shape[2] != 4)
         return "rtdetr" if queries == others and width == 4 and second != 4 else None
-    cells = cells_of(size)
+    cells = count_cells(size)
     if len(shapes) == 2 * len(STRIDES) and all(len(shape) == 3 for shape in shapes):
         return "nanodet" if sum(shape[1] for shape in shapes) == 2 * cells else None
     if len(shapes) != 1 or len(shapes[0]) != 3:
@@ -33,6 +33,6 @@ def decoder_of(outputs: Mapping[str, Sequence[int | None]], size: tuple[int, int
     return "ultralytics" if columns == 6 or (rows > 4 and (columns == cells or rows < columns)) else None
 
 
-def cells_of(size: tuple[int, int]) -> int:
+def count_cells(size: tuple[int, int]) -> int:
     """Return how many cells detectors of strides 8, 16 and 32 have for an input of this height and width."""
     return sum(-(-size[0] // stride) * -(-size[1] // stride) for stride in STRIDES)

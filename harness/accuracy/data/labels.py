@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from harness.errors import UserError, suggest_names
 
-__all__ = ["Labels", "cut_coco", "ordered_coco", "read_labels", "read_rows"]
+__all__ = ["LabelFile", "order_coco_categories", "read_labels", "read_rows", "select_coco_images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
+class LabelFile:
     """What a label file says.
 
     Attributes:
@@ -35,7 +35,7 @@ class Labels:
     panoptic: Mapping[str, Any] | None = None
 
 
-def read_labels(path: Path) -> Labels:
+def read_labels(path: Path) -> LabelFile:
     """Read a `.json` or `.txt` label file and check it.
 
     Raises:
@@ -48,7 +48,7 @@ def read_labels(path: Path) -> Labels:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-    labels = _coco(text, path) if path.suffix == ".json" else _classes(text, path)
+    labels = _parse_coco(text, path) if path.suffix == ".json" else _parse_classes(text, path)
     if not labels.files:
         raise UserError(f"{path}: lists no images")
     seen: set[str] = set()
@@ -73,7 +73,7 @@ def read_rows(path: Path) -> npt.NDArray[Any]:
         raise UserError(f"{path}: labels of arrays are a .npy, .npz, .csv or .txt file, one row for each sample")
     try:
         if path.suffix in (".csv", ".txt"):
-            return _numbers(path)
+            return _read_numbers(path)
         found = np.load(path, allow_pickle=False)
         if isinstance(found, np.ndarray):
             return found
@@ -86,7 +86,7 @@ def read_rows(path: Path) -> npt.NDArray[Any]:
         raise UserError(f"{path}: cannot be read as labels: {error}") from error
 
 
-def _numbers(path: Path) -> npt.NDArray[Any]:
+def _read_numbers(path: Path) -> npt.NDArray[Any]:
     text = path.read_text(encoding="utf-8-sig")
     lines = list(csv.reader(text.splitlines())) if path.suffix == ".csv" else [row.split() for row in text.splitlines()]
     rows: list[list[float]] = []
@@ -106,14 +106,14 @@ def _numbers(path: Path) -> npt.NDArray[Any]:
     return whole[:, 0] if widths == {1} else whole
 
 
-def cut_coco(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
+def select_coco_images(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
     """The chosen images, with their annotations and all categories."""
     images = [coco["images"][i] for i in chosen]
     kept = {image["id"] for image in images}
     return {**coco, "images": images, "annotations": [a for a in coco["annotations"] if a["image_id"] in kept]}
 
 
-def ordered_coco(coco: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+def order_coco_categories(coco: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """The categories numbered by their place in `classes`, so that ascending ids are the model's classes.
 
     Raises:
@@ -139,7 +139,7 @@ def _check_inside(file: str, what: str) -> None:
         raise UserError(f"{what} {file!r}, outside of the folder of images, which is refused")
 
 
-def _classes(text: str, path: Path) -> Labels:
+def _parse_classes(text: str, path: Path) -> LabelFile:
     files, classes = [], []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -149,10 +149,10 @@ def _classes(text: str, path: Path) -> Labels:
             raise UserError(f"{path}, line {number}: 'FILENAME CLASS' with a class from 0, but got {line!r}")
         files.append(file.strip())
         classes.append(int(index))
-    return Labels(files=tuple(files), classes=np.array(classes, np.int64))
+    return LabelFile(files=tuple(files), classes=np.array(classes, np.int64))
 
 
-def _coco(text: str, path: Path) -> Labels:
+def _parse_coco(text: str, path: Path) -> LabelFile:
     try:
         coco = json.loads(text)
     except ValueError as error:
@@ -161,55 +161,55 @@ def _coco(text: str, path: Path) -> Labels:
         if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
             raise UserError(f"{path}: COCO labels have a list {key!r}, but there is none")
     for image in coco["images"]:
-        _check(image, {"id": int, "file_name": str}, f"{path}: images")
+        _check_fields(image, {"id": int, "file_name": str}, f"{path}: images")
     for category in coco["categories"]:
-        _check(category, {"id": int}, f"{path}: categories")
+        _check_fields(category, {"id": int}, f"{path}: categories")
     images = {image["id"] for image in coco["images"]}
     categories = {category["id"] for category in coco["categories"]}
     files = tuple(image["file_name"] for image in coco["images"])
     if any(isinstance(a, dict) and "segments_info" in a for a in coco["annotations"]):
-        return Labels(files=files, panoptic=_panoptic(coco, categories, path))
-    boxes = [_box(a, number, path) for number, a in enumerate(coco["annotations"], 1)]
+        return LabelFile(files=files, panoptic=_parse_panoptic(coco, categories, path))
+    boxes = [_normalize_annotation(a, number, path) for number, a in enumerate(coco["annotations"], 1)]
     for box in boxes:
         if box["image_id"] not in images:
             raise UserError(f"{path}: annotation {box['id']}: there is no image with id {box['image_id']}")
         if box["category_id"] not in categories:
             raise UserError(f"{path}: annotation {box['id']}: there is no category with id {box['category_id']}")
-    return Labels(files=files, coco={**coco, "annotations": boxes})
+    return LabelFile(files=files, coco={**coco, "annotations": boxes})
 
 
-def _panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -> dict[str, Any]:
+def _parse_panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -> dict[str, Any]:
     """The annotations in the order of the images, checked."""
     found = {}
     for annotation in coco["annotations"]:
-        _check(annotation, {"image_id": int, "file_name": str, "segments_info": list}, f"{path}: annotations")
+        _check_fields(annotation, {"image_id": int, "file_name": str, "segments_info": list}, f"{path}: annotations")
         _check_inside(annotation["file_name"], f"{path}: names the mask")
         for segment in annotation["segments_info"]:
-            _check(segment, {"id": int, "category_id": int}, f"{path}: segments_info")
+            _check_fields(segment, {"id": int, "category_id": int}, f"{path}: segments_info")
             if segment["category_id"] not in categories:
                 raise UserError(f"{path}: segment {segment['id']}: no category with id {segment['category_id']}")
         found[annotation["image_id"]] = annotation
     for category in coco["categories"]:
-        _check(category, {"name": str}, f"{path}: categories")
+        _check_fields(category, {"name": str}, f"{path}: categories")
     for image in coco["images"]:
         if image["id"] not in found:
             raise UserError(f"{path}: the image {image['file_name']!r} has no mask")
     return {**coco, "annotations": [found[image["id"]] for image in coco["images"]]}
 
 
-def _box(annotation: Any, number: int, path: Path) -> dict[str, Any]:
+def _normalize_annotation(annotation: Any, number: int, path: Path) -> dict[str, Any]:
     """One annotation with the fields that may be left out, area and iscrowd, and a number of our own.
 
     pycocotools counts a detection that matches the annotation with id 0 as one that matches none.
     """
-    _check(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
+    _check_fields(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
     bbox = annotation["bbox"]
     if len(bbox) != 4 or not all(isinstance(v, (int, float)) for v in bbox) or not np.isfinite(bbox).all():
         raise UserError(f"{path}: annotations: 'bbox' is x, y, width, height in pixels, but got {bbox!r}")
     return {"area": bbox[2] * bbox[3], "iscrowd": 0, **annotation, "id": number}
 
 
-def _check(entry: Any, fields: Mapping[str, type], where: str) -> None:
+def _check_fields(entry: Any, fields: Mapping[str, type], where: str) -> None:
     for name, kind in fields.items():
         if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
             raise UserError(f"{where}: every entry has {name!r} ({kind.__name__}), but got {str(entry)[:80]}")

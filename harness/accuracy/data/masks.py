@@ -14,11 +14,11 @@ from PIL import Image
 from harness.accuracy.data.preprocess import Size
 from harness.errors import UserError, suggest_names
 
-__all__ = ["VOID", "IndexMasks", "Mask", "Masks", "PanopticMasks", "check_masks"]
+__all__ = ["VOID_CLASS", "IndexMasks", "Mask", "Masks", "PanopticMasks", "require_mask_files"]
 
-VOID = -1
+VOID_CLASS = -1
 """Pixels of no class: they count for nothing."""
-BORDER = 255  # what PASCAL VOC and most others write where nobody decided
+BORDER_PIXEL = 255  # what PASCAL VOC and most others write where nobody decided
 Mask = npt.NDArray[np.int64]
 
 
@@ -42,15 +42,15 @@ class IndexMasks:
         """Class of each pixel of image i.
 
         Raises:
-            UserError: See `_pixels`; also where the PNG is coloured, so that its pixels are no indices.
+            UserError: See `_read_pixels`; also where the PNG is coloured, so that its pixels are no indices.
         """
-        pixels = _pixels(self.path(i), size)
+        pixels = _read_pixels(self.path(i), size)
         if pixels.ndim != 2:
             raise UserError(
                 f"{self.path(i)}: is coloured; a mask has one channel, whose values are class indices "
                 "(panoptic masks need data.labels, their .json file)"
             )
-        return np.where(pixels == BORDER, VOID, pixels)
+        return np.where(pixels == BORDER_PIXEL, VOID_CLASS, pixels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +80,13 @@ class PanopticMasks:
         """Class of each pixel of image i.
 
         Raises:
-            UserError: See `_pixels`; also where the PNG is not coloured.
+            UserError: See `_read_pixels`; also where the PNG is not coloured.
         """
-        pixels = _pixels(self.path(i), size)
+        pixels = _read_pixels(self.path(i), size)
         if pixels.ndim != 3:
             raise UserError(f"{self.path(i)}: has one channel, but a panoptic mask is coloured")
         ids = pixels[..., :3] @ np.array([1, 256, 65536])
-        rest = VOID if self.classes[0] in self.categories.values() else 0
+        rest = VOID_CLASS if self.classes[0] in self.categories.values() else 0
         mask = np.full(ids.shape, rest, np.int64)
         for segment in self.annotations[i]["segments_info"]:
             name = self.categories[segment["category_id"]]
@@ -98,7 +98,7 @@ class PanopticMasks:
 Masks = IndexMasks | PanopticMasks
 
 
-def check_masks(masks: Masks, count: int) -> None:
+def require_mask_files(masks: Masks, count: int) -> None:
     """Look whether the masks are there; none is read.
 
     Raises:
@@ -114,7 +114,7 @@ def check_masks(masks: Masks, count: int) -> None:
                 raise UserError(f"data.classes: the labels have no category {name!r}; {suggest_names(name, known)}")
 
 
-def _pixels(path: Path, size: Size) -> Mask:
+def _read_pixels(path: Path, size: Size) -> Mask:
     """The raw values of a PNG.
 
     Raises:

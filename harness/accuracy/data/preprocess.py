@@ -21,7 +21,13 @@ from harness import registry
 from harness.errors import UserError, suggest_names
 
 __all__ = [
-    "FloatArray", "Prepared", "Preprocess", "RgbImage", "Size", "open_plugin", "open_preprocess",
+    "FloatArray",
+    "ImagePreprocessor",
+    "Prepared",
+    "RgbImage",
+    "Size",
+    "open_preprocess",
+    "parse_plugin_spec",
     "preprocess_fingerprint",
 ]  # fmt: skip
 
@@ -61,7 +67,7 @@ class Prepared:
         return inside
 
 
-class Preprocess(Protocol):
+class ImagePreprocessor(Protocol):
     """Turns images into inputs.
 
     1. `prepare` depends on its arguments alone: calibration and accuracy see the same input.
@@ -73,14 +79,14 @@ class Preprocess(Protocol):
         ...
 
 
-def open_preprocess(spec: str | Mapping[str, Any]) -> Preprocess:
+def open_preprocess(spec: str | Mapping[str, Any]) -> ImagePreprocessor:
     """A preprocessing by name, or by `{use: NAME, params: {...}}`.
 
     Raises:
         UserError: Unknown name or parameter.
     """
-    use, params = open_plugin(spec)
-    made: Preprocess = registry.create_plugin("preprocessing", use, params)
+    use, params = parse_plugin_spec(spec)
+    made: ImagePreprocessor = registry.create_plugin("preprocessing", use, params)
     return made
 
 
@@ -90,7 +96,7 @@ def preprocess_fingerprint(spec: str | Mapping[str, Any]) -> str:
     Raises:
         UserError: Unknown name.
     """
-    use, params = open_plugin(spec)
+    use, params = parse_plugin_spec(spec)
     digest = hashlib.sha256(json.dumps([use, dict(params)], sort_keys=True, default=str).encode())
     try:
         file = inspect.getsourcefile(registry.load_plugin("preprocessing", use))
@@ -100,7 +106,7 @@ def preprocess_fingerprint(spec: str | Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def open_plugin(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def parse_plugin_spec(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Name and parameters of a plug-in that a parameter of an evaluator names.
 
     Raises:

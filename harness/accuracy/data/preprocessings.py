@@ -29,7 +29,7 @@ FILTERS = MappingProxyType({"bilinear": Image.Resampling.BILINEAR, "bicubic": Im
 SHORTER_SIDE = 256 / 224  # the shorter side before the crop, over the crop's
 
 
-def _resized(image: RgbImage, size: Size, resample: Resample = "bilinear") -> RgbImage:
+def _resize_image(image: RgbImage, size: Size, resample: Resample = "bilinear") -> RgbImage:
     if image.shape[:2] == size:
         return image
     return np.asarray(Image.fromarray(image).resize((size[1], size[0]), FILTERS[resample]))
@@ -39,35 +39,35 @@ def _channels_first(image: npt.NDArray[Any]) -> FloatArray:
     return np.ascontiguousarray(image.transpose(2, 0, 1), np.float32)
 
 
-def _cropped(image: RgbImage, size: Size, resize: Resize, resample: Resample) -> Prepared:
+def _center_crop(image: RgbImage, size: Size, resize: Resize, resample: Resample) -> Prepared:
     """The middle of an image, as the ImageNet protocol has it; the tensor still holds 0 to 255."""
     if resize == "stretch":
-        return _stretched(image, size, resample)
+        return _stretch(image, size, resample)
     height, width = image.shape[:2]
     shorter_side = min(size) * SHORTER_SIDE / min(height, width)
     wanted = {"center_crop": 1.0, "shorter_side": shorter_side, "shrink": min(1.0, shorter_side)}[resize]
     scale = max(wanted, size[0] / height, size[1] / width)
-    resized = _resized(image, (max(round(height * scale), size[0]), max(round(width * scale), size[1])), resample)
+    resized = _resize_image(image, (max(round(height * scale), size[0]), max(round(width * scale), size[1])), resample)
     top, left = ((have - want) // 2 for have, want in zip(resized.shape[:2], size, strict=True))
     part = resized[top : top + size[0], left : left + size[1]]
     return Prepared(tensor=_channels_first(part), scale=scale, offset=(-left, -top), original=(height, width))
 
 
-def _stretched(image: RgbImage, size: Size, resample: Resample = "bilinear") -> Prepared:
+def _stretch(image: RgbImage, size: Size, resample: Resample = "bilinear") -> Prepared:
     """The whole image, its aspect ratio given up."""
     height, width = image.shape[:2]
     scale = (size[1] / width, size[0] / height)
-    tensor = _channels_first(_resized(image, size, resample))
+    tensor = _channels_first(_resize_image(image, size, resample))
     return Prepared(tensor=tensor, scale=scale, offset=(0.0, 0.0), original=(height, width))
 
 
-def _letterboxed(
+def _letterbox(
     image: RgbImage, size: Size, pad: int, *, centred: bool, whole: Callable[[float], int] = int
 ) -> Prepared:
     """The whole image, its aspect ratio kept, on a ground of `pad`; channels in the order blue, green, red."""
     height, width = image.shape[:2]
     scale = min(size[0] / height, size[1] / width)
-    inner = _resized(image, (max(whole(height * scale), 1), max(whole(width * scale), 1)))
+    inner = _resize_image(image, (max(whole(height * scale), 1), max(whole(width * scale), 1)))
     free = (size[0] - inner.shape[0], size[1] - inner.shape[1])
     top, left = (free[0] // 2, free[1] // 2) if centred else (0, 0)
     canvas = np.full((*size, 3), pad, np.uint8)
@@ -75,7 +75,7 @@ def _letterboxed(
     return Prepared(tensor=_channels_first(canvas), scale=scale, offset=(left, top), original=(height, width))
 
 
-def _normalised(prepared: Prepared, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepared:
+def _normalize(prepared: Prepared, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepared:
     """(x - mean) / std, a value a channel, in units of 0 to 255."""
     columns = (np.asarray(values, np.float32)[:, None, None] for values in (mean, std))
     return replace(prepared, tensor=(prepared.tensor - next(columns)) / next(columns))
@@ -100,9 +100,9 @@ class TorchImageNet:
     resample: Resample = "bilinear"
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`."""
-        part = _cropped(image, size, self.resize, self.resample)
-        return _normalised(part, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+        """See `ImagePreprocessor`."""
+        part = _center_crop(image, size, self.resize, self.resample)
+        return _normalize(part, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class TFImageNet:
     resample: Resample = "bilinear"
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`."""
-        return _normalised(_cropped(image, size, self.resize, self.resample), (127.5,) * 3, (127.5,) * 3)
+        """See `ImagePreprocessor`."""
+        return _normalize(_center_crop(image, size, self.resize, self.resample), (127.5,) * 3, (127.5,) * 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ class YOLOX:
     """
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`."""
-        return _letterboxed(image, size, 114, centred=False)
+        """See `ImagePreprocessor`."""
+        return _letterbox(image, size, 114, centred=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class NanoDet:
     """
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`."""
-        boxed = _letterboxed(image, size, 0, centred=True)
-        return _normalised(boxed, (103.53, 116.28, 123.675), (57.375, 57.12, 58.395))
+        """See `ImagePreprocessor`."""
+        boxed = _letterbox(image, size, 0, centred=True)
+        return _normalize(boxed, (103.53, 116.28, 123.675), (57.375, 57.12, 58.395))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class Ultralytics:
     """
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`."""
-        boxed = _letterboxed(image, size, 114, centred=True, whole=round)
+        """See `ImagePreprocessor`."""
+        boxed = _letterbox(image, size, 114, centred=True, whole=round)
         return replace(boxed, tensor=np.ascontiguousarray(boxed.tensor[::-1]) / np.float32(255))
 
 
@@ -163,8 +163,8 @@ class RTDETR:
     """
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`."""
-        return _normalised(_stretched(image, size), (0.0,) * 3, (255.0,) * 3)
+        """See `ImagePreprocessor`."""
+        return _normalize(_stretch(image, size), (0.0,) * 3, (255.0,) * 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +172,12 @@ class Pixels:
     """Red, green, blue; 0 to 255 as they are; never resized: for models that do the rest themselves ("array")."""
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`.
+        """See `ImagePreprocessor`.
 
         Raises:
             UserError: The image has another size than the model's input.
         """
-        return _unchanged("array", image, size)
+        return _require_same_size("array", image, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +185,15 @@ class Shapes:
     """Red, green, blue; 0 to 1; never resized: for `harness.zoo.shapes`."""
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `Preprocess`.
+        """See `ImagePreprocessor`.
 
         Raises:
             UserError: The image has another size than the model's input.
         """
-        return _normalised(_unchanged("shapes", image, size), (0.0,) * 3, (255.0,) * 3)
+        return _normalize(_require_same_size("shapes", image, size), (0.0,) * 3, (255.0,) * 3)
 
 
-def _unchanged(name: str, image: RgbImage, size: Size) -> Prepared:
+def _require_same_size(name: str, image: RgbImage, size: Size) -> Prepared:
     height, width = image.shape[:2]
     if (height, width) != size:
         raise UserError(

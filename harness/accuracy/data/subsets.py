@@ -9,48 +9,48 @@ from typing import Any
 
 from harness.errors import UserError
 
-__all__ = ["CUTS", "HALVES", "canonical", "chosen_rows", "half_of", "text", "whole"]
+__all__ = ["HALF_NAMES", "SUBSET_KEYS", "canonical_json", "half_of", "read_int_key", "read_text_key", "select_rows"]
 
-CUTS = ("start", "count", "half")
-HALVES = ("search", "report")
+SUBSET_KEYS = ("start", "count", "half")
+HALF_NAMES = ("search", "report")
 
 
 def half_of(name: str) -> str:
     """The half that a sample of this name is of."""
-    return HALVES[hashlib.sha256(name.encode()).digest()[0] % 2]
+    return HALF_NAMES[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
-def chosen_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[int]:
+def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[int]:
     """Ascending indices of the samples that are wanted."""
-    total, start = len(names), whole(spec, "start", 0)
-    count = total - start if spec.get("count") is None else whole(spec, "count", 1)
+    total, start = len(names), read_int_key(spec, "start", 0)
+    count = total - start if spec.get("count") is None else read_int_key(spec, "count", 1)
     if start >= total or start + count > total:
         asked = f"start {start}" + (f" and count {count}" if spec.get("count") is not None else "")
         raise UserError(f"data: {asked} reach beyond the end: {what} has {total}")
     chosen: Sequence[int] = range(start, start + count)
     half = spec.get("half")
     if half is not None:
-        if half not in HALVES:
-            raise UserError(f"data.half: one of {', '.join(HALVES)}, but got {half!r}")
+        if half not in HALF_NAMES:
+            raise UserError(f"data.half: one of {', '.join(HALF_NAMES)}, but got {half!r}")
         chosen = [i for i in chosen if half_of(names[i]) == half]
         if not chosen:
             raise UserError(f"data.half: none of the {count} samples is of the half {half!r}; use more of them")
     return chosen
 
 
-def whole(spec: Mapping[str, Any], key: str, least: int) -> int:
+def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
     value = spec.get(key, least)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"data.{key}: a whole number from {least}, but got {value!r}")
     return value
 
 
-def text(spec: Mapping[str, Any], key: str) -> str:
+def read_text_key(spec: Mapping[str, Any], key: str) -> str:
     value = spec.get(key)
     if not isinstance(value, str) or not value:
         raise UserError(f"data.{key}: this key is required, but got {value!r}")
     return value
 
 
-def canonical(value: Mapping[str, Any]) -> bytes:
+def canonical_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, default=str).encode()

@@ -19,22 +19,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["METRICS", "map_facts", "resampled_map"]
+__all__ = ["MAP_METRICS", "map_facts", "resampled_map"]
 
-RECALLS = np.linspace(0.0, 1.0, 101)  # as in pycocotools.cocoeval.Params, which has the thresholds 0.50, 0.55 to 0.95
-LEVELS = 10
-METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
+RECALL_THRESHOLDS = np.linspace(
+    0.0, 1.0, 101
+)  # as in pycocotools.cocoeval.Params, which has the thresholds 0.50, 0.55 to 0.95
+IOU_THRESHOLD_COUNT = 10
+MAP_METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
     {
-        "map": (0, tuple(range(LEVELS))),
+        "map": (0, tuple(range(IOU_THRESHOLD_COUNT))),
         "map50": (0, (0,)),
         "map75": (0, (5,)),
-        "maps": (1, tuple(range(LEVELS))),
-        "mapm": (2, tuple(range(LEVELS))),
-        "mapl": (3, tuple(range(LEVELS))),
+        "maps": (1, tuple(range(IOU_THRESHOLD_COUNT))),
+        "mapm": (2, tuple(range(IOU_THRESHOLD_COUNT))),
+        "mapl": (3, tuple(range(IOU_THRESHOLD_COUNT))),
     }
 )
 """By the name of a metric, in the order of `COCOeval.stats`: range of areas, and which IoU thresholds."""
-CELLS = 4_000_000  # draws x detections at a time
+MAX_BLOCK_CELLS = 4_000_000  # draws x detections at a time
 Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
@@ -54,16 +56,16 @@ def map_facts(evaluation: Any) -> dict[str, Any]:
             rows = [(i, row) for i, row in enumerate(evaluation.evalImgs[first : first + images]) if row is not None]
             truth = [i for i, row in rows for _ in range(int((np.asarray(row["gtIgnore"]) == 0).sum()))]
             if truth:
-                found[-1].append({"truth": truth, **_detections(rows)})
+                found[-1].append({"truth": truth, **_encode_detections(rows)})
     return {"images": images, "areas": found}
 
 
-def _detections(rows: list[tuple[int, Mapping[str, Any]]]) -> dict[str, list[int]]:
+def _encode_detections(rows: list[tuple[int, Mapping[str, Any]]]) -> dict[str, list[int]]:
     scores = np.concatenate([row["dtScores"] for _, row in rows])
     image = np.concatenate([np.full(len(row["dtScores"]), i) for i, row in rows])
     matched = np.concatenate([row["dtMatches"] for _, row in rows], axis=1) > 0
     counts = np.concatenate([row["dtIgnore"] for _, row in rows], axis=1) == 0
-    bits = 1 << np.arange(LEVELS)
+    bits = 1 << np.arange(IOU_THRESHOLD_COUNT)
     hits, misses = bits @ (matched & counts), bits @ (~matched & counts)
     order = np.argsort(-scores, kind="mergesort")
     last = np.flatnonzero(hits[order]).max(initial=-1)
@@ -76,17 +78,17 @@ def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Val
 
     Args:
         facts: See the module's text.
-        metric: A key of `METRICS`.
+        metric: A key of `MAP_METRICS`.
         weights: How often each image is in each draw: draws x images.
     """
-    area, levels = METRICS[metric]
-    ranking = _ranking(facts["areas"][area], weights.shape[1])
-    parts = np.array_split(weights, 1 + len(weights) * len(ranking.image) // CELLS)
-    return np.concatenate([_mean(ranking, levels, part) for part in parts])
+    area, levels = MAP_METRICS[metric]
+    ranking = _rank_detections(facts["areas"][area], weights.shape[1])
+    parts = np.array_split(weights, 1 + len(weights) * len(ranking.image) // MAX_BLOCK_CELLS)
+    return np.concatenate([_mean_over_categories(ranking, levels, part) for part in parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ranking:
+class _RankedDetections:
     """The detections of all categories in one row, category after category, each of them the best first.
 
     Attributes:
@@ -106,13 +108,13 @@ class _Ranking:
     truth: Values
 
 
-def _ranking(categories: Sequence[Mapping[str, list[int]]], images: int) -> _Ranking:
+def _rank_detections(categories: Sequence[Mapping[str, list[int]]], images: int) -> _RankedDetections:
     def joined(name: str) -> Counts:
         return np.array([value for category in categories for value in category[name]], np.int64)
 
     sizes = np.array([len(category["image"]) for category in categories], np.int64)
     truth = [np.bincount(category["truth"], minlength=images) for category in categories]
-    return _Ranking(
+    return _RankedDetections(
         image=joined("image"),
         category=np.repeat(np.arange(len(categories)), sizes),
         hits=joined("hits"),
@@ -122,18 +124,20 @@ def _ranking(categories: Sequence[Mapping[str, list[int]]], images: int) -> _Ran
     )
 
 
-def _mean(ranking: _Ranking, levels: Sequence[int], weights: Counts) -> Values:
+def _mean_over_categories(ranking: _RankedDetections, levels: Sequence[int], weights: Counts) -> Values:
     counted = weights.take(ranking.image, axis=1)
-    passed, boxes = _running(counted), weights @ ranking.truth
+    passed, boxes = _cumulative_sums(counted), weights @ ranking.truth
     total = np.zeros(len(weights))
     for level in levels:
-        total += _precision(ranking, level, (counted, passed), boxes)
+        total += _average_precision(ranking, level, (counted, passed), boxes)
     known = (boxes > 0).sum(axis=1)
     mean: Values = np.divide(total, known * len(levels), out=np.full(len(weights), np.nan), where=known > 0)
     return mean
 
 
-def _precision(ranking: _Ranking, level: int, detections: tuple[Counts, Counts], boxes: Values) -> Values:
+def _average_precision(
+    ranking: _RankedDetections, level: int, detections: tuple[Counts, Counts], boxes: Values
+) -> Values:
     """Average precision at one threshold in each draw, over 101 recalls, summed up over categories; 0 without a box.
 
     As `COCOeval.accumulate` has it: the precision at a recall is the highest at this or a higher recall of a category.
@@ -151,7 +155,7 @@ def _precision(ranking: _Ranking, level: int, detections: tuple[Counts, Counts],
     category = ranking.category[places]
     first = ranking.first[category]
     starts = np.flatnonzero(np.diff(category, prepend=-1))
-    found, skipped = _running(counted.take(places, axis=1)), _running(counted.take(left_out, axis=1))
+    found, skipped = _cumulative_sums(counted.take(places, axis=1)), _cumulative_sums(counted.take(left_out, axis=1))
     right = found[:, 1:] - found.take(np.repeat(starts, np.diff(starts, append=len(places))), axis=1)
     seen = passed.take(places + 1, axis=1) - passed.take(first, axis=1)
     seen -= skipped.take(np.searchsorted(left_out, places), axis=1)
@@ -160,14 +164,14 @@ def _precision(ranking: _Ranking, level: int, detections: tuple[Counts, Counts],
     for part in np.split(best, starts[1:], axis=1):
         part[:, ::-1] = np.maximum.accumulate(part[:, ::-1], axis=1)
     recall = right / np.maximum(boxes.take(category, axis=1), 1)
-    gained = np.searchsorted(RECALLS, recall, side="right")
+    gained = np.searchsorted(RECALL_THRESHOLDS, recall, side="right")
     before = np.concatenate([np.zeros((len(boxes), 1), np.int64), gained[:, :-1]], axis=1)
     before[:, starts] = 0
-    average: Values = (best * (gained - before)).sum(axis=1) / len(RECALLS)
+    average: Values = (best * (gained - before)).sum(axis=1) / len(RECALL_THRESHOLDS)
     return average
 
 
-def _running(values: Counts) -> Counts:
+def _cumulative_sums(values: Counts) -> Counts:
     """Sums along each row, beginning with 0: one column more."""
     sums = np.zeros((len(values), values.shape[1] + 1), np.int64)
     np.cumsum(values, axis=1, out=sums[:, 1:])

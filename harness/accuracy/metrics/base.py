@@ -10,21 +10,29 @@ from typing import Any
 import numpy as np
 
 from harness import registry
-from harness.accuracy.data.arrays import Arrays, is_arrays, open_arrays
-from harness.accuracy.data.batching import batches, image_input, image_size, stacked
-from harness.accuracy.data.datasets import Dataset, open_images
-from harness.accuracy.data.preprocess import Prepared, Size, open_plugin, open_preprocess, preprocess_fingerprint
+from harness.accuracy.data.arrays import ArrayDataset, is_array_data, open_arrays
+from harness.accuracy.data.batching import image_input, image_size, make_batch, make_batches
+from harness.accuracy.data.datasets import ImageDataset, open_images
+from harness.accuracy.data.preprocess import Prepared, Size, open_preprocess, parse_plugin_spec, preprocess_fingerprint
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
 __all__ = [
-    "LabelledImages", "PreparedArrays", "PreparedImages", "doubt", "evaluator_params", "finite", "image_supplies",
-    "only_name", "only_output", "open_samples",
+    "LabelledImages",
+    "PreparedArrays",
+    "PreparedImages",
+    "evaluator_params",
+    "image_input_params",
+    "low_reference_warning",
+    "open_samples",
+    "require_finite",
+    "select_output",
+    "select_output_name",
 ]  # fmt: skip
 
-CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
-NOTHING = 0.01
+MAX_CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
+NEGLIGIBLE_SCORE = 0.01
 """A float model with less of a metric that ends at 1 is not the one that labels and preprocessing are for."""
 
 
@@ -56,7 +64,7 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
     return {**params, **given}
 
 
-def finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
+def require_finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
     """The outputs themselves.
 
     Raises:
@@ -90,14 +98,14 @@ class PreparedImages:
         input_shape: Sequence[int],
         base: Path | None = None,
     ) -> None:
-        self.data: Dataset = open_images(data, base)
+        self.data: ImageDataset = open_images(data, base)
         self.size: Size = image_size(input_name, input_shape)
         self._shape = tuple(input_shape)
         self._input_name = input_name
         self._preprocess = open_preprocess(preprocess)
         self.fingerprint = f"{self.data.fingerprint} {preprocess_fingerprint(preprocess)}"
         self._cache: dict[int, Prepared] = {}
-        self._room = CACHE_BYTES
+        self._room = MAX_CACHE_BYTES
 
     @property
     def inferences(self) -> int:
@@ -112,20 +120,20 @@ class PreparedImages:
         """
         batch = self._shape[0]
         for start in range(0, len(self.data), batch):
-            items = [self._prepared(i) for i in range(start, min(start + batch, len(self.data)))]
-            feeds = {self._input_name: stacked([item.tensor for item in items], batch)}
-            outputs = finite(infer(feeds), f"image {self.data.id(start)!r}")
+            items = [self._prepare_image(i) for i in range(start, min(start + batch, len(self.data)))]
+            feeds = {self._input_name: make_batch([item.tensor for item in items], batch)}
+            outputs = require_finite(infer(feeds), f"image {self.data.sample_name(start)!r}")
             for k, item in enumerate(items):
                 # An output of a batch of one may lack a batch axis (boxes from a graph with NMS).
                 yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
 
-    def _prepared(self, i: int) -> Prepared:
+    def _prepare_image(self, i: int) -> Prepared:
         if i in self._cache:
             return self._cache[i]
         item = self._preprocess.prepare(self.data.image(i), self.size)
         if item.tensor.shape != self._shape[1:] or item.tensor.dtype != np.float32:
             raise UserError(
-                f"preprocess gives {item.tensor.dtype} {item.tensor.shape} for image {self.data.id(i)!r}, "
+                f"preprocess gives {item.tensor.dtype} {item.tensor.shape} for image {self.data.sample_name(i)!r}, "
                 f"but the input {self._input_name!r} wants float32 {self._shape[1:]}"
             )
         if item.tensor.nbytes <= self._room:
@@ -147,8 +155,8 @@ class PreparedArrays:
     """
 
     def __init__(self, data: Mapping[str, Any], inputs: InputTypes, base: Path | None = None) -> None:
-        self.data: Arrays = open_arrays(data, base)
-        self._batches = batches(self.data, None, inputs)
+        self.data: ArrayDataset = open_arrays(data, base)
+        self._batches = make_batches(self.data, None, inputs)
         self.fingerprint = self.data.fingerprint
 
     @property
@@ -165,7 +173,7 @@ class PreparedArrays:
         size = self._batches.size
         for index, feeds in enumerate(self._batches):
             start = index * size
-            outputs = finite(infer(feeds), self.data.id(start))
+            outputs = require_finite(infer(feeds), self.data.sample_name(start))
             for k in range(min(size, len(self.data) - start)):
                 yield None, outputs if size == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
 
@@ -187,7 +195,7 @@ def open_samples(
     Raises:
         UserError: Anything wrong with these.
     """
-    if is_arrays(data):
+    if is_array_data(data):
         return PreparedArrays(data, inputs, base)
     if not isinstance(data, Mapping):
         raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {data!r}")
@@ -197,13 +205,13 @@ def open_samples(
     return PreparedImages(data, preprocess, name, inputs[name][1], base)
 
 
-def image_supplies(data: object, inputs: InputTypes) -> dict[str, Any]:
+def image_input_params(data: object, inputs: InputTypes) -> dict[str, Any]:
     """Return `input_name` and `input_shape` for an evaluator that takes them; empty values where data are no images.
 
     Raises:
         UserError: Images do not fit the inputs of the model.
     """
-    if is_arrays(data) or isinstance(data, str):
+    if is_array_data(data) or isinstance(data, str):
         return {"input_name": "", "input_shape": ()}
     name = image_input(inputs)
     return {"input_name": name, "input_shape": inputs[name][1]}
@@ -246,12 +254,12 @@ class LabelledImages:
         return self.images.inferences
 
 
-def only_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
-    """The output that holds the logits; arguments and errors are those of `only_name`, with outputs of one image."""
-    return outputs[only_name(outputs, name, where)]
+def select_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
+    """Return the name of the output that holds the logits; arguments and errors as in `select_output_name`."""
+    return outputs[select_output_name(outputs, name, where)]
 
 
-def only_name(outputs: Collection[str], name: str | None, where: str) -> str:
+def select_output_name(outputs: Collection[str], name: str | None, where: str) -> str:
     """Name of the output that holds the logits.
 
     Args:
@@ -270,7 +278,7 @@ def only_name(outputs: Collection[str], name: str | None, where: str) -> str:
     return found
 
 
-def doubt(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
+def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
     """What is to be said where the float model itself scores next to nothing; "" where it does not.
 
     Args:
@@ -280,10 +288,10 @@ def doubt(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mappi
         params: The evaluator's parameters, to name those that may be wrong.
     """
     value = accuracy.metrics.get(metric, 1.0)
-    if not higher_is_better or not 0 <= value < NOTHING:
+    if not higher_is_better or not 0 <= value < NEGLIGIBLE_SCORE:
         return ""
     used = {key: params[key] for key in ("preprocess", "decode") if isinstance(params.get(key), str | Mapping)}
-    suspects = [f"{key} (now {open_plugin(given)[0]!r}; qdq list has the others)" for key, given in used.items()]
+    suspects = [f"{key} (now {parse_plugin_spec(given)[0]!r}; qdq list has the others)" for key, given in used.items()]
     if params.get("input_shape"):
         suspects.append(f"the input's shape (now {'x'.join(map(str, params['input_shape']))})")
     return (

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.data.arrays import is_arrays
-from harness.accuracy.metrics.base import only_name, only_output, open_samples
-from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.data.arrays import is_array_data
+from harness.accuracy.metrics.base import open_samples, select_output, select_output_name
+from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
 __all__ = ["Top1", "Top5"]
 
-SHIFTED = 0.5  # share of images, and of classes, whose answer is their label plus one and the same number
-ANSWERS = 10  # fewer may be shifted by chance
+SHIFTED_SHARE = 0.5  # share of images, and of classes, whose answer is their label plus one and the same number
+MIN_ANSWERS = 10  # fewer may be shifted by chance
 
 
 class Top1:
@@ -58,7 +58,7 @@ class Top1:
         types = inputs or {input_name: ("float", tuple(input_shape))}
         self.images = open_samples(data, preprocess, types, base)
         self.fingerprint = self.images.fingerprint
-        self.labels = _classes(self.images.data.labels, self.metric, is_arrays(data))
+        self.labels = _sample_classes(self.images.data.labels, self.metric, is_array_data(data))
         self._output = output
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Top1:
         Raises:
             UserError: It has not, or it is not said which of several it is.
         """
-        self._check_classes(shapes[only_name(shapes, self._output, f"{self.metric}: output")])
+        self._check_classes(shapes[select_output_name(shapes, self._output, f"{self.metric}: output")])
 
     def _check_classes(self, shape: Sequence[int]) -> None:
         outputs, highest = max(shape, default=0), max(self.labels, default=0)
@@ -100,50 +100,55 @@ class Top1:
         """
         ranks, answers = [], []
         for (_, outputs), label in zip(self.images.run(infer), self.labels, strict=True):
-            logits = self._logits(outputs)
-            ranks.append(self._rank(logits, label))
+            logits = self._select_logits(outputs)
+            ranks.append(self._rank_of_label(logits, label))
             answers.append(int(logits.argmax()))
-        self._check_shift(answers)
+        self._check_label_shift(answers)
         hits = {f"top{k}": [float(rank < k) for rank in ranks] for k in (1, 5)}
         return Accuracy(
             metrics={name: float(np.mean(values)) for name, values in hits.items()},
             per_item=tuple(hits[self.metric]),
-            evidence=evidence_of("mean", hits),
+            evidence=encode_evidence("mean", hits),
         )
 
-    def _logits(self, outputs: Mapping[str, Array]) -> Array:
-        logits = only_output(outputs, self._output, f"{self.metric}: output")
+    def _select_logits(self, outputs: Mapping[str, Array]) -> Array:
+        logits = select_output(outputs, self._output, f"{self.metric}: output")
         if logits.size != max(logits.shape, default=0):
             name = self._output or next(iter(outputs))
             raise EvaluationFailed(f"output {name!r} is no row of logits: its shape is {logits.shape}")
         return logits.reshape(-1)
 
-    def _rank(self, logits: Array, label: int) -> int:
+    def _rank_of_label(self, logits: Array, label: int) -> int:
         """How many classes come before the right one."""
         if label >= len(logits):
             self._check_classes(logits.shape)  # which raises
         return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
 
-    def _check_shift(self, answers: list[int]) -> None:
+    def _check_label_shift(self, answers: list[int]) -> None:
         """Quantization may spoil answers, but it does not shift those of most classes: so this is about the labels.
 
         One that answers with the second of two classes, come what may, shifts the answers of the first alone.
         """
-        if len(answers) < ANSWERS:
+        if len(answers) < MIN_ANSWERS:
             return
         by_class: dict[int, list[int]] = defaultdict(list)
         for answer, label in zip(answers, self.labels, strict=True):
             by_class[label].append(answer - label)
         shift, count = Counter(chain(*by_class.values())).most_common(1)[0]
-        shifted = [shifts.count(shift) > SHIFTED * len(shifts) for shifts in by_class.values()]
-        if shift and count > SHIFTED * len(answers) and sum(shifted) > SHIFTED * len(shifted) and len(shifted) > 1:
+        shifted = [shifts.count(shift) > SHIFTED_SHARE * len(shifts) for shifts in by_class.values()]
+        if (
+            shift
+            and count > SHIFTED_SHARE * len(answers)
+            and sum(shifted) > SHIFTED_SHARE * len(shifted)
+            and len(shifted) > 1
+        ):
             raise UserError(
                 f"{self.metric}: data.labels: {count} of {len(answers)} answers are the label {shift:+d}, so these "
                 "count classes in another way than the model (from 1, or without its background class): correct them"
             )
 
 
-def _classes(labels: Array | None, metric: str, arrays: bool) -> list[int]:
+def _sample_classes(labels: Array | None, metric: str, arrays: bool) -> list[int]:
     """Return the class of each sample.
 
     Raises:

@@ -10,19 +10,27 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import log_softmax
 
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, RESOLUTION, Floats, Part, part_sqnr, parts_of, taken
+from harness.accuracy.metrics.sqnr import (
+    MAX_SQNR_DB,
+    ROUNDING_RESOLUTION,
+    Floats,
+    OutputPart,
+    part_sqnr,
+    select_values,
+    split_output,
+)
 from harness.api import Array
 from harness.errors import EvaluationFailed
 
-__all__ = ["WORST", "Closeness", "Layout", "closeness", "layout_of", "silent"]
+__all__ = ["WORST_PREFIX", "Closeness", "ComparisonLayout", "compare_outputs", "constant_outputs", "plan_comparison"]
 
-WORST = "worst: "
+WORST_PREFIX = "worst: "
 """Begins the end of a note, which names the output, or part of one, that the SQNR is of."""
-SHOWN = 5
+MAX_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ComparisonLayout:
     """How the outputs of a model are compared, by the float model's.
 
     Attributes:
@@ -31,7 +39,7 @@ class Layout:
         untyped: Outputs of other types, which are not compared.
     """
 
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[OutputPart]]
     silent: Sequence[str] = ()
     untyped: Sequence[str] = ()
 
@@ -40,18 +48,20 @@ class Layout:
         """What is compared in another way than as a whole, or not at all; "" as a rule."""
         said = []
         if self.silent and self.parts.keys() <= set(self.silent):
-            said.append(f"fidelity says nothing here: every output is the same all over, on all inputs ({self._left})")
+            said.append(
+                f"fidelity says nothing here: every output is the same all over, on all inputs ({self._skipped_note})"
+            )
         elif self.silent:
-            said.append(f"fidelity leaves out what is the same all over, on all inputs: {self._left}")
+            said.append(f"fidelity leaves out what is the same all over, on all inputs: {self._skipped_note}")
         if self.untyped:
-            said.append(f"fidelity does not compare outputs of whole numbers and others: {_names(self.untyped)}")
-        if cut := [_apart(name, parts) for name, parts in self.parts.items() if parts]:
-            said.append(f"fidelity scores slices of different scale apart: {'; '.join(cut[:SHOWN])}")
+            said.append(f"fidelity does not compare outputs of whole numbers and others: {_format_names(self.untyped)}")
+        if cut := [_describe_parts(name, parts) for name, parts in self.parts.items() if parts]:
+            said.append(f"fidelity scores slices of different scale apart: {'; '.join(cut[:MAX_NAMES_SHOWN])}")
         return ". ".join(said)
 
     @property
-    def _left(self) -> str:
-        return _names(self.silent)
+    def _skipped_note(self) -> str:
+        return _format_names(self.silent)
 
     def to_json(self) -> str:
         """Return the layout as text, for `from_json`."""
@@ -59,11 +69,11 @@ class Layout:
         return json.dumps({"parts": parts, "silent": list(self.silent), "untyped": list(self.untyped)})
 
     @classmethod
-    def from_json(cls, text: str) -> Layout:
+    def from_json(cls, text: str) -> ComparisonLayout:
         """Return the layout that `to_json` wrote."""
         facts = json.loads(text)
         parts = {
-            name: tuple(Part(axis=axis, slices=tuple(slices), power=power) for axis, slices, power in found)
+            name: tuple(OutputPart(axis=axis, slices=tuple(slices), power=power) for axis, slices, power in found)
             for name, found in facts.pop("parts").items()
         }
         return cls(parts=parts, **facts)
@@ -88,29 +98,31 @@ class Closeness:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _BatchFigures:
     """Figures batch by batch, by output and part."""
 
-    sqnr_db: dict[tuple[str, Part | None], list[float]] = field(default_factory=lambda: defaultdict(list))
-    cosine: dict[tuple[str, Part | None], list[float]] = field(default_factory=lambda: defaultdict(list))
+    sqnr_db: dict[tuple[str, OutputPart | None], list[float]] = field(default_factory=lambda: defaultdict(list))
+    cosine: dict[tuple[str, OutputPart | None], list[float]] = field(default_factory=lambda: defaultdict(list))
     kl: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def layout_of(samples: Sequence[Mapping[str, Array]]) -> Layout:
+def plan_comparison(samples: Sequence[Mapping[str, Array]]) -> ComparisonLayout:
     """Return how the outputs of a model are compared.
 
     Args:
         samples: The float model's outputs for each batch.
     """
-    left_out = silent(samples)
-    floats = tuple(_floats(samples[0])) if samples else ()
+    left_out = constant_outputs(samples)
+    floats = tuple(_float_outputs(samples[0])) if samples else ()
     counted = [name for name in floats if name not in left_out] or list(floats)
-    parts = {name: parts_of([sample[name] for sample in samples if name in sample]) for name in counted}
+    parts = {name: split_output([sample[name] for sample in samples if name in sample]) for name in counted}
     untyped = tuple(n for n in (samples[0] if samples else ()) if samples[0][n].dtype.kind != "f")
-    return Layout(parts=parts, silent=left_out, untyped=untyped)
+    return ComparisonLayout(parts=parts, silent=left_out, untyped=untyped)
 
 
-def closeness(pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], layout: Layout) -> Closeness:
+def compare_outputs(
+    pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], layout: ComparisonLayout
+) -> Closeness:
     """Return how close outputs are; the worst output, or part of one, decides on each figure.
 
     - sqnr_db: 10 log10 of signal power over error power, within +-MAX_SQNR_DB. A batch without any error counts as the
@@ -126,18 +138,18 @@ def closeness(pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], 
     Raises:
         EvaluationFailed: An output is missing or of another shape, or none is of floating type.
     """
-    rows = _Rows()
+    rows = _BatchFigures()
     for reference, outputs in pairs:
-        _check(reference, outputs, layout)
+        _check_outputs(reference, outputs, layout)
         for name, parts in layout.parts.items():
             p, q = reference[name], outputs[name]
             for part in parts or (None,):
                 rows.sqnr_db[name, part].append(part_sqnr(p, q, part))
-                rows.cosine[name, part].append(_cosine(taken(p, part), taken(q, part)))
-            rows.kl[name].append(_kl(*np.atleast_1d(taken(p, None), taken(q, None))))
-    sqnr_db = {key: _without_exact(values) for key, values in rows.sqnr_db.items()}
+                rows.cosine[name, part].append(_cosine_similarity(select_values(p, part), select_values(q, part)))
+            rows.kl[name].append(_kl_divergence(*np.atleast_1d(select_values(p, None), select_values(q, None))))
+    sqnr_db = {key: _replace_exact_batches(values) for key, values in rows.sqnr_db.items()}
     worst = min(sqnr_db, key=lambda key: np.mean(sqnr_db[key]))
-    said = "" if len(sqnr_db) == 1 else _called(*worst, float(np.mean(sqnr_db[worst])))
+    said = "" if len(sqnr_db) == 1 else _describe_part(*worst, float(np.mean(sqnr_db[worst])))
     figures = {
         "sqnr_db": sqnr_db[worst],
         "cosine": min(rows.cosine.values(), key=np.mean),
@@ -146,23 +158,25 @@ def closeness(pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], 
     return Closeness(figures=figures, worst=said)
 
 
-def silent(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
+def constant_outputs(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
     """Return the outputs of floating type that are the same all over, in every place of every sample.
 
-    Their values span no more than `RESOLUTION` of the largest magnitude, or of 1 where that is larger. What engines
-    differ by there is round-off, which says nothing of quantization: beside a signal of 1e-9 an error of 1e-7, that no
-    reader of the output would see, is an SQNR of -40 dB, and beside a constant of 1000 one beyond 120.
+    Their values span no more than `ROUNDING_RESOLUTION` of the largest magnitude, or of 1 where that is larger. What
+    engines differ by there is round-off, which says nothing of quantization: beside a signal of 1e-9 an error of 1e-7,
+    that no reader of the output would see, is an SQNR of -40 dB, and beside a constant of 1000 one beyond 120.
     """
     spans: dict[str, tuple[float, float]] = {}
     for sample in samples:
-        for name, array in _floats(sample).items():
+        for name, array in _float_outputs(sample).items():
             low, high = spans.get(name, (np.inf, -np.inf))
             spans[name] = min(low, float(array.min())), max(high, float(array.max()))
-    return tuple(name for name, (low, high) in spans.items() if high - low <= RESOLUTION * max(1.0, -low, high))
+    return tuple(
+        name for name, (low, high) in spans.items() if high - low <= ROUNDING_RESOLUTION * max(1.0, -low, high)
+    )
 
 
-def _check(reference: Mapping[str, Array], outputs: Mapping[str, Array], layout: Layout) -> None:
-    for name, expected in _floats(reference).items():
+def _check_outputs(reference: Mapping[str, Array], outputs: Mapping[str, Array], layout: ComparisonLayout) -> None:
+    for name, expected in _float_outputs(reference).items():
         found = outputs.get(name)
         if found is None or found.shape != expected.shape:
             what = "is missing" if found is None else f"has the shape {found.shape}"
@@ -171,39 +185,39 @@ def _check(reference: Mapping[str, Array], outputs: Mapping[str, Array], layout:
         raise EvaluationFailed(f"no output of floating type among {', '.join(reference)}: nothing to compare")
 
 
-def _floats(outputs: Mapping[str, Array]) -> dict[str, Array]:
+def _float_outputs(outputs: Mapping[str, Array]) -> dict[str, Array]:
     return {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
 
 
-def _without_exact(values: Sequence[float]) -> list[float]:
+def _replace_exact_batches(values: Sequence[float]) -> list[float]:
     """Return the values, those of batches without any error replaced by the best of the others."""
     best = max((value for value in values if value < MAX_SQNR_DB), default=MAX_SQNR_DB)
     return [min(value, best) for value in values]
 
 
-def _names(names: Collection[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(map(repr, list(names)[:SHOWN]))}{more}"
+def _format_names(names: Collection[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f"{', '.join(map(repr, list(names)[:MAX_NAMES_SHOWN]))}{more}"
 
 
-def _apart(name: str, parts: Sequence[Part]) -> str:
-    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-    return f"output {name!r}: {' and '.join(map(str, parts[:SHOWN]))}{more}"
+def _describe_parts(name: str, parts: Sequence[OutputPart]) -> str:
+    more = f" and {len(parts) - MAX_NAMES_SHOWN} more" if len(parts) > MAX_NAMES_SHOWN else ""
+    return f"output {name!r}: {' and '.join(map(str, parts[:MAX_NAMES_SHOWN]))}{more}"
 
 
-def _called(name: str, part: Part | None, sqnr_db: float) -> str:
+def _describe_part(name: str, part: OutputPart | None, sqnr_db: float) -> str:
     where = "" if part is None else f", {part}"
     return f"output {name!r}{where}: {sqnr_db:.1f} dB"
 
 
-def _cosine(p: Floats, q: Floats) -> float:
+def _cosine_similarity(p: Floats, q: Floats) -> float:
     norms = (float(np.linalg.norm(p)), float(np.linalg.norm(q)))
     if 0.0 in norms:
         return float(norms[0] == norms[1])
     return float(np.vdot(p / norms[0], q / norms[1]))
 
 
-def _kl(p: Floats, q: Floats) -> float:
+def _kl_divergence(p: Floats, q: Floats) -> float:
     axis = 1 if p.ndim == 4 else -1
     log_p, log_q = (log_softmax(x, axis=axis) for x in (p, q))
     return float((np.exp(log_p) * (log_p - log_q)).sum(axis=axis).mean())

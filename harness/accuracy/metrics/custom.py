@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from harness import registry
-from harness.accuracy.metrics.base import only_output, open_samples
+from harness.accuracy.metrics.base import open_samples, select_output
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
@@ -73,7 +73,7 @@ class Metric:
         """
         rows = [outputs for _, outputs in self.samples.run(infer)]
         try:
-            found = registry.call_plugin(self._name, lambda: np.asarray(self._figure(rows), np.float64))
+            found = registry.call_plugin(self._name, lambda: np.asarray(self._evaluate_function(rows), np.float64))
         except UserError as error:
             raise EvaluationFailed(str(error)) from error
         if found.shape not in ((), (len(self),)) or not np.isfinite(found).all():
@@ -83,10 +83,10 @@ class Metric:
         per_item: tuple[float, ...] = tuple(found.tolist()) if found.shape else ()
         return Accuracy(metrics={self.metric: float(found.mean())}, per_item=per_item)
 
-    def _figure(self, rows: Sequence[Mapping[str, Array]]) -> Any:
+    def _evaluate_function(self, rows: Sequence[Mapping[str, Array]]) -> Any:
         joined: Any = {name: np.concatenate([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
         if self._output is not None or len(joined) == 1:
-            joined = only_output(joined, self._output, f"{self.metric}: output")
+            joined = select_output(joined, self._output, f"{self.metric}: output")
         return self._function(joined, self.samples.data.labels)
 
 

@@ -16,19 +16,22 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from harness import registry
-from harness.accuracy.data.decode import Decode, Detections, shapes_of
-from harness.accuracy.data.detector_layout import decoder_of
-from harness.accuracy.data.preprocess import Prepared, open_plugin
-from harness.accuracy.metrics.average_precision import METRICS, map_facts
-from harness.accuracy.metrics.base import NOTHING, LabelledImages
-from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.data.decode import DetectionDecoder, Detections, format_output_shapes
+from harness.accuracy.data.detector_layout import suggest_decoder
+from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec
+from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts
+from harness.accuracy.metrics.base import NEGLIGIBLE_SCORE, LabelledImages
+from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
 __all__ = ["CocoMAP", "coco_metrics"]
 
-AP50 = 1  # in COCOeval.stats
-FOUND, LOST = 0.2, 0.1  # AP50 without classes that says that boxes are found; share of it that says classes are not
+AP50_INDEX = 1  # in COCOeval.stats
+MIN_BOX_AP50, MAX_CLASS_AP50_SHARE = (
+    0.2,
+    0.1,
+)  # AP50 without classes that says that boxes are found; share of it that says classes are not
 
 
 class CocoMAP(LabelledImages):
@@ -58,9 +61,9 @@ class CocoMAP(LabelledImages):
         input_shape: Sequence[int],
         base: Path | None = None,
     ) -> None:
-        use, params = open_plugin(decode)
+        use, params = parse_plugin_spec(decode)
         decoder = registry.check_params("decoder", use, params, supplied=("outputs", "prepared", "size"))
-        self._decoder, self._decode = use, cast(Decode, functools.partial(decoder, **params))
+        self._decoder, self._decode = use, cast(DetectionDecoder, functools.partial(decoder, **params))
         self._own = not decoder.__module__.startswith("harness.")
         super().__init__(data, preprocess, input_name, input_shape, base)
         labels = self.images.data.coco
@@ -69,7 +72,7 @@ class CocoMAP(LabelledImages):
         if not labels["annotations"]:
             raise UserError("coco_map: data.labels: there is no box on any of the images")
         self._labels = labels
-        self._preprocess = open_plugin(preprocess)[0]
+        self._preprocess = parse_plugin_spec(preprocess)[0]
         self._fitting: str | None = None
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -82,7 +85,7 @@ class CocoMAP(LabelledImages):
             return
         size = self.images.size
         blank = Prepared(tensor=np.zeros((3, *size), np.float32), scale=1.0, offset=(0.0, 0.0), original=size)
-        self._decoded({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, blank)
+        self._decode_image({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, blank)
 
     def prepare(self, infer: Infer) -> None:
         """See whether the float model's classes are those of the labels.
@@ -91,10 +94,10 @@ class CocoMAP(LabelledImages):
             EvaluationFailed: See `score`.
             UserError: Its boxes are where the labels have some, but hardly one is of the labelled class.
         """
-        found = self._found(infer)
-        boxes = float(_evaluated(self._labels, found, by_class=False).stats[AP50])
+        found = self._detect(infer)
+        boxes = float(_run_coco_eval(self._labels, found, by_class=False).stats[AP50_INDEX])
         classes = coco_metrics(self._labels, found).get("map50", 0.0)
-        if boxes > FOUND and classes < LOST * boxes:
+        if boxes > MIN_BOX_AP50 and classes < MAX_CLASS_AP50_SHARE * boxes:
             raise UserError(
                 f"coco_map: the float model finds the boxes (AP50 {boxes:.3f} with classes left aside) but not their "
                 f"classes (AP50 {classes:.3f}): the labels' categories are in another order than the model's classes; "
@@ -107,22 +110,22 @@ class CocoMAP(LabelledImages):
         Raises:
             EvaluationFailed: Outputs that are not finite, or of a shape that the decoder does not know.
         """
-        evaluation = _evaluated(self._labels, self._found(infer))
-        figures = _figures(evaluation)
-        note = self._doubts() if figures.get(self.metric, 1.0) < NOTHING else ""
-        return Accuracy(metrics=figures, evidence=evidence_of("map", map_facts(evaluation)), note=note)
+        evaluation = _run_coco_eval(self._labels, self._detect(infer))
+        figures = _coco_figures(evaluation)
+        note = self._suggest_layout() if figures.get(self.metric, 1.0) < NEGLIGIBLE_SCORE else ""
+        return Accuracy(metrics=figures, evidence=encode_evidence("map", map_facts(evaluation)), note=note)
 
-    def _doubts(self) -> str:
+    def _suggest_layout(self) -> str:
         """Return which decoder and preprocessing detectors with such outputs have, where others are used."""
         used = {"decode": self._decoder, "preprocess": self._preprocess}
         others = [f"{key}: {self._fitting}" for key, name in used.items() if name != self._fitting]
         return f"detectors with outputs of these shapes want {' and '.join(others)}" if self._fitting and others else ""
 
-    def _found(self, infer: Infer) -> list[Detections]:
-        return [self._decoded(outputs, item) for item, outputs in self.images.run(infer)]
+    def _detect(self, infer: Infer) -> list[Detections]:
+        return [self._decode_image(outputs, item) for item, outputs in self.images.run(infer)]
 
-    def _decoded(self, outputs: Mapping[str, Array], item: Prepared) -> Detections:
-        fitting = decoder_of({name: array.shape for name, array in outputs.items()}, self.images.size)
+    def _decode_image(self, outputs: Mapping[str, Array], item: Prepared) -> Detections:
+        fitting = suggest_decoder({name: array.shape for name, array in outputs.items()}, self.images.size)
         self._fitting = fitting
         advice = f"; decode: {fitting} fits these shapes" if fitting not in (None, self._decoder) else ""
         try:
@@ -133,7 +136,7 @@ class CocoMAP(LabelledImages):
         if highest >= known and advice:
             raise UserError(
                 f"decode: by decoder {self._decoder!r} the model finds class {highest}, but the labels have {known} "
-                f"categories; its outputs are {shapes_of(outputs)}{advice}"
+                f"categories; its outputs are {format_output_shapes(outputs)}{advice}"
             )
         return found
 
@@ -148,19 +151,19 @@ def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict
     Raises:
         UserError: A class index beyond the categories of the labels.
     """
-    return _figures(_evaluated(labels, found))
+    return _coco_figures(_run_coco_eval(labels, found))
 
 
-def _figures(evaluation: Any) -> dict[str, float]:
+def _coco_figures(evaluation: Any) -> dict[str, float]:
     """By name; pycocotools says -1 where there is nothing to find."""
-    return {name: float(value) for name, value in zip(METRICS, evaluation.stats[:6], strict=True) if value >= 0}
+    return {name: float(value) for name, value in zip(MAP_METRICS, evaluation.stats[:6], strict=True) if value >= 0}
 
 
-def _evaluated(labels: Mapping[str, Any], found: Sequence[Detections], *, by_class: bool = True) -> Any:
+def _run_coco_eval(labels: Mapping[str, Any], found: Sequence[Detections], *, by_class: bool = True) -> Any:
     """A finished COCOeval."""
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-        answers = {**labels, "annotations": list(_results(labels, found))}
-        evaluation = COCOeval(_indexed(labels), _indexed(answers), "bbox")
+        answers = {**labels, "annotations": list(_coco_results(labels, found))}
+        evaluation = COCOeval(_build_coco_index(labels), _build_coco_index(answers), "bbox")
         evaluation.params.useCats = int(by_class)
         evaluation.evaluate()
         evaluation.accumulate()
@@ -168,7 +171,7 @@ def _evaluated(labels: Mapping[str, Any], found: Sequence[Detections], *, by_cla
     return evaluation
 
 
-def _results(labels: Mapping[str, Any], found: Sequence[Detections]) -> Iterator[dict[str, Any]]:
+def _coco_results(labels: Mapping[str, Any], found: Sequence[Detections]) -> Iterator[dict[str, Any]]:
     categories = sorted(category["id"] for category in labels["categories"])
     numbers = itertools.count(1)
     for image, detections in zip(labels["images"], found, strict=True):
@@ -188,7 +191,7 @@ def _results(labels: Mapping[str, Any], found: Sequence[Detections]) -> Iterator
             }
 
 
-def _indexed(dataset: Mapping[str, Any]) -> Any:
+def _build_coco_index(dataset: Mapping[str, Any]) -> Any:
     """A COCO object; `COCO.loadRes` would do for results, but fails when there are none."""
     coco = COCO()
     # COCOeval adds keys to the annotations

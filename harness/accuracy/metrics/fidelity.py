@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.data.batching import Batches, batches
+from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
-from harness.accuracy.metrics.base import finite
-from harness.accuracy.metrics.closeness import WORST, Layout, closeness, layout_of
-from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.metrics.base import require_finite
+from harness.accuracy.metrics.closeness import WORST_PREFIX, ComparisonLayout, compare_outputs, plan_comparison
+from harness.accuracy.metrics.intervals import encode_evidence
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
@@ -25,9 +25,9 @@ from harness.random_inputs import random_feeds
 __all__ = ["Fidelity"]
 
 FINGERPRINT, LAYOUT = "fingerprint", "layout"
-FIGURES = 2
+FIGURES_VERSION = 2
 """Version of what the figures mean: those of the worst output and part; before, means over outputs."""
-RANDOM = 16
+RANDOM_BATCH_COUNT = 16
 """Batches of random inputs."""
 
 
@@ -68,13 +68,13 @@ class Fidelity:
             raise UserError(f"fidelity: samples: a whole number from 1, but got {samples}")
         self._reference = Path(reference)
         self._inputs = dict(inputs)
-        self._samples = RANDOM if samples is None else samples
-        self._batches: Batches | None = None
-        facts: list[Any] = [FIGURES, samples if data is not None else self._samples, list(self._inputs.items())]
+        self._samples = RANDOM_BATCH_COUNT if samples is None else samples
+        self._batches: InputBatches | None = None
+        facts: list[Any] = [FIGURES_VERSION, samples if data is not None else self._samples, list(self._inputs.items())]
         if data is not None:
             opened = open_data(data, base, samples)
             made = None if preprocess is None else open_preprocess(preprocess)
-            self._batches = batches(opened, made, self._inputs)
+            self._batches = make_batches(opened, made, self._inputs)
             facts += [opened.fingerprint, None if preprocess is None else preprocess_fingerprint(preprocess)]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -97,11 +97,11 @@ class Fidelity:
         Raises:
             EvaluationFailed: The float model itself gives NaN or infinite values.
         """
-        samples = [dict(finite(infer(feeds), f"sample {i}")) for i, feeds in enumerate(self.feeds())]
+        samples = [dict(require_finite(infer(feeds), f"sample {i}")) for i, feeds in enumerate(self.feeds())]
         arrays: dict[str, Array] = {
             f"{i}/{name}": array for i, sample in enumerate(samples) for name, array in sample.items()
         }
-        arrays |= {FINGERPRINT: np.array(self.fingerprint), LAYOUT: np.array(layout_of(samples).to_json())}
+        arrays |= {FINGERPRINT: np.array(self.fingerprint), LAYOUT: np.array(plan_comparison(samples).to_json())}
         self._reference.parent.mkdir(parents=True, exist_ok=True)
         partial = self._reference.with_name(f"{self._reference.name}.{os.getpid()}")
         with partial.open("wb") as file:
@@ -123,19 +123,19 @@ class Fidelity:
         with np.load(self._reference, allow_pickle=False) as reference:
             if LAYOUT not in reference or str(reference[FINGERPRINT]) != self.fingerprint:
                 raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
-            layout = Layout.from_json(str(reference[LAYOUT]))
-            found = closeness(self._pairs(reference, infer), layout)
+            layout = ComparisonLayout.from_json(str(reference[LAYOUT]))
+            found = compare_outputs(self._output_pairs(reference, infer), layout)
         metrics = found.metrics
-        worst = f"{WORST}{found.worst}" if found.worst and metrics["sqnr_db"] < MAX_SQNR_DB else ""
+        worst = f"{WORST_PREFIX}{found.worst}" if found.worst and metrics["sqnr_db"] < MAX_SQNR_DB else ""
         return Accuracy(
             metrics=metrics,
             per_item=tuple(found.figures["sqnr_db"]),
-            evidence=evidence_of("mean", found.figures),
+            evidence=encode_evidence("mean", found.figures),
             note=". ".join(filter(None, (layout.note, worst))),
         )
 
-    def _pairs(self, reference: Any, infer: Infer) -> Iterator[tuple[dict[str, Array], Mapping[str, Array]]]:
+    def _output_pairs(self, reference: Any, infer: Infer) -> Iterator[tuple[dict[str, Array], Mapping[str, Array]]]:
         """Yield the float model's outputs and the engine's for each batch."""
         for i, feeds in enumerate(self.feeds()):
-            outputs, prefix = finite(infer(feeds), f"sample {i}"), f"{i}/"
+            outputs, prefix = require_finite(infer(feeds), f"sample {i}"), f"{i}/"
             yield {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}, outputs

@@ -22,23 +22,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.accuracy.metrics.average_precision import METRICS, resampled_map
+from harness.accuracy.metrics.average_precision import MAP_METRICS, resampled_map
 from harness.api import Accuracy
 from harness.statistics import Interval
 
 __all__ = [
-    "FEW", "RESAMPLES", "Estimate", "accuracy_of", "contradiction", "drop_estimate", "evidence_of", "metric_estimate",
-    "too_few",
+    "MIN_IMAGES",
+    "RESAMPLES",
+    "Estimate",
+    "check_consistency",
+    "decode_accuracy",
+    "drop_estimate",
+    "encode_evidence",
+    "few_images_note",
+    "metric_estimate",
 ]  # fmt: skip
 
-FEW = 20
+MIN_IMAGES = 20
 """Below so many images an interval says little: its limits are guesses from a handful of values."""
 RESAMPLES = 1000
 """Draws of the images."""
-CONFIDENCE = 0.95
-MAX_BYTES = 256 * 2**20
+CONFIDENCE_LEVEL = 0.95
+MAX_RESAMPLING_BYTES = 256 * 2**20
 MAX_IMAGES = 1_000_000
-ROUNDED = 1e-6
+ROUNDING_TOLERANCE = 1e-6
 """A figure and what is computed again may differ by so much, relative or absolute: by the order of a sum."""
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -57,17 +64,19 @@ class Estimate:
     images: int
 
     @property
-    def note(self) -> str:
+    def caveat(self) -> str:
         """What has to be said beside the interval; nothing as a rule."""
-        return too_few(self.images)
+        return few_images_note(self.images)
 
 
-def too_few(images: int) -> str:
+def few_images_note(images: int) -> str:
     """What has to be said about an accuracy on so many images; nothing as a rule."""
-    return f"only {images} images: the interval is too wide to say much; score more of them" if images < FEW else ""
+    return (
+        f"only {images} images: the interval is too wide to say much; score more of them" if images < MIN_IMAGES else ""
+    )
 
 
-def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:
+def encode_evidence(kind: str, facts: Mapping[str, Any]) -> str:
     """The evidence of an `Accuracy`: facts about each image as text.
 
     Args:
@@ -80,7 +89,7 @@ def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:
     return base64.b85encode(packed).decode("ascii")
 
 
-def accuracy_of(score: Mapping[str, Any]) -> Accuracy:
+def decode_accuracy(score: Mapping[str, Any]) -> Accuracy:
     """A record of `accuracy.json` as a value; older ones have no evidence."""
     return Accuracy(
         metrics=dict(score["metrics"]),
@@ -101,7 +110,7 @@ def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = No
     Raises:
         ValueError: The evidence is damaged.
     """
-    draws = _draws(accuracy, metric, primary)
+    draws = _metric_draws(accuracy, metric, primary)
     return None if draws is None else _estimate(accuracy.metrics[metric], *draws)
 
 
@@ -123,7 +132,7 @@ def drop_estimate(
     Raises:
         ValueError: They are of different numbers of images, or the evidence is damaged.
     """
-    first, second = (_draws(accuracy, metric, primary) for accuracy in (reference, found))
+    first, second = (_metric_draws(accuracy, metric, primary) for accuracy in (reference, found))
     if first is None or second is None:
         return None
     if first[1] != second[1]:
@@ -133,7 +142,7 @@ def drop_estimate(
     return _estimate(value, sign * (first[0] - second[0]), first[1])
 
 
-def contradiction(accuracy: Accuracy, metric: str) -> str:
+def check_consistency(accuracy: Accuracy, metric: str) -> str:
     """What is wrong with a figure by its own record, where that tells it again; "" where they agree.
 
     Args:
@@ -144,21 +153,21 @@ def contradiction(accuracy: Accuracy, metric: str) -> str:
         ValueError: The evidence is damaged.
     """
     said = accuracy.metrics[metric]
-    told = _counted(accuracy.evidence, metric, _once)
+    told = _recompute_metric(accuracy.evidence, metric, _unit_weights)
     again = said if told is None or math.isnan(told[0][0]) else float(told[0][0])
-    if not _alike(said, again):
+    if not _nearly_equal(said, again):
         return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
     if accuracy.per_item:
         # An evaluator that is made of another one may keep single images of the other's metric.
         known = accuracy.metrics.values() if told is not None else (said,)
-        mean = float(_means(accuracy.per_item, _once)[0][0])
-        if not any(_alike(mean, figure) for figure in known):
+        mean = float(_weighted_means(accuracy.per_item, _unit_weights)[0][0])
+        if not any(_nearly_equal(mean, figure) for figure in known):
             return f"{metric} is {said:.6g}, but by its own per_item it is {mean:.6g}"
     return ""
 
 
-def _alike(one: float, two: float) -> bool:
-    return math.isclose(one, two, rel_tol=ROUNDED, abs_tol=ROUNDED)
+def _nearly_equal(one: float, two: float) -> bool:
+    return math.isclose(one, two, rel_tol=ROUNDING_TOLERANCE, abs_tol=ROUNDING_TOLERANCE)
 
 
 def _estimate(value: float, draws: Values, images: int) -> Estimate:
@@ -173,13 +182,13 @@ def _estimate(value: float, draws: Values, images: int) -> Estimate:
     normal, edge = NormalDist(), 0.5 / len(known)
     below = float(np.mean(known < value) + np.mean(known == value) / 2)
     bias = normal.inv_cdf(min(max(below, edge), 1 - edge))
-    reach = normal.inv_cdf((1 + CONFIDENCE) / 2)
+    reach = normal.inv_cdf((1 + CONFIDENCE_LEVEL) / 2)
     low, high = np.quantile(known, [normal.cdf(2 * bias + way * reach) for way in (-1, 1)]).tolist()
     return Estimate(interval=Interval(value=value, low=low, high=high), images=images)
 
 
 @lru_cache(maxsize=4)
-def _weights(images: int) -> Counts:
+def _bootstrap_weights(images: int) -> Counts:
     """How often each image is in each draw: draws x images; the same at every call."""
     rng = np.random.default_rng([images, RESAMPLES])
     drawn = rng.multinomial(images, np.full(images, 1 / images), size=RESAMPLES)
@@ -187,63 +196,63 @@ def _weights(images: int) -> Counts:
     return drawn
 
 
-def _once(images: int) -> Counts:
+def _unit_weights(images: int) -> Counts:
     """The images as they are."""
     return np.ones((1, images), np.int64)
 
 
 Draws = tuple[Values, int]
 """A metric in each draw, and the number of images."""
-Drawing = Callable[[int], Counts]
+WeightsFactory = Callable[[int], Counts]
 
 
-def _draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws | None:
+def _metric_draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws | None:
     if metric not in accuracy.metrics:
         return None
-    found = _from_evidence(accuracy.evidence, metric)
+    found = _cached_metric_draws(accuracy.evidence, metric)
     if found is None and accuracy.per_item and metric == (primary or metric):
-        found = _means(accuracy.per_item, _weights)
+        found = _weighted_means(accuracy.per_item, _bootstrap_weights)
     return found
 
 
 @lru_cache(maxsize=1024)
-def _from_evidence(evidence: str, metric: str) -> Draws | None:
+def _cached_metric_draws(evidence: str, metric: str) -> Draws | None:
     """Kept, because the float model's is asked for with every drop, and a report asks for each drop several times."""
-    return _counted(evidence, metric, _weights)
+    return _recompute_metric(evidence, metric, _bootstrap_weights)
 
 
-def _counted(evidence: str, metric: str, drawing: Drawing) -> Draws | None:
+def _recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Draws | None:
     """The metric, computed again for each draw of images; None where the evidence does not tell it."""
-    facts = _facts(evidence)
+    facts = _decode_facts(evidence)
     kind = facts.get("kind")
     try:
-        if kind == "map" and metric in METRICS:
-            return resampled_map(facts, metric, drawing(_sized(facts["images"]))), facts["images"]
+        if kind == "map" and metric in MAP_METRICS:
+            return resampled_map(facts, metric, drawing(_fits_in_memory(facts["images"]))), facts["images"]
         if kind == "miou" and metric == "miou":
             return _miou(facts["areas"], drawing(len(facts["areas"]))), len(facts["areas"])
-        return _means(facts[metric], drawing) if kind == "mean" and facts.get(metric) else None
+        return _weighted_means(facts[metric], drawing) if kind == "mean" and facts.get(metric) else None
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"the evidence of a score is damaged: {error!r}") from error
 
 
-def _sized(images: int) -> int:
+def _fits_in_memory(images: int) -> int:
     if not 0 < images <= MAX_IMAGES:
         raise ValueError(f"{images} images")
     return images
 
 
-def _means(values: Sequence[float], drawing: Drawing) -> Draws:
+def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:
     return drawing(len(values)) @ np.asarray(values, np.float64) / len(values), len(values)
 
 
-def _facts(evidence: str) -> dict[str, Any]:
+def _decode_facts(evidence: str) -> dict[str, Any]:
     if not evidence:
         return {}
     try:
         unpacker = zlib.decompressobj()
-        text = unpacker.decompress(base64.b85decode(evidence), MAX_BYTES)
+        text = unpacker.decompress(base64.b85decode(evidence), MAX_RESAMPLING_BYTES)
         if not unpacker.eof:
-            raise ValueError(f"it is cut off, or longer than {MAX_BYTES} bytes")
+            raise ValueError(f"it is cut off, or longer than {MAX_RESAMPLING_BYTES} bytes")
         facts: dict[str, Any] = json.loads(text)
         if not isinstance(facts, dict):
             raise ValueError("it is no mapping")

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.accuracy.data.masks import VOID, Mask
+from harness.accuracy.data.masks import VOID_CLASS, Mask
 from harness.accuracy.data.preprocess import Prepared, Size
-from harness.accuracy.metrics.base import LabelledImages, only_output
-from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.metrics.base import LabelledImages, select_output
+from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
@@ -64,19 +64,19 @@ class MeanIoU(LabelledImages):
         """
         areas = []
         for i, (item, outputs) in enumerate(self.images.run(infer)):
-            found, classes = self._classes(outputs)
+            found, classes = self._pixel_classes(outputs)
             mask = self._mask(i)
             if classes is not None and mask.max() >= classes:
                 raise UserError(
-                    f"miou: data.masks: class {mask.max()} on {self.images.data.id(i)!r}, "
+                    f"miou: data.masks: class {mask.max()} on {self.images.data.sample_name(i)!r}, "
                     f"but the model has {classes} outputs"
                 )
-            areas.append(_areas(_on_image(found, item, self.images.size), mask))
-        return Accuracy(metrics={"miou": _miou(areas)}, evidence=evidence_of("miou", {"areas": areas}))
+            areas.append(_class_areas(_map_to_image(found, item, self.images.size), mask))
+        return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=encode_evidence("miou", {"areas": areas}))
 
-    def _classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
+    def _pixel_classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
         """The class of each pixel of the output, and how many classes there are where that can be seen."""
-        values = only_output(outputs, self._output, "miou: output")
+        values = select_output(outputs, self._output, "miou: output")
         if values.ndim == 4 and len(values) == 1 and values.shape[1] > 1:
             return values[0].argmax(axis=0).astype(np.int32), values.shape[1]
         if values.ndim < 3 or values.size != values.shape[-1] * values.shape[-2]:
@@ -87,7 +87,7 @@ class MeanIoU(LabelledImages):
         return np.rint(values.reshape(values.shape[-2:])).astype(np.int32), None
 
 
-def _on_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> Mask:
+def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> Mask:
     """The class of each pixel of the image, from a map that covers the model's input.
 
     Raises:
@@ -107,9 +107,9 @@ def _on_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> Mask:
     return np.asarray(resized).astype(np.int64)
 
 
-def _areas(found: Mask, mask: Mask) -> list[int]:
+def _class_areas(found: Mask, mask: Mask) -> list[int]:
     """For each class that an image has: the class, and its pixels found rightly, labelled, found."""
-    known = mask != VOID
+    known = mask != VOID_CLASS
     found, mask = found[known], mask[known]
     count = int(max(found.max(initial=0), mask.max(initial=0))) + 1
     right, labelled, answered = (np.bincount(part, minlength=count) for part in (mask[found == mask], mask, found))
@@ -118,7 +118,7 @@ def _areas(found: Mask, mask: Mask) -> list[int]:
     ]
 
 
-def _miou(areas: list[list[int]]) -> float:
+def _mean_iou(areas: list[list[int]]) -> float:
     """Mean over the classes that occur in the labels.
 
     Raises:

@@ -1,7 +1,7 @@
 """Signal-to-quantization-noise ratio (SQNR) of one output, scored apart where its slices differ in scale.
 
 One SQNR over a whole output says nothing of its quiet parts: boxes in pixels hide scores that are all 0. So slices
-along an axis whose RMS differ by `APART` times or more never share a figure, and the worst figure counts.
+along an axis whose RMS differ by `SEPARATE_RMS_RATIO` times or more never share a figure, and the worst figure counts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ import numpy.typing as npt
 
 from harness.api import Array
 
-__all__ = ["MAX_SQNR_DB", "RESOLUTION", "Part", "Worst", "output_sqnr", "part_sqnr", "parts_of", "taken"]
+__all__ = [
+    "MAX_SQNR_DB",
+    "ROUNDING_RESOLUTION",
+    "OutputPart",
+    "WorstPart",
+    "output_sqnr",
+    "part_sqnr",
+    "select_values",
+    "split_output",
+]
 
 MAX_SQNR_DB = 120.0
 """Bound of SQNR: equal outputs have no finite one, and float32 cannot tell much more apart."""
-RESOLUTION = 1e-6
+ROUNDING_RESOLUTION = 1e-6
 """Some eight units in the last place of a float32: runtimes round outputs that differ by less each in its own way."""
-APART = 30.0
+SEPARATE_RMS_RATIO = 30.0
 """Ratio of RMS from which two slices are scored apart."""
 MAX_SLICES = 512
 """Longer axes, and those of positions, are split only where no slice lies between the loud and the quiet ones."""
@@ -28,17 +37,17 @@ MIN_VALUES = 16
 """A slice has as many values, over all samples, or its RMS says little."""
 MIN_SAMPLES = 8
 """The same for outputs that have one value a sample in each slice, such as logits."""
-PROBABLE = 1 / 255
+MIN_PEAK_PROBABILITY = 1 / 255
 """Classes that never reach this probability are scored with the others: 8 bits from 0 to 1 do not show them."""
-POSITION_PROBABLE = 4 * PROBABLE
-"""The same for positions: of thousands with sparse scores, some come near `PROBABLE` by chance."""
-QUIET = 1e-3
+MIN_POSITION_PEAK_PROBABILITY = 4 * MIN_PEAK_PROBABILITY
+"""The same for positions: of thousands with sparse scores, some come near `MIN_PEAK_PROBABILITY` by chance."""
+QUIET_POWER_SHARE = 1e-3
 """A batch in which a part has less than this share of its mean power is compared with the mean power."""
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class OutputPart:
     """Slices of an output that are scored together.
 
     Attributes:
@@ -61,51 +70,51 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worst:
+class WorstPart:
     """The worst figure of an output, and the slices that it belongs to (None: the whole output)."""
 
     sqnr_db: float
-    part: Part | None = None
+    part: OutputPart | None = None
 
     def __str__(self) -> str:
         return f"{self.sqnr_db:.1f} dB" if self.part is None else f"{self.part}: {self.sqnr_db:.1f} dB"
 
 
-def output_sqnr(reference: Array, output: Array, parts: Sequence[Part] | None = None) -> Worst:
+def output_sqnr(reference: Array, output: Array, parts: Sequence[OutputPart] | None = None) -> WorstPart:
     """Return the SQNR of an output against its reference, of the worst part where its slices differ in scale.
 
     Args:
         reference: Of any floating type; the first axis counts samples.
         output: Of the same shape.
-        parts: Of `parts_of`, where several batches decide on them; None: those of this reference.
+        parts: Of `split_output`, where several batches decide on them; None: those of this reference.
     """
-    found = parts_of([reference]) if parts is None else parts
-    figures = [Worst(sqnr_db=part_sqnr(reference, output, part), part=part) for part in found or (None,)]
+    found = split_output([reference]) if parts is None else parts
+    figures = [WorstPart(sqnr_db=part_sqnr(reference, output, part), part=part) for part in found or (None,)]
     return min(figures, key=lambda worst: worst.sqnr_db)
 
 
-def part_sqnr(reference: Array, output: Array, part: Part | None = None) -> float:
+def part_sqnr(reference: Array, output: Array, part: OutputPart | None = None) -> float:
     """Return the SQNR in dB of a part, or of the whole output, within +-`MAX_SQNR_DB`.
 
     Samples of a batch that differ in scale are scored apart like other slices, and the worst of them counts. A
     part that is silent in this batch is compared with its power over all batches.
     """
-    p, q = taken(reference, part), taken(output, part)
+    p, q = select_values(reference, part), select_values(output, part)
     usual = 0.0 if part is None else part.power * p.size
-    if np.square(p).sum() < QUIET * usual:
+    if np.square(p).sum() < QUIET_POWER_SHARE * usual:
         return _ratio_db(usual, float(np.square(p - q).sum()))
-    rows = _groups(_Slices.of([p], 0)) if p.ndim > 1 and len(p) > 1 else ()
+    rows = _group_slices(_SliceStatistics.of([p], 0)) if p.ndim > 1 and len(p) > 1 else ()
     pairs = [(p[list(chosen)], q[list(chosen)]) for chosen in rows] or [(p, q)]
     return min(_ratio_db(float(np.square(a).sum()), float(np.square(a - b).sum())) for a, b in pairs)
 
 
-def taken(array: Array, part: Part | None) -> Floats:
+def select_values(array: Array, part: OutputPart | None) -> Floats:
     """Return the values of a part, or of the whole output, as float64."""
     values: Floats = np.asarray(array, np.float64)
     return values if part is None else np.take(values, part.slices, axis=part.axis)
 
 
-def parts_of(samples: Sequence[Array]) -> tuple[Part, ...]:
+def split_output(samples: Sequence[Array]) -> tuple[OutputPart, ...]:
     """Return the parts of an output that are scored apart; none where the whole output has one scale.
 
     Args:
@@ -115,14 +124,14 @@ def parts_of(samples: Sequence[Array]) -> tuple[Part, ...]:
         return ()
     parts = []
     for axis in range(1, samples[0].ndim):
-        slices = _Slices.of(samples, axis)
-        for group in _groups(slices):
-            parts.append(Part(axis=axis, slices=group, power=float(slices.power[list(group)].mean())))
+        slices = _SliceStatistics.of(samples, axis)
+        for group in _group_slices(slices):
+            parts.append(OutputPart(axis=axis, slices=group, power=float(slices.power[list(group)].mean())))
     return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slices:
+class _SliceStatistics:
     """The slices of an output along one axis, over all samples.
 
     Attributes:
@@ -132,7 +141,8 @@ class _Slices:
         peak: Largest magnitude of each slice.
         probable: Whether all values of a slice lie within 0 to 1.
         constant: Whether a slice is the same all over, on all samples.
-        graded: Whether slices are split wherever `APART` is reached, not only at a gap of `APART` between neighbours.
+        graded: Whether slices are split wherever `SEPARATE_RMS_RATIO` is reached, not only at a gap of
+            `SEPARATE_RMS_RATIO` between neighbours.
         enough: Whether a slice has values enough.
     """
 
@@ -145,34 +155,34 @@ class _Slices:
     enough: bool
 
     @classmethod
-    def of(cls, arrays: Sequence[Array], axis: int) -> _Slices:
+    def of(cls, arrays: Sequence[Array], axis: int) -> _SliceStatistics:
         """Return the slices of an axis; axis 0 counts samples, which every other slice goes through."""
         shape, others = arrays[0].shape, tuple(i for i in range(arrays[0].ndim) if i != axis)
-        sums = [_sums(np.asarray(array, np.float64), others) for array in arrays]
+        sums = [_slice_sums(np.asarray(array, np.float64), others) for array in arrays]
         low, high = np.min([s[0] for s in sums], axis=0), np.max([s[1] for s in sums], axis=0)
         mean, power = np.mean([s[2] for s in sums], axis=0), np.mean([s[3] for s in sums], axis=0)
         values = arrays[0].size // shape[axis] * len(arrays)
         single, scale = axis > 0 and values == shape[0] * len(arrays), np.sqrt(power)
         if single:
             spread = np.sqrt(np.maximum(power - np.square(mean), 0.0))
-            scale = np.where(spread > RESOLUTION * scale, spread, scale)
+            scale = np.where(spread > ROUNDING_RESOLUTION * scale, spread, scale)
         return cls(
             power=power,
             scale=scale,
             peak=(peak := np.maximum(-low, high)),
             probable=(low >= 0) & (high <= 1),
-            constant=high - low <= RESOLUTION * np.maximum(1.0, peak),
-            graded=axis == _features(shape) and shape[axis] <= MAX_SLICES,
+            constant=high - low <= ROUNDING_RESOLUTION * np.maximum(1.0, peak),
+            graded=axis == _feature_axis(shape) and shape[axis] <= MAX_SLICES,
             enough=values >= (MIN_SAMPLES if single else MIN_VALUES),
         )
 
 
-def _sums(array: Floats, axes: tuple[int, ...]) -> tuple[Floats, Floats, Floats, Floats]:
+def _slice_sums(array: Floats, axes: tuple[int, ...]) -> tuple[Floats, Floats, Floats, Floats]:
     """Return the least, largest, mean and mean square of each slice."""
     return array.min(axis=axes), array.max(axis=axes), array.mean(axis=axes), np.square(array).mean(axis=axes)
 
 
-def _features(shape: Sequence[int]) -> int:
+def _feature_axis(shape: Sequence[int]) -> int:
     """Return the axis that counts features by convention: not the positions of a row, an image or a volume."""
     if len(shape) == 3:
         return 1 if shape[1] <= shape[2] else 2
@@ -181,10 +191,10 @@ def _features(shape: Sequence[int]) -> int:
     return 1
 
 
-def _groups(slices: _Slices) -> tuple[tuple[int, ...], ...]:
+def _group_slices(slices: _SliceStatistics) -> tuple[tuple[int, ...], ...]:
     """Return the slices that are scored together; none where all are."""
-    heard = slices.peak > RESOLUTION * max(1.0, float(slices.peak.max()))
-    least = PROBABLE if slices.graded else POSITION_PROBABLE
+    heard = slices.peak > ROUNDING_RESOLUTION * max(1.0, float(slices.peak.max()))
+    least = MIN_PEAK_PROBABILITY if slices.graded else MIN_POSITION_PEAK_PROBABILITY
     read = heard & (~slices.probable | (slices.peak >= least))
     if not (read & slices.probable).any():  # probabilities that are all small are all there is to read
         read = heard
@@ -192,7 +202,7 @@ def _groups(slices: _Slices) -> tuple[tuple[int, ...], ...]:
     for i in sorted(np.flatnonzero(read).tolist(), key=lambda i: -slices.scale[i]):
         # Probabilities have one unit, and those of rare classes fade out: they are split at gaps alone.
         first = slices.graded and groups and not slices.probable[[*groups[-1], i]].all()
-        if groups and slices.scale[i] * APART > slices.scale[groups[-1][0 if first else -1]]:
+        if groups and slices.scale[i] * SEPARATE_RMS_RATIO > slices.scale[groups[-1][0 if first else -1]]:
             groups[-1].append(i)
         else:
             groups.append([i])

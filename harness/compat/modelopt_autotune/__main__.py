@@ -6,7 +6,7 @@ import sys
 
 from harness.compat.modelopt_autotune.command import autotune
 from harness.errors import UserError
-from harness.terminal_progress import Terminal
+from harness.terminal_progress import TerminalProgress
 
 __all__ = ["main"]
 
@@ -14,7 +14,7 @@ __all__ = ["main"]
 def main() -> int:
     """Run the command line of this process; the exit code is 2 after a mistake and 130 after Ctrl-C."""
     try:
-        with Terminal() as terminal:
+        with TerminalProgress() as terminal:
             autotune(sys.argv[1:], "python -m harness.compat.modelopt_autotune", terminal)
     except UserError as error:
         print(f"autotune: {error}", file=sys.stderr)

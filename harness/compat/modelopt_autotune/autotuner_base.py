@@ -36,8 +36,8 @@ from harness.compat.modelopt_autotune.state import (
     write_state,
 )
 from harness.config.sections import PluginSpec
-from harness.graph.conversions import as_proto, proto_digest
-from harness.graph.load import from_proto
+from harness.graph.conversions import digest_model, to_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.task_setup.model_loader import MIN_OPSET
 from search.space import Placement
@@ -71,8 +71,8 @@ class QDQAutotunerBase:
         if isinstance(model, Model):
             self._model = model
         else:
-            proto = as_proto(model)
-            self._model = from_proto(proto, source="model", sha256=proto_digest(proto), min_opset=MIN_OPSET)
+            proto = to_proto(model)
+            self._model = load_proto(proto, source="model", sha256=digest_model(proto), min_opset=MIN_OPSET)
         self.onnx_model = self._model.proto
         self.graph = RegionIndex(self._model)
         self.regions: list[Region] = []
@@ -122,7 +122,7 @@ class QDQAutotunerBase:
         opset = self._backend.dialect.opset([precision])
         if opset > MIN_OPSET:
             origin, source = self._model.origin, self._model.source
-            upgraded = from_proto(self.onnx_model, source=source, sha256=self._model.sha256, min_opset=opset)
+            upgraded = load_proto(self.onnx_model, source=source, sha256=self._model.sha256, min_opset=opset)
             self._model = dataclasses.replace(upgraded, origin=origin and dataclasses.replace(origin, min_opset=opset))
         self.graph = RegionIndex(self._model, self._backend.dialect, precision, self.config.default_dq_dtype)
         self.pattern_cache = pattern_cache or PatternCache(

@@ -21,9 +21,9 @@ from harness.compat.modelopt_autotune.common import AutotunerError
 from harness.compat.modelopt_autotune.sampling_policy import fixed_sampling, latency_ms, reference_sampling, write_log
 from harness.config.sections import Confirmation, Limits, PluginSpec
 from harness.errors import UserError
-from harness.graph.io.files import file_digest
+from harness.graph.io.files import digest_file
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
-from harness.search_loop.trial import Care, attempt_with
+from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
@@ -118,7 +118,7 @@ class Benchmark:
             path.write_bytes(path_or_bytes)
         else:
             path = Path(path_or_bytes)
-        candidate = Candidate(digest=file_digest(path)[:16], edges=(), source=lambda: path)
+        candidate = Candidate(digest=digest_file(path)[:16], edges=(), source=lambda: path)
         return latency_ms(self.measure(candidate, log_file))
 
     __call__ = run
@@ -135,7 +135,9 @@ class Benchmark:
     def _measure_alone(self, candidate: Candidate) -> Outcome:
         if self._level_ms is not None:
             sampling = reference_sampling(self.timing_runs, self._level_ms)
-            return attempt_with(self._engines, sampling, care=Care(level_ms=self._level_ms))(candidate, None)
+            return make_trial_fn(self._engines, sampling, care=NoisePolicy(reference_latency_ms=self._level_ms))(
+                candidate, None
+            )
         built = self._engines.build(candidate)
         if isinstance(built, Failed):
             return built

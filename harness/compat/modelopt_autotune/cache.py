@@ -14,7 +14,7 @@ from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.graph import pattern_cache as engine
-from harness.graph.conversions import float_names
+from harness.graph.conversions import map_to_float_tensors
 from harness.graph.pattern_cache_io import read_cache, write_cache
 
 __all__ = ["PatternCache"]
@@ -39,14 +39,14 @@ class PatternCache:
 
     def __init__(
         self,
-        minimum_distance: int = engine.MINIMUM_DISTANCE,
-        max_entries_per_pattern: int = engine.MAXIMUM_SCHEMES,
+        minimum_distance: int = engine.MIN_DISTANCE_POINTS,
+        max_entries_per_pattern: int = engine.MAX_SCHEMES,
         *,
-        origin: engine.Origin | None = None,
+        origin: engine.MeasurementOrigin | None = None,
         content: engine.PatternCache | None = None,
     ) -> None:
         self.baseline_ms: float | None = None
-        self.origin = origin or engine.Origin(backend="unknown", precision="int8")
+        self.origin = origin or engine.MeasurementOrigin(backend="unknown", precision="int8")
         self.content = content or engine.PatternCache(
             minimum_distance=minimum_distance, maximum_schemes=max_entries_per_pattern
         )
@@ -98,7 +98,7 @@ class PatternCache:
         Args:
             quantized_tensors: Names of the tensors with a Q/DQ pair.
         """
-        names = float_names(set(quantized_tensors), graph.model)
+        names = map_to_float_tensors(set(quantized_tensors), graph.model)
         for each in region.walk():
             found = [p for p in graph.full_scheme(each).points if _point_tensors(each, graph, p) & names]
             self._put(self._pattern(graph.pattern(each), [InsertionScheme.of(found)]))
@@ -114,7 +114,7 @@ class PatternCache:
 
     def add_measurements(self, content: engine.PatternCache) -> None:
         """Take over what was measured; nobody begins with that again."""
-        self.content = engine.merged(self.content, content)
+        self.content = engine.merge_caches(self.content, content)
 
     def initial_schemes(self, pattern_signature: str) -> list[InsertionScheme]:
         """Schemes of a pattern to begin with, best first."""
@@ -170,7 +170,7 @@ class PatternCache:
 
     def _put(self, content: engine.PatternCache) -> None:
         self.add_measurements(content)
-        self.seeds = engine.merged(self.seeds, content)
+        self.seeds = engine.merge_caches(self.seeds, content)
 
     def _pattern(self, pattern: RegionPattern, schemes: Iterable[InsertionScheme]) -> engine.PatternCache:
         kept = tuple(self._scheme(scheme) for scheme in schemes)

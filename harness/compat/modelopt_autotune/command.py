@@ -28,16 +28,16 @@ from harness.compat.modelopt_autotune.region_index import untyped_linear_inputs
 from harness.compat.modelopt_autotune.session import Backend
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.errors import UserError
-from harness.graph.load import save
+from harness.graph.load import save_to_folder
 from harness.graph.passes.dimension_errors import parse_dims
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.registry import find_entry_point
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
-from harness.task_setup.float_baseline import float_benchmarkers
+from harness.task_setup.float_baseline import select_float_baseline
 from harness.task_setup.model_loader import open_model
 from harness.timing.workers.sandbox import open_engines
 
@@ -85,8 +85,8 @@ def _run_autotune(options: argparse.Namespace, depth: ModePreset, plan: Autotune
         if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
             load_calibration_batches(options.calibration_data, model, options.calibration_samples)
         if plan.qdq_baseline is not None:
-            import_qdq(plan.qdq_baseline, model)
-        use = _select_float_baseline(backend, save(model, Path(scratch) / "float"), plan)
+            import_placement(plan.qdq_baseline, model)
+        use = _select_float_baseline(backend, save_to_folder(model, Path(scratch) / "float"), plan)
         benchmark = init_benchmark_instance(
             use_trtexec=options.use_trtexec,
             backend=use.use,
@@ -211,7 +211,7 @@ def _select_float_baseline(backend: PluginSpec, float_file: Path, plan: Autotune
     """The backend at the float precision at which the float model is fastest: speedups are over that."""
     open_worker = partial(open_engines, limits=Limits())
     try:
-        found = float_benchmarkers(backend, float_file, plan.output_dir, open_worker, plan.observer)
+        found = select_float_baseline(backend, float_file, plan.output_dir, open_worker, plan.observer)
     except FingerprintMismatch as error:
         raise UserError(
             str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move away what is there")

@@ -15,24 +15,24 @@ from harness.accuracy.calibration.ranges import (
     Ranges,
     cached_ranges,
     finite_ranges,
-    narrowed,
-    refuse_empty,
-    remarks,
+    range_warnings,
+    require_quantizable,
+    restrict_space,
 )
-from harness.accuracy.data.batching import Batches, batches, sample_count
+from harness.accuracy.data.batching import InputBatches, describe_sample_count, make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.api import Array
 from harness.compat.modelopt_autotune.common import AutotunerError, Config
 from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
-from harness.graph.conversions import encode, write_model
-from harness.graph.load import load, save
+from harness.graph.conversions import serialize_model, write_model
+from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import CastInserter, refuse_lost_nodes
+from harness.graph.qdq.cast_insert import CastInserter, require_all_nodes
 from harness.graph.qdq.insert import Inserter
 from harness.random_inputs import random_feeds
-from harness.task_setup.float_baseline import CAST, parsed
+from harness.task_setup.float_baseline import CAST_FOLDER_NAME, runtime_input_file
 from harness.task_setup.model_loader import MIN_OPSET, input_types
 from search.space import Resolved, Space
 
@@ -54,7 +54,7 @@ class CalibrationBatches:
     """
 
     fingerprint: str
-    batches: Batches
+    batches: InputBatches
     description: str
 
 
@@ -80,18 +80,18 @@ class ModelWriter:
         self.folder = Path(self._scratch.name)
         self.calibrated_on = "random data"
         self._ranges = self._calibrated_inserter(space)
-        self.space = narrowed(space, self._ranges)
+        self.space = restrict_space(space, self._ranges)
         if len(space):
-            refuse_empty(self.space, self._ranges, self._model.source)
+            require_quantizable(self.space, self._ranges, self._model.source)
 
     @cached_property
     def _normalized_model(self) -> Path:
-        return save(self._model, self.folder)
+        return save_to_folder(self._model, self.folder)
 
     @cached_property
     def float_file(self) -> Path:
         """The float model as the backend reads it, cast where its floats are others: the baseline."""
-        return parsed(self._backend, self._normalized_model, self.folder / CAST)
+        return runtime_input_file(self._backend, self._normalized_model, self.folder / CAST_FOLDER_NAME)
 
     @cached_property
     def _float_model(self) -> Model:
@@ -105,7 +105,7 @@ class ModelWriter:
         ranges = finite_ranges(self._ranges)
         if self._float_model is self._model:
             return Inserter(self._model, self._dialect, ranges)
-        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), self._float_model)
+        require_all_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), self._float_model)
         return CastInserter(self._float_model, self._dialect, ranges, self._model)
 
     def proto(self, resolved: Resolved) -> Any:
@@ -147,7 +147,7 @@ class ModelWriter:
             _logger.warning("%s: every scale is default_q_scale: %s", self._model.source, error)
             bound = 127 * self._config.default_q_scale
             return dict.fromkeys(tensors, (-bound, bound))
-        for remark in remarks(ranges):
+        for remark in range_warnings(ranges):
             _logger.warning("%s: %s", self._model.source, remark)
         return ranges
 
@@ -159,7 +159,7 @@ def export_model(proto: Any, path: Path | None) -> bytes:
         UserError: It is too large for bytes, and there is no file.
     """
     if path is None:
-        return encode(proto)
+        return serialize_model(proto)
     write_model(proto, path)
     return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()
 
@@ -185,6 +185,6 @@ def load_calibration_batches(text: str, model: Model, samples: int | None = None
     arrays = open_data({"use": kind, "path": text}, Path.cwd(), samples, spread=True)
     return CalibrationBatches(
         fingerprint=f"{arrays.fingerprint}, {len(arrays)} of {arrays.available}",
-        batches=batches(arrays, None, input_types(model)),
-        description=sample_count(arrays, samples, text),
+        batches=make_batches(arrays, None, input_types(model)),
+        description=describe_sample_count(arrays, samples, text),
     )

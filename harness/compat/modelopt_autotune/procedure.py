@@ -24,16 +24,16 @@ from harness.config.sections import Confirmation
 from harness.errors import UserError
 from harness.graph.io.files import move_model
 from harness.graph.load import load
-from harness.graph.pattern_cache import strangers
-from harness.graph.qdq.read_edges import pairs_in
-from harness.graph.rules.points import why_none
-from harness.progress import Observer, Silent, best_note
+from harness.graph.pattern_cache import describe_foreign_schemes
+from harness.graph.qdq.read_edges import count_pairs
+from harness.graph.rules.points import explain_no_points
+from harness.progress import NullProgress, Observer, format_incumbent
 from harness.records import Failed, Outcome
-from harness.selection.paired_timing import RUNOFF
+from harness.selection.paired_timing import SELECTION_LOG_NAME
 from harness.task_setup.model_loader import MIN_OPSET
 from harness.timing.provenance import format_options
-from harness.verification.dynamic_delivery import deliver_dynamic, fixed_sizes
-from harness.verification.output_comparison import CHECKS
+from harness.verification.dynamic_delivery import format_fixed_shapes, write_dynamic_model
+from harness.verification.output_comparison import CHECK_FILE_NAME
 from search.space import Placement
 
 __all__ = ["AutotuneJob", "run_job"]
@@ -67,7 +67,7 @@ class AutotuneJob:
     whole: bool = False
     max_evals: int | None = None
     transform: Transform | None = None
-    observer: Observer = field(default_factory=Silent)
+    observer: Observer = field(default_factory=NullProgress)
 
     @property
     def state(self) -> Path:
@@ -138,7 +138,7 @@ class AutotuneRun:
         self._saved_s = time.monotonic()
         self._left_out = 0
         self._warm = autotuner.pattern_cache.seeds if plan.pattern_cache_file and autotuner.pattern_cache else None
-        self._elsewhere = strangers(self._warm, self._session.origin) if self._warm else ()
+        self._elsewhere = describe_foreign_schemes(self._warm, self._session.origin) if self._warm else ()
 
     def time_initial_placements(self) -> None:
         """Time the float model and the whole placements to begin with; the best of them stands until a turn comes."""
@@ -211,7 +211,7 @@ class AutotuneRun:
         floating = self._session.candidate(self._session.space.float_placement())
         builds = NOISY_MACHINE_BUILDS if self._autotuner.beside_float else BUILDS
         summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path), builds)
-        read, pairs = self._session.measured.get(self._session.space.digest(chosen)), pairs_in(tried)
+        read, pairs = self._session.measured.get(self._session.space.digest(chosen)), count_pairs(tried)
         file, kept = self._deliver(tried, chosen, is_proven_faster(summary))
         delivered = AutotuneResult(
             file=file,
@@ -227,7 +227,7 @@ class AutotuneRun:
             *self._elsewhere,
         ]
         if self._left_out:
-            runtime, record = self._benchmark.describe().get("name"), self._plan.output_dir / CHECKS
+            runtime, record = self._benchmark.describe().get("name"), self._plan.output_dir / CHECK_FILE_NAME
             lines.append(
                 f"{self._left_out} of the fastest models are left out: {runtime} computes something else than their "
                 f"files say (see {record})"
@@ -257,8 +257,8 @@ class AutotuneRun:
     def _with_dynamic_axes(self, file: Path) -> list[str]:
         """Write what was delivered with the dynamic axes of the original model too; return what to say of it."""
         model = self._autotuner.graph.model
-        made = deliver_dynamic(model, file, self._benchmark.backend.use)
-        return [] if made is None else [f"{file.name} takes {fixed_sizes(model)} alone; {made.said}"]
+        made = write_dynamic_model(model, file, self._benchmark.backend.use)
+        return [] if made is None else [f"{file.name} takes {format_fixed_shapes(model)} alone; {made.remark}"]
 
     def _final_candidates(self, best: Placement) -> tuple[Placement, dict[str, Placement]]:
         """Return what the walk came to and the fastest by digest, without those that the runtime computes wrongly.
@@ -298,7 +298,7 @@ class AutotuneRun:
                 [self._transformed(self._session.candidate(placement)) for placement in rivals.values()],
                 replace(floating, source=lambda: folder / "baseline.onnx"),
                 FinalSelection(
-                    path=folder / "logs" / RUNOFF,
+                    path=folder / "logs" / SELECTION_LOG_NAME,
                     facts=self._session.facts,
                     open_engines=self._benchmark.open_fresh_engines,
                     observer=self._plan.observer,
@@ -316,7 +316,7 @@ class AutotuneRun:
         autotuner, session = self._autotuner, self._session
         if not len(session.space):
             graph = autotuner.graph
-            return why_none(graph.model, graph.dialect, graph.precision)
+            return explain_no_points(graph.model, graph.dialect, graph.precision)
         patterns = {autotuner.graph.pattern(region) for region in autotuner.regions}
         return (
             f"{len(autotuner.regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points "
@@ -419,7 +419,7 @@ class AutotuneRun:
             return ""
         best = min(known, key=lambda digest: known[digest])
         is_float = best == session.space.digest(session.space.float_placement())
-        return best_note(known[best], self._baseline_ms, beside=self._autotuner.beside_float, is_float=is_float)
+        return format_incumbent(known[best], self._baseline_ms, beside=self._autotuner.beside_float, is_float=is_float)
 
     def _against_float(self, latency: float) -> str:
         return "failed" if latency == float("inf") else f"{latency:.3f} ms ({self._baseline_ms / latency:.2f}x)"

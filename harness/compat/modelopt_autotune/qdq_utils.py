@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.graph.conversions import as_proto, quantized_tensors
+from harness.graph.conversions import find_quantized_tensors, to_proto
 
 __all__ = ["get_quantized_tensors"]
 
@@ -15,4 +15,4 @@ def get_quantized_tensors(onnx_model: Any) -> set[str]:
     ModelOpt's function of this name gives the names of the quantized tensors instead, which no float model has;
     `import_insertion_points` takes both.
     """
-    return quantized_tensors(as_proto(onnx_model))
+    return find_quantized_tensors(to_proto(onnx_model))

@@ -22,10 +22,10 @@ from harness.compat.modelopt_autotune.regions import Region, RegionType, from_gr
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, RegionPattern
 from harness.graph.model import Model, Node, TensorType
 from harness.graph.partition.patterns import Pattern, find_patterns
-from harness.graph.partition.regions import discover
+from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, Dialect
-from harness.graph.rules.operator_sets import LINEAR
+from harness.graph.rules.operator_sets import LINEAR_OPS
 from search.space import Edge, Placement, PointKind, Resolved, Space
 
 __all__ = ["PlacementMap", "RegionIndex"]
@@ -46,7 +46,7 @@ class PlacementMap:
         self.precision = precision
         root, found = to_graph(model, regions)
         self.whole = Region(len(found), 0, RegionType.ROOT)
-        self.whole.nodes = set(root.members())
+        self.whole.nodes = set(root.node_indices())
         self.patterns = find_patterns(model, root)
         self._graph = {**found, self.whole: root}
         self._place = {id(r): (p, n) for p in self.patterns for n, r in enumerate(p.regions)}
@@ -179,7 +179,7 @@ class RegionIndex:
 
     def discover(self, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10) -> list[Region]:
         """The regions right below the whole model."""
-        root = discover(
+        root = discover_regions(
             self.model,
             maximum_sequence_region_size=maximum_sequence_region_size,
             minimum_topdown_search_size=minimum_topdown_search_size,
@@ -241,7 +241,7 @@ def _output(model: Model, position: Mapping[str, int], tensor: str) -> Address:
 
 def untyped_linear_inputs(model: Model) -> list[str]:
     """Return the tensors that feed linear operators and whose type cannot be inferred."""
-    names = {name for node in model.nodes if node.op in LINEAR for name in node.inputs[:2]}
+    names = {name for node in model.nodes if node.op in LINEAR_OPS for name in node.inputs[:2]}
     return sorted(name for name in names if name and name not in model.types)
 
 

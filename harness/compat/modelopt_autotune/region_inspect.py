@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from harness.analysis.region_report import inspect_regions
 from harness.compat.modelopt_autotune.arguments import add_sizes, parse_shapes
 from harness.errors import UserError
-from harness.graph.partition.summary import TreeView
+from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.dimension_errors import parse_dims
 
 __all__ = ["main"]
@@ -38,7 +38,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"region_inspect: {error}", file=sys.stderr)
         return 2
-    view = TreeView(include_all=options.include_all_regions, verbose=options.verbose)
+    view = TreeOptions(include_all=options.include_all_regions, verbose=options.verbose)
     print("\n".join(found.lines(view)))
     return 0
 

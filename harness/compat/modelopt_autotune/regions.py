@@ -176,10 +176,10 @@ class _RegionConverter:
     ) -> GraphRegion:
         """A region with its boundary."""
         bare = GraphRegion(id=number, type=kind, level=level, nodes=nodes, children=children, inputs=(), outputs=())
-        inside = set(bare.members())
+        inside = set(bare.node_indices())
         inputs: dict[str, None] = {}
         outputs = []
-        for node in map(self._model.nodes.__getitem__, bare.members()):
+        for node in map(self._model.nodes.__getitem__, bare.node_indices()):
             for name in (*node.inputs, *node.captures):
                 if name and name not in self._model.constants and self._model.producer.get(name, -1) not in inside:
                     inputs[name] = None
@@ -188,4 +188,4 @@ class _RegionConverter:
 
 
 def _sort_regions(regions: Sequence[GraphRegion]) -> tuple[GraphRegion, ...]:
-    return tuple(sorted(regions, key=lambda region: region.members()[:1]))
+    return tuple(sorted(regions, key=lambda region: region.node_indices()[:1]))

@@ -12,15 +12,15 @@ from typing import Any
 from harness.api import Array, Candidate
 from harness.compat.modelopt_autotune.benchmark import Benchmark
 from harness.config.sections import Limits
-from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
+from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
-from harness.selection.paired_timing import Contest, read_speedups
-from harness.selection.racing import FIRST, race
+from harness.selection.paired_timing import PairedComparison, read_speedups
+from harness.selection.racing import FIRST_SCHEDULE, run_race
 from harness.timing.confirmation import Contender, EngineFactory
 from harness.timing.provenance import machine_lacks_vnni
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from search.space import digest_of
+from search.space import edges_digest
 
 __all__ = ["FinalSelection", "open_checker", "select_fastest"]
 
@@ -53,7 +53,7 @@ def open_checker(
         folder: Holds `baseline.onnx`, the float model, and gets the record and small models that show a fault.
         observer: Hears of wrong results, and of candidates that could not be compared.
     """
-    if computes_nothing(benchmark.backend):
+    if runs_no_model(benchmark.backend):
         yield lambda candidate: False
         return
     floating = folder / "baseline.onnx"
@@ -68,13 +68,13 @@ def open_checker(
             saturates=machine_lacks_vnni(),
         )
         with RuntimeChecker(plan, engines, observer) as checker:
-            checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating), name="the float model")
+            checker.check(Candidate(digest=edges_digest(()), edges=(), source=lambda: floating), name="the float model")
 
             def is_wrong(candidate: Candidate) -> bool:
                 found = checker.check(candidate)
                 if found.verdict == "not checked":
                     observer.say(f"{candidate.digest}: {found}")
-                return found.wrong
+                return found.is_wrong
 
             yield is_wrong
 
@@ -91,15 +91,15 @@ def select_fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Fin
     """
     rows = tuple(Contender(name=rival.digest, candidate=rival) for rival in rivals)
     names = [row.name for row in rows]
-    contest = Contest(
+    contest = PairedComparison(
         name="runoff",
         path=runoff.path,
         header={"rows": sorted(names), "heats": list(TURNS_PER_RACING_ROUND), **runoff.facts},
         baseline=Contender(name=BASELINE_ROW, candidate=baseline),
         rows=rows,
-        plan=FIRST,
+        schedule=FIRST_SCHEDULE,
     )
-    (left,) = race(contest, {"all": names}, 1, runoff.open_engines, runoff.observer).values()
+    (left,) = run_race(contest, {"all": names}, 1, runoff.open_engines, runoff.observer).values()
     speedups = read_speedups(runoff.path, BASELINE_ROW)
     won = max(left or speedups, key=speedups.__getitem__, default="")  # who was beaten, where all others failed
     return won, speedups.get(won, 0.0)

@@ -18,9 +18,9 @@ from harness.compat.modelopt_autotune.schemes import PatternSchemes
 from harness.compat.modelopt_autotune.state import Measurement
 from harness.config.sections import PluginSpec
 from harness.graph import pattern_cache as engine
-from harness.graph.conversions import float_names
-from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.graph.conversions import map_to_float_tensors
+from harness.graph.qdq.import_placement import import_placement
+from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
 from harness.task_setup.model_loader import input_types
 from search.api import Observation, Score
 from search.space import Placement
@@ -46,7 +46,7 @@ class Backend:
         self.use = use
         self.facts: Mapping[str, Any] = benchmarker.describe()
         self.emulated = capabilities_of(benchmarker).emulated
-        self.dialect = dialect_called(dialect_name(benchmarker, use.use, self.facts))
+        self.dialect = load_dialect(dialect_name_for(benchmarker, use.use, self.facts))
 
 
 class AutotuneSession:
@@ -83,10 +83,12 @@ class AutotuneSession:
         return self._backend.emulated
 
     @property
-    def origin(self) -> engine.Origin:
+    def origin(self) -> engine.MeasurementOrigin:
         """Where its measurements are made."""
         device = str(self._backend.facts.get("device", ""))[:200]
-        return engine.Origin(backend=self._backend.use.use, precision=self._config.default_quant_type, device=device)
+        return engine.MeasurementOrigin(
+            backend=self._backend.use.use, precision=self._config.default_quant_type, device=device
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class AutotuneSession:
         observation = Observation(
             placement=placement, digest=self.space.digest(placement), outcome=Score(objective=latency_ms)
         )
-        return engine.cache_of([observation], self.space, self.chart.sizes, baseline_ms, self.origin)
+        return engine.build_cache([observation], self.space, self.chart.sizes, baseline_ms, self.origin)
 
     def initial_placements(self, cache: engine.PatternCache | None, qdq_baseline: Any) -> dict[str, Placement]:
         """Whole placements to begin with, by name: simple ones, and what was found elsewhere.
@@ -178,17 +180,17 @@ class AutotuneSession:
         Raises:
             UserError: The Q/DQ model cannot be read back.
         """
-        found = {"linear": self.space.only({"linear"}), "all": self.space.everywhere()}
+        found = {"linear": self.space.quantize_roles({"linear"}), "all": self.space.quantize_all()}
         if qdq_baseline is not None:
-            found["qdq_baseline"] = self.space.nearest(import_qdq(qdq_baseline, self._model))
+            found["qdq_baseline"] = self.space.nearest(import_placement(qdq_baseline, self._model))
         if cache is not None:
-            for rank, placement in enumerate(engine.placements(cache, self.space, self.origin)):
+            for rank, placement in enumerate(engine.propose_placements(cache, self.space, self.origin)):
                 found[f"pattern_cache_{rank}"] = placement
         return {name: self._drop_illegal_points(placement) for name, placement in found.items()}
 
     def import_placement(self, tensors: set[str]) -> Placement:
         """The placement that quantizes where most of a point's activations are among these tensors."""
-        names = float_names(tensors, self._model)
+        names = map_to_float_tensors(tensors, self._model)
         choices = []
         for dimension in self.space.dimensions:
             data = [e.tensor in names for e in dimension.edges if e.tensor not in self._model.constants]

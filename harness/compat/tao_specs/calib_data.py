@@ -12,18 +12,18 @@ import numpy as np
 
 from harness import registry
 from harness.accuracy.data.batching import image_input, image_size
-from harness.accuracy.data.datasets import evenly, open_images
+from harness.accuracy.data.datasets import open_images, spread_indices
 from harness.accuracy.data.preprocess import Size, open_preprocess
-from harness.compat.tao_specs.error_key_mapping import respelled
-from harness.compat.tao_specs.model_file import Place, onnx_file, static_shapes, static_types
+from harness.compat.tao_specs.error_key_mapping import map_error_keys
+from harness.compat.tao_specs.model_file import ShapeOptionNames, open_onnx_file, static_shapes, static_types
 from harness.errors import UserError
 from harness.graph.passes.static_shapes import parse_shape
 
-__all__ = ["ADVISED", "USUAL_SIZES", "input_size", "write_calibration"]
+__all__ = ["ADVISED_SAMPLE_COUNT", "DEFAULT_INPUT_SIZES", "input_size", "write_calibration"]
 
-ADVISED = 500
+ADVISED_SAMPLE_COUNT = 500
 """Samples for CNNs and ViTs (ModelOpt's ONNX PTQ README)."""
-USUAL_SIZES: Mapping[str, Size] = MappingProxyType(
+DEFAULT_INPUT_SIZES: Mapping[str, Size] = MappingProxyType(
     {
         "ultralytics": (640, 640), "rtdetr": (640, 640), "yolox": (640, 640), "nanodet": (320, 320),
         "torch_imagenet": (224, 224), "tf_imagenet": (224, 224),
@@ -32,7 +32,7 @@ USUAL_SIZES: Mapping[str, Size] = MappingProxyType(
 """Inputs that models with these preprocessings have as a rule; YOLOX-Nano and -Tiny have 416 x 416."""
 
 
-OPTION = Place(key="--model", remedy="its height and width instead, such as --size 640x640")
+MODEL_OPTION_NAMES = ShapeOptionNames(key="--model", remedy="its height and width instead, such as --size 640x640")
 
 
 def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
@@ -49,8 +49,8 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
     if size is not None and model is not None:
         raise UserError("--size and --model: give one of them")
     if model is not None:
-        _, declared = onnx_file(model, Path.cwd(), "--model")
-        types = static_types(declared, static_shapes(declared, 1, {}, OPTION))
+        _, declared = open_onnx_file(model, Path.cwd(), "--model")
+        types = static_types(declared, static_shapes(declared, 1, {}, MODEL_OPTION_NAMES))
         name = image_input(types)
         return image_size(name, types[name][1])
     if size is not None:
@@ -59,11 +59,11 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
             raise UserError(f"--size: height and width, such as 640x640, but got {size!r}")
         return found
     registry.find_entry_point("preprocessing", preprocess)
-    if preprocess not in USUAL_SIZES:
+    if preprocess not in DEFAULT_INPUT_SIZES:
         raise UserError(
             f"--preprocess {preprocess}: say the size of the inputs, by --size 640x640 or --model FILE.onnx"
         )
-    return USUAL_SIZES[preprocess]
+    return DEFAULT_INPUT_SIZES[preprocess]
 
 
 def write_calibration(images: Path, output: Path, preprocess: Mapping[str, Any], size: Size, samples: int) -> Size:
@@ -85,9 +85,9 @@ def write_calibration(images: Path, output: Path, preprocess: Mapping[str, Any],
     if output.suffix != ".npy":
         raise UserError(f"-o {output}: a .npy file is written")
     prepare = open_preprocess(preprocess)
-    with respelled({"images": "IMAGES"}):
+    with map_error_keys({"images": "IMAGES"}):
         data = open_images({"use": "images", "images": str(images)})
-    chosen = evenly(len(data), samples)
+    chosen = spread_indices(len(data), samples)
     part = output.with_name(f"{output.name}.{os.getpid()}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,30 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from harness.accuracy.data.batching import image_input, image_size
-from harness.accuracy.metrics.intervals import drop_estimate, metric_estimate, too_few
+from harness.accuracy.metrics.intervals import drop_estimate, few_images_note, metric_estimate
 from harness.api import Array
-from harness.compat.tao_specs.calibration_feeds import calibration_feeds
-from harness.compat.tao_specs.evaluate import Scored
-from harness.compat.tao_specs.layout import decoder_of
+from harness.compat.tao_specs.calibration_feeds import open_calibration_feeds
+from harness.compat.tao_specs.evaluate import EvaluationResult
+from harness.compat.tao_specs.layout import suggest_decoder
 from harness.compat.tao_specs.model_file import static_shapes, static_types
-from harness.compat.tao_specs.sensitivity import rank, suggestion
-from harness.compat.tao_specs.spec import Dataset
+from harness.compat.tao_specs.sensitivity import rank_layers, suggest_skip_names
+from harness.compat.tao_specs.spec import DatasetSection
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
-from harness.graph.signature import read_declared
+from harness.graph.signature import read_signature
 from harness.progress import Observer
 from harness.random_inputs import InputTypes
 from harness.statistics import Interval
 
-__all__ = ["ACCEPTABLE", "Line", "advice", "compared"]
+__all__ = ["MAX_ACCEPTABLE_DROP", "ComparisonRow", "advise_native_layers", "compare_evaluations"]
 
-RUN_WIDE = "run in float32, see above"
-ACCEPTABLE = 0.01
+FLOAT32_NOTE = "run in float32, see above"
+MAX_ACCEPTABLE_DROP = 0.01
 """A larger drop asks for other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ComparisonRow:
     """One row of the comparison.
 
     Attributes:
@@ -39,20 +39,20 @@ class Line:
         drop: Against the first row, positive where this one is worse; None for the first itself.
     """
 
-    scored: Scored
-    figure: Interval
+    scored: EvaluationResult
+    interval: Interval
     drop: Interval | None
     note: str
 
     def cells(self) -> tuple[str, ...]:
         """As text: spec, engine or model, precisions, metric, drop, note."""
-        drop = "baseline" if self.drop is None else _shown(self.drop, "+.4f")
+        drop = "baseline" if self.drop is None else _format_interval(self.drop, "+.4f")
         precisions = "+".join(self.scored.precisions) or "float"
-        metric = f"{self.scored.metric} {_shown(self.figure, '.4f')}"
+        metric = f"{self.scored.metric} {_format_interval(self.interval, '.4f')}"
         return self.scored.name, self.scored.what, precisions, metric, drop, self.note
 
 
-def compared(found: Sequence[Scored]) -> tuple[Line, ...]:
+def compare_evaluations(found: Sequence[EvaluationResult]) -> tuple[ComparisonRow, ...]:
     """The rows of a comparison, the first evaluation being the baseline.
 
     Raises:
@@ -66,14 +66,14 @@ def compared(found: Sequence[Scored]) -> tuple[Line, ...]:
         value = scored.accuracy.metrics[scored.metric]
         own = metric_estimate(scored.accuracy, scored.metric)
         figure = Interval(value=value, low=value, high=value) if own is None else own.interval
-        drop = None if scored is first else _drop(first, scored)
-        few = "" if own is None else too_few(own.images)
-        note = "; ".join(filter(None, (few, RUN_WIDE if scored.note else "")))
-        lines.append(Line(scored=scored, figure=figure, drop=drop, note=note))
+        drop = None if scored is first else _estimate_drop(first, scored)
+        few = "" if own is None else few_images_note(own.images)
+        note = "; ".join(filter(None, (few, FLOAT32_NOTE if scored.note else "")))
+        lines.append(ComparisonRow(scored=scored, interval=figure, drop=drop, note=note))
     return tuple(lines)
 
 
-def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list[str]:
+def advise_native_layers(line: ComparisonRow, dataset: DatasetSection, base: Path, observer: Observer) -> list[str]:
     """Which layers to leave native, as lines; nothing where the drop is acceptable or there are no Q/DQ pairs.
 
     Args:
@@ -83,18 +83,22 @@ def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list
         observer: Sees how far it is.
     """
     drop, path = line.drop, line.scored.model
-    if drop is None or drop.value <= ACCEPTABLE or not line.scored.precisions:
+    if drop is None or drop.value <= MAX_ACCEPTABLE_DROP or not line.scored.precisions:
         return []
-    head = [f"{line.scored.name}: the drop, {drop.value:.4f}, is above {ACCEPTABLE:.2f}; leave some layers native:"]
+    head = [
+        f"{line.scored.name}: the drop, {drop.value:.4f}, is above {MAX_ACCEPTABLE_DROP:.2f}; leave some layers native:"
+    ]
     if path is None:
         return [*head, f"(which ones cannot be said: the ONNX file of {line.scored.what} is not there)"]
     try:
-        return head + suggestion(rank(path, _feeds(path, line.scored.inputs, dataset, base), observer))
+        return head + suggest_skip_names(
+            rank_layers(path, _open_feeds(path, line.scored.inputs, dataset, base), observer)
+        )
     except (CandidateError, UserError) as error:
         return [*head, f"(which ones cannot be said: {error})"]
 
 
-def _feeds(path: Path, inputs: InputTypes, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
+def _open_feeds(path: Path, inputs: InputTypes, dataset: DatasetSection, base: Path) -> Iterable[Mapping[str, Array]]:
     """Return a few inputs, of the calibration data where they are named, else of the labelled images.
 
     Args:
@@ -103,18 +107,18 @@ def _feeds(path: Path, inputs: InputTypes, dataset: Dataset, base: Path) -> Iter
         dataset: Section `dataset`.
         base: Folder that relative paths start from.
     """
-    declared, sources = read_declared(path), dataset.test_data_sources
+    declared, sources = read_signature(path), dataset.test_data_sources
     types = inputs or static_types(declared, static_shapes(declared, 1, dataset.shapes, dims=dataset.dims))
     evaluated = None if sources is None else sources.image_dir or sources.arrays
     changes: dict[str, Any] = {"samples": 4, "calibration_data": dataset.calibration_data or evaluated}
     if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
         name = image_input(types)
-        layout = decoder_of(declared.outputs, image_size(name, types[name][1]))
+        layout = suggest_decoder(declared.outputs, image_size(name, types[name][1]))
         changes["preprocess"] = layout and PluginSpec(use=layout)
-    return calibration_feeds(dataset.model_copy(update=changes), types, base).batches
+    return open_calibration_feeds(dataset.model_copy(update=changes), types, base).batches
 
 
-def _drop(first: Scored, scored: Scored) -> Interval:
+def _estimate_drop(first: EvaluationResult, scored: EvaluationResult) -> Interval:
     try:
         found = drop_estimate(first.accuracy, scored.accuracy, scored.metric, higher_is_better=scored.higher_is_better)
     except ValueError as error:
@@ -126,7 +130,7 @@ def _drop(first: Scored, scored: Scored) -> Interval:
     return Interval(value=value, low=value, high=value)
 
 
-def _shown(figure: Interval, digits: str) -> str:
+def _format_interval(figure: Interval, digits: str) -> str:
     if figure.low == figure.high:
         return format(figure.value, digits)
     return f"{figure.value:{digits}} [{figure.low:{digits}}, {figure.high:{digits}}]"

@@ -15,13 +15,21 @@ from harness.graph.signature import Dims
 from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import safe_file_name
 
-__all__ = ["TENSORRT", "EngineFacts", "engine_path", "load_engine", "read_facts", "save_engine", "stand_in"]
+__all__ = [
+    "TENSORRT",
+    "EngineFacts",
+    "engine_for_other_runtime",
+    "engine_path",
+    "load_engine",
+    "read_facts",
+    "save_engine",
+]
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 TENSORRT = "tensorrt"
-SUFFIXES = (".trt", ".engine", ".plan")
+TENSORRT_SUFFIXES = (".trt", ".engine", ".plan")
 """Names that say that an engine is TensorRT's."""
-MAX_BYTES = 1 << 20
+MAX_FACTS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +68,21 @@ def engine_path(asked: Path, backend: str) -> Path:
     Raises:
         UserError: An engine of TensorRT's by a name that does not say so.
     """
-    if backend == TENSORRT and asked.suffix not in SUFFIXES:
-        raise UserError(f"gen_trt_engine.trt_engine: a name that ends in {', '.join(SUFFIXES)}, but got {asked.name}")
-    foreign = backend != TENSORRT and asked.suffix in SUFFIXES
+    if backend == TENSORRT and asked.suffix not in TENSORRT_SUFFIXES:
+        raise UserError(
+            f"gen_trt_engine.trt_engine: a name that ends in {', '.join(TENSORRT_SUFFIXES)}, but got {asked.name}"
+        )
+    foreign = backend != TENSORRT and asked.suffix in TENSORRT_SUFFIXES
     return asked.with_suffix(f".{safe_file_name(backend)}") if foreign else asked
 
 
-def stand_in(asked: Path) -> Path | None:
+def engine_for_other_runtime(asked: Path) -> Path | None:
     """The engine that stands where another was asked for, see `engine_path`; None where that is there, or none is.
 
     Raises:
         UserError: Engines of several runtimes are.
     """
-    if asked.exists() or asked.suffix not in SUFFIXES:
+    if asked.exists() or asked.suffix not in TENSORRT_SUFFIXES:
         return None
     others = (engine_path(asked, plugin.name) for plugin in registry.installed_plugins("benchmarker"))
     found = sorted(path for path in others if path.is_file())
@@ -89,7 +99,7 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
     Raises:
         UserError: The runtime is not there, refuses the model, cannot write engines, or the folder cannot be made.
     """
-    runtime = _runtime(facts.backend, facts.params)
+    runtime = _create_runtime(facts.backend, facts.params)
     if not isinstance(runtime, SupportsSave):
         raise UserError(
             f"backend {facts.backend!r} cannot write engines to a file; use openvino, onnxruntime or tensorrt"
@@ -99,7 +109,9 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
         path.parent.mkdir(parents=True, exist_ok=True)
         runtime.save(candidate, path)
         written = EngineFacts(**{**asdict(facts), "sha256": _sha256(path), "describe": dict(runtime.describe())})
-        _beside(path).write_text(json.dumps({"schema": SCHEMA, **asdict(written)}, indent=1), encoding="utf-8")
+        _facts_path(path).write_text(
+            json.dumps({"schema": SCHEMA_VERSION, **asdict(written)}, indent=1), encoding="utf-8"
+        )
     except CandidateError as error:
         raise UserError(f"{Path(facts.onnx_file).name}: no engine: {error}") from error
     except OSError as error:
@@ -113,14 +125,14 @@ def read_facts(path: Path) -> EngineFacts | None:
     Raises:
         UserError: Damaged, or of another engine than the file.
     """
-    beside = _beside(path)
+    beside = _facts_path(path)
     if not beside.exists():
         return None
     try:
-        if beside.stat().st_size > MAX_BYTES:
+        if beside.stat().st_size > MAX_FACTS_BYTES:
             raise ValueError("too large")
         body = json.loads(beside.read_text(encoding="utf-8"))
-        if body.pop("schema") != SCHEMA:
+        if body.pop("schema") != SCHEMA_VERSION:
             raise ValueError("another schema")
         inputs = {name: (str(kind), tuple(map(int, shape))) for name, (kind, shape) in body["inputs"].items()}
         outputs = {n: tuple(None if d is None else int(d) for d in dims) for n, dims in body["outputs"].items()}
@@ -138,7 +150,7 @@ def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
     Raises:
         UserError: The runtime is not there, or refuses the file.
     """
-    runtime = _runtime(facts.backend, facts.params)
+    runtime = _create_runtime(facts.backend, facts.params)
     if not isinstance(runtime, SupportsSave):
         raise UserError(f"backend {facts.backend!r} cannot read engines from a file")
     try:
@@ -150,12 +162,12 @@ def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
     return runtime, artifact
 
 
-def _runtime(use: str, params: dict[str, Any]) -> Benchmarker:
+def _create_runtime(use: str, params: dict[str, Any]) -> Benchmarker:
     made: Benchmarker = registry.create_plugin("benchmarker", use, params)
     return made
 
 
-def _beside(path: Path) -> Path:
+def _facts_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 from harness.errors import UserError
 
-__all__ = ["respelled"]
+__all__ = ["map_error_keys"]
 
 DATA_KEY = re.compile(r"(?<![\w/])data\.(\w+)(?![\w./])")
 """A key of an experiment's `data` mapping, which the evaluators' messages name."""
 
 
 @contextmanager
-def respelled(words: Mapping[str, str], where: str = "") -> Iterator[None]:
+def map_error_keys(words: Mapping[str, str], where: str = "") -> Iterator[None]:
     """Let messages about the keys of a `data` mapping name those of the spec that it was made from.
 
     Args:

@@ -1,5 +1,5 @@
 """Which decoder and preprocessing a detector wants; see `harness.accuracy.data.detector_layout`."""
 
-from harness.accuracy.data.detector_layout import decoder_of
+from harness.accuracy.data.detector_layout import suggest_decoder
 
-__all__ = ["decoder_of"]
+__all__ = ["suggest_decoder"]

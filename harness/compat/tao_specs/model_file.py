@@ -9,19 +9,19 @@ from types import MappingProxyType
 
 from harness.errors import UserError, suggest_names
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, format_axes, parse_shape, resolve_shapes
-from harness.graph.signature import Declared, Dims, read_declared
+from harness.graph.signature import Dims, ModelSignature, read_signature
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes
 
-__all__ = ["Place", "Samples", "found_file", "onnx_file", "static_shapes", "static_types"]
+__all__ = ["SampleShapes", "ShapeOptionNames", "locate_spec_file", "open_onnx_file", "static_shapes", "static_types"]
 
-PYTORCH = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
-PICKLE, ZIP = b"\x80", b"PK"
+PYTORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
+PICKLE_MAGIC, ZIP_MAGIC = b"\x80", b"PK"
 """How the files of torch.save begin, before and since PyTorch 1.6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ShapeOptionNames:
     """Where users say the shapes of inputs; NAME and SHAPE stand for an input's.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place:
         """Begins messages about sizes that do not fit."""
         return self.key.removesuffix("NAME").rstrip(". ")
 
-    def asking(self, name: str, axes: Axes, symbols: Sequence[str]) -> str:
+    def describe_remedy(self, name: str, axes: Axes, symbols: Sequence[str]) -> str:
         """Return how to make an input static: by its missing symbols, or by its shape."""
         usual = 640 if len(axes) == 4 else 128
         example = "x".join(str(a if isinstance(a, int) else usual if place else 1) for place, a in enumerate(axes))
@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class SampleShapes:
     """Shape of one sample of the calibration data by input, with or without the batch dimension.
 
     Attributes:
@@ -65,8 +65,10 @@ class Samples:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-SPEC = Place(key="dataset.shapes.NAME", remedy="its static shape under dataset.shapes, for instance {NAME: SHAPE}")
-SPEC = Place(
+SPEC_OPTION_NAMES = ShapeOptionNames(
+    key="dataset.shapes.NAME", remedy="its static shape under dataset.shapes, for instance {NAME: SHAPE}"
+)
+SPEC_OPTION_NAMES = ShapeOptionNames(
     key="dataset.shapes.NAME",
     remedy="its static shape under dataset.shapes, for instance {NAME: SHAPE}",
     dim_remedy="each size under dataset.dims, for instance {SIZES}",
@@ -74,7 +76,7 @@ SPEC = Place(
 )
 
 
-def onnx_file(text: str, base: Path, key: str) -> tuple[Path, Declared]:
+def open_onnx_file(text: str, base: Path, key: str) -> tuple[Path, ModelSignature]:
     """The file behind a key of a spec, and what it says of itself.
 
     Args:
@@ -86,23 +88,23 @@ def onnx_file(text: str, base: Path, key: str) -> tuple[Path, Declared]:
         UserError: Nothing there; a PyTorch file; a name that does not end in .onnx; no ONNX inside.
     """
     suffix = Path(text).suffix.lower()
-    if suffix in PYTORCH:
+    if suffix in PYTORCH_SUFFIXES:
         raise UserError(
             f"{key}: {text} is a PyTorch file, and this backend takes ONNX alone; export it first "
             "(torch.onnx.export, 'yolo export format=onnx', or TAO's export action)"
         )
     if suffix != ".onnx":
         raise UserError(f"{key}: the name of an ONNX file ends in .onnx, but got {text}")
-    path = found_file(text, base, key)
+    path = locate_spec_file(text, base, key)
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(2)
-        if head == ZIP or head[:1] == PICKLE:
+        if head == ZIP_MAGIC or head[:1] == PICKLE_MAGIC:
             raise UserError(f"{key}: {text} is called .onnx, but is a PyTorch file (torch.save); export it to ONNX")
-    return path, read_declared(path, text)
+    return path, read_signature(path, text)
 
 
-def found_file(text: str, base: Path, key: str) -> Path:
+def locate_spec_file(text: str, base: Path, key: str) -> Path:
     """`harness.paths.resolve_path`, with the key of the spec in its message.
 
     Raises:
@@ -115,11 +117,11 @@ def found_file(text: str, base: Path, key: str) -> Path:
 
 
 def static_shapes(
-    declared: Declared,
+    declared: ModelSignature,
     batch: int,
     given: Mapping[str, str],
-    place: Place = SPEC,
-    samples: Samples | None = None,
+    names: ShapeOptionNames = SPEC_OPTION_NAMES,
+    samples: SampleShapes | None = None,
     dims: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, tuple[int, ...]]:
     """Return a shape without dynamic dimensions for each input: as given, else that of the calibration data.
@@ -138,22 +140,24 @@ def static_shapes(
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in given.items():
-        key = place.key.replace("NAME", name)
+        key = names.key.replace("NAME", name)
         if name not in declared.inputs:
             raise UserError(f"{key}: the model has no such input; {suggest_names(name, declared.inputs)}")
         found[name] = parse_shape(shape, key)
     for name, (_, own) in declared.inputs.items():
-        if name not in found and (whole := _sample_shape(name, own, samples or Samples(), batch)) is not None:
+        if name not in found and (whole := _sample_shape(name, own, samples or SampleShapes(), batch)) is not None:
             found[name] = whole
-    dynamic = {name: _unsized(declared.axes[name]) for name, (_, sizes) in declared.inputs.items() if None in sizes}
+    dynamic = {
+        name: _zero_as_unknown(declared.axes[name]) for name, (_, sizes) in declared.inputs.items() if None in sizes
+    }
     sizes = InputSizes(
         shapes={name: found[name] for name in dynamic if name in found},
-        dims={**_leading(dynamic, batch, found, dims), **dims},
+        dims={**_batch_symbols(dynamic, batch, found, dims), **dims},
     )
-    known = resolve_shapes(dynamic, sizes, place.section, batch=batch)
+    known = resolve_shapes(dynamic, sizes, names.section, batch=batch)
     for name, axes in dynamic.items():
         if name not in known.shapes:
-            asked = place.asking(name, axes or (), known.missing.symbols)
+            asked = names.describe_remedy(name, axes or (), known.missing.symbols)
             missing = f", and {samples.source} has no array for it" if samples and samples.shapes else ""
             raise UserError(f"input {name!r} is {format_axes(axes)}{missing}: say {asked}")
     for name, (_, declared_sizes) in declared.inputs.items():
@@ -161,12 +165,12 @@ def static_shapes(
     return {name: found[name] for name in declared.inputs}
 
 
-def _unsized(axes: Axes | None) -> Axes | None:
+def _zero_as_unknown(axes: Axes | None) -> Axes | None:
     """Return the dimensions of an input with those of size 0 as unknown ones."""
     return None if axes is None else tuple(axis or None for axis in axes)
 
 
-def _leading(
+def _batch_symbols(
     dynamic: Mapping[str, Axes | None], batch: int, found: Mapping[str, object], dims: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the batch for symbols, whatever their name, that are the only dynamic dimension and the first."""
@@ -176,7 +180,7 @@ def _leading(
     return {axis: batch for axis in first - given - others if isinstance(axis, str) and axis not in dims}
 
 
-def _sample_shape(name: str, dims: Dims, samples: Samples, batch: int) -> tuple[int, ...] | None:
+def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> tuple[int, ...] | None:
     """Return the shape of an input with the sizes of a sample where its own are dynamic; None: nothing tells.
 
     Raises:
@@ -193,15 +197,15 @@ def _sample_shape(name: str, dims: Dims, samples: Samples, batch: int) -> tuple[
     if None not in dims[1:]:  # who feeds the data compares them
         return None
     raise UserError(
-        f"{samples.source}: a sample of {name!r} is {_times(sample, ' x ')}, but the input takes "
-        f"{_times(dims[1:], ' x ')} (without the batch; ? is any size)"
+        f"{samples.source}: a sample of {name!r} is {_format_dims(sample, ' x ')}, but the input takes "
+        f"{_format_dims(dims[1:], ' x ')} (without the batch; ? is any size)"
     )
 
 
-def _times(dims: Dims, sign: str = "x") -> str:
+def _format_dims(dims: Dims, sign: str = "x") -> str:
     return sign.join("?" if size is None else str(size) for size in dims) or "a single number"
 
 
-def static_types(declared: Declared, shapes: Mapping[str, tuple[int, ...]]) -> InputTypes:
+def static_types(declared: ModelSignature, shapes: Mapping[str, tuple[int, ...]]) -> InputTypes:
     """Element type and static shape of each input."""
     return {name: (dtype, shapes[name]) for name, (dtype, _) in declared.inputs.items()}

@@ -13,25 +13,37 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.compat.tao_specs.presets import DEFAULT_OPS
-from harness.compat.tao_specs.selection import EVERYTHING, Named, assigned, is_operator, skipped
-from harness.compat.tao_specs.spec import Dtype, Layer, QuantizeSection
+from harness.compat.tao_specs.presets import DEFAULT_OPERATORS
+from harness.compat.tao_specs.selection import (
+    DEFAULT_LAYERS_WILDCARD,
+    HasNameAndOp,
+    assign_layers,
+    match_skip_names,
+    names_operator,
+)
+from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import UserError, suggest_names
 from harness.timing.provenance import describe_environment
 
 __all__ = [
-    "check_arguments", "excluded", "float_dtype", "modelopt_arguments", "parameters", "providers", "remedy",
+    "check_arguments",
+    "execution_providers",
+    "make_modelopt_arguments",
+    "modelopt_float_dtype",
+    "modelopt_parameters",
+    "node_name_patterns",
+    "option_remedy",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-MODES: Mapping[Dtype, str] = MappingProxyType({"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8"})
-METHODS: Mapping[str, str] = MappingProxyType({"minmax": "max", "max": "max", "entropy": "entropy"})
+MODELOPT_MODES: Mapping[Dtype, str] = MappingProxyType({"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8"})
+MODELOPT_METHODS: Mapping[str, str] = MappingProxyType({"minmax": "max", "max": "max", "entropy": "entropy"})
 """ModelOpt's Q/DQ are symmetric, so the range of minmax is that of max."""
-INT4_ONLY = ("awqlite_alpha_step", "awqclip_alpha_step", "awqclip_alpha_min", "awqclip_bsz_col")
+INT4_ARGUMENTS = ("awqlite_alpha_step", "awqclip_alpha_step", "awqclip_alpha_min", "awqclip_bsz_col")
 """Beyond its signature, for mode int4 (its docstring, `kwargs`)."""
-OURS: Mapping[str, str] = MappingProxyType(
+ARGUMENTS_SET_BY_SPEC: Mapping[str, str] = MappingProxyType(
     {
         "onnx_path": "model_path",
         "output_path": "results_dir",
@@ -44,7 +56,7 @@ OURS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Arguments that other keys of a spec set."""
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
+REFUSED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {
         "autotune": "'qdq autotune' searches placements; its options are those without the prefix autotune_",
         "keep_intermediate_files": "their folder is removed; 'python -m modelopt.onnx.quantization' has it",
@@ -55,7 +67,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 
 @cache
-def parameters() -> Mapping[str, Any]:
+def modelopt_parameters() -> Mapping[str, Any]:
     """Names and defaults of `modelopt.onnx.quantization.quantize`, by its source; None for what is no literal.
 
     Importing it would load PyTorch and set up logging.
@@ -71,10 +83,12 @@ def parameters() -> Mapping[str, Any]:
         raise UserError("ModelOpt is not installed; pip install 'nvidia-modelopt[onnx]', or use backend: qdq")
     functions = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == "quantize"]
     if not functions:
-        raise UserError(f"ModelOpt {_version()} has no quantize() where it was; use 0.43 to 0.47, or backend: qdq")
+        raise UserError(
+            f"ModelOpt {_modelopt_version()} has no quantize() where it was; use 0.43 to 0.47, or backend: qdq"
+        )
     given = functions[0].args
     plain = [ast.Constant(None)] * (len(given.args) - len(given.defaults)) + list(given.defaults)
-    return MappingProxyType({a.arg: _literal(default) for a, default in zip(given.args, plain, strict=True)})
+    return MappingProxyType({a.arg: _eval_literal(default) for a, default in zip(given.args, plain, strict=True)})
 
 
 def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> None:
@@ -83,16 +97,16 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
     Raises:
         UserError: Unknown, set by another key, or of a type that cannot be.
     """
-    known = {**parameters(), **dict.fromkeys(INT4_ONLY, 0.0)}
+    known = {**modelopt_parameters(), **dict.fromkeys(INT4_ARGUMENTS, 0.0)}
     for name, value in given.items():
-        if name in OURS:
-            raise UserError(f"{key}.{name}: set by {OURS[name]} here")
-        if way := _elsewhere(name):
+        if name in ARGUMENTS_SET_BY_SPEC:
+            raise UserError(f"{key}.{name}: set by {ARGUMENTS_SET_BY_SPEC[name]} here")
+        if way := _refusal_remedy(name):
             raise UserError(f"{key}.{name}: not taken here: {way}")
         if name not in known:
             raise UserError(
-                f"{key}.{name}: ModelOpt {_version()} has no such argument; "
-                f"{suggest_names(name, known.keys() - OURS.keys())}"
+                f"{key}.{name}: ModelOpt {_modelopt_version()} has no such argument; "
+                f"{suggest_names(name, known.keys() - ARGUMENTS_SET_BY_SPEC.keys())}"
             )
         default = known[name]
         fits = isinstance(value, float | int) if isinstance(default, float) else isinstance(value, type(default))
@@ -100,22 +114,24 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
             raise UserError(f"{key}.{name}: a value like {default!r}, but got {value!r}")
 
 
-def remedy(option: str) -> str:
+def option_remedy(option: str) -> str:
     """Return how to get what an option of ModelOpt does that `qdq ptq` lacks; "" where ModelOpt lacks it too."""
     name = option.removeprefix("--").partition("=")[0]
-    if way := _elsewhere(name):
+    if way := _refusal_remedy(name):
         return way
-    if name in OURS:
+    if name in ARGUMENTS_SET_BY_SPEC:
         return "--calibration_data FILE, or batches in Python: harness.accuracy.calibration.ptq.modelopt"
-    known = name in {*parameters(), *INT4_ONLY}
+    known = name in {*modelopt_parameters(), *INT4_ARGUMENTS}
     return f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if known else ""
 
 
-def _elsewhere(name: str) -> str:
-    return next((way for start, way in ELSEWHERE.items() if name == start or name.startswith(f"{start}_")), "")
+def _refusal_remedy(name: str) -> str:
+    return next((way for start, way in REFUSED_ARGUMENTS.items() if name == start or name.startswith(f"{start}_")), "")
 
 
-def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes: Sequence[Named]) -> dict[str, Any]:
+def make_modelopt_arguments(
+    section: QuantizeSection, layers: Sequence[LayerSpec], nodes: Sequence[HasNameAndOp]
+) -> dict[str, Any]:
     """A spec's section in ModelOpt's words.
 
     Args:
@@ -127,36 +143,36 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
         UserError: Nothing to quantize, or arguments that ModelOpt does not have.
     """
     check_arguments(section.backend_kwargs)
-    mode = _mode(layers)
-    found = assigned(nodes, layers, DEFAULT_OPS[mode])
+    mode = _quantize_mode(layers)
+    found = assign_layers(nodes, layers, DEFAULT_OPERATORS[mode])
     native = [node for node, layer in zip(nodes, found, strict=True) if layer and _is_native(layer)]
     wanted = [node for node, layer in zip(nodes, found, strict=True) if layer and not _is_native(layer)]
     others = {node.op for node, layer in zip(nodes, found, strict=True) if layer is None or not _is_native(layer)}
     whole = {node.op for node in native} - others
-    names = {node.name for node in native if node.op not in whole} | skipped(nodes, section.skip_names)
+    names = {node.name for node in native if node.op not in whole} | match_skip_names(nodes, section.skip_names)
     extra = dict(section.backend_kwargs)
     if isinstance(text := extra.get("high_precision_dtype"), str):
-        extra["high_precision_dtype"] = float_dtype(text)
+        extra["high_precision_dtype"] = modelopt_float_dtype(text)
     own = extra.pop("op_types_to_exclude", None) or ()
     left_out = whole | ({own} if isinstance(own, str) else set(own))
     arguments: dict[str, Any] = {
         "quantize_mode": mode,
-        "calibration_method": METHODS[section.algorithm],
-        "calibration_eps": providers(section.device),
+        "calibration_method": MODELOPT_METHODS[section.algorithm],
+        "calibration_eps": execution_providers(section.device),
         "log_level": "WARNING",
-        **_wanted([layer for layer in layers if not _is_native(layer)], nodes, wanted),
+        **_nodes_to_quantize([layer for layer in layers if not _is_native(layer)], nodes, wanted),
         **({"op_types_to_exclude": sorted(left_out)} if left_out else {}),
-        **({"nodes_to_exclude": excluded(sorted(names - {""}))} if names - {""} else {}),
+        **({"nodes_to_exclude": node_name_patterns(sorted(names - {""}))} if names - {""} else {}),
     }
     return {**arguments, **extra}
 
 
-def float_dtype(text: str) -> str:
+def modelopt_float_dtype(text: str) -> str:
     """Return ModelOpt's name of a float type, given in any usual spelling."""
     return {"f32": "fp32", "f16": "fp16"}.get(normalize_float_precision(text), text.lower())
 
 
-def providers(device: str) -> list[str]:
+def execution_providers(device: str) -> list[str]:
     """ModelOpt's execution providers for a device; the CPU where there is no GPU, with a warning."""
     if device == "cpu":
         return ["cpu"]
@@ -167,12 +183,12 @@ def providers(device: str) -> list[str]:
     return ["trt", "cuda:0", "cpu"] if device == "trt" else [gpu, "cpu"]
 
 
-def excluded(names: Sequence[str]) -> list[str]:
+def node_name_patterns(names: Sequence[str]) -> list[str]:
     """Names of nodes as ModelOpt wants them: regular expressions, which it matches at the beginning only."""
     return [f"{re.escape(name)}$" for name in names]
 
 
-def _mode(layers: Sequence[Layer]) -> str:
+def _quantize_mode(layers: Sequence[LayerSpec]) -> str:
     """The first dtype of all, as documented ("Critical limitation: no mixed-precision support")."""
     dtypes = [t.dtype for layer in layers for t in (layer.weights, layer.activations) if t.dtype != "native"]
     if not dtypes:
@@ -193,33 +209,38 @@ def _mode(layers: Sequence[Layer]) -> str:
         )  # fmt: skip
     if first == "fp8_e5m2":
         logger.warning("layers: ModelOpt writes FP8 as E4M3 whichever is asked; backend: qdq writes E5M2")
-    return MODES[first]
+    return MODELOPT_MODES[first]
 
 
-def _wanted(layers: Sequence[Layer], nodes: Sequence[Named], chosen: Sequence[Named]) -> dict[str, Any]:
+def _nodes_to_quantize(
+    layers: Sequence[LayerSpec], nodes: Sequence[HasNameAndOp], chosen: Sequence[HasNameAndOp]
+) -> dict[str, Any]:
     """Operators or nodes to quantize; nothing where ModelOpt's defaults are meant."""
-    if any(layer.module_name == EVERYTHING for layer in layers):
+    if any(layer.module_name == DEFAULT_LAYERS_WILDCARD for layer in layers):
         return {}
     if not chosen:
         raise UserError("quantize.layers: no entry matches any node of the model, so there is nothing to quantize")
     ops = sorted({node.op for node in chosen})
-    if all(is_operator(layer, nodes) for layer in layers):
+    if all(names_operator(layer, nodes) for layer in layers):
         return {"op_types_to_quantize": ops}
-    return {"op_types_to_quantize": ops, "nodes_to_quantize": excluded(sorted({node.name for node in chosen} - {""}))}
+    return {
+        "op_types_to_quantize": ops,
+        "nodes_to_quantize": node_name_patterns(sorted({node.name for node in chosen} - {""})),
+    }
 
 
-def _is_native(layer: Layer) -> bool:
+def _is_native(layer: LayerSpec) -> bool:
     return layer.weights.dtype == layer.activations.dtype == "native"
 
 
-def _literal(node: ast.expr) -> Any:
+def _eval_literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
         return None
 
 
-def _version() -> str:
+def _modelopt_version() -> str:
     try:
         return version("nvidia-modelopt")
     except PackageNotFoundError:

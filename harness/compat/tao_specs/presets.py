@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["DEFAULT_OPS", "NEVER_BY_DEFAULT", "PRESETS", "Preset", "describe_defaults", "describe_presets"]
+__all__ = ["DEFAULT_OPERATORS", "FLOAT_BY_DEFAULT", "PRESETS", "LayerPreset", "describe_defaults", "describe_presets"]
 
-DEFAULT_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+DEFAULT_OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "int8": (
             "Add", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "Gemm", "GlobalAveragePool",
@@ -20,7 +20,7 @@ DEFAULT_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 """What ModelOpt 0.47 quantizes where nothing is said (`modelopt/onnx/quantization/quantize.py`, its opening text)."""
 
-NEVER_BY_DEFAULT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+FLOAT_BY_DEFAULT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "activations": ("Softmax", "Sigmoid", "Tanh"),
         "structure": ("Concat", "Slice", "Reshape", "Transpose"),
@@ -31,7 +31,7 @@ NEVER_BY_DEFAULT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
+class LayerPreset:
     """A named choice.
 
     Attributes:
@@ -47,15 +47,15 @@ class Preset:
     expect: str = ""
 
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
+PRESETS: Mapping[str, LayerPreset] = MappingProxyType(
     {
         # TAO documentation, "ModelOpt ONNX Backend (Static PTQ)", section 9.8.8
-        "classifier": Preset(text="classifiers: the last layer stays native", skip_names=("/classifier/*", "/fc")),
-        "rtdetr": Preset(
+        "classifier": LayerPreset(text="classifiers: the last layer stays native", skip_names=("/classifier/*", "/fc")),
+        "rtdetr": LayerPreset(
             text="RT-DETR: head, encoder and decoder stay native", skip_names=("/head/*", "/encoder/*", "/decoder/*")
         ),
         # How-to on PTQ of YOLO11, section 3.4
-        "extreme_int8": Preset(
+        "extreme_int8": LayerPreset(
             text="every operator that can be forced to INT8: a stress test",
             op_types=(
                 "Conv", "MatMul", "MaxPool", "Mul", "Add", "Concat", "Sigmoid", "Softmax", "Split", "Transpose",
@@ -74,9 +74,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 def describe_defaults() -> list[str]:
     """What ModelOpt quantizes and leaves out where nothing is said, as lines."""
     lines = ["Quantized by default:"]
-    lines += [f"  {mode}: {', '.join(ops)}" for mode, ops in DEFAULT_OPS.items()]
+    lines += [f"  {mode}: {', '.join(ops)}" for mode, ops in DEFAULT_OPERATORS.items()]
     lines.append("Left in high precision by default (force them by --op_types_to_quantize, at your own risk):")
-    lines += [f"  {kind}: {', '.join(ops)}" for kind, ops in NEVER_BY_DEFAULT.items()]
+    lines += [f"  {kind}: {', '.join(ops)}" for kind, ops in FLOAT_BY_DEFAULT.items()]
     return lines
 
 

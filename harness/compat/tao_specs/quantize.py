@@ -12,24 +12,38 @@ from typing import Any
 
 from harness.accuracy.calibration.ptq import modelopt
 from harness.api import Array
-from harness.compat.tao_specs.builtin_quantizer import Order, own_arguments, own_ptq
-from harness.compat.tao_specs.calibration_feeds import Feeds, calibration_feeds, loader_feeds, peeked, sample_shapes
-from harness.compat.tao_specs.model_file import onnx_file, static_shapes, static_types
-from harness.compat.tao_specs.modelopt_arguments import modelopt_arguments
+from harness.compat.tao_specs.builtin_quantizer import LayerwiseRequest, parse_builtin_arguments, quantize_builtin
+from harness.compat.tao_specs.calibration_feeds import (
+    CalibrationFeeds,
+    loader_feeds,
+    open_calibration_feeds,
+    peek_sample_shapes,
+    sample_shapes,
+)
+from harness.compat.tao_specs.model_file import open_onnx_file, static_shapes, static_types
+from harness.compat.tao_specs.modelopt_arguments import make_modelopt_arguments
 from harness.compat.tao_specs.presets import PRESETS
-from harness.compat.tao_specs.spec import Dataset, Layer, QuantizeSection, TypedAs
+from harness.compat.tao_specs.spec import DatasetSection, LayerSpec, QuantizeSection, TensorDtype
 from harness.errors import BuildFailed, UserError
-from harness.graph.signature import Declared, read_declared
+from harness.graph.signature import ModelSignature, read_signature
 
-__all__ = ["OUTPUT", "Quantized", "by_modelopt", "counted", "quantize", "refuse_quantized", "with_shapes"]
+__all__ = [
+    "OUTPUT_FILE_NAME",
+    "QuantizationResult",
+    "add_calibration_shapes",
+    "count_precisions",
+    "quantize",
+    "quantize_with_modelopt",
+    "refuse_quantized",
+]
 
 logger = logging.getLogger(__name__)
 
-OUTPUT = "quantized_model.onnx"
+OUTPUT_FILE_NAME = "quantized_model.onnx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantized:
+class QuantizationResult:
     """A model that was quantized.
 
     Attributes:
@@ -44,8 +58,8 @@ class Quantized:
 
 
 def quantize(
-    section: QuantizeSection, dataset: Dataset, base: Path, results: Path, loader: Iterable[Any] | None = None
-) -> Quantized:
+    section: QuantizeSection, dataset: DatasetSection, base: Path, results: Path, loader: Iterable[Any] | None = None
+) -> QuantizationResult:
     """Quantize as a section says and write `quantized_model.onnx`.
 
     Args:
@@ -58,33 +72,39 @@ def quantize(
     Raises:
         UserError: Anything in it that cannot be used, and ModelOpt's own words where it fails.
     """
-    path, declared = onnx_file(section.model_path, base, "quantize.model_path")
+    path, declared = open_onnx_file(section.model_path, base, "quantize.model_path")
     refuse_quantized(declared, section.model_path)
-    _mention(section)
-    section, layers = _with_preset(section, declared)
+    _warn_ignored_keys(section)
+    section, layers = _apply_preset(section, declared)
     names = tuple(declared.inputs)
-    samples, loader = (sample_shapes(dataset, names, base), None) if loader is None else peeked(loader, names)
+    samples, loader = (
+        (sample_shapes(dataset, names, base), None) if loader is None else peek_sample_shapes(loader, names)
+    )
     shapes = static_shapes(declared, 1, dataset.shapes, samples=samples, dims=dataset.dims)
     types = static_types(declared, shapes)
-    target = _target(results)
+    target = _make_target(results)
     if section.backend == "modelopt.onnx":
-        arguments = modelopt_arguments(section, layers, declared.nodes)
-        feeds = _feeds(dataset, types, base, loader)
-        by_modelopt(path, target, feeds.batches, with_shapes(arguments, declared, shapes))
+        arguments = make_modelopt_arguments(section, layers, declared.nodes)
+        feeds = _open_feeds(dataset, types, base, loader)
+        quantize_with_modelopt(path, target, feeds.batches, add_calibration_shapes(arguments, declared, shapes))
     else:
-        dialect = own_arguments(section.backend_kwargs)
-        order = Order(
+        dialect = parse_builtin_arguments(section.backend_kwargs)
+        order = LayerwiseRequest(
             model_path=path, source=section.model_path, shapes=shapes, layers=layers, skip_names=section.skip_names,
             method=section.algorithm, dialect=dialect,
         )  # fmt: skip
-        feeds = _feeds(dataset, types, base, loader)
-        _mention_fixed(section.model_path, declared, shapes)
+        feeds = _open_feeds(dataset, types, base, loader)
+        _warn_fixed_sizes(section.model_path, declared, shapes)
         with tempfile.TemporaryDirectory(prefix="qdq-quantize-") as work:
-            own_ptq(order, target, feeds.batches, Path(work))
-    return Quantized(path=target, layers=counted(read_declared(target)), calibrated_on=feeds.description)
+            quantize_builtin(order, target, feeds.batches, Path(work))
+    return QuantizationResult(
+        path=target, layers=count_precisions(read_signature(target)), calibrated_on=feeds.description
+    )
 
 
-def by_modelopt(path: Path, target: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]) -> None:
+def quantize_with_modelopt(
+    path: Path, target: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
+) -> None:
     """Run ModelOpt in a process of its own.
 
     Raises:
@@ -94,7 +114,7 @@ def by_modelopt(path: Path, target: Path, batches: Iterable[Mapping[str, Array]]
         modelopt(path, target, batches, arguments)
     except BuildFailed as error:
         raise UserError(f"{path.name}: ModelOpt refuses it: {error}") from error
-    made = read_declared(target)
+    made = read_signature(target)
     if not made.precisions and not any("quantize" in op.lower() or op == "MatMulNBits" for op in made.operators):
         target.unlink()
         mode = arguments.get("quantize_mode", "int8")
@@ -104,8 +124,8 @@ def by_modelopt(path: Path, target: Path, batches: Iterable[Mapping[str, Array]]
         )
 
 
-def with_shapes(
-    arguments: Mapping[str, Any], declared: Declared, shapes: Mapping[str, tuple[int, ...]]
+def add_calibration_shapes(
+    arguments: Mapping[str, Any], declared: ModelSignature, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """Return ModelOpt's arguments with the shapes of the inputs where it would take 1 for other sizes than a batch."""
     wanted = arguments.get("calibrate_per_node") and not arguments.get("calibration_shapes")
@@ -115,7 +135,7 @@ def with_shapes(
     return {**arguments, "calibration_shapes": text}
 
 
-def _mention_fixed(source: str, declared: Declared, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _warn_fixed_sizes(source: str, declared: ModelSignature, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Name the inputs whose dynamic sizes are fixed in the result."""
     fixed = {name: shapes[name] for name, (_, dims) in declared.inputs.items() if None in dims}
     if any(None in declared.inputs[name][1][1:] for name in fixed):
@@ -125,7 +145,7 @@ def _mention_fixed(source: str, declared: Declared, shapes: Mapping[str, tuple[i
         logger.warning("%s: its dynamic batch is 1 in the result; backend modelopt.onnx keeps it", source)
 
 
-def refuse_quantized(declared: Declared, source: str) -> None:
+def refuse_quantized(declared: ModelSignature, source: str) -> None:
     """Raises UserError where a model has Q/DQ pairs already."""
     if declared.precisions:
         raise UserError(
@@ -133,15 +153,15 @@ def refuse_quantized(declared: Declared, source: str) -> None:
         )
 
 
-def counted(declared: Declared) -> dict[str, dict[str, int]]:
-    """See `Quantized.layers`."""
+def count_precisions(declared: ModelSignature) -> dict[str, dict[str, int]]:
+    """See `QuantizationResult.layers`."""
     found: dict[str, Counter[str]] = {}
     for node in declared.nodes:
         found.setdefault(node.op, Counter()).update(sorted(node.precisions) or ["native"])
     return {op: dict(counts) for op, counts in sorted(found.items()) if set(counts) != {"native"}}
 
 
-def _mention(section: QuantizeSection) -> None:
+def _warn_ignored_keys(section: QuantizeSection) -> None:
     for key in ("default_layer_dtype", "default_activation_dtype"):
         value = getattr(section, key)
         if value is not None:
@@ -150,7 +170,7 @@ def _mention(section: QuantizeSection) -> None:
         logger.warning("quantize.device: %s: backend qdq calibrates on the CPU", section.device)
 
 
-def _with_preset(section: QuantizeSection, declared: Declared) -> tuple[QuantizeSection, tuple[Layer, ...]]:
+def _apply_preset(section: QuantizeSection, declared: ModelSignature) -> tuple[QuantizeSection, tuple[LayerSpec, ...]]:
     """The section with what its preset adds, and its layers."""
     if section.preset is None:
         return section, section.layers
@@ -158,20 +178,20 @@ def _with_preset(section: QuantizeSection, declared: Declared) -> tuple[Quantize
     if preset.expect:
         logger.warning("preset %s: %s", section.preset, preset.expect)
     whole = section.model_copy(update={"skip_names": (*section.skip_names, *preset.skip_names)})
-    int8 = TypedAs(dtype="int8")
+    int8 = TensorDtype(dtype="int8")
     forced = [op for op in preset.op_types if op in declared.operators]
-    return whole, section.layers or tuple(Layer(module_name=op, weights=int8, activations=int8) for op in forced)
+    return whole, section.layers or tuple(LayerSpec(module_name=op, weights=int8, activations=int8) for op in forced)
 
 
-def _feeds(dataset: Dataset, types: Any, base: Path, loader: Iterable[Any] | None) -> Feeds:
+def _open_feeds(dataset: DatasetSection, types: Any, base: Path, loader: Iterable[Any] | None) -> CalibrationFeeds:
     if loader is None:
-        return calibration_feeds(dataset, types, base)
-    return Feeds(batches=loader_feeds(loader, types), description="a data loader")
+        return open_calibration_feeds(dataset, types, base)
+    return CalibrationFeeds(batches=loader_feeds(loader, types), description="a data loader")
 
 
-def _target(results: Path) -> Path:
+def _make_target(results: Path) -> Path:
     try:
         results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"results_dir {results}: cannot be made: {error.strerror or error}") from error
-    return results / OUTPUT
+    return results / OUTPUT_FILE_NAME

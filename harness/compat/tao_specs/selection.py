@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from harness.compat.tao_specs.spec import Layer
+from harness.compat.tao_specs.spec import LayerSpec
 
-__all__ = ["EVERYTHING", "Named", "assigned", "is_operator", "skipped"]
+__all__ = ["DEFAULT_LAYERS_WILDCARD", "HasNameAndOp", "assign_layers", "match_skip_names", "names_operator"]
 
 logger = logging.getLogger(__name__)
 
-EVERYTHING = "*"
+DEFAULT_LAYERS_WILDCARD = "*"
 """As `module_name`: what the backend quantizes by default."""
 
 
-class Named(Protocol):
+class HasNameAndOp(Protocol):
     """A node, of whichever representation."""
 
     @property
@@ -31,23 +31,23 @@ class Named(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _NodeNames:
     """Names of nodes and of the modules that they are in ("/model.0" for "/model.0/conv/Conv")."""
 
     nodes: tuple[str, ...]
 
-    def near(self, pattern: str) -> str:
+    def suggest(self, pattern: str) -> str:
         """A half-sentence that helps with a pattern that matches nothing."""
         if not any(self.nodes):
             return "the nodes of this model have no names"
-        known = sorted({name for node in self.nodes for name in (node, *_modules(node))} - {""})
+        known = sorted({name for node in self.nodes for name in (node, *_parent_modules(node))} - {""})
         close = difflib.get_close_matches(pattern.rstrip("*").rstrip("/"), known, n=3, cutoff=0.5)
         if close:
             return f"did you mean {' or '.join(map(repr, close))}?"
-        return f"names begin with {', '.join(map(repr, _beginnings(self.nodes)))}"
+        return f"names begin with {', '.join(map(repr, _top_modules(self.nodes)))}"
 
 
-def skipped(nodes: Sequence[Named], patterns: Iterable[str], key: str = "skip_names") -> frozenset[str]:
+def match_skip_names(nodes: Sequence[HasNameAndOp], patterns: Iterable[str], key: str = "skip_names") -> frozenset[str]:
     """Names of the nodes that some pattern matches; a pattern without any is warned about.
 
     Args:
@@ -57,20 +57,22 @@ def skipped(nodes: Sequence[Named], patterns: Iterable[str], key: str = "skip_na
     """
     found: set[str] = set()
     for pattern in patterns:
-        matched = {node.name for node in nodes if _is_named(pattern, node.name)}
+        matched = {node.name for node in nodes if _matches_name(pattern, node.name)}
         if not matched:
-            near = _Names(tuple(node.name for node in nodes)).near(pattern)
+            near = _NodeNames(tuple(node.name for node in nodes)).suggest(pattern)
             logger.warning("%s: %r matches no node; %s", key, pattern, near)
         found |= matched
     return frozenset(found)
 
 
-def is_operator(layer: Layer, nodes: Iterable[Named]) -> bool:
+def names_operator(layer: LayerSpec, nodes: Iterable[HasNameAndOp]) -> bool:
     """Whether an entry means operator types: it matches one of the model's."""
     return any(fnmatchcase(node.op, layer.module_name) for node in nodes)
 
 
-def assigned(nodes: Sequence[Named], layers: Sequence[Layer], everything: Iterable[str]) -> tuple[Layer | None, ...]:
+def assign_layers(
+    nodes: Sequence[HasNameAndOp], layers: Sequence[LayerSpec], everything: Iterable[str]
+) -> tuple[LayerSpec | None, ...]:
     """The first entry of `layers` that matches each node; None where none does.
 
     An entry that matches nothing, or only what earlier ones have taken, is warned about.
@@ -81,7 +83,7 @@ def assigned(nodes: Sequence[Named], layers: Sequence[Layer], everything: Iterab
         everything: Operators that "*" stands for.
     """
     defaults = frozenset(everything)
-    found: list[Layer | None] = []
+    found: list[LayerSpec | None] = []
     taken: Counter[int] = Counter()
     hits: Counter[int] = Counter()
     for node in nodes:
@@ -92,7 +94,9 @@ def assigned(nodes: Sequence[Named], layers: Sequence[Layer], everything: Iterab
     for i, layer in enumerate(layers):
         where = f"layers.{i}.module_name"
         if not hits[i]:
-            logger.warning("%s: %r matches no node; %s", where, layer.module_name, _known(layer.module_name, nodes))
+            logger.warning(
+                "%s: %r matches no node; %s", where, layer.module_name, _suggest_operators(layer.module_name, nodes)
+            )
         elif not taken[i]:
             logger.warning(
                 "%s: all nodes of %r belong to entries above it; the first that matches counts, so put it first",
@@ -101,32 +105,32 @@ def assigned(nodes: Sequence[Named], layers: Sequence[Layer], everything: Iterab
     return tuple(found)
 
 
-def _matches(pattern: str, node: Named, defaults: frozenset[str]) -> bool:
-    if pattern == EVERYTHING:
+def _matches(pattern: str, node: HasNameAndOp, defaults: frozenset[str]) -> bool:
+    if pattern == DEFAULT_LAYERS_WILDCARD:
         return node.op in defaults
-    return fnmatchcase(node.op, pattern) or _is_named(pattern, node.name)
+    return fnmatchcase(node.op, pattern) or _matches_name(pattern, node.name)
 
 
-def _is_named(pattern: str, name: str) -> bool:
+def _matches_name(pattern: str, name: str) -> bool:
     return bool(name) and (fnmatchcase(name, pattern) or name.startswith(f"{pattern.rstrip('/')}/"))
 
 
-def _known(pattern: str, nodes: Sequence[Named]) -> str:
+def _suggest_operators(pattern: str, nodes: Sequence[HasNameAndOp]) -> str:
     operators = sorted({node.op for node in nodes})
     close = difflib.get_close_matches(pattern, operators, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     if "/" in pattern:
-        return _Names(tuple(node.name for node in nodes)).near(pattern)
+        return _NodeNames(tuple(node.name for node in nodes)).suggest(pattern)
     return f"operators of this model: {', '.join(operators)}"
 
 
-def _modules(name: str) -> list[str]:
+def _parent_modules(name: str) -> list[str]:
     """The modules that a node is in, innermost last."""
     return [name[:i] for i, letter in enumerate(name) if letter == "/" and i]
 
 
-def _beginnings(names: Iterable[str]) -> list[str]:
+def _top_modules(names: Iterable[str]) -> list[str]:
     """Modules before nodes that are in none: exporters make many of these, named after a running number."""
-    ordered = sorted(filter(None, names), key=lambda name: not _modules(name))
-    return list(dict.fromkeys((_modules(name) or [name])[0] for name in ordered))[:8]
+    ordered = sorted(filter(None, names), key=lambda name: not _parent_modules(name))
+    return list(dict.fromkeys((_parent_modules(name) or [name])[0] for name in ordered))[:8]

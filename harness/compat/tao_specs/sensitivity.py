@@ -13,25 +13,25 @@ from pathlib import Path
 import numpy as np
 
 from harness import registry
-from harness.accuracy.metrics.closeness import closeness, layout_of
+from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
 from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.qdq.remove_pairs import Bypass
-from harness.graph.qdq.upcast import UPCAST, upcast
-from harness.graph.signature import read_declared, with_static_inputs
+from harness.graph.qdq.remove_pairs import PairRemover
+from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
+from harness.graph.signature import read_signature, with_static_inputs
 from harness.progress import Observer
 
-__all__ = ["Sensitivity", "rank", "suggestion"]
+__all__ = ["LayerSensitivity", "rank_layers", "suggest_skip_names"]
 
 logger = logging.getLogger(__name__)
 
-FEEDS = 4
-SHOWN = 8
+MAX_FEEDS = 4
+MAX_SUGGESTED_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
+class LayerSensitivity:
     """What one layer's pairs cost.
 
     Attributes:
@@ -43,7 +43,7 @@ class Sensitivity:
     sqnr_db: float
 
 
-def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> tuple[Sensitivity, ...]:
+def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> tuple[LayerSensitivity, ...]:
     """Return the layers of a Q/DQ model, the worst first.
 
     Args:
@@ -54,47 +54,49 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -
     Raises:
         CandidateError: The model does not run.
     """
-    inputs = list(itertools.islice(feeds, FEEDS))
+    inputs = list(itertools.islice(feeds, MAX_FEEDS))
     runtime: Benchmarker = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
     with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
-        static = _static(path, inputs, Path(scratch))
-        wide = upcast(static, Path(scratch))
+        static = _fix_input_shapes(path, inputs, Path(scratch))
+        wide = write_float32_copy(static, Path(scratch))
         if wide is not None:
-            observer.say(f"{path.name}: {UPCAST}")
-        bypass = Bypass(wide or static)
-        step = stack.enter_context(observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)))
+            observer.say(f"{path.name}: {UPCAST_NOTE}")
+        bypass = PairRemover(wide or static)
+        step = stack.enter_context(
+            observer.work(f"{path.name}: each layer quantized alone", len(bypass.quantized_nodes))
+        )
         file = Path(scratch) / path.name
-        expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
-        layout = layout_of(expected)
-        for node in bypass.nodes:
-            outputs = _outputs(runtime, bypass.write(frozenset({node}), file), inputs)
+        expected = _run_model(runtime, bypass.write(frozenset(), file), inputs)
+        layout = plan_comparison(expected)
+        for node in bypass.quantized_nodes:
+            outputs = _run_model(runtime, bypass.write(frozenset({node}), file), inputs)
             try:
-                sqnr_db = closeness(zip(expected, outputs, strict=True), layout).metrics["sqnr_db"]
+                sqnr_db = compare_outputs(zip(expected, outputs, strict=True), layout).metrics["sqnr_db"]
             except EvaluationFailed:
                 sqnr_db = -np.inf
             step.advance()
-            found.append(Sensitivity(node=node, sqnr_db=sqnr_db))
+            found.append(LayerSensitivity(node=node, sqnr_db=sqnr_db))
     return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
 
 
-def suggestion(ranked: tuple[Sensitivity, ...]) -> list[str]:
+def suggest_skip_names(ranked: tuple[LayerSensitivity, ...]) -> list[str]:
     """What to add to `skip_names`, as lines of a spec file."""
     if not ranked:
         return ["no activation of this model is quantized: its weights alone cost the accuracy"]
     lines = ["skip_names:  # the worst layers first; outputs against those without Q/DQ on activations"]
-    return lines + [f'  - "{layer.node}"  # {layer.sqnr_db:.1f} dB' for layer in ranked[:SHOWN]]
+    return lines + [f'  - "{layer.node}"  # {layer.sqnr_db:.1f} dB' for layer in ranked[:MAX_SUGGESTED_LAYERS]]
 
 
-def _static(path: Path, inputs: list[Mapping[str, Array]], scratch: Path) -> Path:
+def _fix_input_shapes(path: Path, inputs: list[Mapping[str, Array]], scratch: Path) -> Path:
     """Return the model with its dynamic inputs in the shapes that are fed: the runtime takes no dynamic ones."""
-    if not inputs or not any(None in dims for _, dims in read_declared(path).inputs.values()):
+    if not inputs or not any(None in dims for _, dims in read_signature(path).inputs.values()):
         return path
     sizes = InputSizes(shapes={name: array.shape for name, array in inputs[0].items()})
     return with_static_inputs(path, sizes, scratch / "static.onnx")
 
 
-def _outputs(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+def _run_model(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
     candidate = Candidate(digest=path.stem, edges=(), source=lambda: path)
     with runtime.open(runtime.build(candidate, path.parent)) as probe:
         return [probe.infer(feed) for feed in inputs]

@@ -21,32 +21,42 @@ from harness.config.yaml_loader import read_yaml_mapping
 from harness.errors import UserError, suggest_names
 
 __all__ = [
-    "Dataset", "Dtype", "EngineSection", "EvaluateSection", "Layer", "QuantizeSection", "Spec", "TensorRTOptions",
-    "TypedAs", "parse_spec", "read_spec", "section",
+    "DatasetSection",
+    "Dtype",
+    "EngineSection",
+    "EvaluateSection",
+    "LayerSpec",
+    "QuantizeSection",
+    "Spec",
+    "TensorDtype",
+    "TensorRTOptions",
+    "parse_spec",
+    "read_spec",
+    "require_section",
 ]  # fmt: skip
 
 Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
-MAX_BYTES = 1 << 20
-SPELLINGS = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
-STARTS = "experiments/specs has one of each kind to start from"
+MAX_SPEC_BYTES = 1 << 20
+DATA_TYPE_NAMES = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
+EXAMPLES_HINT = "experiments/specs has one of each kind to start from"
 T = TypeVar("T")
 
 
-class _Frozen(BaseModel):
+class _SpecModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
 
 
-def _list(kind: Any) -> Any:
+def _tuple_of(kind: Any) -> Any:
     return Annotated[tuple[kind, ...], Field(strict=False)]
 
 
-class TypedAs(_Frozen):
+class TensorDtype(_SpecModel):
     """What weights or activations are stored in; "native" leaves them as they are."""
 
     dtype: Dtype = "native"
 
 
-class Layer(_Frozen):
+class LayerSpec(_SpecModel):
     """One entry of `layers`.
 
     Attributes:
@@ -57,17 +67,17 @@ class Layer(_Frozen):
     """
 
     module_name: Annotated[str, Field(min_length=1)]
-    weights: TypedAs = TypedAs()
-    activations: TypedAs = TypedAs()
+    weights: TensorDtype = TensorDtype()
+    activations: TensorDtype = TensorDtype()
 
 
-def _known_preset(value: Any) -> Any:
+def _check_preset(value: Any) -> Any:
     if value is not None and value not in PRESETS:
         raise ValueError(f"no preset is called {value!r}; {suggest_names(str(value), PRESETS)}")
     return value
 
 
-def _onnx_backend(value: Any) -> Any:
+def _check_backend(value: Any) -> Any:
     if value == "modelopt.pytorch":
         raise ValueError(
             "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch', which takes PyTorch modules, no ONNX files; 'qdq' "
@@ -76,13 +86,13 @@ def _onnx_backend(value: Any) -> Any:
     return value
 
 
-def _device(value: str) -> str:
+def _check_device(value: str) -> str:
     if not re.fullmatch(r"cpu|trt|cuda(:\d+)?", value):
         raise ValueError(f"cpu, cuda, cuda:N or trt, but got {value!r}")
     return value
 
 
-class QuantizeSection(_Frozen):
+class QuantizeSection(_SpecModel):
     """Section `quantize`.
 
     Attributes:
@@ -100,13 +110,13 @@ class QuantizeSection(_Frozen):
 
     model_path: str
     results_dir: str | None = None
-    backend: Annotated[Literal["modelopt.onnx", "qdq"], BeforeValidator(_onnx_backend)] = "modelopt.onnx"
+    backend: Annotated[Literal["modelopt.onnx", "qdq"], BeforeValidator(_check_backend)] = "modelopt.onnx"
     mode: Literal["static_ptq"] = "static_ptq"
     algorithm: Literal["minmax", "max", "entropy"] = "minmax"
-    device: Annotated[str, AfterValidator(_device)] = "cpu"
-    layers: _list(Layer) = ()  # type: ignore[valid-type]
-    skip_names: _list(Annotated[str, Field(min_length=1)]) = ()  # type: ignore[valid-type]
-    preset: Annotated[str | None, BeforeValidator(_known_preset)] = None
+    device: Annotated[str, AfterValidator(_check_device)] = "cpu"
+    layers: _tuple_of(LayerSpec) = ()  # type: ignore[valid-type]
+    skip_names: _tuple_of(Annotated[str, Field(min_length=1)]) = ()  # type: ignore[valid-type]
+    preset: Annotated[str | None, BeforeValidator(_check_preset)] = None
     default_layer_dtype: Dtype | None = None
     default_activation_dtype: Dtype | None = None
     backend_kwargs: dict[str, Any] = {}
@@ -124,7 +134,7 @@ class QuantizeSection(_Frozen):
         return self
 
 
-class TestSources(_Frozen):
+class TestDataSources(_SpecModel):
     """Labelled images, or arrays that are ready for the model.
 
     Attributes:
@@ -142,7 +152,7 @@ class TestSources(_Frozen):
     labels: str | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> TestSources:
+    def _one(self) -> TestDataSources:
         if (self.image_dir is None) == (self.arrays is None):
             raise ValueError("dataset.test_data_sources: give either image_dir or arrays")
         if self.arrays is None and self.labels is not None:
@@ -152,7 +162,7 @@ class TestSources(_Frozen):
         return self
 
 
-class Dataset(_Frozen):
+class DatasetSection(_SpecModel):
     """Section `dataset`.
 
     Attributes:
@@ -168,27 +178,27 @@ class Dataset(_Frozen):
         dims: Sizes of dynamic dimensions by symbol, such as {time: 128}.
     """
 
-    test_data_sources: TestSources | None = None
+    test_data_sources: TestDataSources | None = None
     batch_size: Annotated[int, Field(ge=1)] = 1
     calibration_data: str | None = None
     preprocess: PluginSpec | None = None
-    classes: _list(str) = ()  # type: ignore[valid-type]
+    classes: _tuple_of(str) = ()  # type: ignore[valid-type]
     samples: Annotated[int, Field(ge=1)] | None = 512
     count: Annotated[int, Field(ge=1)] | None = None
     shapes: dict[str, str] = {}
     dims: dict[str, Annotated[int, Field(ge=1)]] = {}
 
 
-def _data_type(value: Any) -> Any:
+def _normalize_data_type(value: Any) -> Any:
     if isinstance(value, str) and value.upper() in ("INT8", "FP8"):
         raise ValueError(
             f"FP16, BF16, TF32 or FP32, but got {value!r}: scales come with the Q/DQ pairs of the ONNX file, so "
             "quantize it first (qdq quantize) and name here what the other layers run in"
         )
-    return SPELLINGS.get(normalize_float_precision(value), value) if isinstance(value, str) else value
+    return DATA_TYPE_NAMES.get(normalize_float_precision(value), value) if isinstance(value, str) else value
 
 
-class TensorRTOptions(_Frozen):
+class TensorRTOptions(_SpecModel):
     """Section `gen_trt_engine.tensorrt`.
 
     Attributes:
@@ -197,7 +207,7 @@ class TensorRTOptions(_Frozen):
         min_batch_size: Of the optimization profile, where the model's batch is dynamic.
     """
 
-    data_type: Annotated[Literal["FP16", "BF16", "TF32", "FP32"], BeforeValidator(_data_type)] = "FP16"
+    data_type: Annotated[Literal["FP16", "BF16", "TF32", "FP32"], BeforeValidator(_normalize_data_type)] = "FP16"
     workspace_size: Annotated[int, Field(ge=1)] = 1024
     min_batch_size: Annotated[int, Field(ge=1)] = 1
     opt_batch_size: Annotated[int, Field(ge=1)] = 1
@@ -211,7 +221,7 @@ class TensorRTOptions(_Frozen):
         return self
 
 
-class EngineSection(_Frozen):
+class EngineSection(_SpecModel):
     """Section `gen_trt_engine`."""
 
     onnx_file: str
@@ -219,7 +229,7 @@ class EngineSection(_Frozen):
     tensorrt: TensorRTOptions = TensorRTOptions()
 
 
-class EvaluateSection(_Frozen):
+class EvaluateSection(_SpecModel):
     """Section `evaluate`.
 
     Attributes:
@@ -244,13 +254,13 @@ class EvaluateSection(_Frozen):
         return self
 
 
-class Spec(_Frozen):
+class Spec(_SpecModel):
     """A spec file; each command wants its own section and leaves the others alone."""
 
     quantize: QuantizeSection | None = None
     gen_trt_engine: EngineSection | None = None
     evaluate: EvaluateSection | None = None
-    dataset: Dataset = Dataset()
+    dataset: DatasetSection = DatasetSection()
     results_dir: str = "results"
 
 
@@ -261,11 +271,13 @@ def read_spec(path: Path) -> Spec:
         UserError: With file, key, value and what is allowed.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: more than {MAX_BYTES} bytes are no spec file, which is YAML text; {STARTS}")
+        if path.stat().st_size > MAX_SPEC_BYTES:
+            raise UserError(
+                f"{path}: more than {MAX_SPEC_BYTES} bytes are no spec file, which is YAML text; {EXAMPLES_HINT}"
+            )
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is no spec file, which is YAML text; {STARTS}") from error
+        raise UserError(f"{path}: is no spec file, which is YAML text; {EXAMPLES_HINT}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     return parse_spec(text, str(path))
@@ -279,12 +291,12 @@ def parse_spec(text: str, source: str) -> Spec:
         raise to_user_error(Spec, source, error) from error
 
 
-def section(found: T | None, name: str, source: str) -> T:
+def require_section(found: T | None, name: str, source: str) -> T:
     """A section that a command cannot do without.
 
     Raises:
         UserError: It is not there.
     """
     if found is None:
-        raise UserError(f"{source}: there is no section {name!r}; {STARTS}")
+        raise UserError(f"{source}: there is no section {name!r}; {EXAMPLES_HINT}")
     return found

@@ -28,7 +28,7 @@ from harness.graph.equivalence.versions import (
     accepted_runs,
     is_informative,
 )
-from harness.graph.model import graphs
+from harness.graph.model import iter_graphs
 from harness.graph.passes.static_shapes import static_types
 
 __all__ = ["EquivalenceVerdict", "compare_runs"]
@@ -149,7 +149,7 @@ def threshold_db(proto: onnx.ModelProto) -> float:
     """Return the least ratio that a valid preparation of a model keeps, by the coarsest of its float types."""
     types = {value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)}
     nodes = [node for function in proto.functions for node in function.node]
-    for graph in graphs(proto.graph):
+    for graph in iter_graphs(proto.graph):
         types.update(tensor.data_type for tensor in graph.initializer)
         nodes.extend(graph.node)
     for attribute in (attribute for node in nodes for attribute in node.attribute):

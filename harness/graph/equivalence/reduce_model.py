@@ -16,10 +16,10 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.api import Array
-from harness.graph.model import captures
-from harness.graph.qdq.read_edges import label
+from harness.graph.model import find_captures
+from harness.graph.qdq.read_edges import node_name
 
-__all__ = ["ModelGraph", "index_outputs", "narrow"]
+__all__ = ["ModelGraph", "find_index_outputs", "write_7bit_copy"]
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 # Operators whose result is discontinuous, or random.
@@ -59,7 +59,7 @@ class ModelGraph:
     def operator(self, tensor: str) -> str:
         """Return type and name of the operator that computes a tensor, before any Q/DQ pairs."""
         node = self._producer.get(self.before_pairs(tensor)) or self._producer[tensor]
-        return f"{node.op_type} {label(node)!r}"
+        return f"{node.op_type} {node_name(node)!r}"
 
     @cached_property
     def _depth(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ class ModelGraph:
             path.append(max(before, key=lambda name: self._depth[name]))
         return path[::-1]
 
-    def boundary(self, tensor: str, operators: int) -> tuple[str, ...]:
+    def boundary_tensors(self, tensor: str, operators: int) -> tuple[str, ...]:
         """Return the inputs of the last operators that compute a tensor; Q/DQ pairs do not count as operators."""
         inside: set[int] = set()
         front, left = {tensor}, operators
@@ -104,7 +104,7 @@ class ModelGraph:
             front |= {name for name in _inputs(node) if name in self._depth}
         return tuple(sorted(set(map(self.before_pairs, front)), key=lambda name: self._depth[name]))
 
-    def write_part(
+    def write_submodel(
         self,
         path: Path,
         outputs: Sequence[str],
@@ -121,9 +121,9 @@ class ModelGraph:
         """
         graph = self.proto.graph
         ends = {} if inputs is None else dict(inputs)
-        nodes, tensors = self._needed(outputs, ends)
+        nodes, tensors = self._required_nodes(outputs, ends)
         if without_pairs:
-            nodes = [*self._bypassed(nodes)]
+            nodes = [*self._bypass_pairs(nodes)]
         known = {value.name: value for value in graph.output}
         made = helper.make_graph(
             nodes,
@@ -137,7 +137,7 @@ class ModelGraph:
         part = helper.make_model(made, opset_imports=opsets, ir_version=self.proto.ir_version, functions=functions)
         onnx.save(part, path)
 
-    def _bypassed(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    def _bypass_pairs(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         """Yield nodes with an Identity instead of each DequantizeLinear after a QuantizeLinear."""
         for node in nodes:
             before = self._producer.get(node.input[0]) if node.op_type == DEQUANTIZE else None
@@ -146,7 +146,7 @@ class ModelGraph:
             else:
                 yield node
 
-    def _needed(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+    def _required_nodes(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
         """Return the nodes that compute some tensors, in order, and the names of all tensors that they read."""
         seen: set[str] = set()
         wanted: set[int] = set()
@@ -163,7 +163,7 @@ class ModelGraph:
         return [node for node in self.proto.graph.node if id(node) in wanted], seen
 
 
-def index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
+def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the outputs that depend on indices, counts or random numbers (TopK), and the tensors these start from."""
     graph = onnx.load(path, load_external_data=False).graph
     made = {name for node in graph.node for name in node.output}
@@ -178,7 +178,7 @@ def index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(value.name for value in graph.output if value.name in jumping), tuple(sources)
 
 
-def narrow(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
+def write_7bit_copy(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
     """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; return False if it has none of them.
 
     The copy loses a bit of precision, so it is compared with itself in another runtime, not with the model.
@@ -195,29 +195,31 @@ def narrow(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
         if node.input[1] not in tensors or kind is None or kind.data_type not in (TensorProto.INT8, TensorProto.UINT8):
             continue
         found = True
-        _add_scaled(proto, tensors, node.input[1], NARROWING_DIVISOR)
+        _add_scaled_initializer(proto, tensors, node.input[1], NARROWING_DIVISOR)
         for name in node.input[2:]:
             if name in tensors:
-                _add_scaled(proto, tensors, name, 1 / NARROWING_DIVISOR)
+                _add_scaled_initializer(proto, tensors, name, 1 / NARROWING_DIVISOR)
         node.input[1:] = [f"{name}{NARROWED_SUFFIX}" if name in tensors else name for name in node.input[1:]]
         if stored is not None and stored.name not in halved:
             halved.add(stored.name)
-            stored.CopyFrom(_scaled(stored, 1 / NARROWING_DIVISOR))
+            stored.CopyFrom(_scale_tensor(stored, 1 / NARROWING_DIVISOR))
     if found:
         onnx.save(proto, target)
     return found
 
 
-def _add_scaled(proto: onnx.ModelProto, tensors: dict[str, onnx.TensorProto], name: str, factor: float) -> None:
+def _add_scaled_initializer(
+    proto: onnx.ModelProto, tensors: dict[str, onnx.TensorProto], name: str, factor: float
+) -> None:
     """Add a multiple of an initializer under a new name."""
     if f"{name}{NARROWED_SUFFIX}" not in tensors:
-        made = _scaled(tensors[name], factor)
+        made = _scale_tensor(tensors[name], factor)
         made.name = f"{name}{NARROWED_SUFFIX}"
         tensors[made.name] = made
         proto.graph.initializer.append(made)
 
 
-def _scaled(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
+def _scale_tensor(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
     """Return a multiple of a tensor; integers are rounded."""
     array = numpy_helper.to_array(tensor)
     made = array.astype(np.float64) * factor
@@ -228,7 +230,7 @@ def _scaled(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
 
 def _inputs(node: onnx.NodeProto) -> list[str]:
     """Return the tensors that a node reads, including those that its subgraphs capture."""
-    return [*filter(None, node.input), *sorted(captures(node))]
+    return [*filter(None, node.input), *sorted(find_captures(node))]
 
 
 def _array_info(name: str, array: Array) -> Any:

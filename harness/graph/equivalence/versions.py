@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from harness.graph.model import captures, graphs
+from harness.graph.model import find_captures, iter_graphs
 from harness.graph.passes.normalize import name_nodes
 from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 
@@ -149,7 +149,7 @@ class ModelVersion:
                 if name in values:
                     made.append(name)
                     node.output[slot] = _OWN_PREFIX + name
-        read = {name for node in graph.node for name in (*node.input, *captures(node))}
+        read = {name for node in graph.node for name in (*node.input, *find_captures(node))}
         given = {name: values[name] for name in made if name in read}
         for name, value in given.items():
             kind = helper.np_dtype_to_tensor_dtype(value.dtype)
@@ -176,7 +176,7 @@ def accepted_runs(original: ModelVersion, task: ComparisonTask) -> list[tuple[Va
         NotRun: It accepts none.
     """
     session, accepted, problem = original.open_session(), [], RunFailed("no inputs could be drawn")
-    branches = any(node.op_type == "If" for graph in graphs(original.proto.graph) for node in graph.node)
+    branches = any(node.op_type == "If" for graph in iter_graphs(original.proto.graph) for node in graph.node)
     for feeds in _iter_random_inputs(task):
         try:
             accepted.append((original.run_samples(session, feeds), feeds))

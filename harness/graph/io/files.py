@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from harness.graph.io.reader import load_external_data
 
-__all__ = ["copy_model", "file_digest", "move_model", "parts"]
+__all__ = ["copy_model", "digest_file", "model_files", "move_model"]
 
 _READ_CHUNK_BYTES = 1 << 24
 
@@ -49,7 +49,7 @@ def move_model(model_path: Path, target: Path) -> None:
         os.replace(part, destination)
 
 
-def file_digest(model_path: Path) -> str:
+def digest_file(model_path: Path) -> str:
     """Return the SHA-256 of a model's file and its external data, independent of the names of the latter."""
     content = model_path.read_bytes()
     proto, external = _external_tensors(content, model_path)
@@ -63,7 +63,7 @@ def file_digest(model_path: Path) -> str:
     return digest.hexdigest()
 
 
-def parts(model_path: Path) -> list[Path]:
+def model_files(model_path: Path) -> list[Path]:
     """Return a model's file, followed by the files of its external data."""
     return [model_path, *_distinct_files(_external_tensors(model_path.read_bytes(), model_path)[1])]
 

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from harness.errors import UserError
-from harness.graph.model import graphs
+from harness.graph.model import iter_graphs
 
 __all__ = ["load_external_data", "read_model"]
 
@@ -115,7 +115,7 @@ def _parse_model(raw: bytes, source: str) -> onnx.ModelProto:
 def _iter_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of all graphs and functions."""
     nodes = [node for function in proto.functions for node in function.node]
-    for graph in graphs(proto.graph):
+    for graph in iter_graphs(proto.graph):
         yield from graph.initializer
         nodes.extend(graph.node)
     for node in nodes:

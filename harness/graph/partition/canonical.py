@@ -15,18 +15,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.graph.partition.node_labels import Wiring
+from harness.graph.partition.node_labels import NodeLabels
 
-__all__ = ["Form", "Subject", "canonical_form", "describe_code"]
+__all__ = ["CanonicalForm", "RegionGraph", "canonical_form", "describe_code"]
 
-_BUDGET = (
+_MAX_SEARCH_STEPS = (
     40_000  # nodes that may be numbered while equal-looking sinks are told apart; beyond it the first one is taken
 )
-_ROUNDS = 8
+_MAX_REFINEMENT_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class RegionGraph:
     """A region, as the canonical form sees it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class CanonicalForm:
     """Canonical form: `code` is equal exactly for isomorphic regions, position by position in `order`.
 
     Attributes:
@@ -56,18 +56,18 @@ class Form:
     children: tuple[int, ...]
 
 
-def canonical_form(wiring: Wiring, subject: Subject) -> Form:
+def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
     """The canonical form of a region."""
-    walk = _Walk(wiring, subject)
+    walk = _Numbering(wiring, subject)
     sinks = walk.sinks()
     if len(sinks) > 1:
-        sinks = _Search(walk, sinks, _colours(wiring, subject), len(subject.nodes)).best()
+        sinks = CanonicalSearch(walk, sinks, _refine_colours(wiring, subject), len(subject.nodes)).find_smallest_form()
     for sink in sinks:
-        walk.number(sink)
-    return walk.form()
+        walk.number_dependencies(sink)
+    return walk.to_canonical_form()
 
 
-def describe_code(wiring: Wiring, code: Sequence[int]) -> str:
+def describe_code(wiring: NodeLabels, code: Sequence[int]) -> str:
     """The code with labels in full: a text that means the same in every model."""
     lines, place = [], 0
     while place < len(code):
@@ -77,10 +77,10 @@ def describe_code(wiring: Wiring, code: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-class _Walk:
+class _Numbering:
     """A numbering in progress, which can be taken back to an earlier mark."""
 
-    def __init__(self, wiring: Wiring, subject: Subject) -> None:
+    def __init__(self, wiring: NodeLabels, subject: RegionGraph) -> None:
         self._wiring = wiring
         self._subject = subject
         self._inside = frozenset(subject.nodes)
@@ -95,7 +95,7 @@ class _Walk:
         read = {wiring.producer[tensor] for node in self._subject.nodes for tensor in wiring.reads[node]}
         return [node for node in self._subject.nodes if node not in read]
 
-    def number(self, sink: int) -> None:
+    def number_dependencies(self, sink: int) -> None:
         """Number everything that a sink depends on and that has no number yet, data first."""
         producer, reads, place = self._wiring.producer, self._wiring.reads, self._place
         stack = [sink]
@@ -110,9 +110,9 @@ class _Walk:
                 stack.extend(reversed(pending))
                 continue
             stack.pop()
-            self._append(node)
+            self._append_node(node)
 
-    def _append(self, node: int) -> None:
+    def _append_node(self, node: int) -> None:
         wiring, place, code = self._wiring, self._place, self.code
         reads = wiring.reads[node]
         code.append(wiring.label[node])
@@ -132,31 +132,31 @@ class _Walk:
     def mark(self) -> tuple[int, int, int, int]:
         return len(self._place), len(self._outside), len(self._children), len(self.code)
 
-    def back(self, mark: tuple[int, int, int, int]) -> None:
+    def rollback(self, mark: tuple[int, int, int, int]) -> None:
         for numbers, size in zip((self._place, self._outside, self._children), mark, strict=False):
             while len(numbers) > size:
                 numbers.popitem()
         del self.code[mark[3] :]
 
-    def form(self) -> Form:
-        return Form(order=tuple(self._place), code=tuple(self.code), children=tuple(self._children))
+    def to_canonical_form(self) -> CanonicalForm:
+        return CanonicalForm(order=tuple(self._place), code=tuple(self.code), children=tuple(self._children))
 
 
-class _Search:
+class CanonicalSearch:
     """Finds the order of sinks whose code is smallest among those that the colours allow."""
 
-    def __init__(self, walk: _Walk, sinks: Sequence[int], colours: Mapping[int, int], size: int) -> None:
+    def __init__(self, walk: _Numbering, sinks: Sequence[int], colours: Mapping[int, int], size: int) -> None:
         self._walk = walk
-        self._budget = max(_BUDGET, 4 * size)
+        self._budget = max(_MAX_SEARCH_STEPS, 4 * size)
         cells: dict[int, list[int]] = defaultdict(list)
         for sink in sinks:
             cells[colours[sink]].append(sink)
         self._cells = [cells[colour] for colour in sorted(cells)]
 
-    def best(self) -> list[int]:
-        return self._complete(self._cells, search=True)[1]
+    def find_smallest_form(self) -> list[int]:
+        return self._complete_numbering(self._cells, search=True)[1]
 
-    def _complete(self, cells: Sequence[list[int]], search: bool) -> tuple[tuple[int, ...], list[int]]:
+    def _complete_numbering(self, cells: Sequence[list[int]], search: bool) -> tuple[tuple[int, ...], list[int]]:
         """The code with all sinks of the cells numbered, and their order; the walk is left as it was.
 
         Where sinks are tied, a search takes the one that leads to the smallest code, else the first one is taken.
@@ -165,52 +165,52 @@ class _Search:
         for place, cell in enumerate(cells):
             left = list(cell)
             while left:
-                tied = self._smallest(left)
+                tied = self._sinks_of_smallest_code(left)
                 rest = cells[place + 1 :]
-                pick = self._break(tied, left, rest) if search and len(tied) > 1 and self._budget > 0 else tied[0]
-                walk.number(pick)
+                pick = self._break_tie(tied, left, rest) if search and len(tied) > 1 and self._budget > 0 else tied[0]
+                walk.number_dependencies(pick)
                 order.append(pick)
                 left.remove(pick)
         code = tuple(walk.code)
-        walk.back(mark)
+        walk.rollback(mark)
         return code, order
 
-    def _smallest(self, sinks: list[int]) -> list[int]:
+    def _sinks_of_smallest_code(self, sinks: list[int]) -> list[int]:
         """The sinks that add the smallest code to what is numbered already."""
         if len(sinks) == 1 or self._budget <= 0:
             return sinks[:1]
         found: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for sink in sinks:
             mark = self._walk.mark()
-            self._walk.number(sink)
+            self._walk.number_dependencies(sink)
             found[tuple(self._walk.code[mark[3] :])].append(sink)
             self._budget -= self._walk.mark()[0] - mark[0]
-            self._walk.back(mark)
+            self._walk.rollback(mark)
         return found[min(found)]
 
-    def _break(self, tied: list[int], left: list[int], rest: Sequence[list[int]]) -> int:
+    def _break_tie(self, tied: list[int], left: list[int], rest: Sequence[list[int]]) -> int:
         """Of tied sinks one that leads to the smallest code."""
         orbits: dict[tuple[int, ...], int] = {}
         for sink in tied:
-            orbits.setdefault(self._follow(sink, left, rest, search=False), sink)
+            orbits.setdefault(self._explore_sink(sink, left, rest, search=False), sink)
         if len(orbits) == 1:
             return tied[0]
-        return min(orbits.values(), key=lambda sink: self._follow(sink, left, rest, search=True))
+        return min(orbits.values(), key=lambda sink: self._explore_sink(sink, left, rest, search=True))
 
-    def _follow(self, sink: int, left: list[int], rest: Sequence[list[int]], search: bool) -> tuple[int, ...]:
+    def _explore_sink(self, sink: int, left: list[int], rest: Sequence[list[int]], search: bool) -> tuple[int, ...]:
         mark = self._walk.mark()
-        self._walk.number(sink)
-        code, _ = self._complete([[other for other in left if other != sink], *rest], search)
-        self._walk.back(mark)
+        self._walk.number_dependencies(sink)
+        code, _ = self._complete_numbering([[other for other in left if other != sink], *rest], search)
+        self._walk.rollback(mark)
         return code
 
 
-def _colours(wiring: Wiring, subject: Subject) -> dict[int, int]:
+def _refine_colours(wiring: NodeLabels, subject: RegionGraph) -> dict[int, int]:
     """Colours that isomorphic nodes share, refined with the data and against it until they split no further."""
     producer, position, reads = wiring.producer, wiring.position, wiring.reads
     colour = {n: hash((wiring.digest[wiring.label[n]], subject.outputs.get(n, 0))) for n in subject.nodes}
     outside = {t: 0 for n in subject.nodes for t in reads[n] if producer[t] not in colour}
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_REFINEMENT_ROUNDS):
         known = len(set(colour.values()))
         for node in subject.nodes:
             seen = [outside[t] if t in outside else hash((colour[producer[t]], position[t])) for t in reads[node]]

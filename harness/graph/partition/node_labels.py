@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.graph.model import Model, Node
-from harness.graph.rules.operator_sets import CONVOLUTIONS, FLOATS, LINEAR
+from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, QUANTIZABLE_FLOAT_TYPES
 
-__all__ = ["Wiring", "wiring_of"]
+__all__ = ["NodeLabels", "label_nodes"]
 
 # Numbers and paddings that change neither where a Q/DQ pair may stand nor which kernel runs.
-_IRRELEVANT = frozenset({
+_IGNORED_ATTRIBUTES = frozenset({
     "alpha", "auto_pad", "beta", "ceil_mode", "coordinate_transformation_mode", "count_include_pad", "cubic_coeff_a",
     "epsilon", "exclude_outside", "extrapolation_value", "gamma", "max", "min", "momentum", "nearest_mode",
     "output_padding", "output_shape", "pads", "ratio", "seed", "spatial", "storage_order", "training_mode", "value",
@@ -23,7 +23,7 @@ _IRRELEVANT = frozenset({
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
+class NodeLabels:
     """Nodes and activations of a model by number.
 
     Attributes:
@@ -45,7 +45,7 @@ class Wiring:
     number: Mapping[str, int]
 
 
-def wiring_of(model: Model) -> Wiring:
+def label_nodes(model: Model) -> NodeLabels:
     """Number the nodes and activations of a model."""
     number: dict[str, int] = {}
     producer: list[int] = []
@@ -66,10 +66,10 @@ def wiring_of(model: Model) -> Wiring:
             if name:
                 made = numbered(name)
                 producer[made], position[made] = node.index, place
-    texts = [_label(model, node) for node in model.nodes]
+    texts = [_node_label(model, node) for node in model.nodes]
     labels = sorted(set(texts))
     rank = {text: place for place, text in enumerate(labels)}
-    return Wiring(
+    return NodeLabels(
         labels=tuple(labels),
         label=tuple(rank[text] for text in texts),
         digest=tuple(int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in labels),
@@ -80,10 +80,10 @@ def wiring_of(model: Model) -> Wiring:
     )
 
 
-def _label(model: Model, node: Node) -> str:
+def _node_label(model: Model, node: Node) -> str:
     """Everything about a node, apart from which activations it reads, that two matching nodes have in common."""
-    parts = [f"{node.domain}:{node.op}", *_attributes(model, node)]
-    kinds = [_kind(model, node, slot, name) for slot, name in enumerate(node.inputs)]
+    parts = [f"{node.domain}:{node.op}", *_relevant_attributes(model, node)]
+    kinds = [_input_kind(model, node, slot, name) for slot, name in enumerate(node.inputs)]
     while kinds and kinds[-1] == "_":
         kinds.pop()
     outputs = "".join("o" if name else "_" for name in node.outputs).rstrip("_")
@@ -92,34 +92,34 @@ def _label(model: Model, node: Node) -> str:
     return f"{' '.join(parts)} ({','.join(kinds)}) -> {outputs}{captured}{body}{' opaque' if node.opaque else ''}"
 
 
-def _kind(model: Model, node: Node, slot: int, name: str) -> str:
+def _input_kind(model: Model, node: Node, slot: int, name: str) -> str:
     if not name:
         return "_"
     known = model.types.get(name)
     if name in model.constants:
         shape = model.constants[name].dims
-        return f"constant{len(shape)}" if node.op in LINEAR and slot < 2 else "constant"
+        return f"constant{len(shape)}" if node.op in LINEAR_OPS and slot < 2 else "constant"
     if known is None:
         return "untyped"
-    kind = "float" if known.dtype in FLOATS else known.dtype
+    kind = "float" if known.dtype in QUANTIZABLE_FLOAT_TYPES else known.dtype
     return kind if known.shape else f"{kind} scalar"
 
 
-def _attributes(model: Model, node: Node) -> list[str]:
-    values = {name: _plain(value) for name, value in node.attributes.items() if name not in _IRRELEVANT}
-    if node.op in CONVOLUTIONS:
+def _relevant_attributes(model: Model, node: Node) -> list[str]:
+    values = {name: _stable_value(value) for name, value in node.attributes.items() if name not in _IGNORED_ATTRIBUTES}
+    if node.op in CONVOLUTION_OPS:
         for name in ("strides", "dilations"):
             if all(value == 1 for value in values.get(name, ())):
                 values.pop(name, None)
         known = model.types.get(node.inputs[1])
         values.pop("group", None)
-        values["class"] = _group_class(node, known.shape if known else ())
+        values["class"] = _classify_groups(node, known.shape if known else ())
         if known:
             values["kernel_shape"] = known.shape[2:]
     return [f"{name}={value}" for name, value in sorted(values.items())]
 
 
-def _group_class(node: Node, weight: Sequence[int]) -> str:
+def _classify_groups(node: Node, weight: Sequence[int]) -> str:
     """Grouped convolutions run other kernels than dense ones; how many groups there are does not matter."""
     groups = int(node.attributes.get("group", 1))
     if groups == 1:
@@ -128,12 +128,12 @@ def _group_class(node: Node, weight: Sequence[int]) -> str:
     return "depthwise" if channels == (1, 1) else "grouped"
 
 
-def _plain(value: Any) -> Any:
+def _stable_value(value: Any) -> Any:
     """A value whose text is the same in every process: lists as tuples, arrays as a digest."""
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(_stable_value(item) for item in value)
     if hasattr(value, "tobytes"):
         return f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
     return value

@@ -15,16 +15,18 @@ from collections.abc import Hashable, Mapping
 import onnx
 from onnx import TensorProto
 
-__all__ = ["twins_of"]
+__all__ = ["match_equivalent_nodes"]
 
-_SEE_THROUGH = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear"})
-_INTEGERS = frozenset({TensorProto.INT64, TensorProto.BOOL})  # of shapes and axes, which newer opsets spell otherwise
+_TRANSPARENT_OPS = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear"})
+_INTEGER_TYPES = frozenset(
+    {TensorProto.INT64, TensorProto.BOOL}
+)  # of shapes and axes, which newer opsets spell otherwise
 
 
-def twins_of(theirs: onnx.GraphProto, ours: onnx.GraphProto) -> dict[str, str]:
+def match_equivalent_nodes(theirs: onnx.GraphProto, ours: onnx.GraphProto) -> dict[str, str]:
     """For the first output of each of their nodes that has a counterpart, the first output of that one."""
     numbers: dict[Hashable, int] = {}
-    found, wanted = (_numbered(graph, numbers) for graph in (theirs, ours))
+    found, wanted = (_number_computations(graph, numbers) for graph in (theirs, ours))
     twins: dict[str, str] = {}
     for number, names in found.items():
         counterparts = wanted.get(number, [])
@@ -33,7 +35,7 @@ def twins_of(theirs: onnx.GraphProto, ours: onnx.GraphProto) -> dict[str, str]:
     return twins
 
 
-def _numbered(graph: onnx.GraphProto, numbers: dict[Hashable, int]) -> Mapping[int, list[str]]:
+def _number_computations(graph: onnx.GraphProto, numbers: dict[Hashable, int]) -> Mapping[int, list[str]]:
     """First outputs of the nodes by number; equal computations get equal numbers in all graphs of one table."""
 
     def number(key: Hashable) -> int:
@@ -43,12 +45,12 @@ def _numbered(graph: onnx.GraphProto, numbers: dict[Hashable, int]) -> Mapping[i
     known = {name: number(("constant", *tensor.dims)) for name, tensor in constants.items()}
     inputs = [value.name for value in graph.input if value.name not in constants]
     known.update((name, number(("input", place))) for place, name in enumerate(inputs))
-    skipped = {name for name, tensor in constants.items() if tensor.data_type in _INTEGERS}
+    skipped = {name for name, tensor in constants.items() if tensor.data_type in _INTEGER_TYPES}
     found: dict[int, list[str]] = defaultdict(list)
     for node in graph.node:
         if node.op_type == "Constant":
             skipped.update(node.output)
-        elif node.op_type in _SEE_THROUGH and node.input[0] in known:
+        elif node.op_type in _TRANSPARENT_OPS and node.input[0] in known:
             known[node.output[0]] = known[node.input[0]]
         else:
             reads = tuple(known.get(name, -1) for name in node.input if name and name not in skipped)

@@ -21,11 +21,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.graph.partition.post_dominators import Flow
+from harness.graph.partition.post_dominators import BranchStructure
 
-__all__ = ["Draft", "VertexKind", "outline"]
+__all__ = ["RegionDraft", "VertexKind", "partition_graph"]
 
-_DEEPEST = 32  # deeper nesting is spliced into its parent, so that trees stay shallow enough to compare and print
+_MAX_REGION_DEPTH = (
+    32  # deeper nesting is spliced into its parent, so that trees stay shallow enough to compare and print
+)
 
 
 class VertexKind(Enum):
@@ -38,7 +40,7 @@ class VertexKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class RegionDraft:
     """A region to be: the number of its parent's draft (-1: none), and its vertices where it is a leaf."""
 
     parent: int
@@ -46,7 +48,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _ChainItem:
     vertex: int
     size: int
     linear: bool
@@ -54,9 +56,9 @@ class _Item:
     block: bool = False
 
 
-def outline(
-    flow: Flow, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
-) -> list[Draft]:
+def partition_graph(
+    flow: BranchStructure, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
+) -> list[RegionDraft]:
     """Leaves and composites; a parent stands before its children.
 
     Args:
@@ -66,12 +68,17 @@ def outline(
         longest: Most vertices of a leaf made of a sequence.
         smallest: Fewest vertices of a convergence that is split.
     """
-    return _Outliner(flow, kinds, labels, longest, smallest).run()
+    return _Partitioner(flow, kinds, labels, longest, smallest).partition()
 
 
-class _Outliner:
+class _Partitioner:
     def __init__(
-        self, flow: Flow, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
+        self,
+        flow: BranchStructure,
+        kinds: Sequence[VertexKind],
+        labels: Sequence[Hashable],
+        longest: int,
+        smallest: int,
     ) -> None:
         self._flow = flow
         self._labels = labels
@@ -80,23 +87,23 @@ class _Outliner:
         self._real = [*(kind is not VertexKind.VIRTUAL for kind in kinds), False]
         self._longest = longest
         self._smallest = smallest
-        self._drafts: list[Draft] = []
+        self._drafts: list[RegionDraft] = []
         self._depths: list[int] = []
-        self._todo: list[tuple[int, list[_Item]]] = []
-        self._sizes = self._totals(self._real)
-        self._linears = self._totals(self._linear)
-        self._elementwises = self._totals(self._elementwise)
+        self._todo: list[tuple[int, list[_ChainItem]]] = []
+        self._sizes = self._cumulative_counts(self._real)
+        self._linears = self._cumulative_counts(self._linear)
+        self._elementwises = self._cumulative_counts(self._elementwise)
 
-    def run(self) -> list[Draft]:
+    def partition(self) -> list[RegionDraft]:
         flow = self._flow
         for last in (flow.series[flow.sink], *flow.branches[flow.sink]):
             if last >= 0:
-                self._todo.append((-1, self._items(last)))
+                self._todo.append((-1, self._chain_items(last)))
         while self._todo:
-            self._cut(*self._todo.pop())
+            self._split_chain(*self._todo.pop())
         return self._drafts
 
-    def _totals(self, marked: Sequence[bool]) -> list[int]:
+    def _cumulative_counts(self, marked: Sequence[bool]) -> list[int]:
         """How many marked vertices the chains up to each vertex hold, branches included."""
         flow, totals = self._flow, [int(mark) for mark in marked]
         for vertex, before in enumerate(flow.series):
@@ -104,10 +111,10 @@ class _Outliner:
             totals[vertex] += totals[before] if before >= 0 else 0
         return totals
 
-    def _items(self, last: int) -> list[_Item]:
-        return [self._item(vertex) for vertex in self._flow.chain(last) if self._real[vertex]]
+    def _chain_items(self, last: int) -> list[_ChainItem]:
+        return [self._make_item(vertex) for vertex in self._flow.chain(last) if self._real[vertex]]
 
-    def _item(self, vertex: int) -> _Item:
+    def _make_item(self, vertex: int) -> _ChainItem:
         before = self._flow.series[vertex]
         size, linears, elementwises = (
             totals[vertex] - (totals[before] if before >= 0 else 0)
@@ -115,11 +122,11 @@ class _Outliner:
         )
         linear = self._linear[vertex]
         block = linears > linear or size >= max(2, self._smallest)
-        return _Item(vertex, size, linear, elementwises == size, block)
+        return _ChainItem(vertex, size, linear, elementwises == size, block)
 
-    def _cut(self, parent: int, items: list[_Item]) -> None:
+    def _split_chain(self, parent: int, items: list[_ChainItem]) -> None:
         """Cut a chain into blocks with their epilogues, and runs of plain items between them."""
-        run: list[_Item] = []
+        run: list[_ChainItem] = []
         position = 0
         while position < len(items):
             item = items[position]
@@ -145,65 +152,65 @@ class _Outliner:
             position = end
         self._emit_run(parent, run)
 
-    def _emit_composite(self, parent: int, item: _Item, epilogue: list[_Item]) -> None:
+    def _emit_composite(self, parent: int, item: _ChainItem, epilogue: list[_ChainItem]) -> None:
         depth = self._depths[parent] + 1 if parent >= 0 else 0
-        if depth < _DEEPEST:
-            self._drafts.append(Draft(parent))
+        if depth < _MAX_REGION_DEPTH:
+            self._drafts.append(RegionDraft(parent))
             self._depths.append(depth)
             parent = len(self._drafts) - 1
-        tail = [_Item(item.vertex, 1, item.linear, self._elementwise[item.vertex]), *epilogue]
+        tail = [_ChainItem(item.vertex, 1, item.linear, self._elementwise[item.vertex]), *epilogue]
         branches = self._flow.branches[item.vertex]
         if len(branches) == 1:
-            self._todo.append((parent, self._items(branches[0]) + tail))
+            self._todo.append((parent, self._chain_items(branches[0]) + tail))
             return
         self._todo.append((parent, tail))
-        self._todo.extend((parent, self._items(last)) for last in branches)
+        self._todo.extend((parent, self._chain_items(last)) for last in branches)
 
-    def _emit_leaf(self, parent: int, items: Sequence[_Item]) -> None:
+    def _emit_leaf(self, parent: int, items: Sequence[_ChainItem]) -> None:
         vertices = [item.vertex for item in items]
         for item in items:
             if item.size > 1:
-                vertices.extend(v for v in self._flow.section(item.vertex) if self._real[v])
-        self._drafts.append(Draft(parent, tuple(sorted(vertices))))
+                vertices.extend(v for v in self._flow.branch_vertices(item.vertex) if self._real[v])
+        self._drafts.append(RegionDraft(parent, tuple(sorted(vertices))))
         self._depths.append(0)
 
-    def _emit_run(self, parent: int, run: list[_Item]) -> None:
+    def _emit_run(self, parent: int, run: list[_ChainItem]) -> None:
         """Cut a run of plain items into leaves."""
         if not run:
             return
-        groups: list[list[_Item]] = []
+        groups: list[list[_ChainItem]] = []
         for item in run:
             last = groups[-1][-1] if groups else item
             if not groups or item.linear or (not item.elementwise and (last.elementwise or last.linear)):
                 groups.append([])
             groups[-1].append(item)
-        for leaf in [run] if _size(run) <= self._longest else self._repeats(groups):
+        for leaf in [run] if _total_size(run) <= self._longest else self._emit_repetitions(groups):
             self._emit_leaf(parent, leaf)
 
-    def _repeats(self, groups: list[list[_Item]]) -> list[list[_Item]]:
+    def _emit_repetitions(self, groups: list[list[_ChainItem]]) -> list[list[_ChainItem]]:
         """Leaves of a long run: one for each repetition of groups, the groups between them packed."""
-        keys = [tuple(self._key(item) for item in group) for group in groups]
-        leaves: list[list[_Item]] = []
-        rest: list[list[_Item]] = []
+        keys = [tuple(self._repetition_key(item) for item in group) for group in groups]
+        leaves: list[list[_ChainItem]] = []
+        rest: list[list[_ChainItem]] = []
         place = 0
         while place < len(groups):
-            period = self._period(groups, keys, place)
+            period = self._find_period(groups, keys, place)
             if not period:
-                rest += self._pieces(groups[place])
+                rest += self._split_group(groups[place])
                 place += 1
                 continue
-            leaves += _pack(rest, self._longest)
+            leaves += _pack_leaves(rest, self._longest)
             rest, unit = [], keys[place : place + period]
             while keys[place : place + period] == unit:
                 leaves.append([item for group in groups[place : place + period] for item in group])
                 place += period
-        return leaves + _pack(rest, self._longest)
+        return leaves + _pack_leaves(rest, self._longest)
 
-    def _period(self, groups: list[list[_Item]], keys: list[tuple[Hashable, ...]], place: int) -> int:
+    def _find_period(self, groups: list[list[_ChainItem]], keys: list[tuple[Hashable, ...]], place: int) -> int:
         """The smallest number of groups that fit into a leaf and come again at once, or 0."""
         period, size = 0, 0
         while place + 2 * period < len(groups):
-            size += _size(groups[place + period])
+            size += _total_size(groups[place + period])
             period += 1
             if size > self._longest:
                 return 0
@@ -211,33 +218,33 @@ class _Outliner:
                 return period
         return 0
 
-    def _key(self, item: _Item) -> Hashable:
+    def _repetition_key(self, item: _ChainItem) -> Hashable:
         label = self._labels[item.vertex]
         if item.size == 1:
             return label
-        return label, frozenset(self._labels[v] for v in self._flow.section(item.vertex) if self._real[v])
+        return label, frozenset(self._labels[v] for v in self._flow.branch_vertices(item.vertex) if self._real[v])
 
-    def _pieces(self, group: list[_Item]) -> list[list[_Item]]:
+    def _split_group(self, group: list[_ChainItem]) -> list[list[_ChainItem]]:
         """A group that fits into a leaf, else its parts, cut where the data diverges and then by length."""
-        if _size(group) <= self._longest:
+        if _total_size(group) <= self._longest:
             return [group]
-        parts: list[list[_Item]] = []
+        parts: list[list[_ChainItem]] = []
         for item in group:
-            if item.size > 1 or not parts or _size(parts[-1]) + item.size > self._longest:
+            if item.size > 1 or not parts or _total_size(parts[-1]) + item.size > self._longest:
                 parts.append([])
             parts[-1].append(item)
-        return _pack(parts, self._longest)
+        return _pack_leaves(parts, self._longest)
 
 
-def _pack(parts: list[list[_Item]], longest: int) -> list[list[_Item]]:
-    packed: list[list[_Item]] = []
+def _pack_leaves(parts: list[list[_ChainItem]], longest: int) -> list[list[_ChainItem]]:
+    packed: list[list[_ChainItem]] = []
     for part in reversed(parts):
-        if packed and _size(packed[-1]) + _size(part) <= longest:
+        if packed and _total_size(packed[-1]) + _total_size(part) <= longest:
             packed[-1] = part + packed[-1]
         else:
             packed.append(part)
     return packed[::-1]
 
 
-def _size(items: Sequence[_Item]) -> int:
+def _total_size(items: Sequence[_ChainItem]) -> int:
     return sum(item.size for item in items)

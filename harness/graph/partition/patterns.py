@@ -13,8 +13,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from harness.graph.model import Model
-from harness.graph.partition.canonical import Form, Subject, canonical_form, describe_code
-from harness.graph.partition.node_labels import Wiring, wiring_of
+from harness.graph.partition.canonical import CanonicalForm, RegionGraph, canonical_form, describe_code
+from harness.graph.partition.node_labels import NodeLabels, label_nodes
 from harness.graph.partition.regions import Region, RegionType
 
 __all__ = ["Pattern", "find_patterns"]
@@ -43,24 +43,24 @@ class Pattern:
 
 def find_patterns(model: Model, root: Region) -> tuple[Pattern, ...]:
     """The patterns of all regions of a tree, in graph order of their first regions, parents first."""
-    wiring = wiring_of(model)
-    found: dict[tuple[RegionType, tuple[int, ...]], list[tuple[Region, Form]]] = defaultdict(list)
+    wiring = label_nodes(model)
+    found: dict[tuple[RegionType, tuple[int, ...]], list[tuple[Region, CanonicalForm]]] = defaultdict(list)
     for region in root.walk():
-        form = canonical_form(wiring, _subject(wiring, region))
+        form = canonical_form(wiring, _region_graph(wiring, region))
         found[region.type, form.code].append((region, form))
-    return tuple(_pattern(model, wiring, members) for members in found.values())
+    return tuple(_make_pattern(model, wiring, members) for members in found.values())
 
 
-def _subject(wiring: Wiring, region: Region) -> Subject:
+def _region_graph(wiring: NodeLabels, region: Region) -> RegionGraph:
     outputs: dict[int, int] = defaultdict(int)
     for name in region.outputs:
         tensor = wiring.number[name]
         outputs[wiring.producer[tensor]] |= 1 << wiring.position[tensor]
-    child = {node: place for place, part in enumerate(region.children) for node in part.members()}
-    return Subject(nodes=region.members(), outputs=outputs, child=child)
+    child = {node: place for place, part in enumerate(region.children) for node in part.node_indices()}
+    return RegionGraph(nodes=region.node_indices(), outputs=outputs, child=child)
 
 
-def _pattern(model: Model, wiring: Wiring, members: list[tuple[Region, Form]]) -> Pattern:
+def _make_pattern(model: Model, wiring: NodeLabels, members: list[tuple[Region, CanonicalForm]]) -> Pattern:
     region, form = members[0]
     text = f"qdq pattern 1 {region.type.value}\n{describe_code(wiring, form.code)}"
     return Pattern(

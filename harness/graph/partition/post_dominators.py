@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Flow", "flow_of"]
+__all__ = ["BranchStructure", "find_branch_structure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class BranchStructure:
     """Chains and branches of a graph; vertices are numbered in topological order, the sink comes last.
 
     Attributes:
@@ -43,7 +43,7 @@ class Flow:
             last = self.series[last]
         return found[::-1]
 
-    def section(self, vertex: int) -> Iterator[int]:
+    def branch_vertices(self, vertex: int) -> Iterator[int]:
         """All vertices of all branches that converge on a vertex, without the vertex itself."""
         todo = list(self.branches[vertex])
         while todo:
@@ -54,7 +54,7 @@ class Flow:
                 last = self.series[last]
 
 
-def flow_of(successors: Sequence[Sequence[int]]) -> Flow:
+def find_branch_structure(successors: Sequence[Sequence[int]]) -> BranchStructure:
     """Chains and branches of an acyclic graph.
 
     Args:
@@ -62,11 +62,11 @@ def flow_of(successors: Sequence[Sequence[int]]) -> Flow:
             successors leads to the sink, which is number `len(successors)`; others may name the sink themselves.
     """
     sink = len(successors)
-    tree = _Tree(sink)
+    tree = _AncestorTree(sink)
     for vertex in range(sink - 1, -1, -1):
         found = sink
         for position, successor in enumerate(successors[vertex]):
-            found = tree.common(found, successor) if position else successor
+            found = tree.lowest_common_ancestor(found, successor) if position else successor
         tree.attach(vertex, found)
     children: list[list[int]] = [[] for _ in range(sink + 1)]
     fed = [False] * (sink + 1)
@@ -75,17 +75,17 @@ def flow_of(successors: Sequence[Sequence[int]]) -> Flow:
         children[parent].append(vertex)
         for successor in successors[vertex]:
             if successor != parent:
-                fed[tree.ancestor(successor, tree.depth[vertex])] = True
+                fed[tree.ancestor_at_depth(successor, tree.depth[vertex])] = True
     series = [-1] * (sink + 1)
     for vertex, ends in enumerate(children):
         sources = [end for end in ends if not fed[end]]
         if len(sources) == 1:
             series[vertex] = sources[0]
             ends.remove(sources[0])
-    return Flow(series=tuple(series), branches=tuple(tuple(ends) for ends in children))
+    return BranchStructure(series=tuple(series), branches=tuple(tuple(ends) for ends in children))
 
 
-class _Tree:
+class _AncestorTree:
     """A growing tree; ancestor queries in O(log n) by jump pointers (Myers 1983, "Applicative Random-Access Stack")."""
 
     def __init__(self, root: int) -> None:
@@ -100,16 +100,16 @@ class _Tree:
         far = jump[parent]
         jump[vertex] = jump[far] if depth[parent] - depth[far] == depth[far] - depth[jump[far]] else parent
 
-    def ancestor(self, vertex: int, depth: int) -> int:
+    def ancestor_at_depth(self, vertex: int, depth: int) -> int:
         """The ancestor of a vertex (or itself) at a depth not below its own."""
         while self.depth[vertex] > depth:
             far = self._jump[vertex]
             vertex = far if self.depth[far] >= depth else self.parent[vertex]
         return vertex
 
-    def common(self, a: int, b: int) -> int:
+    def lowest_common_ancestor(self, a: int, b: int) -> int:
         """The lowest common ancestor."""
-        a, b = self.ancestor(a, self.depth[b]), self.ancestor(b, self.depth[a])
+        a, b = self.ancestor_at_depth(a, self.depth[b]), self.ancestor_at_depth(b, self.depth[a])
         while a != b:
             if self._jump[a] != self._jump[b]:
                 a, b = self._jump[a], self._jump[b]

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.graph.model import Model, Node
-from harness.graph.partition.partitioner import Draft, VertexKind, outline
-from harness.graph.partition.post_dominators import flow_of
-from harness.graph.rules.operator_sets import ACTIVATIONS, LINEAR
+from harness.graph.partition.partitioner import RegionDraft, VertexKind, partition_graph
+from harness.graph.partition.post_dominators import find_branch_structure
+from harness.graph.rules.operator_sets import ACTIVATION_OPS, LINEAR_OPS
 
-__all__ = ["Region", "RegionType", "discover"]
+__all__ = ["Region", "RegionType", "discover_regions"]
 
-_ELEMENTWISE = ACTIVATIONS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
+_ELEMENTWISE = ACTIVATION_OPS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
 
 
 class RegionType(Enum):
@@ -59,16 +59,18 @@ class Region:
             yield region
             todo.extend(reversed(region.children))
 
-    def leaves(self) -> Iterator[Region]:
+    def iter_leaves(self) -> Iterator[Region]:
         """The LEAF regions at or below this one."""
         return (region for region in self.walk() if region.type is RegionType.LEAF)
 
-    def members(self) -> tuple[int, ...]:
+    def node_indices(self) -> tuple[int, ...]:
         """Indices of all nodes at or below this region, in topological order."""
-        return self.nodes if not self.children else tuple(sorted(n for leaf in self.leaves() for n in leaf.nodes))
+        return self.nodes if not self.children else tuple(sorted(n for leaf in self.iter_leaves() for n in leaf.nodes))
 
 
-def discover(model: Model, *, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10) -> Region:
+def discover_regions(
+    model: Model, *, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
+) -> Region:
     """Partition a model into regions.
 
     Args:
@@ -88,16 +90,18 @@ def discover(model: Model, *, maximum_sequence_region_size: int = 10, minimum_to
     ):
         if value < 1:
             raise ValueError(f"{name}: at least 1, but got {value}")
-    readers = _readers(model)
-    drafts: list[Draft] = []
-    for nodes, tensor in _parts(model):
+    readers = _consumer_indices(model)
+    drafts: list[RegionDraft] = []
+    for nodes, tensor in _split_by_main_input(model):
         shift = len(drafts)
-        found = _outlined(model, readers, nodes, tensor, (maximum_sequence_region_size, minimum_topdown_search_size))
-        drafts.extend(Draft(d.parent + shift if d.parent >= 0 else -1, d.vertices) for d in found)
-    return _Assembly(model, readers, drafts).root()
+        found = _partition_part(
+            model, readers, nodes, tensor, (maximum_sequence_region_size, minimum_topdown_search_size)
+        )
+        drafts.extend(RegionDraft(d.parent + shift if d.parent >= 0 else -1, d.vertices) for d in found)
+    return RegionTreeBuilder(model, readers, drafts).build_root()
 
 
-def _readers(model: Model) -> dict[str, list[int]]:
+def _consumer_indices(model: Model) -> dict[str, list[int]]:
     """Indices of the nodes that read a tensor, subgraphs included, in topological order and without repetition."""
     found: dict[str, list[int]] = defaultdict(list)
     for node in model.nodes:
@@ -106,7 +110,7 @@ def _readers(model: Model) -> dict[str, list[int]]:
     return found
 
 
-def _parts(model: Model) -> list[tuple[list[int], str | None]]:
+def _split_by_main_input(model: Model) -> list[tuple[list[int], str | None]]:
     """The nodes that depend on the main input with that input, and all other nodes.
 
     What else comes in (masks, position tables, memory) joins from the side, so it must not hide the main line.
@@ -130,9 +134,9 @@ def _parts(model: Model) -> list[tuple[list[int], str | None]]:
     return [(inside, names[main]), (outside, None)]
 
 
-def _outlined(
+def _partition_part(
     model: Model, readers: Mapping[str, list[int]], nodes: list[int], tensor: str | None, sizes: tuple[int, int]
-) -> list[Draft]:
+) -> list[RegionDraft]:
     """Outline one part. Vertex 0 is `tensor`, where given: a block that begins at an input looks like any other."""
     first = 0 if tensor is None else 1
     vertex = {index: position + first for position, index in enumerate(nodes)}
@@ -145,28 +149,30 @@ def _outlined(
     edges = [successors((tensor,))] if tensor is not None else []
     edges += [successors(model.nodes[index].outputs) for index in nodes]
     kinds = [VertexKind.VIRTUAL] * first
-    kinds += [_kind(model.nodes[index]) for index in nodes]
-    labels = [""] * first + [_work(model.nodes[index]) for index in nodes]
-    drafts = outline(flow_of(edges), kinds, labels, *sizes)
-    return [d if d.vertices is None else Draft(d.parent, tuple(nodes[v - first] for v in d.vertices)) for d in drafts]
+    kinds += [_vertex_kind(model.nodes[index]) for index in nodes]
+    labels = [""] * first + [_repetition_label(model.nodes[index]) for index in nodes]
+    drafts = partition_graph(find_branch_structure(edges), kinds, labels, *sizes)
+    return [
+        d if d.vertices is None else RegionDraft(d.parent, tuple(nodes[v - first] for v in d.vertices)) for d in drafts
+    ]
 
 
-def _kind(node: Node) -> VertexKind:
-    if node.op in LINEAR:  # a new group of a sequence begins here
+def _vertex_kind(node: Node) -> VertexKind:
+    if node.op in LINEAR_OPS:  # a new group of a sequence begins here
         return VertexKind.LINEAR
     return VertexKind.ELEMENTWISE if node.op in _ELEMENTWISE else VertexKind.OTHER
 
 
-def _work(node: Node) -> str:
+def _repetition_label(node: Node) -> str:
     """What a node does, as far as a repetition goes; strides may change along it."""
     attributes = node.attributes
     return f"{node.domain}:{node.op} {attributes.get('kernel_shape')} {int(attributes.get('group', 1)) > 1}"
 
 
-class _Assembly:
+class RegionTreeBuilder:
     """Turns drafts into the tree: drops composites of one child, orders, numbers, and finds the boundaries."""
 
-    def __init__(self, model: Model, readers: Mapping[str, list[int]], drafts: Sequence[Draft]) -> None:
+    def __init__(self, model: Model, readers: Mapping[str, list[int]], drafts: Sequence[RegionDraft]) -> None:
         self._model = model
         self._readers = readers
         self._top = len(drafts)
@@ -175,10 +181,10 @@ class _Assembly:
         self._children: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
         for number in range(self._top - 1, -1, -1):
             parent = drafts[number].parent if drafts[number].parent >= 0 else self._top
-            self._children[parent].append(self._settle(number))
+            self._children[parent].append(self._order_children(number))
         self._children[self._top].sort(key=lambda child: self._nodes[child][0])
 
-    def _settle(self, number: int) -> int:
+    def _order_children(self, number: int) -> int:
         """Order the children of a draft, which all come after it; the draft, or its child where it is the only one."""
         children = self._children[number]
         if children:
@@ -186,7 +192,7 @@ class _Assembly:
             self._nodes[number] = sorted(node for child in children for node in self._nodes[child])
         return children[0] if len(children) == 1 else number
 
-    def root(self) -> Region:
+    def build_root(self) -> Region:
         """The tree."""
         order, todo = [], [(self._top, -1)]
         while todo:
@@ -198,7 +204,7 @@ class _Assembly:
             draft, level = order[number]
             children = tuple(built.pop(child) for child in self._children[draft])
             leaf = not children and draft != self._top
-            inputs, outputs = self._boundary(self._nodes[draft])
+            inputs, outputs = self._find_boundary(self._nodes[draft])
             built[draft] = Region(
                 id=number - 1,
                 type=RegionType.LEAF if leaf else RegionType.ROOT if draft == self._top else RegionType.COMPOSITE,
@@ -210,7 +216,7 @@ class _Assembly:
             )
         return built[self._top]
 
-    def _boundary(self, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _find_boundary(self, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         model, inside = self._model, set(nodes)
         inputs: dict[str, None] = {}
         outputs: list[str] = []

@@ -10,27 +10,27 @@ from typing import Any
 from harness.graph.model import Model
 from harness.graph.partition.patterns import Pattern
 from harness.graph.partition.regions import Region, RegionType
-from harness.graph.rules.operator_sets import LINEAR
+from harness.graph.rules.operator_sets import LINEAR_OPS
 
 __all__ = [
-    "Summary",
-    "TreeView",
+    "DiscoverySummary",
+    "TreeOptions",
     "describe_phases",
     "describe_summary",
     "describe_tree",
-    "quantizable",
-    "summary",
+    "is_quantizable",
+    "summarize_discovery",
     "to_json",
 ]
 
-QUANTIZABLE = LINEAR | {
+QUANTIZABLE_OPS = LINEAR_OPS | {
     "Add", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Mul", "Relu", "Resize", "Sum",
 }  # fmt: skip
-"""What ModelOpt's region inspection looks for (`get_autotuner_quantizable_ops`, same file as `quantizable`'s rule)."""
+"""Operators that ModelOpt's region inspection looks for (`get_autotuner_quantizable_ops`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeView:
+class TreeOptions:
     """How much of a tree is shown.
 
     Attributes:
@@ -43,7 +43,7 @@ class TreeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class DiscoverySummary:
     """Figures of one discovery; the ROOT is not counted among the regions.
 
     Attributes:
@@ -74,14 +74,14 @@ class Summary:
         return self.covered / self.nodes if self.nodes else 1.0
 
 
-def summary(model: Model, root: Region, patterns: Sequence[Pattern]) -> Summary:
+def summarize_discovery(model: Model, root: Region, patterns: Sequence[Pattern]) -> DiscoverySummary:
     """Figures of a discovery."""
     types = Counter(region.type for region in root.walk())
-    sizes = Counter(len(leaf.nodes) for leaf in root.leaves())
+    sizes = Counter(len(leaf.nodes) for leaf in root.iter_leaves())
     kinds = Counter(pattern.type for pattern in patterns)
-    return Summary(
+    return DiscoverySummary(
         nodes=len(model.nodes),
-        covered=len({node for leaf in root.leaves() for node in leaf.nodes}),
+        covered=len({node for leaf in root.iter_leaves() for node in leaf.nodes}),
         top=len(root.children),
         refined=sum(child.type is RegionType.COMPOSITE for child in root.children),
         leaves=types[RegionType.LEAF],
@@ -92,20 +92,20 @@ def summary(model: Model, root: Region, patterns: Sequence[Pattern]) -> Summary:
     )
 
 
-def describe_phases(figures: Summary) -> list[str]:
+def describe_phases(figures: DiscoverySummary) -> list[str]:
     """What the two phases of the discovery gave, as lines."""
     f = figures
     return [
-        f"Phase 1 complete: {f.top} regions, {_covered(f)}",
+        f"Phase 1 complete: {f.top} regions, {_coverage_line(f)}",
         f"Phase 2 complete: refined {f.refined} regions, skipped {f.top - f.refined}",
     ]
 
 
-def describe_summary(figures: Summary) -> list[str]:
+def describe_summary(figures: DiscoverySummary) -> list[str]:
     """Totals, patterns, and the sizes of LEAF regions with their histogram, as lines."""
     f = figures
     lines = [
-        f"Summary: {f.leaves + f.composites} regions ({f.leaves} LEAF, {f.composites} COMPOSITE), {_covered(f)}",
+        f"Summary: {f.leaves + f.composites} regions ({f.leaves} LEAF, {f.composites} COMPOSITE), {_coverage_line(f)}",
         f"Patterns: {f.patterns} ({f.leaf_patterns} of LEAF regions)",
     ]
     count = sum(n for _, n in f.histogram)
@@ -117,19 +117,19 @@ def describe_summary(figures: Summary) -> list[str]:
     return lines
 
 
-def _covered(figures: Summary) -> str:
+def _coverage_line(figures: DiscoverySummary) -> str:
     return f"{figures.covered}/{figures.nodes} nodes ({figures.coverage:.1%})"
 
 
-def quantizable(region: Region, model: Model) -> bool:
+def is_quantizable(region: Region, model: Model) -> bool:
     """Whether a region is worth a look: a LEAF without any of the operators that gain from Q/DQ is not.
 
     The same rule as ModelOpt's `has_quantizable_operations` (nvidia-modelopt 0.47, autotune/insertion_points.py).
     """
-    return region.type is not RegionType.LEAF or any(model.nodes[index].op in QUANTIZABLE for index in region.nodes)
+    return region.type is not RegionType.LEAF or any(model.nodes[index].op in QUANTIZABLE_OPS for index in region.nodes)
 
 
-def describe_tree(root: Region, model: Model, patterns: Sequence[Pattern], view: TreeView) -> list[str]:
+def describe_tree(root: Region, model: Model, patterns: Sequence[Pattern], view: TreeOptions) -> list[str]:
     """The regions below the ROOT as lines of a tree."""
     shared = {region.id: pattern for pattern in patterns for region in pattern.regions}
     lines: list[str] = []
@@ -137,26 +137,26 @@ def describe_tree(root: Region, model: Model, patterns: Sequence[Pattern], view:
     for region in root.walk():
         if region is root:
             continue
-        if not (view.include_all or quantizable(region, model)):
+        if not (view.include_all or is_quantizable(region, model)):
             skipped += 1
             continue
         indent = "│    " * region.level
         lines.append(f"{indent}├─ Region {region.id} (Level {region.level}, Type: {region.type.value})")
-        lines += (f"{indent}│  {line}" for line in _facts(region, model, shared[region.id], view))
+        lines += (f"{indent}│  {line}" for line in _region_details(region, model, shared[region.id], view))
     if skipped:
         lines.append(f"{skipped} LEAF regions without quantizable operators are left out: --include-all-regions")
     return lines
 
 
-def _facts(region: Region, model: Model, pattern: Pattern, view: TreeView) -> Iterator[str]:
-    members = region.members()
+def _region_details(region: Region, model: Model, pattern: Pattern, view: TreeOptions) -> Iterator[str]:
+    members = region.node_indices()
     yield f"├─ Pattern: {pattern.signature[:8]} (in {len(pattern.regions)} regions)"
     yield f"├─ Direct nodes: {len(region.nodes)}"
     if region.children:
         yield f"├─ Total nodes (recursive): {len(members)}"
         yield f"├─ Children: {len(region.children)}"
     else:
-        yield f"├─ Nodes, a {_shape(region, model)}: {', '.join(model.nodes[index].op for index in region.nodes)}"
+        yield f"├─ Nodes, a {_leaf_shape(region, model)}: {', '.join(model.nodes[index].op for index in region.nodes)}"
         if view.verbose:
             yield from (f"│    - Node {i}: {model.nodes[i].op} ({model.nodes[i].name})" for i in region.nodes)
     for mark, what, names in (("├─", "Inputs", region.inputs), ("└─", "Outputs", region.outputs)):
@@ -165,7 +165,7 @@ def _facts(region: Region, model: Model, pattern: Pattern, view: TreeView) -> It
             yield from (f"│    - {name}" for name in names)
 
 
-def _shape(region: Region, model: Model) -> str:
+def _leaf_shape(region: Region, model: Model) -> str:
     """What a LEAF is: a sequence, or a convergence of branches."""
     inside = {name for index in region.nodes for name in model.nodes[index].outputs if name}
     fed = [len(inside.intersection(model.nodes[index].inputs)) for index in region.nodes]
@@ -176,10 +176,12 @@ def to_json(model: Model, root: Region, patterns: Sequence[Pattern]) -> dict[str
     """Everything as plain values: regions in pre-order with the id of their parent, and patterns."""
     signature = {region.id: pattern.signature for pattern in patterns for region in pattern.regions}
     parent = {child.id: region.id for region in root.walk() for child in region.children}
-    figures = summary(model, root, patterns)
+    figures = summarize_discovery(model, root, patterns)
     return {
         "model": model.source,
-        "summary": {name: getattr(figures, name) for name in Summary.__dataclass_fields__ if name != "histogram"},
+        "summary": {
+            name: getattr(figures, name) for name in DiscoverySummary.__dataclass_fields__ if name != "histogram"
+        },
         "histogram": {str(size): count for size, count in figures.histogram},
         "regions": [
             {

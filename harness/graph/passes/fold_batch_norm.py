@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from harness.graph.model import captures
+from harness.graph.model import find_captures
 
 __all__ = ["fold_batch_norms"]
 
@@ -33,7 +33,7 @@ def fold_batch_norms(graph: onnx.GraphProto) -> int:
         Number of folded nodes.
     """
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    uses = Counter(name for node in graph.node for name in (*node.input, *captures(node)) if name)
+    uses = Counter(name for node in graph.node for name in (*node.input, *find_captures(node)) if name)
     uses.update(value.name for value in graph.output)
     producer = {name: node for node in graph.node for name in node.output if name}
     folded = []
@@ -113,7 +113,7 @@ def _store_constant(
 
 def _rewrite_graph(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: frozenset[str]) -> None:
     nodes = [node for node in graph.node if node.name not in folded]
-    used = {name for node in nodes for name in (*node.input, *captures(node))} | {v.name for v in graph.output}
+    used = {name for node in nodes for name in (*node.input, *find_captures(node))} | {v.name for v in graph.output}
     made = {name for node in nodes for name in node.output}
     initializers = [tensor for name, tensor in constants.items() if name in used]
     types = [value for value in graph.value_info if value.name in made]

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx import checker, helper, numpy_helper
 
 from harness.errors import UserError
-from harness.graph.model import captures, graphs, subgraphs
+from harness.graph.model import find_captures, iter_graphs, iter_subgraphs
 from harness.graph.passes.fold_constants import (
     MAX_FOLDED_BYTES,
     MAX_SHOWN_BYTES,
@@ -55,7 +55,7 @@ def externalize_weights(graph: onnx.GraphProto) -> Weights:
 
 def restore_weights(graph: onnx.GraphProto, weights: Weights) -> None:
     """Undo `detach` for the weights that are still used, in place."""
-    used = {name for node in graph.node for name in (*node.input, *captures(node))}
+    used = {name for node in graph.node for name in (*node.input, *find_captures(node))}
     used.update(value.name for value in graph.output)
     replace_field(graph.input, [value for value in graph.input if value.name not in weights])
     graph.initializer.extend(tensor for name, tensor in weights.items() if name in used)
@@ -76,7 +76,7 @@ def isolate_custom_ops(proto: onnx.ModelProto) -> list[str]:
         All operators that ONNX does not define, in any domain, as "domain.op", sorted.
     """
     opsets = {opset.domain: opset.version for opset in proto.opset_import}
-    custom = [n for graph in graphs(proto.graph) for n in graph.node if not is_standard_op(n, opsets)]
+    custom = [n for graph in iter_graphs(proto.graph) for n in graph.node if not is_standard_op(n, opsets)]
     names = sorted({f"{node.domain or 'ai.onnx'}.{node.op_type}" for node in custom})
     for node in custom:
         if node.domain in ("", "ai.onnx.ml", "ai.onnx.preview.training"):
@@ -88,7 +88,7 @@ def isolate_custom_ops(proto: onnx.ModelProto) -> list[str]:
 
 def restore_custom_ops(proto: onnx.ModelProto) -> None:
     """Undo `isolate_custom_ops`, in place."""
-    for graph in graphs(proto.graph):
+    for graph in iter_graphs(proto.graph):
         for node in graph.node:
             if node.domain.startswith(MASK_PREFIX):
                 node.domain = node.domain.removeprefix(MASK_PREFIX)
@@ -171,7 +171,7 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
     Raises:
         UserError: The graph has a cycle.
     """
-    opaque = {node.name for node in graph.node if any(subgraphs(node)) or not is_standard_op(node, opsets)}
+    opaque = {node.name for node in graph.node if any(iter_subgraphs(node)) or not is_standard_op(node, opsets)}
     nodes = [_opaque_node(node) if node.name in opaque else node for node in graph.node]
     if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
         order = _sorted_names(graph, source)
@@ -192,7 +192,7 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
 
 
 def _opaque_node(node: onnx.NodeProto) -> onnx.NodeProto:
-    inputs = [*node.input, *sorted(captures(node))]
+    inputs = [*node.input, *sorted(find_captures(node))]
     return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=OPAQUE_DOMAIN, input=inputs, output=node.output)
 
 

@@ -13,7 +13,7 @@ from onnx_ir.passes.common import InlinePass
 
 from harness.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
-from harness.graph.model import TensorType, graphs, subgraphs
+from harness.graph.model import TensorType, iter_graphs, iter_subgraphs
 from harness.graph.passes.fold_batch_norm import fold_batch_norms
 from harness.graph.passes.normalize import (
     Weights,
@@ -130,7 +130,7 @@ def _normalize_opsets(draft: ModelDraft) -> None:
         domain = "" if opset.domain == "ai.onnx" else opset.domain
         opsets[domain] = max(opset.version, opsets.get(domain, 0))
     replace_field(proto.opset_import, [helper.make_opsetid(domain, version) for domain, version in opsets.items()])
-    for graph in graphs(proto.graph):
+    for graph in iter_graphs(proto.graph):
         for node in graph.node:
             if node.domain == "ai.onnx":
                 node.domain = ""
@@ -147,7 +147,7 @@ def _isolate_custom_ops(draft: ModelDraft) -> None:
     if draft.custom_ops:
         names = ", ".join(draft.custom_ops)
         logger.warning("%s: operators that ONNX does not define stay float: %s", draft.source, names)
-    nested = sorted({node.op_type for node in draft.proto.graph.node if any(subgraphs(node))})
+    nested = sorted({node.op_type for node in draft.proto.graph.node if any(iter_subgraphs(node))})
     if nested:
         logger.warning("%s: subgraphs of %s stay float", draft.source, ", ".join(nested))
 
@@ -188,7 +188,7 @@ def _require_valid_custom_ops(draft: ModelDraft) -> None:
     """Check operators that only the newer opset defines: shape inference (onnx 1.21) trusts them."""
     context = checker.DEFAULT_CONTEXT.__class__()
     context.ir_version, context.opset_imports = draft.proto.ir_version, draft.opsets
-    for graph in graphs(draft.proto.graph):
+    for graph in iter_graphs(draft.proto.graph):
         for node in graph.node:
             if f"{node.domain or 'ai.onnx'}.{node.op_type}" in draft.custom_ops and is_standard_op(node, draft.opsets):
                 try:

@@ -15,7 +15,7 @@ import onnx
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph.model import TensorType, captures, subgraphs
+from harness.graph.model import TensorType, find_captures, iter_subgraphs
 from harness.graph.passes.dimension_sizes import parse_shape
 from harness.graph.passes.normalize import externalize_weights, lower_constants, restore_weights
 from harness.graph.passes.static_shapes import infer_types, static_types
@@ -88,7 +88,7 @@ def _dependent_tensors(graph: onnx.GraphProto, inputs: set[str]) -> set[str]:
 
 
 def _tensors_read(node: onnx.NodeProto) -> tuple[str, ...]:
-    return (*node.input, *captures(node))
+    return (*node.input, *find_captures(node))
 
 
 def _set_batch_size(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], samples: int) -> None:
@@ -125,7 +125,7 @@ def _first_batch_mixing_op(
         if not dependent.intersection(_tensors_read(node)) or node.op_type in SHAPE_OPS:
             continue
         label = f"{node.op_type} {node.name or node.output[0]!r}"
-        if any(True for _ in subgraphs(node)):
+        if any(True for _ in iter_subgraphs(node)):
             return f"{label} has a subgraph"
         if node.input[0] in dependent and (node.op_type in BATCH_MIXING_OPS or _works_along_batch_axis(node, before)):
             return f"{label} works along the samples"

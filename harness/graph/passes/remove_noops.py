@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
-from harness.graph.model import captures
+from harness.graph.model import find_captures
 from harness.graph.passes.static_shapes import static_types
 
 __all__ = ["remove_noops"]
@@ -27,7 +27,7 @@ def remove_noops(graph: onnx.GraphProto) -> bool:
     """
     constants = {tensor.name: tensor for tensor in graph.initializer}
     types = static_types(graph)
-    pinned = {value.name for value in graph.output}.union(*map(captures, graph.node))
+    pinned = {value.name for value in graph.output}.union(*map(find_captures, graph.node))
     replacements: dict[str, str] = {}
     kept = []
     for node in graph.node:

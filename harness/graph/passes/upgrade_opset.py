@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper, version_converter
 
 from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
-from harness.graph.model import graphs
+from harness.graph.model import iter_graphs
 from harness.graph.passes.normalize import constant_value
 
 __all__ = ["EXPLICIT_RESIZE_OPSET", "upgrade_opset"]
@@ -49,7 +49,7 @@ def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str
     _restore_resizes(proto.graph, resizes)
     del proto.metadata_props[:]
     proto.metadata_props.extend(metadata)
-    for graph in graphs(proto.graph):
+    for graph in iter_graphs(proto.graph):
         # The converter writes shapes that are not always right (onnx 1.21: rank 0 after Softmax).
         del graph.value_info[:]
     proto.graph.value_info.extend(declared)
@@ -58,7 +58,7 @@ def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str
 
 def _iter_nodes(graph: onnx.GraphProto, *operators: str) -> Iterator[onnx.NodeProto]:
     """Yield nodes of these ONNX operators, including those in subgraphs."""
-    for inner in graphs(graph):
+    for inner in iter_graphs(graph):
         yield from (node for node in inner.node if node.op_type in operators and not node.domain)
 
 
@@ -112,7 +112,7 @@ def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) 
         new_names[node.output[0]] = resize.output[0]
         del node.attribute[:]
         node.attribute.extend(resize.attribute)
-    for inner in graphs(graph) if new_names else ():
+    for inner in iter_graphs(graph) if new_names else ():
         for value in inner.output:
             value.name = new_names.get(value.name, value.name)
         for node in inner.node:
@@ -122,14 +122,14 @@ def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) 
 
 def _constants_by_name(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Return initializers and values of Constant nodes, including those in subgraphs."""
-    constants = {tensor.name: tensor for inner in graphs(graph) for tensor in inner.initializer}
+    constants = {tensor.name: tensor for inner in iter_graphs(graph) for tensor in inner.initializer}
     values = ((node.output[0], constant_value(node)) for node in _iter_nodes(graph, "Constant"))
     return constants | {name: value for name, value in values if value is not None}
 
 
 def _flatten_hardmax(graph: onnx.GraphProto) -> None:
     """Apply every Hardmax to the rows of a matrix, which has the same meaning in all opsets, in place."""
-    for inner in graphs(graph):
+    for inner in iter_graphs(graph):
         nodes: list[onnx.NodeProto] = []
         for node in inner.node:
             nodes += _hardmax_over_rows(node) if node.op_type == "Hardmax" and not node.domain else [node]

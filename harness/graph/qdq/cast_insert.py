@@ -16,22 +16,22 @@ from harness.errors import UserError
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.rules.dialects import Dialect
-from search.space import Edge, Resolved, digest_of
+from search.space import Edge, Resolved, edges_digest
 
-__all__ = ["CastInserter", "carried", "refuse_lost_nodes"]
+__all__ = ["CastInserter", "map_edges_to_cast_model", "require_all_nodes"]
 
-LARGEST_HALF = 65504.0
+MAX_FLOAT16 = 65504.0
 Ranges = Mapping[str, tuple[float, float]]
 
 
-def carried(resolved: Resolved, cast: Model) -> Resolved:
+def map_edges_to_cast_model(resolved: Resolved, cast: Model) -> Resolved:
     """The same inputs of the same nodes in a cast model.
 
     Raises:
         UserError: A node is not there any more.
     """
     nodes = {node.name: node for node in cast.nodes}
-    refuse_lost_nodes((edge for edge, _ in resolved), cast)
+    require_all_nodes((edge for edge, _ in resolved), cast)
 
     def there(edge: Edge) -> Edge:
         return Edge(nodes[edge.consumer].inputs[edge.slot], edge.consumer, edge.slot) if edge.consumer else edge
@@ -39,7 +39,7 @@ def carried(resolved: Resolved, cast: Model) -> Resolved:
     return tuple(sorted((there(edge), precision) for edge, precision in resolved))
 
 
-def refuse_lost_nodes(edges: Iterable[Edge], cast: Model) -> None:
+def require_all_nodes(edges: Iterable[Edge], cast: Model) -> None:
     """Refuse a cast model that lacks a node whose input may be quantized.
 
     Raises:
@@ -63,24 +63,24 @@ class CastInserter(Inserter):
     """
 
     def __init__(self, cast: Model, dialect: Dialect, ranges: Ranges, model: Model | None = None) -> None:
-        found = _by_name(cast, ranges) if model is None else _by_place(model, cast, ranges)
-        super().__init__(cast, dialect, _within_float16(cast, found))
+        found = _ranges_by_name(cast, ranges) if model is None else _ranges_by_position(model, cast, ranges)
+        super().__init__(cast, dialect, _clip_ranges_to_float16(cast, found))
         self._cast = cast
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
         """See `Inserter.insert`."""
-        return super().insert(carried(resolved, self._cast))
+        return super().insert(map_edges_to_cast_model(resolved, self._cast))
 
     def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path:
         """See `Inserter.write`; the name is by default the digest in the float model."""
-        return super().write(carried(resolved, self._cast), folder, name=name or digest_of(resolved))
+        return super().write(map_edges_to_cast_model(resolved, self._cast), folder, name=name or edges_digest(resolved))
 
-    def pairs(self, resolved: Resolved) -> int:
+    def count_pairs(self, resolved: Resolved) -> int:
         """See `Inserter.pairs`."""
-        return super().pairs(carried(resolved, self._cast))
+        return super().count_pairs(map_edges_to_cast_model(resolved, self._cast))
 
 
-def _by_place(model: Model, cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
+def _ranges_by_position(model: Model, cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
     """Return the range of each tensor of a cast model, by the node and input or output where the float model has it.
 
     Casting merges the model's own Casts with new ones or drops them, so names of tensors change. Where several tensors
@@ -104,16 +104,16 @@ def _by_place(model: Model, cast: Model, ranges: Ranges) -> dict[str, tuple[floa
     return {**ranges, **found}
 
 
-def _within_float16(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
+def _clip_ranges_to_float16(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
     """Return ranges cut to what FP16 holds for tensors of that type, whose scale would be infinite otherwise."""
     found = dict(ranges)
     for name, (low, high) in ranges.items():
         if name in cast.types and cast.types[name].dtype == "float16":
-            found[name] = max(low, -LARGEST_HALF), min(high, LARGEST_HALF)
+            found[name] = max(low, -MAX_FLOAT16), min(high, MAX_FLOAT16)
     return found
 
 
-def _by_name(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
+def _ranges_by_name(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
     """Return the range of each tensor of a cast model, by the names that ModelOpt gives to what its Casts make."""
     found = dict(ranges)
     for node in cast.nodes:

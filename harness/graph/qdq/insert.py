@@ -20,21 +20,21 @@ from harness.errors import UserError
 from harness.graph.io.writer import write_model as write_model
 from harness.graph.model import Model
 from harness.graph.passes.normalize import check_valid
-from harness.graph.qdq.read_edges import diff
+from harness.graph.qdq.read_edges import diff_edges
 from harness.graph.quantize import protobuf_wire
-from harness.graph.quantize.constants import Constants, Stored
-from harness.graph.quantize.edge_requests import OUTSIDE, Asked, Requests
-from harness.graph.quantize.node_variants import Encoder, Forms, Mark, NodeForm, PairForm
-from harness.graph.quantize.protobuf_wire import TAG
-from harness.graph.quantize.scales import Scales
-from harness.graph.quantize.shared_scales import Ties
+from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
+from harness.graph.quantize.edge_requests import GRAPH_INPUT_INDEX, EdgeRequests, NodeRequests
+from harness.graph.quantize.node_variants import NodeVariant, PairVariant, RequestBit, VariantEncoder, VariantTable
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.quantize.scales import ActivationScales
+from harness.graph.quantize.shared_scales import SharedScaleFinder
 from harness.graph.rules.dialects import Dialect
-from search.space import Resolved, digest_of
+from search.space import Resolved, edges_digest
 
 __all__ = ["Inserter"]
 
 
-class _Draft:
+class InsertionPlan:
     """What a placement gives.
 
     Args:
@@ -42,16 +42,16 @@ class _Draft:
         behind: The pairs behind each of them, and last those behind the model's inputs.
     """
 
-    def __init__(self, nodes: list[NodeForm], behind: list[PairForm]) -> None:
+    def __init__(self, nodes: list[NodeVariant], behind: list[PairVariant]) -> None:
         self.nodes = nodes
         self.behind = behind
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, QuantizedConstant] = {}
         for form in nodes:
             if form.stored:
                 self.stored.update(form.stored)
 
     @property
-    def pairs(self) -> int:
+    def count_pairs(self) -> int:
         """Return the number of pairs; see `Inserter.pairs`."""
         constants = {constant for form in self.nodes for constant in form.quantized}
         return sum(form.pairs for form in self.behind) + len(constants)
@@ -70,22 +70,28 @@ class Inserter:
     """
 
     def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
-        marked = [name for node in model.nodes for name in node.outputs if TAG in name]
+        marked = [name for node in model.nodes for name in node.outputs if NAME_PREFIX in name]
         if marked:
             raise UserError(f"{model.source}: tensor {marked[0]!r} says that Q/DQ pairs are inserted already")
         self._model = model
         self._dialect = dialect
-        self._scales = Scales(model, dialect, ranges)
-        self._constants = Constants(model, dialect)
-        encoder = Encoder(model, dialect, self._scales, self._constants)
-        outside = Forms(partial(encoder.precisions, kind="quantized"))
-        self._readers: list[Forms[Any]] = [*(Forms(partial(encoder.node, n.index)) for n in model.nodes), outside]
-        self._makers = [Forms(encoder.behind) for _ in self._readers]
-        self._requests = Requests(model, dialect, self._readers, self._makers)
-        self._ties = Ties(model, dialect, self._scales.links, self._readers, self._makers)
+        self._scales = ActivationScales(model, dialect, ranges)
+        self._constants = ConstantQuantizer(model, dialect)
+        encoder = VariantEncoder(model, dialect, self._scales, self._constants)
+        outside = VariantTable(partial(encoder.precisions_by_place, kind="quantized"))
+        self._readers: list[VariantTable[Any]] = [
+            *(VariantTable(partial(encoder.encode_node, n.index)) for n in model.nodes),
+            outside,
+        ]
+        self._makers = [VariantTable(encoder.encode_pairs) for _ in self._readers]
+        self._requests = EdgeRequests(model, dialect, self._readers, self._makers)
+        self._ties = SharedScaleFinder(model, dialect, self._scales.links, self._readers, self._makers)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
-        self._frame, self._header = protobuf_wire.frame(model.proto), protobuf_wire.header(model.proto.graph)
+        self._frame, self._header = (
+            protobuf_wire.split_model_frame(model.proto),
+            protobuf_wire.encode_graph_header(model.proto.graph),
+        )
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
         """The model with exactly these Q/DQ pairs, all weights inside.
@@ -93,14 +99,14 @@ class Inserter:
         Raises:
             UserError: An edge is not one of this model's or cannot be quantized, or a range is missing.
         """
-        draft = self._draft(resolved)
-        proto = onnx.ModelProto.FromString(protobuf_wire.model(self._frame, self._graph(draft)))
-        dropped = self._dropped(draft)
+        draft = self._plan_insertion(resolved)
+        proto = onnx.ModelProto.FromString(protobuf_wire.encode_model(self._frame, self._graph_pieces(draft)))
+        dropped = self._unused_constants(draft)
         constants = [tensor for name, tensor in self._model.constants.items() if name not in dropped]
         constants += [tensor for stored in draft.stored.values() for tensor in stored.tensors]
         self._check_graph(proto, constants)
         proto.graph.initializer.extend(constants)
-        missing, extra = diff(resolved, proto)
+        missing, extra = diff_edges(resolved, proto)
         if missing or extra:
             raise AssertionError(f"{self._model.source}: insertion lost {missing[:3]} and added {extra[:3]}")
         return proto
@@ -116,14 +122,14 @@ class Inserter:
         Raises:
             UserError: As `insert`.
         """
-        draft = self._draft(resolved)
-        dropped = self._dropped(draft)
-        records = [record for name, record in self._constants.floats.items() if name not in dropped]
-        records += [self._constants.encoded(stored) for stored in draft.stored.values()]
+        draft = self._plan_insertion(resolved)
+        dropped = self._unused_constants(draft)
+        records = [record for name, record in self._constants.float_records.items() if name not in dropped]
+        records += [self._constants.quantized_records(stored) for stored in draft.stored.values()]
         folder.mkdir(parents=True, exist_ok=True)
         self._constants.write_files(draft.stored.values(), folder)
-        path = folder / f"{name or digest_of(resolved)}.onnx"
-        path.write_bytes(protobuf_wire.model(self._frame, [*self._graph(draft), *records]))
+        path = folder / f"{name or edges_digest(resolved)}.onnx"
+        path.write_bytes(protobuf_wire.encode_model(self._frame, [*self._graph_pieces(draft), *records]))
         return path
 
     def export(self, resolved: Resolved, path: Path) -> Path:
@@ -134,14 +140,14 @@ class Inserter:
         """
         return write_model(self.insert(resolved), path)
 
-    def pairs(self, resolved: Resolved) -> int:
-        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.read_edges.pairs_in` counts the same in
+    def count_pairs(self, resolved: Resolved) -> int:
+        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.read_edges.count_pairs` counts the same in
         its file.
 
         A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
         even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.
         """
-        return self._draft(resolved).pairs
+        return self._plan_insertion(resolved).count_pairs
 
     def _check_graph(self, proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto]) -> None:
         """What is promised of any result: the model's own inputs and outputs, and valid ONNX."""
@@ -153,33 +159,39 @@ class Inserter:
         except checker.ValidationError as error:
             raise AssertionError(f"{self._model.source}: insertion gave no valid ONNX: {error}") from error
 
-    def _draft(self, resolved: Resolved) -> _Draft:
-        asked = self._requests.sort(resolved)
-        for tensor, precision in self._finals(asked):
+    def _plan_insertion(self, resolved: Resolved) -> InsertionPlan:
+        asked = self._requests.group_by_node(resolved)
+        for tensor, precision in self._quantized_outputs(asked):
             for index, slot in self._model.consumers.get(tensor, ()):
-                asked.read[index] |= self._readers[index].bit(Mark("final", slot, precision))
+                asked.consumer_masks[index] |= self._readers[index].bit(RequestBit("final", slot, precision))
             maker = self._model.producer[tensor]
-            asked.made[maker] |= self._makers[maker].bit(Mark("final", tensor, precision))
-            asked.read[maker] |= self._readers[maker].bit(Mark("renamed", tensor))
-        self._ties.mark(asked)
-        nodes = [forms[state] for forms, state in zip(self._readers[:OUTSIDE], asked.read, strict=False)]
-        behind = [forms[state] for forms, state in zip(self._makers, asked.made, strict=True)]
-        return _Draft(nodes, behind)
+            asked.producer_masks[maker] |= self._makers[maker].bit(RequestBit("final", tensor, precision))
+            asked.consumer_masks[maker] |= self._readers[maker].bit(RequestBit("renamed", tensor))
+        self._ties.mark_shared_scales(asked)
+        nodes = [
+            forms[state] for forms, state in zip(self._readers[:GRAPH_INPUT_INDEX], asked.consumer_masks, strict=False)
+        ]
+        behind = [forms[state] for forms, state in zip(self._makers, asked.producer_masks, strict=True)]
+        return InsertionPlan(nodes, behind)
 
-    def _finals(self, asked: Asked) -> list[tuple[str, str]]:
+    def _quantized_outputs(self, asked: NodeRequests) -> list[tuple[str, str]]:
         """The tensors that leave the model quantized, with their precision."""
-        slots = self._readers[OUTSIDE][asked.read[OUTSIDE]]
+        slots = self._readers[GRAPH_INPUT_INDEX][asked.consumer_masks[GRAPH_INPUT_INDEX]]
         return [(self._model.outputs[int(slot)], precision) for slot, precision in sorted(slots.items())]
 
-    def _dropped(self, draft: _Draft) -> frozenset[str]:
+    def _unused_constants(self, draft: InsertionPlan) -> frozenset[str]:
         """Constants of the float model that nothing reads any more."""
         replaced = Counter(name for form in draft.nodes if form.replaced for name in form.replaced)
         return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
 
-    def _graph(self, draft: _Draft) -> list[bytes]:
+    def _graph_pieces(self, draft: InsertionPlan) -> list[bytes]:
         """The pieces of the graph, but for its constants."""
-        ahead = [self._header, draft.behind[OUTSIDE].nodes, *(stored.node for stored in draft.stored.values())]
-        pairs = zip(draft.nodes, draft.behind[:OUTSIDE], strict=True)
+        ahead = [
+            self._header,
+            draft.behind[GRAPH_INPUT_INDEX].nodes,
+            *(stored.node for stored in draft.stored.values()),
+        ]
+        pairs = zip(draft.nodes, draft.behind[:GRAPH_INPUT_INDEX], strict=True)
         nodes = [piece for form, after in pairs for piece in (form.node, after.nodes)]
         grid: dict[str, bytes] = {}
         for form in draft.behind:

@@ -13,19 +13,19 @@ from google.protobuf.message import DecodeError
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph.qdq.read_edges import delivered, label
-from harness.graph.rules.operator_sets import LINEAR
+from harness.graph.qdq.read_edges import node_name, read_qdq_edges
+from harness.graph.rules.operator_sets import LINEAR_OPS
 
-__all__ = ["Asked", "read_asked"]
+__all__ = ["QDQGraph", "read_qdq_graph"]
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-MOVES = frozenset({"Cast", "Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
-FOLDED = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
+TRANSPARENT_OPS = frozenset({"Cast", "Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
+FOLDABLE_OPS = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
 """What runtimes fold into the linear operator in front, which some of them then call by the folded one's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class QDQGraph:
     """A Q/DQ model as its file has it.
 
     Attributes:
@@ -42,13 +42,13 @@ class Asked:
     operators: Mapping[str, str]
     linear: Mapping[str, tuple[str | None, str | None]]
     pairs: frozenset[str]
-    behind: Mapping[str, tuple[str, ...]]
-    odd: Mapping[str, str]
-    feeds: Mapping[str, tuple[str, tuple[str, ...]]]
-    stands_for: Mapping[str, tuple[str, ...]]
+    consumers: Mapping[str, tuple[str, ...]]
+    unfusable_reasons: Mapping[str, str]
+    pair_neighbours: Mapping[str, tuple[str, tuple[str, ...]]]
+    folded_into: Mapping[str, tuple[str, ...]]
 
 
-def read_asked(path: Path) -> Asked:
+def read_qdq_graph(path: Path) -> QDQGraph:
     """Read a model's structure.
 
     Raises:
@@ -58,22 +58,24 @@ def read_asked(path: Path) -> Asked:
         proto = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise UserError(f"{path}: no ONNX model ({error})") from error
-    graph = _Graph(proto, path.parent)
-    edges = {(edge.consumer, edge.slot): precision for edge, precision in delivered(proto).items()}
-    linear = [node for node in proto.graph.node if node.op_type in LINEAR]
+    graph = _GraphIndex(proto, path.parent)
+    edges = {(edge.consumer, edge.slot): precision for edge, precision in read_qdq_edges(proto).items()}
+    linear = [node for node in proto.graph.node if node.op_type in LINEAR_OPS]
     pairs = [node for node in proto.graph.node if node.op_type in (QUANTIZE, DEQUANTIZE)]
-    return Asked(
-        operators={label(node): node.op_type for node in proto.graph.node},
-        linear={label(node): (edges.get((label(node), 0)), edges.get((label(node), 1))) for node in linear},
-        pairs=frozenset(label(node) for node in pairs),
-        behind={label(node): tuple(graph.readers(node.output[0])) for node in linear},
-        odd={label(node): text for node in pairs if (text := graph.oddity(node))},
-        feeds={label(node): (graph.source(node), tuple(graph.users(node))) for node in pairs},
-        stands_for=graph.stands_for(linear),
+    return QDQGraph(
+        operators={node_name(node): node.op_type for node in proto.graph.node},
+        linear={node_name(node): (edges.get((node_name(node), 0)), edges.get((node_name(node), 1))) for node in linear},
+        pairs=frozenset(node_name(node) for node in pairs),
+        consumers={node_name(node): tuple(graph.consumers(node.output[0])) for node in linear},
+        unfusable_reasons={node_name(node): text for node in pairs if (text := graph.unfusable_reason(node))},
+        pair_neighbours={
+            node_name(node): (graph.producer_label(node), tuple(graph.consumer_labels(node))) for node in pairs
+        },
+        folded_into=graph.find_folded(linear),
     )
 
 
-class _Graph:
+class _GraphIndex:
     """Who makes and who reads a tensor."""
 
     def __init__(self, proto: onnx.ModelProto, folder: Path) -> None:
@@ -88,52 +90,52 @@ class _Graph:
             if node.op_type == "Constant":
                 self._constants.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
 
-    def readers(self, tensor: str) -> Iterator[str]:
+    def consumers(self, tensor: str) -> Iterator[str]:
         """Operators that read a tensor."""
         return (node.op_type for node in self._readers.get(tensor, ()))
 
-    def source(self, node: Any) -> str:
+    def producer_label(self, node: Any) -> str:
         """The node in front of a pair, or "a constant", "an input"."""
         name = node.input[0]
         while (maker := self._maker.get(name)) is not None and maker.op_type in (QUANTIZE, DEQUANTIZE):
             name = maker.input[0]
         if maker is None:
             return "a constant" if name in self._constants else f"input {name}"
-        return label(maker)
+        return node_name(maker)
 
-    def users(self, node: Any) -> Iterator[str]:
+    def consumer_labels(self, node: Any) -> Iterator[str]:
         """The nodes behind a pair."""
         for reader in self._readers.get(node.output[0], ()):
             if reader.op_type in (QUANTIZE, DEQUANTIZE) and node.op_type == QUANTIZE:
-                yield from self.users(reader)
+                yield from self.consumer_labels(reader)
             else:
-                yield label(reader)
+                yield node_name(reader)
 
-    def stands_for(self, linear: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-        """By name of what may be folded into linear operators, those in front of it; see `Asked`."""
+    def find_folded(self, linear: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+        """By name of what may be folded into linear operators, those in front of it; see `QDQGraph`."""
         found: dict[str, tuple[str, ...]] = {}
         for node in linear:
             names = [node.output[0]]
-            while (reader := self._only_reader(names[-1])) is not None and reader.op_type in FOLDED:
-                names += [label(reader), reader.output[0]]
+            while (reader := self._single_consumer(names[-1])) is not None and reader.op_type in FOLDABLE_OPS:
+                names += [node_name(reader), reader.output[0]]
             if reader is not None and reader.op_type == QUANTIZE:  # what the operator puts out quantized
-                names.append(label(reader))
+                names.append(node_name(reader))
             for name in dict.fromkeys(names):
-                found[name] = (*found.get(name, ()), label(node))
+                found[name] = (*found.get(name, ()), node_name(node))
         return found
 
-    def _only_reader(self, tensor: str) -> Any:
+    def _single_consumer(self, tensor: str) -> Any:
         readers = self._readers.get(tensor, [])
         return readers[0] if len(readers) == 1 else None
 
-    def oddity(self, node: Any) -> str:
+    def unfusable_reason(self, node: Any) -> str:
         """Why no runtime fuses a Q or DQ; "" where nothing speaks against it."""
         if node.input[1] not in self._constants:
             return "its scale is computed, not constant"
         if node.op_type != DEQUANTIZE:
             return ""
         before = self._maker.get(node.input[0])
-        while before is not None and before.op_type in MOVES:
+        while before is not None and before.op_type in TRANSPARENT_OPS:
             before = self._maker.get(before.input[0])
         if before is None or before.op_type != QUANTIZE or before.input[1] not in self._constants:
             return ""

@@ -8,14 +8,14 @@ import onnx
 
 from harness.graph.io.reader import read_model
 from harness.graph.io.writer import write_model
-from harness.graph.qdq.read_edges import labels
+from harness.graph.qdq.read_edges import unique_node_names
 
-__all__ = ["Bypass"]
+__all__ = ["PairRemover"]
 
-_NO_CONSUMERS = frozenset({"QuantizeLinear", "DequantizeLinear", "Cast", "Identity"})
+_NON_CONSUMER_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "Cast", "Identity"})
 
 
-class Bypass:
+class PairRemover:
     """Takes pairs out of a Q/DQ model, node by node: an input is read in front of the QuantizeLinear.
 
     Constants that are stored quantized stay so, in every variant.
@@ -31,9 +31,9 @@ class Bypass:
         self._proto, _ = read_model(path, str(path))
         makers = {name: node for node in self._proto.graph.node for name in node.output if name}
         self._inputs: dict[str, dict[int, str]] = {}
-        self._labels = labels(self._proto.graph)
+        self._labels = unique_node_names(self._proto.graph)
         for node, label in zip(self._proto.graph.node, self._labels, strict=True):
-            if node.op_type in _NO_CONSUMERS:
+            if node.op_type in _NON_CONSUMER_OPS:
                 continue
             for slot, name in enumerate(node.input):
                 dequantize = makers.get(name)
@@ -44,16 +44,16 @@ class Bypass:
                     self._inputs.setdefault(label, {})[slot] = quantize.input[0]
 
     @property
-    def nodes(self) -> tuple[str, ...]:
+    def quantized_nodes(self) -> tuple[str, ...]:
         """Names of the nodes that read pairs, as edges call them, in the order of the graph."""
         return tuple(self._inputs)
 
-    def write(self, kept: frozenset[str], path: Path) -> Path:
+    def write(self, kept_nodes: frozenset[str], path: Path) -> Path:
         """Write the model with the pairs in front of these nodes alone; other nodes read what is in front of theirs."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self._proto)
         for node, label in zip(proto.graph.node, self._labels, strict=True):
-            if label in self._inputs and label not in kept:
+            if label in self._inputs and label not in kept_nodes:
                 for slot, source in self._inputs[label].items():
                     node.input[slot] = source
         return write_model(proto, path)

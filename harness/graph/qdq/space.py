@@ -15,12 +15,12 @@ from typing import Literal
 
 from harness.graph.model import Model
 from harness.graph.partition.patterns import Pattern, find_patterns
-from harness.graph.partition.regions import Region, RegionType, discover
-from harness.graph.qdq.import_placement import refuse_quantized
+from harness.graph.partition.regions import Region, RegionType, discover_regions
+from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.operator_sets import FLOATS
-from harness.graph.rules.points import Point, left_float, points_of
-from harness.graph.rules.precision_sensitive import unheld
+from harness.graph.rules.operator_sets import QUANTIZABLE_FLOAT_TYPES
+from harness.graph.rules.points import QuantizationPoint, find_points, weighted_ops_without_points
+from harness.graph.rules.precision_sensitive import find_unquantizable_constants
 from search.space import FLOAT, Dimension, Edge, PointKind, Space
 
 __all__ = ["Sharing", "build_space"]
@@ -32,7 +32,7 @@ _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
 
 
 @dataclass(slots=True)
-class _Draft:
+class DimensionDraft:
     """A dimension in the making.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Draft:
     kind: PointKind
     place: tuple[int, int]
     start: int
-    points: list[Point] = field(default_factory=list)
+    points: list[QuantizationPoint] = field(default_factory=list)
     ends: list[Edge] = field(default_factory=list)
 
 
@@ -74,30 +74,30 @@ def build_space(
         ValueError: An unknown sharing or kind.
         UserError: The model is quantized already.
     """
-    refuse_quantized(model)
-    wanted = _wanted(kinds, dialect)
+    require_float_model(model)
+    wanted = _supported_kinds(kinds, dialect)
     if sharing not in ("pattern", "region"):
         raise ValueError(f"sharing: 'pattern' or 'region', but got {sharing!r}")
-    _say_left_float(model, dialect)
+    _log_weighted_ops_without_points(model, dialect)
     precisions = [precision for precision in precisions if precision in dialect.precisions]
-    patterns = find_patterns(model, discover(model) if root is None else root)
-    drafter = _Drafter(model, dialect, points_of(model, dialect, precisions), sharing)
-    drafts: list[_Draft] = []
+    patterns = find_patterns(model, discover_regions(model) if root is None else root)
+    drafter = _SpaceBuilder(model, dialect, find_points(model, dialect, precisions), sharing)
+    drafts: list[DimensionDraft] = []
     for kind in _KINDS:
         if kind in wanted:
-            drafts += drafter.draft(kind, patterns)
-    found = _distinct(drafts, precisions, sum(point.macs for points in drafter.points for point in points))
+            drafts += drafter.draft_dimensions(kind, patterns)
+    found = _distinct_dimensions(drafts, precisions, sum(point.macs for points in drafter.points for point in points))
     found.sort(key=lambda pair: (pair[0].start, _KINDS.index(pair[0].kind), pair[0].place))
     return Space(tuple(dimension for _, dimension in found))
 
 
-def _say_left_float(model: Model, dialect: Dialect) -> None:
+def _log_weighted_ops_without_points(model: Model, dialect: Dialect) -> None:
     read = {name for node in model.nodes if node.op in dialect.linear_ops for name in node.inputs}
-    if damaged := sorted(read & model.fact(unheld)):
+    if damaged := sorted(read & model.cached_analysis(find_unquantizable_constants)):
         logger.warning(
             "%s: weights or biases with NaN, infinite or huge values stay float: %s", model.source, ", ".join(damaged)
         )
-    if without := left_float(model, dialect):
+    if without := weighted_ops_without_points(model, dialect):
         logger.warning(
             "%s: dialect %s has no point at %s: they stay float", model.source, dialect.name, ", ".join(without)
         )
@@ -108,7 +108,7 @@ def _say_left_float(model: Model, dialect: Dialect) -> None:
         )  # fmt: skip
 
 
-def _wanted(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[PointKind]:
+def _supported_kinds(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[PointKind]:
     usual: Iterable[PointKind] = ("node_input", "output") if dialect.quantize_outputs else ("node_input",)
     wanted = frozenset(usual if kinds is None else kinds)
     if not wanted <= set(_KINDS):
@@ -116,86 +116,90 @@ def _wanted(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[Po
     return wanted
 
 
-class _Drafter:
-    def __init__(self, model: Model, dialect: Dialect, points: Sequence[tuple[Point, ...]], sharing: Sharing) -> None:
+class _SpaceBuilder:
+    def __init__(
+        self, model: Model, dialect: Dialect, points: Sequence[tuple[QuantizationPoint, ...]], sharing: Sharing
+    ) -> None:
         self.points = points
         self._model = model
         self._sharing = sharing
         # A subgraph would read the quantized value, where the model asks for the output alone.
         ends = frozenset(model.outputs) - model.captured
         self._ends = ends if dialect.quantize_outputs else frozenset()
-        self._types = FLOATS if dialect.float16 else FLOATS - {"float16"}
+        self._types = QUANTIZABLE_FLOAT_TYPES if dialect.float16 else QUANTIZABLE_FLOAT_TYPES - {"float16"}
         self._by_edge = {(p.node, e.slot): p for found in points for p in found for e in p.edges}
 
-    def draft(self, kind: PointKind, patterns: Sequence[Pattern]) -> Iterator[_Draft]:
+    def draft_dimensions(self, kind: PointKind, patterns: Sequence[Pattern]) -> Iterator[DimensionDraft]:
         """The dimensions of one kind, pattern by pattern."""
-        short = _shortest({pattern.signature for pattern in patterns})
+        short = _shortest_prefix_length({pattern.signature for pattern in patterns})
         for pattern in patterns:
             if pattern.type is (RegionType.COMPOSITE if kind == "child_input" else RegionType.LEAF):
                 yield from self._draft_pattern(kind, pattern, pattern.signature[:short])
 
-    def _draft_pattern(self, kind: PointKind, pattern: Pattern, name: str) -> Iterable[_Draft]:
-        drafts: dict[tuple[str, tuple[int, int]], _Draft] = {}
+    def _draft_pattern(self, kind: PointKind, pattern: Pattern, name: str) -> Iterable[DimensionDraft]:
+        drafts: dict[tuple[str, tuple[int, int]], DimensionDraft] = {}
         for number, region in enumerate(pattern.regions):
             group = name if self._sharing == "pattern" else f"{name}.{number}"
-            start = pattern.regions[0 if self._sharing == "pattern" else number].members()[0]
-            for place, points, ends in self._of_region(kind, pattern, number, region):
+            start = pattern.regions[0 if self._sharing == "pattern" else number].node_indices()[0]
+            for place, points, ends in self._region_points(kind, pattern, number, region):
                 if points or ends:
-                    draft = drafts.setdefault((group, place), _Draft(group, kind, place, start))
+                    draft = drafts.setdefault((group, place), DimensionDraft(group, kind, place, start))
                     draft.points += points
                     draft.ends += ends
         return drafts.values()
 
-    def _of_region(
+    def _region_points(
         self, kind: PointKind, pattern: Pattern, number: int, region: Region
-    ) -> Iterator[tuple[tuple[int, int], list[Point], list[Edge]]]:
+    ) -> Iterator[tuple[tuple[int, int], list[QuantizationPoint], list[Edge]]]:
         """Place in the pattern, points and model outputs behind each point of a region."""
         if kind == "node_input":
             for place, index in enumerate(pattern.order[number]):
                 for point in self.points[index]:
                     yield (place, point.slot), [point], []
         elif kind == "child_input":
-            for place, (inside, inputs) in enumerate(self._children(pattern, number)):
+            for place, (inside, inputs) in enumerate(self._child_inputs(pattern, number)):
                 for slot, tensor in enumerate(inputs):
-                    yield (place, slot), self._readers(tensor, inside), []
+                    yield (place, slot), self._consumer_points(tensor, inside), []
         else:
             leaving = frozenset(region.outputs)
             for place, index in enumerate(pattern.order[number]):
                 for slot, tensor in enumerate(self._model.nodes[index].outputs):
                     if tensor in leaving:
-                        yield (place, slot), self._readers(tensor), self._end(tensor)
+                        yield (place, slot), self._consumer_points(tensor), self._output_edge(tensor)
 
-    def _children(self, pattern: Pattern, number: int) -> list[tuple[frozenset[int], Iterable[str]]]:
+    def _child_inputs(self, pattern: Pattern, number: int) -> list[tuple[frozenset[int], Iterable[str]]]:
         """Nodes and inputs of each child region; inputs in the canonical order of their readers, not in the file's."""
         children = pattern.children[number]
-        owner = {node: place for place, child in enumerate(children) for node in child.members()}
+        owner = {node: place for place, child in enumerate(children) for node in child.node_indices()}
         inputs: list[dict[str, None]] = [{} for _ in children]
         for index in pattern.order[number]:
             wanted = children[owner[index]].inputs
             inputs[owner[index]].update((name, None) for name in self._model.nodes[index].inputs if name in wanted)
-        return [(frozenset(child.members()), names) for child, names in zip(children, inputs, strict=True)]
+        return [(frozenset(child.node_indices()), names) for child, names in zip(children, inputs, strict=True)]
 
-    def _readers(self, tensor: str, inside: frozenset[int] | None = None) -> list[Point]:
+    def _consumer_points(self, tensor: str, inside: frozenset[int] | None = None) -> list[QuantizationPoint]:
         """The points that read a tensor; whatever is quantized together with it comes along."""
-        found: dict[tuple[int, int], Point] = {}
+        found: dict[tuple[int, int], QuantizationPoint] = {}
         for index, slot in self._model.consumers.get(tensor, ()):
             point = self._by_edge.get((index, slot))
             if point is not None and (inside is None or index in inside):
                 found[point.node, point.slot] = point
         return list(found.values())
 
-    def _end(self, tensor: str) -> list[Edge]:
+    def _output_edge(self, tensor: str) -> list[Edge]:
         known = self._model.types.get(tensor)
         legal = tensor in self._ends and known is not None and known.dtype in self._types and known.shape
         return [Edge(tensor, "", 0)] if legal else []
 
 
-def _distinct(drafts: Iterable[_Draft], precisions: Sequence[str], macs: int) -> list[tuple[_Draft, Dimension]]:
+def _distinct_dimensions(
+    drafts: Iterable[DimensionDraft], precisions: Sequence[str], macs: int
+) -> list[tuple[DimensionDraft, Dimension]]:
     """The dimensions that act on edges no earlier one acts on in just this combination.
 
     Which of several patterns keeps such edges is decided by its name, for the order of patterns is the file's.
     """
-    found: list[tuple[_Draft, Dimension]] = []
+    found: list[tuple[DimensionDraft, Dimension]] = []
     known: set[frozenset[Edge]] = set()
     for draft in sorted(drafts, key=lambda draft: (_KINDS.index(draft.kind), draft.group, draft.place)):
         legal = tuple(p for p in precisions if all(p in point.precisions for point in draft.points))
@@ -217,6 +221,6 @@ def _distinct(drafts: Iterable[_Draft], precisions: Sequence[str], macs: int) ->
     return found
 
 
-def _shortest(signatures: set[str]) -> int:
+def _shortest_prefix_length(signatures: set[str]) -> int:
     """How many digits tell signatures apart, at least 8."""
     return next(n for n in itertools.count(8) if len({s[:n] for s in signatures}) == len(signatures))

@@ -17,22 +17,22 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from harness.graph.io.reader import read_model
 from harness.graph.io.writer import write_model
-from harness.graph.model import graphs
+from harness.graph.model import iter_graphs
 
-__all__ = ["UPCAST", "upcast", "upcast_model"]
+__all__ = ["UPCAST_NOTE", "upcast_to_float32", "write_float32_copy"]
 
-UPCAST = (
+UPCAST_NOTE = (
     "its QuantizeLinear take 16-bit floats, which ONNX Runtime's CPU kernel truncates or lacks: it is run in float32 "
     "between the same pairs, with the same scales"
 )
 """Said of a file that runs in its float32 form."""
-HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-FP8 = tuple(kind for name, kind in TensorProto.DataType.items() if name.startswith("FLOAT8"))
-TYPES = frozenset({"to", "dtype", "output_dtype", "precision"})
+HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+FP8_TYPES = tuple(kind for name, kind in TensorProto.DataType.items() if name.startswith("FLOAT8"))
+TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision"})
 """Attributes that hold an element type."""
 
 
-def upcast(path: Path, folder: Path) -> Path | None:
+def write_float32_copy(path: Path, folder: Path) -> Path | None:
     """Write the float32 form of a model into a folder; None where it has no integer pairs in 16-bit floats.
 
     Raises:
@@ -41,62 +41,62 @@ def upcast(path: Path, folder: Path) -> Path | None:
     try:
         if b"QuantizeLinear" not in path.read_bytes():
             return None
-        concerned = _concerned(onnx.load_model(path, load_external_data=False))
+        concerned = _quantizes_16bit_floats(onnx.load_model(path, load_external_data=False))
     except (OSError, DecodeError):  # the runtime has words for it
         return None
     if not concerned:
         return None
     proto, _ = read_model(path, str(path))
     folder.mkdir(parents=True, exist_ok=True)
-    return write_model(upcast_model(proto), folder / f"{path.stem}.float32.onnx")
+    return write_model(upcast_to_float32(proto), folder / f"{path.stem}.float32.onnx")
 
 
-def upcast_model(proto: onnx.ModelProto) -> onnx.ModelProto:
+def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose 16-bit floats are float32; inputs and outputs keep their types, by Casts."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     before, after = _cast_borders(copy.graph)
-    for graph in graphs(copy.graph):
+    for graph in iter_graphs(copy.graph):
         for tensor in (*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)):
             _widen(tensor)
         del graph.value_info[:]
         if graph is not copy.graph:
             for value in (*graph.input, *graph.output):
-                _declare(value.type)
-    for node in _nodes(copy):
+                _declared_type(value.type)
+    for node in _iter_nodes(copy):
         _widen_attributes(node)
     constants = {tensor.name for tensor in copy.graph.initializer}
     for value in copy.graph.input:
         if value.name in constants:
-            _declare(value.type)
+            _declared_type(value.type)
     nodes = [*before, *copy.graph.node, *after]
     del copy.graph.node[:]
     copy.graph.node.extend(nodes)
     return copy
 
 
-def _concerned(proto: onnx.ModelProto) -> bool:
+def _quantizes_16bit_floats(proto: onnx.ModelProto) -> bool:
     """Return whether a QuantizeLinear takes 16-bit floats to integers."""
     types: dict[str, int] = {}
-    for graph in graphs(proto.graph):
+    for graph in iter_graphs(proto.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
             types[value.name] = value.type.tensor_type.elem_type
         types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    for node in _nodes(proto):
+    for node in _iter_nodes(proto):
         given = {attribute.name: attribute for attribute in node.attribute}
         if node.op_type == "Cast":
             types[node.output[0]] = given["to"].i
         if node.op_type == "Constant" and "value" in given:
             types[node.output[0]] = given["value"].t.data_type
-    some = any(kind in HALF for kind in types.values())
-    for node in _nodes(proto):
+    some = any(kind in HALF_TYPES for kind in types.values())
+    for node in _iter_nodes(proto):
         if node.op_type != "QuantizeLinear":
             continue
         stored = types.get(node.input[2], 0) if len(node.input) > 2 else 0
         stored = next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), stored)
         known = [kind for kind in map(types.get, node.input[:2]) if kind]
-        half = any(kind in HALF for kind in known) if known else some
-        if half and (stored not in FP8 or TensorProto.BFLOAT16 in known):
+        half = any(kind in HALF_TYPES for kind in known) if known else some
+        if half and (stored not in FP8_TYPES or TensorProto.BFLOAT16 in known):
             return True
     return False
 
@@ -104,12 +104,12 @@ def _concerned(proto: onnx.ModelProto) -> bool:
 def _cast_borders(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
     """Return the Casts behind inputs and in front of outputs, whose inner names are changed everywhere."""
     constants = {tensor.name for tensor in graph.initializer}
-    inputs = {v.name: v for v in graph.input if v.type.tensor_type.elem_type in HALF and v.name not in constants}
-    outputs = {v.name: v for v in graph.output if v.type.tensor_type.elem_type in HALF and v.name not in inputs}
-    names = {name for each in graphs(graph) for node in each.node for name in (*node.input, *node.output)}
+    inputs = {v.name: v for v in graph.input if v.type.tensor_type.elem_type in HALF_TYPES and v.name not in constants}
+    outputs = {v.name: v for v in graph.output if v.type.tensor_type.elem_type in HALF_TYPES and v.name not in inputs}
+    names = {name for each in iter_graphs(graph) for node in each.node for name in (*node.input, *node.output)}
     free = next(end for n in count() if not names.intersection(name + (end := f"__float32{n or ''}") for name in names))
     inner = {name: name + free for name in (*inputs, *outputs)}
-    for each in graphs(graph):
+    for each in iter_graphs(graph):
         for node in each.node:
             node.input[:] = [inner.get(name, name) for name in node.input]
             node.output[:] = [inner.get(name, name) for name in node.output]
@@ -126,8 +126,8 @@ def _cast_borders(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[on
     return before, after
 
 
-def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    for graph in graphs(proto.graph):
+def _iter_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for graph in iter_graphs(proto.graph):
         yield from graph.node
     for function in proto.functions:
         yield from function.node
@@ -135,7 +135,7 @@ def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 def _widen_attributes(node: onnx.NodeProto) -> None:
     for attribute in node.attribute:
-        if attribute.type == AttributeProto.INT and attribute.name in TYPES and attribute.i in HALF:
+        if attribute.type == AttributeProto.INT and attribute.name in TYPE_ATTRIBUTES and attribute.i in HALF_TYPES:
             attribute.i = TensorProto.FLOAT
         tensors: Iterable[onnx.TensorProto] = attribute.tensors
         if attribute.type == AttributeProto.TENSOR:
@@ -145,14 +145,14 @@ def _widen_attributes(node: onnx.NodeProto) -> None:
 
 
 def _widen(tensor: onnx.TensorProto) -> None:
-    if tensor.data_type in HALF:
+    if tensor.data_type in HALF_TYPES:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
 
 
-def _declare(kind: onnx.TypeProto) -> None:
+def _declared_type(kind: onnx.TypeProto) -> None:
     if kind.HasField("sequence_type"):
-        _declare(kind.sequence_type.elem_type)
+        _declared_type(kind.sequence_type.elem_type)
     elif kind.HasField("optional_type"):
-        _declare(kind.optional_type.elem_type)
-    elif kind.tensor_type.elem_type in HALF:
+        _declared_type(kind.optional_type.elem_type)
+    elif kind.tensor_type.elem_type in HALF_TYPES:
         kind.tensor_type.elem_type = TensorProto.FLOAT

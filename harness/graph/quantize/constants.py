@@ -12,10 +12,10 @@ from onnx import TensorProto, numpy_helper
 
 from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
-from harness.graph.quantize.protobuf_wire import TAG
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.weights import (
-    LEVELS,
-    QUANTIZABLE,
+    MAX_LEVEL,
+    QUANTIZABLE_DTYPES,
     Array,
     QuantizedTensor,
     quantize_affine,
@@ -23,18 +23,18 @@ from harness.graph.quantize.weights import (
     weight_axis,
 )
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.precision_sensitive import unheld
+from harness.graph.rules.precision_sensitive import find_unquantizable_constants
 
-__all__ = ["INLINE_BYTES", "Constants", "Stored"]
+__all__ = ["INLINE_BYTES", "ConstantQuantizer", "QuantizedConstant"]
 
 INLINE_BYTES = 4096
 """Larger tensors of a candidate are kept in the shared external data file."""
 
-_INT32_LIMIT = 2**30  # half of the range: room for the accumulator behind it
+_MAX_INT32_BIAS = 2**30  # half of the range: room for the accumulator behind it
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class QuantizedConstant:
     """A quantized constant, encoded.
 
     Attributes:
@@ -48,7 +48,7 @@ class Stored:
     tensors: tuple[TensorProto, ...]
 
 
-class Constants:
+class ConstantQuantizer:
     """Quantizes constants on first use; equal requests get equal names, whatever came before.
 
     Args:
@@ -59,30 +59,30 @@ class Constants:
     def __init__(self, model: Model, dialect: Dialect) -> None:
         self._model = model
         self._dialect = dialect
-        self._made: dict[str, Stored] = {}
+        self._made: dict[str, QuantizedConstant] = {}
         self._scales: dict[str, Array] = {}
         self._files: dict[str, protobuf_wire.DataFile | None] = {}
         self._encoded: dict[str, bytes] = {}
         self._used: dict[str, frozenset[protobuf_wire.DataFile]] = {}
         self._complete: set[str] = set()
 
-    def weight(self, node: Node, slot: int, precision: str) -> Stored:
+    def quantize_weight_input(self, node: Node, slot: int, precision: str) -> QuantizedConstant:
         """The weight at an input of a linear operator: symmetric, one scale per output channel."""
         tensor = self._model.constants[node.inputs[slot]]
-        axis = self._axis(node, slot)
-        name = f"{tensor.name}{TAG}{precision}.axis{axis}"
+        axis = self._channel_axis(node, slot)
+        name = f"{tensor.name}{NAME_PREFIX}{precision}.axis{axis}"
         if name not in self._made:
-            self._store(name, self._quantized(numpy_helper.to_array(tensor), axis, precision))
+            self._store_quantized(name, self._quantize_array(numpy_helper.to_array(tensor), axis, precision))
         return self._made[name]
 
-    def operand(self, tensor: str, precision: str, scale: Array, zero_point: Array) -> Stored:
+    def quantize_operand(self, tensor: str, precision: str, scale: Array, zero_point: Array) -> QuantizedConstant:
         """A constant beside an activation, quantized as activations are."""
-        name = f"{tensor}{TAG}{precision}.{float(scale):.9g}.{float(zero_point):g}"
+        name = f"{tensor}{NAME_PREFIX}{precision}.{float(scale):.9g}.{float(zero_point):g}"
         if name not in self._made:
-            self._store(name, quantize_affine(self._array(tensor), scale, zero_point))
+            self._store_quantized(name, quantize_affine(self._constant_array(tensor), scale, zero_point))
         return self._made[name]
 
-    def weight_and_bias(self, node: Node, data_scale: Array) -> dict[int, Stored]:
+    def quantize_weight_and_bias(self, node: Node, data_scale: Array) -> dict[int, QuantizedConstant]:
         """The INT8 weight of a linear operator and its bias in INT32 (scale = alpha x data scale x weight scale).
 
         Alpha is that of a Gemm, else 1: ONNX Runtime 1.24 adds the stored bias to the integer products and scales their
@@ -92,90 +92,96 @@ class Constants:
         Weight scales are widened where the bias would not fit into 32 bits otherwise (channels that are all but
         dead; the same remedy as in ONNX Runtime's `quantize_static`). A bias that is not [channels] is left out.
         """
-        weight = self.weight(node, 1, "int8")
+        weight = self.quantize_weight_input(node, 1, "int8")
         bias = self._bias(node)
         if bias is None:
             return {1: weight}
         suffix = f"{node.name}.{float(data_scale):.9g}"
         step = node.attributes.get("alpha", 1.0) * data_scale
-        floor = np.abs(bias / (float(step) * _INT32_LIMIT))
+        floor = np.abs(bias / (float(step) * _MAX_INT32_BIAS))
         if np.any(self._scales[weight.output] < floor):
-            name, axis = f"{node.inputs[1]}{TAG}widened.{suffix}", self._axis(node, 1)
+            name, axis = f"{node.inputs[1]}{NAME_PREFIX}widened.{suffix}", self._channel_axis(node, 1)
             if name not in self._made:
                 lowest = floor if axis is not None else floor.max()
-                self._store(name, self._quantized(self._array(node.inputs[1]), axis, "int8", lowest))
+                self._store_quantized(
+                    name, self._quantize_array(self._constant_array(node.inputs[1]), axis, "int8", lowest)
+                )
             weight = self._made[name]
-        name = f"{node.inputs[2]}{TAG}int32.{suffix}"
+        name = f"{node.inputs[2]}{NAME_PREFIX}int32.{suffix}"
         if name not in self._made:
             scale = np.asarray(step * self._scales[weight.output], np.float32)
             stored = np.rint(bias / scale.astype(np.float64)).astype(np.int32)
             axis = 0 if scale.ndim else None
-            self._store(name, QuantizedTensor(stored, scale, np.zeros(scale.shape, np.int32), axis))
+            self._store_quantized(name, QuantizedTensor(stored, scale, np.zeros(scale.shape, np.int32), axis))
         return {1: weight, 2: self._made[name]}
 
     @cached_property
-    def floats(self) -> Mapping[str, bytes]:
+    def float_records(self) -> Mapping[str, bytes]:
         """Every constant of the float model as a record of a graph: inline, or a reference into a data file."""
-        return {name: self._record(tensor) for name, tensor in self._model.constants.items()}
+        return {name: self._encode_tensor(tensor) for name, tensor in self._model.constants.items()}
 
-    def encoded(self, stored: Stored) -> bytes:
+    def quantized_records(self, stored: QuantizedConstant) -> bytes:
         """The tensors of a quantized constant as records of a graph, likewise."""
         known = self._encoded.get(stored.output)
         if known is None:
-            known = self._encoded[stored.output] = b"".join(map(self._record, stored.tensors))
+            known = self._encoded[stored.output] = b"".join(map(self._encode_tensor, stored.tensors))
         return known
 
-    def write_files(self, stored: Iterable[Stored], folder: Path) -> None:
+    def write_files(self, stored: Iterable[QuantizedConstant], folder: Path) -> None:
         """Write the data files that the float model and these constants refer to, where they are not there yet."""
-        files = {file for each in stored for file in self._files_of(each.output, each.tensors)}
-        files.update(self._files_of("", self._model.constants.values()))
+        files = {file for each in stored for file in self._data_files(each.output, each.tensors)}
+        files.update(self._data_files("", self._model.constants.values()))
         for file in files:
             file.write(folder)
 
-    def _files_of(self, name: str, tensors: Iterable[TensorProto]) -> frozenset[protobuf_wire.DataFile]:
+    def _data_files(self, name: str, tensors: Iterable[TensorProto]) -> frozenset[protobuf_wire.DataFile]:
         known = self._used.get(name)
         if known is None:
-            known = self._used[name] = frozenset(file for tensor in tensors if (file := self._file(tensor)))
+            known = self._used[name] = frozenset(file for tensor in tensors if (file := self._data_file_for(tensor)))
         return known
 
-    def _record(self, tensor: TensorProto) -> bytes:
-        file = self._file(tensor)
-        return file.references[tensor.name] if file else protobuf_wire.initializer(tensor)
+    def _encode_tensor(self, tensor: TensorProto) -> bytes:
+        file = self._data_file_for(tensor)
+        return file.references[tensor.name] if file else protobuf_wire.encode_initializer(tensor)
 
-    def _file(self, tensor: TensorProto) -> protobuf_wire.DataFile | None:
+    def _data_file_for(self, tensor: TensorProto) -> protobuf_wire.DataFile | None:
         """The data file that holds a constant; None: it is small enough to stand in the model itself.
 
         All large constants of the float model are in one file, all weights of one precision in another.
         """
         if tensor.name not in self._files:
             float_model = tensor.name in self._model.constants
-            self._place(self._model.constants.values() if float_model else self._weights(_precision(tensor.name)))
+            self._assign_data_files(
+                self._model.constants.values() if float_model else self._all_weights(_precision_of_name(tensor.name))
+            )
         if tensor.name not in self._files:
-            self._place([tensor])
+            self._assign_data_files([tensor])
         return self._files[tensor.name]
 
-    def _place(self, tensors: Iterable[TensorProto]) -> None:
+    def _assign_data_files(self, tensors: Iterable[TensorProto]) -> None:
         large = {t.name: t for t in tensors if t.HasField("raw_data") and t.ByteSize() > INLINE_BYTES}
         file = protobuf_wire.DataFile(large)
         self._files.update({t.name: file if t.name in large else None for t in tensors})
 
-    def _weights(self, precision: str) -> list[TensorProto]:
+    def _all_weights(self, precision: str) -> list[TensorProto]:
         """Return every weight of the model at a precision, once; nothing where the precision is none of weights.
 
         Integers that are multiplied, as coordinates are, are no weights; those with NaN or infinite values stay float.
         """
-        if precision in self._complete or precision not in LEVELS:
+        if precision in self._complete or precision not in MAX_LEVEL:
             return []
         self._complete.add(precision)
-        found: dict[str, Stored] = {}
+        found: dict[str, QuantizedConstant] = {}
         for node in self._model.nodes:
             for slot, name in (
                 enumerate(node.inputs[:2]) if node.op in self._dialect.linear_ops and not node.opaque else ()
             ):
-                if name not in self._model.constants or name in self._model.fact(unheld):
+                if name not in self._model.constants or name in self._model.cached_analysis(
+                    find_unquantizable_constants
+                ):
                     continue
-                if self._model.types[name].dtype in QUANTIZABLE:
-                    stored = self.weight(node, slot, precision)
+                if self._model.types[name].dtype in QUANTIZABLE_DTYPES:
+                    stored = self.quantize_weight_input(node, slot, precision)
                     found[stored.output] = stored
         return [tensor for stored in found.values() for tensor in stored.tensors]
 
@@ -185,34 +191,34 @@ class Constants:
             return None
         if node.attributes.get("beta", 1.0) != 1 or node.attributes.get("alpha", 1.0) == 0:
             return None
-        bias = self._array(node.inputs[2])
-        axis = self._axis(node, 1)
+        bias = self._constant_array(node.inputs[2])
+        axis = self._channel_axis(node, 1)
         channels = self._model.constants[node.inputs[1]].dims[axis] if axis is not None else bias.size
         return bias.astype(np.float64) if bias.shape == (channels,) and bias.dtype == np.float32 else None
 
-    def _quantized(
+    def _quantize_array(
         self, weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0
     ) -> QuantizedTensor:
         limit = self._dialect.weight_limit if precision == "int8" else None
         return quantize_weight(weight, axis, precision, floor, limit)
 
-    def _axis(self, node: Node, slot: int) -> int | None:
+    def _channel_axis(self, node: Node, slot: int) -> int | None:
         rank = len(self._model.constants[node.inputs[slot]].dims)
         return weight_axis(node, slot, rank, self._dialect.transposed_axis)
 
-    def _array(self, name: str) -> Array:
+    def _constant_array(self, name: str) -> Array:
         array: Array = numpy_helper.to_array(self._model.constants[name])
         return array
 
-    def _store(self, name: str, quantized: QuantizedTensor) -> None:
+    def _store_quantized(self, name: str, quantized: QuantizedTensor) -> None:
         parts = {name: quantized.values, f"{name}.scale": quantized.scale, f"{name}.zero": quantized.zero_point}
-        axis = b"" if quantized.axis is None else protobuf_wire.attribute("axis", quantized.axis)
+        axis = b"" if quantized.axis is None else protobuf_wire.encode_attribute("axis", quantized.axis)
         output = f"{name}.dq"
-        node = protobuf_wire.node("DequantizeLinear", parts, output, attributes=axis)
+        node = protobuf_wire.encode_node("DequantizeLinear", parts, output, attributes=axis)
         tensors = tuple(numpy_helper.from_array(np.asarray(values, order="C"), key) for key, values in parts.items())
-        self._made[name] = Stored(output, node, tensors)
+        self._made[name] = QuantizedConstant(output, node, tensors)
         self._scales[output] = quantized.scale
 
 
-def _precision(name: str) -> str:
-    return name.rpartition(TAG)[2].partition(".")[0]
+def _precision_of_name(name: str) -> str:
+    return name.rpartition(NAME_PREFIX)[2].partition(".")[0]

@@ -13,18 +13,18 @@ from typing import Literal, NamedTuple, TypeVar
 from harness.errors import UserError
 from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
-from harness.graph.quantize.constants import Constants, Stored
-from harness.graph.quantize.protobuf_wire import UNROUNDED
-from harness.graph.quantize.scale_links import Tie
-from harness.graph.quantize.scales import Scales
+from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
+from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX
+from harness.graph.quantize.scale_links import SharedScale
+from harness.graph.quantize.scales import ActivationScales
 from harness.graph.rules.dialects import Dialect
 
-__all__ = ["Encoder", "Forms", "Mark", "NodeForm", "PairForm"]
+__all__ = ["NodeVariant", "PairVariant", "RequestBit", "VariantEncoder", "VariantTable"]
 
 Form = TypeVar("Form")
 
 
-class Mark(NamedTuple):
+class RequestBit(NamedTuple):
     """One thing that a placement says of a place.
 
     Attributes:
@@ -38,10 +38,10 @@ class Mark(NamedTuple):
     kind: Literal["quantized", "tied", "final", "renamed"]
     place: int | str
     precision: str = ""
-    tie: Tie | None = None
+    tie: SharedScale | None = None
 
 
-class Forms(dict[int, Form]):
+class VariantTable(dict[int, Form]):
     """The forms of one place by the marks on it, which are the bits of the key; each form is made when first read.
 
     Args:
@@ -50,12 +50,12 @@ class Forms(dict[int, Form]):
 
     __slots__ = ("_bits", "_make")
 
-    def __init__(self, make: Callable[[frozenset[Mark]], Form]) -> None:
+    def __init__(self, make: Callable[[frozenset[RequestBit]], Form]) -> None:
         super().__init__()
         self._make = make
-        self._bits: dict[Mark, int] = {}
+        self._bits: dict[RequestBit, int] = {}
 
-    def bit(self, mark: Mark) -> int:
+    def bit(self, mark: RequestBit) -> int:
         """The bit of a mark, the same whenever it is asked for."""
         return self._bits.setdefault(mark, 1 << len(self._bits))
 
@@ -65,7 +65,7 @@ class Forms(dict[int, Form]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeForm:
+class NodeVariant:
     """A node with the quantized constants that it reads.
 
     Attributes:
@@ -77,13 +77,13 @@ class NodeForm:
     """
 
     node: bytes
-    stored: Mapping[str, Stored] = field(default_factory=dict)
+    stored: Mapping[str, QuantizedConstant] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     quantized: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairForm:
+class PairVariant:
     """The Q/DQ pairs behind a node, or in front of the first one.
 
     Attributes:
@@ -97,7 +97,7 @@ class PairForm:
     pairs: int
 
 
-class Encoder:
+class VariantEncoder:
     """Makes forms.
 
     Args:
@@ -107,55 +107,55 @@ class Encoder:
         constants: Quantized.
     """
 
-    def __init__(self, model: Model, dialect: Dialect, scales: Scales, constants: Constants) -> None:
+    def __init__(self, model: Model, dialect: Dialect, scales: ActivationScales, constants: ConstantQuantizer) -> None:
         self._model = model
         self._dialect = dialect
         self._scales = scales
         self._constants = constants
         self._pieces = [protobuf_wire.NodePieces(proto) for proto in model.proto.graph.node]
 
-    def node(self, index: int, marks: frozenset[Mark]) -> NodeForm:
+    def encode_node(self, index: int, marks: frozenset[RequestBit]) -> NodeVariant:
         """A node of the model, its inputs led to what is asked for.
 
         Raises:
-            UserError: Two precisions are asked for at one input, or see `Scales.of`.
+            UserError: Two precisions are asked for at one input, or see `ActivationScales.of`.
         """
         node = self._model.nodes[index]
-        asked, final = self.precisions(marks, "quantized"), self.precisions(marks, "final")
-        ties = _ties(marks)
+        asked, final = self.precisions_by_place(marks, "quantized"), self.precisions_by_place(marks, "final")
+        ties = _ties_by_place(marks)
         renamed = {mark.place for mark in marks if mark.kind == "renamed"}
-        inputs = {int(slot): node.inputs[int(slot)] + UNROUNDED for slot in final}
-        constants: dict[int, Stored] = {}
+        inputs = {int(slot): node.inputs[int(slot)] + FLOAT_BIAS_PREFIX for slot in final}
+        constants: dict[int, QuantizedConstant] = {}
         for slot in sorted(map(int, asked)):
             tensor, precision = node.inputs[slot], asked[slot]
             if tensor in self._model.constants:
-                constants |= self._constant(node, slot, asked, ties)
+                constants |= self._quantized_constant(node, slot, asked, ties)
             else:
-                pair = self._scales.pair(tensor, precision, ties.get((slot, precision)), final=final.get(slot))
+                pair = self._scales.encode_pair(tensor, precision, ties.get((slot, precision)), final=final.get(slot))
                 inputs[slot] = pair.output
         inputs |= {slot: stored.output for slot, stored in constants.items()}
-        outputs = {number: name + UNROUNDED for number, name in enumerate(node.outputs) if name in renamed}
-        return NodeForm(
-            node=self._pieces[index].rewired(inputs, outputs),
+        outputs = {number: name + FLOAT_BIAS_PREFIX for number, name in enumerate(node.outputs) if name in renamed}
+        return NodeVariant(
+            node=self._pieces[index].rename_tensors(inputs, outputs),
             stored={stored.output: stored for stored in constants.values()},
             replaced=tuple(node.inputs[slot] for slot in constants),
             quantized=frozenset((node.inputs[slot], asked[slot]) for slot in constants.keys() & asked.keys()),
         )
 
-    def behind(self, marks: frozenset[Mark]) -> PairForm:
+    def encode_pairs(self, marks: frozenset[RequestBit]) -> PairVariant:
         """The pairs of all tensors that one node makes, or of the inputs of the model.
 
         Raises:
-            UserError: See `Scales.of`.
+            UserError: See `ActivationScales.of`.
         """
-        final = self.precisions(marks, "final")
-        ties = _ties(marks)
+        final = self.precisions_by_place(marks, "final")
+        ties = _ties_by_place(marks)
         asked = sorted((str(mark.place), mark.precision) for mark in marks if mark.kind == "quantized")
-        pairs = [self._scales.pair(t, p, ties.get((t, p)), final=final.get(t)) for t, p in asked]
+        pairs = [self._scales.encode_pair(t, p, ties.get((t, p)), final=final.get(t)) for t, p in asked]
         grid = {name: encoded for pair in pairs for name, encoded in pair.grid.items()}
-        return PairForm(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
+        return PairVariant(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
 
-    def precisions(self, marks: Iterable[Mark], kind: str) -> dict[int | str, str]:
+    def precisions_by_place(self, marks: Iterable[RequestBit], kind: str) -> dict[int | str, str]:
         """Precision by place of the marks of one kind.
 
         Raises:
@@ -167,21 +167,21 @@ class Encoder:
             raise UserError(f"{self._model.source}: the placement asks for one edge twice")
         return found
 
-    def _constant(
-        self, node: Node, slot: int, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], Tie]
-    ) -> dict[int, Stored]:
+    def _quantized_constant(
+        self, node: Node, slot: int, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], SharedScale]
+    ) -> dict[int, QuantizedConstant]:
         """The quantized form of a constant, by input; some dialects quantize the bias with the weight."""
         precision = asked[slot]
         if node.op not in self._dialect.linear_ops:
             tensor = node.inputs[slot]
-            grid = self._scales.of(tensor, precision, ties.get((slot, precision)))
-            return {slot: self._constants.operand(tensor, precision, *grid)}
+            grid = self._scales.scale_and_zero_point(tensor, precision, ties.get((slot, precision)))
+            return {slot: self._constants.quantize_operand(tensor, precision, *grid)}
         if slot == 1 and self._dialect.bias == "int32" and precision == asked.get(0) == "int8":
-            scale, _ = self._scales.of(node.inputs[0], "int8", ties.get((0, "int8")))
-            return self._constants.weight_and_bias(node, scale)
-        return {slot: self._constants.weight(node, slot, precision)}
+            scale, _ = self._scales.scale_and_zero_point(node.inputs[0], "int8", ties.get((0, "int8")))
+            return self._constants.quantize_weight_and_bias(node, scale)
+        return {slot: self._constants.quantize_weight_input(node, slot, precision)}
 
 
-def _ties(marks: Iterable[Mark]) -> dict[tuple[int | str, str], Tie]:
+def _ties_by_place(marks: Iterable[RequestBit]) -> dict[tuple[int | str, str], SharedScale]:
     """Return the ties by place and precision."""
     return {(mark.place, mark.precision): mark.tie for mark in marks if mark.tie is not None}

@@ -16,36 +16,36 @@ from pathlib import Path
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 __all__ = [
-    "TAG",
-    "UNROUNDED",
+    "FLOAT_BIAS_PREFIX",
+    "NAME_PREFIX",
     "DataFile",
     "NodePieces",
-    "attribute",
-    "frame",
-    "header",
-    "initializer",
-    "model",
-    "node",
-    "record",
+    "encode_attribute",
+    "encode_graph_header",
+    "encode_initializer",
+    "encode_model",
+    "encode_node",
+    "encode_record",
+    "split_model_frame",
 ]
 
-TAG = "@qdq."
+NAME_PREFIX = "@qdq."
 """What follows the name of a tensor of the float model in the names that belong to its Q/DQ pairs."""
-UNROUNDED = f"{TAG}float"
+FLOAT_BIAS_PREFIX = f"{NAME_PREFIX}float"
 """What follows the name of a model output in front of its Q/DQ pair, which takes over the name itself."""
 
 _NODE, _INITIALIZER = 1, 5  # GraphProto
 _GRAPH = 7  # ModelProto
 _INPUT, _OUTPUT, _NAME, _OP, _ATTRIBUTE = 1, 2, 3, 4, 5  # NodeProto
-_ALIGNMENT = 64  # bytes; a cache line, so that runtimes can use mapped weights in place
+_ALIGNMENT_BYTES = 64  # bytes; a cache line, so that runtimes can use mapped weights in place
 
 
-def record(number: int, payload: bytes) -> bytes:
+def encode_record(number: int, payload: bytes) -> bytes:
     """One length-delimited field with a number below 16."""
-    return _head(number, len(payload)) + payload
+    return _encode_field_header(number, len(payload)) + payload
 
 
-def _head(number: int, size: int) -> bytes:
+def _encode_field_header(number: int, size: int) -> bytes:
     """What stands in front of a field of this many bytes."""
     head = bytearray((number << 3 | 2,))
     while size > 0x7F:
@@ -61,7 +61,9 @@ class NodePieces:
     __slots__ = ("_outputs", "_parts")
 
     def __init__(self, proto: NodeProto) -> None:
-        self._parts = [_text(_INPUT, name) for name in proto.input] + [_text(_OUTPUT, name) for name in proto.output]
+        self._parts = [_encode_text(_INPUT, name) for name in proto.input] + [
+            _encode_text(_OUTPUT, name) for name in proto.output
+        ]
         self._outputs = len(proto.input)
         rest = NodeProto()
         rest.CopyFrom(proto)
@@ -69,44 +71,51 @@ class NodePieces:
         rest.ClearField("output")
         self._parts.append(rest.SerializeToString(deterministic=True))
 
-    def rewired(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
+    def rename_tensors(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
         """The node as a record of its graph, with new names at some inputs and outputs."""
         parts = self._parts.copy()
         for slot, name in inputs.items():
-            parts[slot] = _text(_INPUT, name)
+            parts[slot] = _encode_text(_INPUT, name)
         for number, name in outputs.items():
-            parts[self._outputs + number] = _text(_OUTPUT, name)
-        return record(_NODE, b"".join(parts))
+            parts[self._outputs + number] = _encode_text(_OUTPUT, name)
+        return encode_record(_NODE, b"".join(parts))
 
 
-def node(op: str, inputs: Iterable[str], output: str, *, attributes: bytes = b"", name: str = "") -> bytes:
+def encode_node(op: str, inputs: Iterable[str], output: str, *, attributes: bytes = b"", name: str = "") -> bytes:
     """A node of the default domain with one output, by default named after it, as a record of its graph."""
-    names = b"".join(_text(_INPUT, name) for name in inputs)
-    return record(_NODE, names + _text(_OUTPUT, output) + _text(_NAME, name or output) + _text(_OP, op) + attributes)
+    names = b"".join(_encode_text(_INPUT, name) for name in inputs)
+    return encode_record(
+        _NODE,
+        names
+        + _encode_text(_OUTPUT, output)
+        + _encode_text(_NAME, name or output)
+        + _encode_text(_OP, op)
+        + attributes,
+    )
 
 
-def attribute(name: str, value: int) -> bytes:
+def encode_attribute(name: str, value: int) -> bytes:
     """An integer attribute as a record of its node."""
     proto = AttributeProto(name=name, i=value, type=AttributeProto.INT)
-    return record(_ATTRIBUTE, proto.SerializeToString(deterministic=True))
+    return encode_record(_ATTRIBUTE, proto.SerializeToString(deterministic=True))
 
 
-def initializer(tensor: TensorProto) -> bytes:
+def encode_initializer(tensor: TensorProto) -> bytes:
     """A tensor as a record of its graph."""
-    return record(_INITIALIZER, tensor.SerializeToString(deterministic=True))
+    return encode_record(_INITIALIZER, tensor.SerializeToString(deterministic=True))
 
 
-def header(message: GraphProto) -> bytes:
+def encode_graph_header(message: GraphProto) -> bytes:
     """Everything of a graph but its nodes and initializers."""
-    return _fields(message, lambda number: number not in (_NODE, _INITIALIZER))
+    return _iter_fields(message, lambda number: number not in (_NODE, _INITIALIZER))
 
 
-def frame(message: ModelProto) -> tuple[bytes, bytes]:
+def split_model_frame(message: ModelProto) -> tuple[bytes, bytes]:
     """Everything of a model but its graph: what stands ahead of it in a file, and what stands behind."""
-    return _fields(message, lambda number: number < _GRAPH), _fields(message, lambda number: number > _GRAPH)
+    return _iter_fields(message, lambda number: number < _GRAPH), _iter_fields(message, lambda number: number > _GRAPH)
 
 
-def _fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]) -> bytes:
+def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]) -> bytes:
     kept = type(message)()
     for descriptor, value in message.ListFields():  # never copy what is not wanted: it holds the weights
         if not wanted(descriptor.number):
@@ -123,14 +132,14 @@ def _fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]) -> 
     return encoded
 
 
-def model(model_frame: tuple[bytes, bytes], graph: Sequence[bytes]) -> bytes:
+def encode_model(model_frame: tuple[bytes, bytes], graph: Sequence[bytes]) -> bytes:
     """A whole model from its frame and the pieces of its graph.
 
     Fields stand by their numbers: OpenVINO takes a file for no ONNX where one comes twice among the first few, as the
     operator sets do (onnx_model_validator.cpp).
     """
     ahead, behind = model_frame
-    return b"".join((ahead, _head(_GRAPH, sum(map(len, graph))), *graph, behind))
+    return b"".join((ahead, _encode_field_header(_GRAPH, sum(map(len, graph))), *graph, behind))
 
 
 class DataFile:
@@ -156,13 +165,13 @@ class DataFile:
         """Initializers that point into the file, as records of a graph, by tensor name."""
         found, offset = {}, 0
         for name, tensor in self._tensors.items():
-            size = len(_raw(tensor))
+            size = len(_raw_bytes(tensor))
             outside = TensorProto(name=name, data_type=tensor.data_type, dims=tensor.dims)
             outside.data_location = TensorProto.EXTERNAL
             for key, value in (("location", self.name), ("offset", str(offset)), ("length", str(size))):
                 outside.external_data.add(key=key, value=value)
-            found[name] = initializer(outside)
-            offset += size + -size % _ALIGNMENT
+            found[name] = encode_initializer(outside)
+            offset += size + -size % _ALIGNMENT_BYTES
         return found
 
     def write(self, folder: Path) -> None:
@@ -177,15 +186,15 @@ class DataFile:
 
     def _chunks(self) -> Iterable[bytes]:
         for tensor in self._tensors.values():
-            raw = _raw(tensor)
+            raw = _raw_bytes(tensor)
             yield raw
-            yield bytes(-len(raw) % _ALIGNMENT)
+            yield bytes(-len(raw) % _ALIGNMENT_BYTES)
 
 
-def _raw(tensor: TensorProto) -> bytes:
+def _raw_bytes(tensor: TensorProto) -> bytes:
     raw: bytes = tensor.raw_data
     return raw
 
 
-def _text(number: int, text: str) -> bytes:
-    return record(number, text.encode())
+def _encode_text(number: int, text: str) -> bytes:
+    return encode_record(number, text.encode())

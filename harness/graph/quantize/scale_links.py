@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.graph.model import Model, Node
-from harness.graph.quantize.weights import QUANTIZABLE
+from harness.graph.quantize.weights import QUANTIZABLE_DTYPES
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.movement import moves_values, repeated_input
+from harness.graph.rules.movement import find_repeated_input, is_value_preserving
 
-__all__ = ["Links", "Tie", "root_of"]
+__all__ = ["ScaleLinks", "SharedScale", "find_root"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class SharedScale:
     """The tensors that a scale is made from instead of the tensor's own range.
 
     Attributes:
@@ -27,7 +27,7 @@ class Tie:
     members: tuple[str, ...] = ()
 
 
-class Links:
+class ScaleLinks:
     """The operators of a model across which scales may be shared, whatever a placement quantizes.
 
     Args:
@@ -47,25 +47,25 @@ class Links:
         self.fixed: set[int] = set()
         self._parents: dict[str, str] = {}
         for node in model.nodes:
-            fixed = node.op not in dialect.operators and repeated_input(model, node) == 0
-            moves = fixed or moves_values(node, dialect)
+            fixed = node.op not in dialect.operators and find_repeated_input(model, node) == 0
+            moves = fixed or is_value_preserving(node, dialect)
             kind = model.types.get(node.inputs[0]) if node.inputs else None
-            if node.opaque or not (moves or node.op == "Concat") or (kind and kind.dtype not in QUANTIZABLE):
+            if node.opaque or not (moves or node.op == "Concat") or (kind and kind.dtype not in QUANTIZABLE_DTYPES):
                 continue
             self.joins.append(node)
             if fixed:
                 self.fixed.add(node.index)
             outputs = node.outputs[:1] if fixed else tuple(filter(None, node.outputs))
             for name in outputs if moves else (*outputs, *node.inputs):
-                self._parents[self.group(name)] = self.group(node.inputs[0])
+                self._parents[self.group_name(name)] = self.group_name(node.inputs[0])
                 if moves:
                     self.source[name] = node.inputs[0]
 
-    def group(self, tensor: str) -> str:
+    def group_name(self, tensor: str) -> str:
         """Return a name for all tensors that may ever share a scale with this one."""
-        return root_of(self._parents, tensor)
+        return find_root(self._parents, tensor)
 
-    def chain(self, tensor: str) -> Iterator[str]:
+    def iter_value_chain(self, tensor: str) -> Iterator[str]:
         """Yield a tensor and those whose values it holds, back to the first."""
         while True:
             yield tensor
@@ -74,7 +74,7 @@ class Links:
             tensor = self.source[tensor]
 
 
-def root_of(links: dict[str, str], name: str) -> str:
+def find_root(links: dict[str, str], name: str) -> str:
     """Return the representative of a name in a forest of links (Tarjan 1975, union-find with path halving)."""
     links.setdefault(name, name)
     while links[name] != name:

@@ -18,19 +18,19 @@ from onnx import numpy_helper
 from harness.errors import UserError
 from harness.graph.model import Model
 from harness.graph.quantize import protobuf_wire
-from harness.graph.quantize.protobuf_wire import TAG, UNROUNDED
-from harness.graph.quantize.scale_links import Links, Tie
-from harness.graph.quantize.weights import FP8_KINDS, QUANTIZABLE, STORAGE, Array, smallest_scale
+from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX, NAME_PREFIX
+from harness.graph.quantize.scale_links import ScaleLinks, SharedScale
+from harness.graph.quantize.weights import FP8_MAX_BY_FORMAT, QUANTIZABLE_DTYPES, STORAGE_DTYPES, Array, smallest_scale
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.movement import repeated_input
-from harness.graph.rules.operator_sets import LARGEST
+from harness.graph.rules.movement import find_repeated_input
+from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE
 from harness.graph.rules.sentinels import holds_sentinel
 
-__all__ = ["Pair", "Scales"]
+__all__ = ["ActivationScales", "EncodedPair"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class EncodedPair:
     """A Q/DQ pair on an activation, encoded.
 
     Attributes:
@@ -44,7 +44,7 @@ class Pair:
     grid: Mapping[str, bytes]
 
 
-class Scales:
+class ActivationScales:
     """Makes scale and zero point of every activation.
 
     Args:
@@ -60,15 +60,17 @@ class Scales:
         self._model = model
         self._dialect = dialect
         self._ranges = ranges
-        self._grids: dict[tuple[str, str, Tie | None], tuple[Array, Array]] = {}
-        self._pairs: dict[tuple[str, str, Tie | None, str | None], Pair] = {}
-        self.links = Links(model, dialect)
+        self._grids: dict[tuple[str, str, SharedScale | None], tuple[Array, Array]] = {}
+        self._pairs: dict[tuple[str, str, SharedScale | None, str | None], EncodedPair] = {}
+        self.links = ScaleLinks(model, dialect)
         self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
-        self._unit = _results_of_softmax(model, dialect, self.links) if dialect.unit_softmax else frozenset()
+        self._unit = _softmax_results(model, dialect, self.links) if dialect.unit_softmax else frozenset()
         data = [node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops]
-        self._affine = {name for each in data for name in (*self.links.chain(each), self.links.group(each))}
+        self._affine = {
+            name for each in data for name in (*self.links.iter_value_chain(each), self.links.group_name(each))
+        }
 
-    def of(self, tensor: str, precision: str, tie: Tie | None = None) -> tuple[Array, Array]:
+    def scale_and_zero_point(self, tensor: str, precision: str, tie: SharedScale | None = None) -> tuple[Array, Array]:
         """Return scale and zero point of a tensor, as scalars; the scale has the tensor's type and is positive.
 
         INT8 symmetric: amax / 127; affine: (high - low) / 255 over a range that includes 0 (Jacob et al. 2018,
@@ -85,28 +87,32 @@ class Scales:
         key = (tensor, precision, tie)
         known = self._grids.get(key)
         if known is None:
-            known = self._grids[key] = self._grid(tensor, precision, tie)
+            known = self._grids[key] = self._encoded_grid(tensor, precision, tie)
         return known
 
-    def _grid(self, tensor: str, precision: str, tie: Tie | None) -> tuple[Array, Array]:
-        low, high = self._range(tensor, tie)
+    def _encoded_grid(self, tensor: str, precision: str, tie: SharedScale | None) -> tuple[Array, Array]:
+        low, high = self._scale_range(tensor, tie)
         kind = self._model.types.get(tensor)
-        dtype = QUANTIZABLE.get(kind.dtype if kind else "float", np.float32)
+        dtype = QUANTIZABLE_DTYPES.get(kind.dtype if kind else "float", np.float32)
         amax = max(-low, high)
-        if precision in FP8_KINDS:
-            return _scale(amax / FP8_KINDS[precision], dtype), np.zeros((), STORAGE[precision])
-        origin = tensor if tie is None else self.links.group(tensor) if tie.members else tie.origin
+        if precision in FP8_MAX_BY_FORMAT:
+            return _scale_array(amax / FP8_MAX_BY_FORMAT[precision], dtype), np.zeros((), STORAGE_DTYPES[precision])
+        origin = tensor if tie is None else self.links.group_name(tensor) if tie.members else tie.origin
         storage, affine = self._dialect.activation, not self._dialect.symmetric_activation
         if not affine and (origin in self._affine or (low == 0 and self._dialect.unsigned_positive)):
             storage, affine = "uint8", True
         if not affine:
-            return _scale(amax / 127, dtype), np.asarray(128 if storage == "uint8" else 0, STORAGE[storage])
-        scale = _scale((high - low) / 255, dtype)
-        bounds = np.iinfo(STORAGE[storage])
+            return _scale_array(amax / 127, dtype), np.asarray(
+                128 if storage == "uint8" else 0, STORAGE_DTYPES[storage]
+            )
+        scale = _scale_array((high - low) / 255, dtype)
+        bounds = np.iinfo(STORAGE_DTYPES[storage])
         zero = int(np.clip(round(bounds.min - low / float(scale)), bounds.min, bounds.max))
-        return scale, np.asarray(zero, STORAGE[storage])
+        return scale, np.asarray(zero, STORAGE_DTYPES[storage])
 
-    def pair(self, tensor: str, precision: str, tie: Tie | None = None, *, final: str | None = None) -> Pair:
+    def encode_pair(
+        self, tensor: str, precision: str, tie: SharedScale | None = None, *, final: str | None = None
+    ) -> EncodedPair:
         """Return the Q/DQ pair on an activation, made once.
 
         Args:
@@ -120,38 +126,41 @@ class Scales:
         """
         key = (tensor, precision, tie, final)
         if key not in self._pairs:
-            scale, zero = self.of(tensor, precision, tie)
-            name = f"{tensor}{TAG}{precision}{'.shared' if tie and tie.members else ''}"
-            source = tensor if final is None else tensor + UNROUNDED
+            scale, zero = self.scale_and_zero_point(tensor, precision, tie)
+            name = f"{tensor}{NAME_PREFIX}{precision}{'.shared' if tie and tie.members else ''}"
+            source = tensor if final is None else tensor + FLOAT_BIAS_PREFIX
             output = tensor if final == precision else f"{name}.dq"
             # Zero points are few and shared; scales are one per tensor.
-            grid = {f"{name}.scale": scale, f"{TAG}zero.{zero.dtype}.{float(zero):g}": zero}
-            nodes = protobuf_wire.node("QuantizeLinear", (source, *grid), f"{name}.q")
-            nodes += protobuf_wire.node("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
+            grid = {f"{name}.scale": scale, f"{NAME_PREFIX}zero.{zero.dtype}.{float(zero):g}": zero}
+            nodes = protobuf_wire.encode_node("QuantizeLinear", (source, *grid), f"{name}.q")
+            nodes += protobuf_wire.encode_node("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
             encoded = {
-                key: protobuf_wire.initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()
+                key: protobuf_wire.encode_initializer(numpy_helper.from_array(value, key))
+                for key, value in grid.items()
             }
-            self._pairs[key] = Pair(output, nodes, encoded)
+            self._pairs[key] = EncodedPair(output, nodes, encoded)
         return self._pairs[key]
 
-    def _range(self, tensor: str, tie: Tie | None) -> tuple[float, float]:
+    def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:
         """Return the range that a tensor's scale is made from, widened to include 0."""
         sources = (tensor,) if tie is None else tie.members or (tie.origin,)
-        bounds = [self._observed(name) for name in sources if self._known(name)] or [self._observed(tensor)]
+        bounds = [self._observed_range(name) for name in sources if self._counts_for_shared_scale(name)] or [
+            self._observed_range(tensor)
+        ]
         low, high = min(0.0, *(low for low, _ in bounds)), max(0.0, *(high for _, high in bounds))
-        if tie and tie.members and low < 0 and self._clipped.intersection(self.links.chain(tensor)):
-            return self._range(tensor, Tie(tie.origin))
+        if tie and tie.members and low < 0 and self._clipped.intersection(self.links.iter_value_chain(tensor)):
+            return self._scale_range(tensor, SharedScale(tie.origin))
         return low, high
 
-    def _known(self, tensor: str) -> bool:
+    def _counts_for_shared_scale(self, tensor: str) -> bool:
         """Return whether a tensor counts where several share a scale; a constant that says "none" does not."""
         constant = self._model.constants.get(tensor)
         if constant is not None:
-            held = all(abs(bound) <= LARGEST for bound in self._observed(tensor))
+            held = all(abs(bound) <= MAX_CONSTANT_MAGNITUDE for bound in self._observed_range(tensor))
             return held and not holds_sentinel(numpy_helper.to_array(constant))
         return tensor in self._ranges
 
-    def _observed(self, tensor: str) -> tuple[float, float]:
+    def _observed_range(self, tensor: str) -> tuple[float, float]:
         if tensor in self._unit:
             return 0.0, 1.0
         constant = self._model.constants.get(tensor)
@@ -169,11 +178,11 @@ class Scales:
         return low, high
 
 
-def _results_of_softmax(model: Model, dialect: Dialect, links: Links) -> frozenset[str]:
+def _softmax_results(model: Model, dialect: Dialect, links: ScaleLinks) -> frozenset[str]:
     """Return the tensors that hold results of a Softmax, be it behind operators that a runtime removes or moves."""
     found: set[str] = set()
     for node in model.nodes:
-        slot = repeated_input(model, node)
+        slot = find_repeated_input(model, node)
         slot = 0 if slot is None and node.op in dialect.absorbed else slot
         if (node.op == "Softmax" and not node.opaque) or (slot is not None and node.inputs[slot] in found):
             found.add(node.outputs[0])
@@ -181,5 +190,5 @@ def _results_of_softmax(model: Model, dialect: Dialect, links: Links) -> frozens
     return frozenset(found)
 
 
-def _scale(value: float, dtype: npt.DTypeLike) -> Array:
+def _scale_array(value: float, dtype: npt.DTypeLike) -> Array:
     return np.asarray(max(value, smallest_scale(dtype)), dtype)

@@ -17,18 +17,31 @@ import numpy.typing as npt
 from harness.graph.model import Node
 
 __all__ = [
-    "FP8_KINDS", "FP8_MAX", "LEVELS", "QUANTIZABLE", "STORAGE", "Array", "QuantizedTensor", "quantize_affine",
-    "quantize_weight", "smallest_scale", "weight_axis",
+    "FP8_MAX",
+    "FP8_MAX_BY_FORMAT",
+    "MAX_LEVEL",
+    "QUANTIZABLE_DTYPES",
+    "STORAGE_DTYPES",
+    "Array",
+    "QuantizedTensor",
+    "quantize_affine",
+    "quantize_weight",
+    "smallest_scale",
+    "weight_axis",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
-QUANTIZABLE: Mapping[str, npt.DTypeLike] = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+QUANTIZABLE_DTYPES: Mapping[str, npt.DTypeLike] = {
+    "float": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
 """Element types of what may be quantized, by their ONNX names in lower case."""
 FP8_MAX = 448.0
-FP8_KINDS: Mapping[str, float] = {"fp8": FP8_MAX, "fp8e5m2": 57344.0}
+FP8_MAX_BY_FORMAT: Mapping[str, float] = {"fp8": FP8_MAX, "fp8e5m2": 57344.0}
 """Largest finite value of E4M3 and of E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1."""
-LEVELS: Mapping[str, float] = {"int8": 127.0, **FP8_KINDS}
-STORAGE: dict[str, npt.DTypeLike] = {
+MAX_LEVEL: Mapping[str, float] = {"int8": 127.0, **FP8_MAX_BY_FORMAT}
+STORAGE_DTYPES: dict[str, npt.DTypeLike] = {
     "int8": np.int8, "uint8": np.uint8, "fp8": ml_dtypes.float8_e4m3fn, "fp8e5m2": ml_dtypes.float8_e5m2
 }  # fmt: skip
 
@@ -86,7 +99,7 @@ def quantize_weight(
         floor: Smallest allowed scale, for each channel or for all.
         limit: Largest stored magnitude instead of the type's, which makes the scale amax / limit.
     """
-    limit = LEVELS[precision] if limit is None else limit
+    limit = MAX_LEVEL[precision] if limit is None else limit
     values = weight.astype(np.float32)
     others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
     amax = np.abs(values).max(axis=others) if values.size else np.float32(0)
@@ -97,15 +110,17 @@ def quantize_weight(
     if axis is not None:
         shape[axis] = -1
     scaled = values / scale.astype(np.float32).reshape(shape)
-    stored = np.clip(np.rint(scaled) if precision == "int8" else scaled, -limit, limit).astype(STORAGE[precision])
-    return QuantizedTensor(stored, scale, np.zeros(scale.shape, STORAGE[precision]), axis)
+    stored = np.clip(np.rint(scaled) if precision == "int8" else scaled, -limit, limit).astype(
+        STORAGE_DTYPES[precision]
+    )
+    return QuantizedTensor(stored, scale, np.zeros(scale.shape, STORAGE_DTYPES[precision]), axis)
 
 
 def quantize_affine(values: Array, scale: Array, zero_point: Array) -> QuantizedTensor:
     """Quantize a constant like an activation: one scale and one zero point (ONNX QuantizeLinear, "y = x / s + z")."""
     scaled = values.astype(np.float32) / scale.astype(np.float32)
-    for kind, most in FP8_KINDS.items():
-        if zero_point.dtype == STORAGE[kind]:
+    for kind, most in FP8_MAX_BY_FORMAT.items():
+        if zero_point.dtype == STORAGE_DTYPES[kind]:
             return QuantizedTensor(np.clip(scaled, -most, most).astype(zero_point.dtype), scale, zero_point, None)
     info = np.iinfo(zero_point.dtype)
     stored = np.clip(np.rint(scaled) + int(zero_point), info.min, info.max).astype(zero_point.dtype)

@@ -10,10 +10,10 @@ from harness.api import capabilities_of
 from harness.errors import UserError
 from harness.graph.rules.dialects import Dialect
 
-__all__ = ["dialect_called", "dialect_name"]
+__all__ = ["dialect_name_for", "load_dialect"]
 
 
-def dialect_called(use: str) -> Dialect:
+def load_dialect(use: str) -> Dialect:
     """The dialect behind a name, or behind a `package.module:Attribute`.
 
     Raises:
@@ -25,7 +25,7 @@ def dialect_called(use: str) -> Dialect:
     return found
 
 
-def dialect_name(benchmarker: object, use: str, facts: Mapping[str, Any]) -> str:
+def dialect_name_for(benchmarker: object, use: str, facts: Mapping[str, Any]) -> str:
     """The name of the dialect that a benchmarker speaks.
 
     Args:

@@ -6,14 +6,22 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from harness.graph.rules.operator_sets import CONVOLUTIONS, LINEAR, POINTS
+from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT_OPS
 
 __all__ = [
-    "EIGHT_BITS", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8", "ONNXRUNTIME_S8_7BIT", "OPENVINO",
-    "OPENVINO_7BIT", "SEVEN_BITS", "TENSORRT", "Dialect",
+    "INT7_MAX_LEVEL",
+    "INT8_MAX_LEVEL",
+    "ONNXRUNTIME",
+    "ONNXRUNTIME_7BIT",
+    "ONNXRUNTIME_S8",
+    "ONNXRUNTIME_S8_7BIT",
+    "OPENVINO",
+    "OPENVINO_7BIT",
+    "TENSORRT",
+    "Dialect",
 ]  # fmt: skip
 
-EIGHT_BITS, SEVEN_BITS = 127, 64
+INT8_MAX_LEVEL, INT7_MAX_LEVEL = 127, 64
 """Largest magnitudes of stored weights; 2 x 255 x 64, two products with UINT8 data, are 32,640 and fit into 16 bits."""
 
 
@@ -44,7 +52,7 @@ class Dialect:
             where nothing else reads that tensor, is never legal.
         bare_products: A matrix times weights may be INT8 where it has no bias of its own.
         faults: What the runtime computes wrongly at INT8 and stays float: names of
-        `harness.graph.rules.runtime_faults.FAULTS`.
+        `harness.graph.rules.runtime_faults.RUNTIME_FAULTS`.
         quantize_outputs: A linear operator is fused only where its output is quantized too.
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.
@@ -57,13 +65,13 @@ class Dialect:
     unsigned_positive: bool = False
     affine_ops: frozenset[str] = frozenset()
     weight: Literal["int8"] = "int8"
-    weight_limit: int = EIGHT_BITS
+    weight_limit: int = INT8_MAX_LEVEL
     transposed_axis: int | None = 1
     unit_softmax: bool = False
     bias: Literal["float", "int32"] = "float"
     min_opset: int = 13
-    linear_ops: frozenset[str] = LINEAR
-    points: frozenset[str] = POINTS
+    linear_ops: frozenset[str] = LINEAR_OPS
+    points: frozenset[str] = POINT_OPS
     constant_operands: frozenset[str] = frozenset()
     between_conv_and_activation: bool = True
     absorbed: frozenset[str] = frozenset()
@@ -89,7 +97,7 @@ class Dialect:
         """
         fields = asdict(self)
         del fields["faults"]
-        if self.weight_limit == EIGHT_BITS:
+        if self.weight_limit == INT8_MAX_LEVEL:
             del fields["weight_limit"]
         return fields
 
@@ -119,14 +127,14 @@ TENSORRT = Dialect(
 OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
-    affine_ops=CONVOLUTIONS,
-    linear_ops=LINEAR | {"Einsum"},
+    affine_ops=CONVOLUTION_OPS,
+    linear_ops=LINEAR_OPS | {"Einsum"},
     bare_products=False,
     faults=frozenset({"batched reduction", "epsilon", "padding value"}),
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
 )
 
-_FLOAT_READERS = frozenset({
+_FLOAT_ONLY_CONSUMERS = frozenset({
     "Abs", "ArgMax", "ArgMin", "Ceil", "CumSum", "Equal", "Floor", "GatherElements", "GatherND", "Greater",
     "GreaterOrEqual", "GridSample", "Less", "LessOrEqual", "Log", "Neg", "Reciprocal", "ReduceL1", "ReduceL2",
     "ReduceMin", "ReduceProd", "ReduceSumSquare", "Round", "ScatterElements", "ScatterND", "Sign", "TopK", "Trilu",
@@ -147,7 +155,7 @@ ONNXRUNTIME = Dialect(
     activation="uint8",
     symmetric_activation=False,
     bias="int32",
-    points=POINTS | _FLOAT_READERS,
+    points=POINT_OPS | _FLOAT_ONLY_CONSUMERS,
     constant_operands=frozenset({"Add", "Concat", "Gather", "Mul", "Where"}),
     absorbed=frozenset({"Clip", "Relu"}),
     quantize_outputs=True,
@@ -163,6 +171,6 @@ ONNXRUNTIME_S8 = replace(ONNXRUNTIME, name="onnxruntime_s8", activation="int8")
 # For those processors: weights of 7 bits, as `quantize_static` stores them with `reduce_range`, and NNCF with its
 # overflow fix. Measured on an AMD EPYC (AVX2): both runtimes then compute what the file says, and SqueezeNet's outputs
 # are 30 dB from the float ones instead of 18.
-OPENVINO_7BIT = replace(OPENVINO, name="openvino_7bit", weight_limit=SEVEN_BITS)
-ONNXRUNTIME_7BIT = replace(ONNXRUNTIME, name="onnxruntime_7bit", weight_limit=SEVEN_BITS)
-ONNXRUNTIME_S8_7BIT = replace(ONNXRUNTIME_S8, name="onnxruntime_s8_7bit", weight_limit=SEVEN_BITS)
+OPENVINO_7BIT = replace(OPENVINO, name="openvino_7bit", weight_limit=INT7_MAX_LEVEL)
+ONNXRUNTIME_7BIT = replace(ONNXRUNTIME, name="onnxruntime_7bit", weight_limit=INT7_MAX_LEVEL)
+ONNXRUNTIME_S8_7BIT = replace(ONNXRUNTIME_S8, name="onnxruntime_s8_7bit", weight_limit=INT7_MAX_LEVEL)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.operator_sets import FLOATS
+from harness.graph.rules.operator_sets import QUANTIZABLE_FLOAT_TYPES
 
-__all__ = ["Site", "is_activation", "is_float", "joint_slots"]
+__all__ = ["InputSite", "is_activation", "is_float", "jointly_quantized_inputs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class InputSite:
     """An input of a node that asks for a precision."""
 
     model: Model
@@ -27,12 +27,12 @@ class Site:
         return self.node.inputs[self.slot] if self.slot < len(self.node.inputs) else ""
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether the node takes data and weight together."""
         return self.node.op in self.dialect.linear_ops
 
     @property
-    def source(self) -> Node | None:
+    def producer(self) -> Node | None:
         """The node that makes the tensor."""
         index = self.model.producer.get(self.tensor)
         return None if index is None else self.model.nodes[index]
@@ -43,7 +43,7 @@ def is_activation(model: Model, tensor: str) -> bool:
     return bool(tensor) and tensor not in model.constants
 
 
-def joint_slots(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[int, ...]:
+def jointly_quantized_inputs(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[int, ...]:
     """The inputs of a node that are quantized together with this one, itself included, in order.
 
     Data and weight of a linear operator; all activations of a Concat, which share a scale; where the dialect asks for
@@ -63,4 +63,4 @@ def joint_slots(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[
 def is_float(model: Model, tensor: str) -> bool:
     """Whether a tensor is known to hold elements that may be quantized."""
     known = model.types.get(tensor)
-    return known is not None and known.dtype in FLOATS
+    return known is not None and known.dtype in QUANTIZABLE_FLOAT_TYPES

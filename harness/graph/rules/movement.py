@@ -11,24 +11,24 @@ from onnx import numpy_helper
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
 
-__all__ = ["moves_values", "repeated_input"]
+__all__ = ["find_repeated_input", "is_value_preserving"]
 
-_MOVES = frozenset({
+_VALUE_PRESERVING_OPS = frozenset({
     "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Expand", "Tile",
     "DepthToSpace", "SpaceToDepth", "Gather",
 })  # fmt: skip
-_OF_ONE = frozenset({"Concat", "Max", "Mean", "Min", "Sum"})
-_NEUTRAL: Mapping[str, tuple[float, tuple[int, ...]]] = {
+_IDENTITY_WITH_ONE_INPUT_OPS = frozenset({"Concat", "Max", "Mean", "Min", "Sum"})
+_NEUTRAL_OPERANDS: Mapping[str, tuple[float, tuple[int, ...]]] = {
     "Add": (0.0, (0, 1)), "Sub": (0.0, (1,)), "Mul": (1.0, (0, 1)), "Div": (1.0, (1,)), "Pow": (1.0, (1,))
 }  # fmt: skip
 """By operator: the constant that changes nothing, and the inputs where it does so."""
 _FLOATS_BY_WIDTH = ("float16", "float", "double")
-_SUMMARIES = frozenset({
+_REDUCTION_OPS = frozenset({
     "GlobalAveragePool", "GlobalMaxPool", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"
 })  # fmt: skip
 
 
-def moves_values(node: Node, dialect: Dialect) -> bool:
+def is_value_preserving(node: Node, dialect: Dialect) -> bool:
     """Return whether an operator's outputs hold values of its first input alone.
 
     Where the runtime's kernels take and give integers, values between two of them count as well.
@@ -36,10 +36,10 @@ def moves_values(node: Node, dialect: Dialect) -> bool:
     if node.op == "Resize":
         modes = ("nearest", "linear") if dialect.quantize_outputs else ("nearest",)
         return node.attributes.get("mode", "nearest") in modes
-    return node.op in _MOVES
+    return node.op in _VALUE_PRESERVING_OPS
 
 
-def repeated_input(model: Model, node: Node) -> int | None:
+def find_repeated_input(model: Model, node: Node) -> int | None:
     """Return the input that a node's first output repeats value by value, or None where it computes something.
 
     Runtimes remove such nodes (Identity, Dropout, a Cast to the same type or to a wider one and back, Mul by 1), so
@@ -47,12 +47,12 @@ def repeated_input(model: Model, node: Node) -> int | None:
     """
     if node.opaque or not node.inputs or not node.inputs[0]:
         return None
-    if node.op in _NEUTRAL:
-        return _beside_neutral(model, node)
-    return 0 if _does_nothing(model, node) else None
+    if node.op in _NEUTRAL_OPERANDS:
+        return _input_of_neutral_operation(model, node)
+    return 0 if _is_identity(model, node) else None
 
 
-def _does_nothing(model: Model, node: Node) -> bool:
+def _is_identity(model: Model, node: Node) -> bool:
     given = [name for name in node.inputs if name]
     before, after = (model.types.get(name) for name in (node.inputs[0], node.outputs[0]))
     alike = before is not None and before == after
@@ -71,9 +71,9 @@ def _does_nothing(model: Model, node: Node) -> bool:
             return alike and node.attributes.get("coordinate_transformation_mode") != "tf_crop_and_resize"
         case "AveragePool":
             return alike and set(node.attributes.get("kernel_shape", ())) == {1}
-    if node.op in _SUMMARIES:
+    if node.op in _REDUCTION_OPS:
         return before is not None and after is not None and math.prod(before.shape) == math.prod(after.shape)
-    return node.op in _OF_ONE and len(given) == 1
+    return node.op in _IDENTITY_WITH_ONE_INPUT_OPS and len(given) == 1
 
 
 def _keeps_values(model: Model, node: Node) -> bool:
@@ -93,9 +93,9 @@ def _keeps_values(model: Model, node: Node) -> bool:
     return False
 
 
-def _beside_neutral(model: Model, node: Node) -> int | None:
+def _input_of_neutral_operation(model: Model, node: Node) -> int | None:
     """Return the input beside a constant that changes neither values nor shape."""
-    neutral, slots = _NEUTRAL[node.op]
+    neutral, slots = _NEUTRAL_OPERANDS[node.op]
     for slot in slots:
         other = node.inputs[1 - slot]
         alike = other in model.types and model.types[other] == model.types.get(node.outputs[0])

@@ -5,55 +5,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 __all__ = [
-    "ACTIVATIONS", "ARITHMETIC", "CONVOLUTIONS", "FLOATS", "LARGEST", "LINEAR", "MOVEMENT", "NORMALIZATION",
-    "PARAMETERS", "POINTS", "POLES", "POOLING", "SHAPES", "SMALLEST", "SOFTMAX",
+    "ACTIVATION_OPS",
+    "ARITHMETIC_OPS",
+    "CONVOLUTION_OPS",
+    "LINEAR_OPS",
+    "MAX_CONSTANT_MAGNITUDE",
+    "MIN_CONSTANT_SCALE",
+    "MOVEMENT_OPS",
+    "NORMALIZATION_OPS",
+    "PARAMETER_SLOTS",
+    "POINT_OPS",
+    "POLE_SLOTS",
+    "POOLING_OPS",
+    "QUANTIZABLE_FLOAT_TYPES",
+    "SHAPE_SLOTS",
+    "SOFTMAX_OPS",
 ]  # fmt: skip
 
-FLOATS = frozenset({"float", "float16"})
+QUANTIZABLE_FLOAT_TYPES = frozenset({"float", "float16"})
 """Element types, by their ONNX names in lower case, of tensors that may be quantized."""
 
-LARGEST = 1e30
+MAX_CONSTANT_MAGNITUDE = 1e30
 """Values beyond it say "none": attention masks have -3.4e38 where others have minus infinity; no scale holds them."""
 
-SMALLEST = 255e-10
+MIN_CONSTANT_SCALE = 255e-10
 """A tensor without larger values is as good as 0: it does not fill the 255 steps of the smallest scale."""
 
-CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+CONVOLUTION_OPS = frozenset({"Conv", "ConvTranspose"})
 
-LINEAR = CONVOLUTIONS | {"Gemm", "MatMul"}
+LINEAR_OPS = CONVOLUTION_OPS | {"Gemm", "MatMul"}
 """They take data and weight together."""
 
-ACTIVATIONS = frozenset({
+ACTIVATION_OPS = frozenset({
     "Celu", "Clip", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Relu", "Selu",
     "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh", "ThresholdedRelu",
 })  # fmt: skip
 """Runtimes fuse them into the convolution before them."""
 
-SOFTMAX = frozenset({"LogSoftmax", "Softmax"})
+SOFTMAX_OPS = frozenset({"LogSoftmax", "Softmax"})
 
-ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mul", "Pow", "Sqrt", "Sub", "Sum", "Where"})
+ARITHMETIC_OPS = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mul", "Pow", "Sqrt", "Sub", "Sum", "Where"})
 
-POOLING = frozenset({"AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool"})
+POOLING_OPS = frozenset({"AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool"})
 
-NORMALIZATION = frozenset({
+NORMALIZATION_OPS = frozenset({
     "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LRN", "LayerNormalization",
     "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
 })  # fmt: skip
 
-MOVEMENT = frozenset({
+MOVEMENT_OPS = frozenset({
     "DepthToSpace", "Expand", "Flatten", "Gather", "Pad", "Reshape", "Resize", "Slice", "SpaceToDepth", "Split",
     "Squeeze", "Tile", "Transpose", "Unsqueeze", "Upsample",
 })  # fmt: skip
 """They move values and compute none, or hardly any."""
 
-_OTHERS = frozenset({"Concat", "Exp", "ReduceMax", "ReduceMean", "ReduceSum"})
+_OTHER_POINT_OPS = frozenset({"Concat", "Exp", "ReduceMax", "ReduceMean", "ReduceSum"})
 
-POINTS = ACTIVATIONS | SOFTMAX | ARITHMETIC | POOLING | NORMALIZATION | MOVEMENT | _OTHERS
+POINT_OPS = (
+    ACTIVATION_OPS | SOFTMAX_OPS | ARITHMETIC_OPS | POOLING_OPS | NORMALIZATION_OPS | MOVEMENT_OPS | _OTHER_POINT_OPS
+)
 """Whose floating-point inputs may be quantized, beside those of linear operators."""
 
 _FIRST, _SECOND = frozenset({0}), frozenset({1})
 
-PARAMETERS: Mapping[str, frozenset[int]] = {
+PARAMETER_SLOTS: Mapping[str, frozenset[int]] = {
     "BatchNormalization": frozenset({1, 2, 3, 4}),
     "Clip": frozenset({1, 2}),
     "GridSample": _SECOND,
@@ -69,7 +84,7 @@ PARAMETERS: Mapping[str, frozenset[int]] = {
 }
 """Inputs, in floating point, that say how an operator treats its data."""
 
-SHAPES: Mapping[str, frozenset[int]] = {
+SHAPE_SLOTS: Mapping[str, frozenset[int]] = {
     "ConstantOfShape": _FIRST,
     "CumSum": _SECOND,
     "Expand": _SECOND,
@@ -94,7 +109,7 @@ SHAPES: Mapping[str, frozenset[int]] = {
 }
 """Inputs that give shapes, axes and indices, of whatever type: models compute them in floating point, too."""
 
-POLES: Mapping[str, frozenset[int]] = {
+POLE_SLOTS: Mapping[str, frozenset[int]] = {
     "Acos": _FIRST,
     "Acosh": _FIRST,
     "Asin": _FIRST,

@@ -13,16 +13,21 @@ from onnx import numpy_helper
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.input_site import Site, is_activation, is_float, joint_slots
-from harness.graph.rules.operator_sets import ACTIVATIONS, CONVOLUTIONS
-from harness.graph.rules.precision_sensitive import parameters, poles, sentinels, unheld
-from harness.graph.rules.runtime_faults import FAULTS, Fault, struck
+from harness.graph.rules.input_site import InputSite, is_activation, is_float, jointly_quantized_inputs
+from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS
+from harness.graph.rules.precision_sensitive import (
+    find_parameter_inputs,
+    find_pole_inputs,
+    find_sentinel_constants,
+    find_unquantizable_constants,
+)
+from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, RuntimeFault, find_affected_nodes
 
-__all__ = ["RULES", "Rule", "broken_rule"]
+__all__ = ["PLACEMENT_RULES", "PlacementRule", "first_violated_rule"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PlacementRule:
     """A reason why an input stays float.
 
     Attributes:
@@ -33,54 +38,60 @@ class Rule:
 
     name: str
     text: str
-    forbids: Callable[[Site], bool]
+    forbids: Callable[[InputSite], bool]
 
 
-def _is_unfit_half(site: Site) -> bool:
+def _is_unsupported_float16(site: InputSite) -> bool:
     known = site.model.types.get(site.tensor)
     return known is not None and known.dtype == "float16" and not site.dialect.float16
 
 
-def _is_scalar(site: Site) -> bool:
+def _is_scalar(site: InputSite) -> bool:
     known = site.model.types.get(site.tensor)
     return known is not None and not known.shape
 
 
-def _is_no_own_point(site: Site) -> bool:
+def _shares_another_point(site: InputSite) -> bool:
     """A linear operator has one point, at its first input; a constant operand goes with the data."""
-    if site.linear:
+    if site.is_linear:
         return site.slot != 0
-    joint = _joint_constants(site) if site.tensor in site.model.constants else ()
-    return bool(joint) and site.slot != _leading(site.model, site.node, joint)
+    joint = _jointly_quantized_constants(site) if site.tensor in site.model.constants else ()
+    return bool(joint) and site.slot != _point_slot(site.model, site.node, joint)
 
 
-def _joint_constants(site: Site) -> tuple[int, ...]:
+def _jointly_quantized_constants(site: InputSite) -> tuple[int, ...]:
     """What goes together with a site where constants do; nothing where they stay float."""
-    if site.linear or site.node.op not in site.dialect.constant_operands:
+    if site.is_linear or site.node.op not in site.dialect.constant_operands:
         return ()
-    joint = joint_slots(site.model, site.dialect, site.node, site.slot) if is_float(site.model, site.tensor) else ()
+    joint = (
+        jointly_quantized_inputs(site.model, site.dialect, site.node, site.slot)
+        if is_float(site.model, site.tensor)
+        else ()
+    )
     return joint if any(site.node.inputs[slot] in site.model.constants for slot in joint) else ()
 
 
-def _leading(model: Model, node: Node, slots: tuple[int, ...]) -> int:
+def _point_slot(model: Model, node: Node, slots: tuple[int, ...]) -> int:
     """Where the point of inputs that go together stands: at the first activation, else at the first of them."""
     return next((slot for slot in slots if is_activation(model, node.inputs[slot])), slots[0])
 
 
-def _is_bias(site: Site) -> bool:
-    return site.linear and site.slot > 1
+def _is_bias(site: InputSite) -> bool:
+    return site.is_linear and site.slot > 1
 
 
-def _has_bad_operand(site: Site) -> bool:
-    if not site.linear or (site.node.op == "Einsum" and len(site.node.inputs) != 2):
-        return site.linear
+def _has_bad_operand(site: InputSite) -> bool:
+    if not site.is_linear or (site.node.op == "Einsum" and len(site.node.inputs) != 2):
+        return site.is_linear
     first, second = site.node.inputs[:2]
-    return not (_pairs_up(site, first, second) and is_float(site.model, first) and is_float(site.model, second))
+    return not (
+        _matches_operator_pair(site, first, second) and is_float(site.model, first) and is_float(site.model, second)
+    )
 
 
-def _is_bare_product(site: Site) -> bool:
+def _is_bare_product(site: InputSite) -> bool:
     """A matrix, and no stack of them, times weights, without a bias of its own."""
-    if site.dialect.bare_products or site.precision != "int8" or site.node.op in CONVOLUTIONS or not site.linear:
+    if site.dialect.bare_products or site.precision != "int8" or site.node.op in CONVOLUTION_OPS or not site.is_linear:
         return False
     data, weight, *rest = site.node.inputs
     known, bias = site.model.types.get(data), site.model.types.get(rest[0]) if rest else None
@@ -88,47 +99,47 @@ def _is_bare_product(site: Site) -> bool:
     return flat and not (bias and len(bias.shape) == 1)
 
 
-def _is_vector(site: Site) -> bool:
-    known = map(site.model.types.get, () if site.node.op in CONVOLUTIONS else site.node.inputs[:2])
-    return site.linear and any(kind is not None and len(kind.shape) < 2 for kind in known)
+def _is_vector(site: InputSite) -> bool:
+    known = map(site.model.types.get, () if site.node.op in CONVOLUTION_OPS else site.node.inputs[:2])
+    return site.is_linear and any(kind is not None and len(kind.shape) < 2 for kind in known)
 
 
-def _pairs_up(site: Site, first: str, second: str) -> bool:
-    if site.node.op in CONVOLUTIONS:
+def _matches_operator_pair(site: InputSite, first: str, second: str) -> bool:
+    if site.node.op in CONVOLUTION_OPS:
         return is_activation(site.model, first) and second in site.model.constants
     return is_activation(site.model, first) or is_activation(site.model, second)
 
 
-def _is_lone_constant(site: Site) -> bool:
-    return not site.linear and not is_activation(site.model, site.tensor) and not _joint_constants(site)
+def _is_lone_constant(site: InputSite) -> bool:
+    return not site.is_linear and not is_activation(site.model, site.tensor) and not _jointly_quantized_constants(site)
 
 
-def _has_unheld_constant(site: Site) -> bool:
+def _has_unquantizable_constant(site: InputSite) -> bool:
     """Look at what is quantized together; around a Concat all share a scale, constants that stay float too."""
-    names = [site.node.inputs[slot] for slot in _joint_constants(site)]
+    names = [site.node.inputs[slot] for slot in _jointly_quantized_constants(site)]
     if site.node.op == "Concat" and is_float(site.model, site.tensor):
         names = list(site.node.inputs)
-    if site.linear:
+    if site.is_linear:
         names = list(site.node.inputs[: 3 if site.dialect.bias == "int32" else 2])
-    elif not site.model.fact(sentinels).isdisjoint(names):
+    elif not site.model.cached_analysis(find_sentinel_constants).isdisjoint(names):
         return True
-    return not site.model.fact(unheld).isdisjoint(names)
+    return not site.model.cached_analysis(find_unquantizable_constants).isdisjoint(names)
 
 
-def _follows_convolution(site: Site) -> bool:
+def _follows_convolution(site: InputSite) -> bool:
     """Between Conv, BatchNormalization and activation; x * sigmoid(x) is an activation."""
-    source = site.source
+    source = site.producer
     if site.dialect.between_conv_and_activation or source is None:
         return False
-    if source.op in CONVOLUTIONS or source.op == "BatchNormalization" or _adds_to_convolution(site, source):
-        return site.node.op in ACTIVATIONS or site.node.op == "BatchNormalization" or _is_gate(site.model, site.node)
-    return source.op in ACTIVATIONS and _is_gate(site.model, site.node) and _gated_convolution(site)
+    if source.op in CONVOLUTION_OPS or source.op == "BatchNormalization" or _adds_to_convolution(site, source):
+        return site.node.op in ACTIVATION_OPS or site.node.op == "BatchNormalization" or _is_gate(site.model, site.node)
+    return source.op in ACTIVATION_OPS and _is_gate(site.model, site.node) and _gated_convolution(site)
 
 
-def _adds_to_convolution(site: Site, node: Node) -> bool:
+def _adds_to_convolution(site: InputSite, node: Node) -> bool:
     """A residual Add that runs inside the convolution before it."""
-    makers = (_maker(site, name) for name in node.inputs) if node.op == "Add" else ()
-    return any(maker is not None and maker.op in CONVOLUTIONS for maker in makers)
+    makers = (_linear_producer(site, name) for name in node.inputs) if node.op == "Add" else ()
+    return any(maker is not None and maker.op in CONVOLUTION_OPS for maker in makers)
 
 
 def _is_gate(model: Model, node: Node) -> bool:
@@ -137,29 +148,29 @@ def _is_gate(model: Model, node: Node) -> bool:
         return False
     makers = [model.producer.get(name) for name in node.inputs]
     for maker, other in zip(makers, reversed(node.inputs), strict=True):
-        if maker is not None and model.nodes[maker].op in ACTIVATIONS and model.nodes[maker].inputs[0] == other:
+        if maker is not None and model.nodes[maker].op in ACTIVATION_OPS and model.nodes[maker].inputs[0] == other:
             return True
     return False
 
 
-def _gated_convolution(site: Site) -> bool:
+def _gated_convolution(site: InputSite) -> bool:
     others = (site.model.producer.get(name) for name in site.node.inputs if name != site.tensor)
-    return any(index is not None and site.model.nodes[index].op in CONVOLUTIONS for index in others)
+    return any(index is not None and site.model.nodes[index].op in CONVOLUTION_OPS for index in others)
 
 
-def _is_fusible_operand(site: Site) -> bool:
+def _is_fusible_operand(site: InputSite) -> bool:
     """The operand that a convolution computes for this Add alone; of two, the first.
 
     Behind a MatMul both are legal: an Add of two tensors is no part of its kernel, and ModelOpt quantizes both.
     """
     if site.dialect.between_conv_and_activation or site.node.op != "Add":
         return False
-    makers = [_maker(site, name) for name in site.node.inputs]
-    fusible = [maker is not None and maker.op in CONVOLUTIONS for maker in makers]
+    makers = [_linear_producer(site, name) for name in site.node.inputs]
+    fusible = [maker is not None and maker.op in CONVOLUTION_OPS for maker in makers]
     return site.slot < len(fusible) and fusible[site.slot] and not any(fusible[: site.slot])
 
 
-def _maker(site: Site, tensor: str) -> Node | None:
+def _linear_producer(site: InputSite, tensor: str) -> Node | None:
     """The linear operator that computes a tensor for one reader alone, with its bias Add where it has one."""
     model = site.model
     for _ in range(2):
@@ -176,18 +187,18 @@ def _maker(site: Site, tensor: str) -> Node | None:
     return None
 
 
-def _is_later_concat_input(site: Site) -> bool:
+def _is_later_concat_input(site: InputSite) -> bool:
     return site.node.op == "Concat" and any(is_activation(site.model, n) for n in site.node.inputs[: site.slot])
 
 
-def _is_absorbed(site: Site) -> bool:
+def _is_absorbed(site: InputSite) -> bool:
     model, tensor = site.model, site.tensor
     if site.slot or site.node.op not in site.dialect.absorbed or tensor in model.outputs or tensor in model.captured:
         return False
     return len(model.consumers[tensor]) == 1 and not _clips_off_zero(site)
 
 
-def _clips_off_zero(site: Site) -> bool:
+def _clips_off_zero(site: InputSite) -> bool:
     """A Clip that does not begin at 0, where the integers do: whether a pair computes it, rounding decides."""
     if site.node.op != "Clip":
         return False
@@ -195,86 +206,94 @@ def _clips_off_zero(site: Site) -> bool:
     return low is None or bool(numpy_helper.to_array(low).any())
 
 
-def _is_grouped_fp8(site: Site) -> bool:
-    grouped = site.node.op in CONVOLUTIONS and int(site.node.attributes.get("group", 1)) > 1
+def _is_grouped_fp8(site: InputSite) -> bool:
+    grouped = site.node.op in CONVOLUTION_OPS and int(site.node.attributes.get("group", 1)) > 1
     return grouped and site.precision.startswith("fp8") and not site.dialect.grouped_fp8
 
 
-def _rule_of(name: str, fault: Fault) -> Rule:
-    def forbids(site: Site) -> bool:
+def _rule_for_fault(name: str, fault: RuntimeFault) -> PlacementRule:
+    def forbids(site: InputSite) -> bool:
         return (
             site.precision == "int8"
             and name in site.dialect.faults
-            and site.node.index in site.model.fact(struck)[name]
+            and site.node.index in site.model.cached_analysis(find_affected_nodes)[name]
         )
 
-    return Rule(name, fault.text, forbids)
+    return PlacementRule(name, fault.text, forbids)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("opaque", "A node with a subgraph or of an unknown operator stays float.", lambda s: s.node.opaque),
-    Rule(
+PLACEMENT_RULES: tuple[PlacementRule, ...] = (
+    PlacementRule("opaque", "A node with a subgraph or of an unknown operator stays float.", lambda s: s.node.opaque),
+    PlacementRule(
         "operator",
         "The dialect offers no point at this operator.",
-        lambda s: not s.linear and s.node.op not in s.dialect.points,
+        lambda s: not s.is_linear and s.node.op not in s.dialect.points,
     ),
-    Rule("precision", "The runtime does not run this precision.", lambda s: s.precision not in s.dialect.precisions),
-    Rule(
+    PlacementRule(
+        "precision", "The runtime does not run this precision.", lambda s: s.precision not in s.dialect.precisions
+    ),
+    PlacementRule(
         "finite",
         "A constant with infinite, NaN or huge values stays float, with what is quantized together with it.",
-        _has_unheld_constant,
+        _has_unquantizable_constant,
     ),
-    Rule("bias", "The bias of a linear operator is never quantized on its own.", _is_bias),
-    Rule(
+    PlacementRule("bias", "The bias of a linear operator is never quantized on its own.", _is_bias),
+    PlacementRule(
         "together",
         "A linear operator takes both inputs together, at its first one; constant operands go with the data.",
-        _is_no_own_point,
+        _shares_another_point,
     ),
-    Rule(
+    PlacementRule(
         "operands",
         "A linear operator needs two float32 or float16 inputs, one an activation; a convolution, a constant weight.",
         _has_bad_operand,
     ),
-    Rule("vector", "A product with a vector stays float: it is no product of matrices for INT8 kernels.", _is_vector),
-    Rule(
+    PlacementRule(
+        "vector", "A product with a vector stays float: it is no product of matrices for INT8 kernels.", _is_vector
+    ),
+    PlacementRule(
         "bare product",
         "The runtime makes garbage of a matrix times weights without a bias of its own.",
         _is_bare_product,
     ),
-    Rule(
+    PlacementRule(
         "constant",
         "Constants stay float, but for weights of linear operators and operands that the dialect quantizes.",
         _is_lone_constant,
     ),
-    Rule(
+    PlacementRule(
         "type",
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
-        lambda s: not s.linear and not is_float(s.model, s.tensor),
+        lambda s: not s.is_linear and not is_float(s.model, s.tensor),
     ),
-    Rule("float16", "The runtime computes wrong results from Q/DQ in float16.", _is_unfit_half),
-    Rule(
+    PlacementRule("float16", "The runtime computes wrong results from Q/DQ in float16.", _is_unsupported_float16),
+    PlacementRule(
         "parameter",
         "A parameter of an operator (scales of Resize, bounds of Clip) stays float, and what a shape is computed from.",
-        lambda s: (s.node.index, s.slot) in s.model.fact(parameters),
+        lambda s: (s.node.index, s.slot) in s.model.cached_analysis(find_parameter_inputs),
     ),
-    Rule(
+    PlacementRule(
         "pole",
         "Small values round to 0, where this operator, or one that it leads to (Log, Div), gives infinity or NaN.",
-        lambda s: (s.node.index, s.slot) in s.model.fact(poles),
+        lambda s: (s.node.index, s.slot) in s.model.cached_analysis(find_pole_inputs),
     ),
-    Rule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
-    Rule(
+    PlacementRule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
+    PlacementRule(
         "one scale", "All inputs of a Concat share a scale: one point, at its first activation.", _is_later_concat_input
     ),
-    Rule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
-    Rule("residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand),
-    Rule("absorbed", "The pair behind this activation computes it: none stands in front.", _is_absorbed),
-    *(_rule_of(name, fault) for name, fault in FAULTS.items()),
-    Rule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
+    PlacementRule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
+    PlacementRule(
+        "residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand
+    ),
+    PlacementRule("absorbed", "The pair behind this activation computes it: none stands in front.", _is_absorbed),
+    *(_rule_for_fault(name, fault) for name, fault in RUNTIME_FAULTS.items()),
+    PlacementRule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
 )
 
 
-def broken_rule(model: Model, dialect: Dialect, node: Node, slot: int, precision: str = "int8") -> Rule | None:
+def first_violated_rule(
+    model: Model, dialect: Dialect, node: Node, slot: int, precision: str = "int8"
+) -> PlacementRule | None:
     """The first rule that keeps an input float, or None where a Q/DQ pair is legal.
 
     Args:
@@ -284,5 +303,5 @@ def broken_rule(model: Model, dialect: Dialect, node: Node, slot: int, precision
         slot: Which of its inputs.
         precision: What is asked for.
     """
-    site = Site(model, dialect, node, slot, precision)
-    return next((rule for rule in RULES if rule.forbids(site)), None)
+    site = InputSite(model, dialect, node, slot, precision)
+    return next((rule for rule in PLACEMENT_RULES if rule.forbids(site)), None)

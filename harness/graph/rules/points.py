@@ -9,27 +9,42 @@ from dataclasses import dataclass
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.input_site import is_activation, joint_slots
-from harness.graph.rules.operator_sets import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
-from harness.graph.rules.placement_rules import Rule, broken_rule
+from harness.graph.rules.input_site import is_activation, jointly_quantized_inputs
+from harness.graph.rules.operator_sets import (
+    ACTIVATION_OPS,
+    MOVEMENT_OPS,
+    NORMALIZATION_OPS,
+    POOLING_OPS,
+    QUANTIZABLE_FLOAT_TYPES,
+    SOFTMAX_OPS,
+)
+from harness.graph.rules.placement_rules import PlacementRule, first_violated_rule
 from search.space import Edge
 
-__all__ = ["Point", "left_float", "macs_of", "points_of", "refusals", "role_of", "why_none"]
+__all__ = [
+    "QuantizationPoint",
+    "count_macs",
+    "explain_no_points",
+    "find_points",
+    "float_inputs_with_rule",
+    "input_role",
+    "weighted_ops_without_points",
+]
 
-_ROLES: Mapping[str, frozenset[str]] = {
+_OPS_BY_ROLE: Mapping[str, frozenset[str]] = {
     "mul": frozenset({"Mul", "Div"}),
-    "pool": POOLING,
+    "pool": POOLING_OPS,
     "concat": frozenset({"Concat"}),
-    "activation": ACTIVATIONS | SOFTMAX,
-    "normalization": NORMALIZATION,
-    "movement": MOVEMENT,
+    "activation": ACTIVATION_OPS | SOFTMAX_OPS,
+    "normalization": NORMALIZATION_OPS,
+    "movement": MOVEMENT_OPS,
 }
-_OTHER_FLOATS = frozenset({"bfloat16", "double", "float16"})
-_ROLE_OF = {op: role for role, ops in _ROLES.items() for op in ops}
+_OTHER_FLOAT_TYPES = frozenset({"bfloat16", "double", "float16"})
+_ROLE_BY_OP = {op: role for role, ops in _OPS_BY_ROLE.items() for op in ops}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class QuantizationPoint:
     """A place at one node that one choice acts on.
 
     Attributes:
@@ -49,34 +64,38 @@ class Point:
     macs: int
 
 
-def points_of(model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)) -> tuple[tuple[Point, ...], ...]:
+def find_points(
+    model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)
+) -> tuple[tuple[QuantizationPoint, ...], ...]:
     """For each node of the model its points, in slot order."""
-    return tuple(tuple(_points(model, dialect, node, precisions)) for node in model.nodes)
+    return tuple(tuple(_node_points(model, dialect, node, precisions)) for node in model.nodes)
 
 
-def refusals(model: Model, dialect: Dialect, precision: str = "int8") -> tuple[tuple[Edge, Rule], ...]:
+def float_inputs_with_rule(
+    model: Model, dialect: Dialect, precision: str = "int8"
+) -> tuple[tuple[Edge, PlacementRule], ...]:
     """Every input of the model that no point acts on, with the first rule that keeps it float, in graph order."""
     found = []
-    for node, points in zip(model.nodes, points_of(model, dialect, (precision,)), strict=True):
+    for node, points in zip(model.nodes, find_points(model, dialect, (precision,)), strict=True):
         taken = {edge.slot for point in points for edge in point.edges}
         for slot, tensor in enumerate(node.inputs):
-            rule = broken_rule(model, dialect, node, slot, precision) if tensor and slot not in taken else None
+            rule = first_violated_rule(model, dialect, node, slot, precision) if tensor and slot not in taken else None
             if rule is not None:
                 found.append((Edge(tensor, node.name, slot), rule))
     return tuple(found)
 
 
-def why_none(model: Model, dialect: Dialect, precision: str = "int8") -> str:
+def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -> str:
     """Why a model has no insertion point, and what to do, for a message: the rule that keeps most of its inputs float.
 
     Inputs of a type that another export of the model would not have come before all others.
     """
     head = f"{model.source}: no insertion point that dialect {dialect.name!r} allows at {precision}"
-    refused = refusals(model, dialect, precision)
+    refused = float_inputs_with_rule(model, dialect, precision)
     if not refused:
         return f"{head}: it has no operator that reads a tensor"
     types = {edge.tensor: model.types[edge.tensor].dtype for edge, _ in refused if edge.tensor in model.types}
-    curable = [(edge, rule) for edge, rule in refused if types.get(edge.tensor) in _OTHER_FLOATS]
+    curable = [(edge, rule) for edge, rule in refused if types.get(edge.tensor) in _OTHER_FLOAT_TYPES]
     ((rule, _),) = Counter(rule for _, rule in curable or refused).most_common(1)
     remedy = f"see 'qdq regions {model.source} --dialect {dialect.name} --verbose' for the rule of each input"
     if curable:
@@ -85,7 +104,7 @@ def why_none(model: Model, dialect: Dialect, precision: str = "int8") -> str:
     return f"{head}: rule {rule.name!r} keeps them float ({rule.text.removesuffix('.')}); {remedy}"
 
 
-def role_of(model: Model, dialect: Dialect, node: Node) -> str:
+def input_role(model: Model, dialect: Dialect, node: Node) -> str:
     """What a node is to the tensors that it reads.
 
     An Add is "add" where both operands are activations, as on a residual connection; adding a constant is "other",
@@ -98,21 +117,21 @@ def role_of(model: Model, dialect: Dialect, node: Node) -> str:
     if node.op in ("ReduceMax", "ReduceMean"):
         known = model.types.get(node.inputs[0])
         return "pool" if known and len(known.shape) == 4 else "other"
-    return _ROLE_OF.get(node.op, "other")
+    return _ROLE_BY_OP.get(node.op, "other")
 
 
-def left_float(model: Model, dialect: Dialect) -> tuple[str, ...]:
+def weighted_ops_without_points(model: Model, dialect: Dialect) -> tuple[str, ...]:
     """Operators that hold weights (matrices or more) and have no point, as an LSTM has none; sorted."""
     found = set()
     for node in model.nodes:
         if not node.opaque and node.op not in dialect.operators:
             weights = (model.types[name] for name in node.inputs if name in model.constants)
-            if any(kind.dtype in FLOATS and len(kind.shape) > 1 for kind in weights):
+            if any(kind.dtype in QUANTIZABLE_FLOAT_TYPES and len(kind.shape) > 1 for kind in weights):
                 found.add(node.op)
     return tuple(sorted(found))
 
 
-def macs_of(model: Model, dialect: Dialect, node: Node) -> int:
+def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
     """Multiply-accumulates of a linear operator; 0 for others and where a shape is not known."""
     if node.op not in dialect.linear_ops or node.opaque:
         return 0
@@ -132,22 +151,22 @@ def macs_of(model: Model, dialect: Dialect, node: Node) -> int:
     return math.prod(result) * depth
 
 
-def _points(model: Model, dialect: Dialect, node: Node, precisions: Sequence[str]) -> Iterator[Point]:
+def _node_points(model: Model, dialect: Dialect, node: Node, precisions: Sequence[str]) -> Iterator[QuantizationPoint]:
     if node.opaque or node.op not in dialect.operators:
         return
     for slot, tensor in enumerate(node.inputs):
-        legal = tuple(p for p in precisions if tensor and broken_rule(model, dialect, node, slot, p) is None)
+        legal = tuple(p for p in precisions if tensor and first_violated_rule(model, dialect, node, slot, p) is None)
         if legal:
-            yield Point(
+            yield QuantizationPoint(
                 node=node.index,
                 slot=slot,
-                edges=_edges(model, dialect, node, slot),
+                edges=_joint_edges(model, dialect, node, slot),
                 precisions=legal,
-                role=role_of(model, dialect, node),
-                macs=macs_of(model, dialect, node),
+                role=input_role(model, dialect, node),
+                macs=count_macs(model, dialect, node),
             )
 
 
-def _edges(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[Edge, ...]:
-    slots = joint_slots(model, dialect, node, slot)
+def _joint_edges(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[Edge, ...]:
+    slots = jointly_quantized_inputs(model, dialect, node, slot)
     return tuple(Edge(node.inputs[other], node.name, other) for other in slots)

@@ -10,44 +10,51 @@ from onnx import numpy_helper
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.operator_sets import (
-    ACTIVATIONS,
-    ARITHMETIC,
-    FLOATS,
-    LARGEST,
-    LINEAR,
-    MOVEMENT,
-    PARAMETERS,
-    POLES,
-    POOLING,
-    SHAPES,
+    ACTIVATION_OPS,
+    ARITHMETIC_OPS,
+    LINEAR_OPS,
+    MAX_CONSTANT_MAGNITUDE,
+    MOVEMENT_OPS,
+    PARAMETER_SLOTS,
+    POLE_SLOTS,
+    POOLING_OPS,
+    QUANTIZABLE_FLOAT_TYPES,
+    SHAPE_SLOTS,
 )
 from harness.graph.rules.sentinels import holds_sentinel
 
-__all__ = ["Place", "parameters", "poles", "sentinels", "unheld"]
+__all__ = [
+    "NodeInput",
+    "find_parameter_inputs",
+    "find_pole_inputs",
+    "find_sentinel_constants",
+    "find_unquantizable_constants",
+]
 
-Place = tuple[int, int]
+NodeInput = tuple[int, int]
 """An input of a model's node: index of the node, input."""
 
-_REDUCTIONS = frozenset({
+_REDUCTION_OPS = frozenset({
     "ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare",
 })  # fmt: skip
-_JOINS = frozenset({"Concat", "ScatterElements", "ScatterND", "Where"})
-_MOVES = MOVEMENT | _JOINS | {
+_JOIN_OPS = frozenset({"Concat", "ScatterElements", "ScatterND", "Where"})
+_VALUE_PRESERVING_OPS = MOVEMENT_OPS | _JOIN_OPS | {
     "Cast", "CastLike", "Compress", "Dropout", "GatherElements", "GatherND", "Identity", "ReverseSequence", "TopK",
 }  # fmt: skip
-_COMPUTES_SHAPES = _MOVES | ARITHMETIC | _REDUCTIONS | {
+_SHAPE_COMPUTING_OPS = _VALUE_PRESERVING_OPS | ARITHMETIC_OPS | _REDUCTION_OPS | {
     "Abs", "Ceil", "Clip", "Exp", "Floor", "Log", "Mod", "Neg", "Reciprocal", "Relu", "Round", "Sign",
 }  # fmt: skip
-_ABOVE_ZERO = frozenset({"HardSigmoid", "Sigmoid", "Softplus"})
-_KEEPS_ZERO = _MOVES | POOLING | _REDUCTIONS | (ACTIVATIONS - _ABOVE_ZERO) | ARITHMETIC | {
+_POSITIVE_OPS = frozenset({"HardSigmoid", "Sigmoid", "Softplus"})
+_ZERO_PRESERVING_OPS = _VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS | (ACTIVATION_OPS - _POSITIVE_OPS)
+_ZERO_PRESERVING_OPS |= ARITHMETIC_OPS | {
     "Abs", "Ceil", "CumSum", "Floor", "Neg", "Round", "Sign", "Trilu",
 }  # fmt: skip
 """Operators that make 0 of 0, and those that may make it of other values that a grid holds (1 - x)."""
-_NEVER_NEGATIVE = _ABOVE_ZERO | {
+_NONNEGATIVE_OPS = _POSITIVE_OPS | {
     "Abs", "Exp", "GlobalLpPool", "LpPool", "ReduceL1", "ReduceL2", "ReduceSumSquare", "Relu", "Softmax", "Sqrt",
 }  # fmt: skip
-_SQUARES = frozenset({"Abs", "GlobalLpPool", "LpPool", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
-_GUARD = 1e-3
+_EVEN_OPS = frozenset({"Abs", "GlobalLpPool", "LpPool", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
+_MIN_GUARD_VALUE = 1e-3
 """Smallest value that keeps a denominator away from 0: results become at most a thousand times as large."""
 
 _Demand = tuple[float, bool]
@@ -58,40 +65,48 @@ square, as in a normalization, the difference of a value and its mean is often 0
 """
 
 
-def unheld(model: Model) -> frozenset[str]:
+def find_unquantizable_constants(model: Model) -> frozenset[str]:
     """Return the constants in floating point with NaN, infinite or huge values, which no scale holds."""
-    arrays = ((name, _array(model, name).astype(np.float32)) for name in _floats(model))
-    return frozenset(name for name, values in arrays if not (np.abs(values) <= LARGEST).all())
+    arrays = ((name, _constant_array(model, name).astype(np.float32)) for name in _float_constants(model))
+    return frozenset(name for name, values in arrays if not (np.abs(values) <= MAX_CONSTANT_MAGNITUDE).all())
 
 
-def sentinels(model: Model) -> frozenset[str]:
+def find_sentinel_constants(model: Model) -> frozenset[str]:
     """Return the constants in floating point, weights apart, whose scale would round all but a sentinel to 0."""
-    read = {name for node in model.nodes if node.op not in LINEAR for name in node.inputs}
-    names = [name for name in _floats(model) if name in read and name not in model.fact(unheld)]
-    return frozenset(name for name in names if holds_sentinel(_array(model, name), alone=False))
+    read = {name for node in model.nodes if node.op not in LINEAR_OPS for name in node.inputs}
+    names = [
+        name
+        for name in _float_constants(model)
+        if name in read and name not in model.cached_analysis(find_unquantizable_constants)
+    ]
+    return frozenset(name for name in names if holds_sentinel(_constant_array(model, name), alone=False))
 
 
-def _floats(model: Model) -> list[str]:
+def _float_constants(model: Model) -> list[str]:
     """Return the names of the constants in floating point."""
     kinds = {name: model.types[name].dtype for name in model.constants if name in model.types}
-    return [name for name, kind in kinds.items() if kind in FLOATS]
+    return [name for name, kind in kinds.items() if kind in QUANTIZABLE_FLOAT_TYPES]
 
 
-def _array(model: Model, name: str) -> npt.NDArray[np.floating]:
+def _constant_array(model: Model, name: str) -> npt.NDArray[np.floating]:
     array: npt.NDArray[np.floating] = numpy_helper.to_array(model.constants[name])
     return array
 
 
-def parameters(model: Model) -> frozenset[Place]:
+def find_parameter_inputs(model: Model) -> frozenset[NodeInput]:
     """Return the inputs that are parameters of their operator, and those of the operators that compute them.
 
     Shapes and indices are followed through arithmetic, other parameters through what only moves values.
     """
-    return _leading(model, SHAPES, _COMPUTES_SHAPES) | _leading(model, PARAMETERS, _MOVES)
+    return _inputs_leading_to(model, SHAPE_SLOTS, _SHAPE_COMPUTING_OPS) | _inputs_leading_to(
+        model, PARAMETER_SLOTS, _VALUE_PRESERVING_OPS
+    )
 
 
-def _leading(model: Model, sinks: Mapping[str, frozenset[int]], through: frozenset[str]) -> frozenset[Place]:
-    found: set[Place] = set()
+def _inputs_leading_to(
+    model: Model, sinks: Mapping[str, frozenset[int]], through: frozenset[str]
+) -> frozenset[NodeInput]:
+    found: set[NodeInput] = set()
     tensors: set[str] = set()
     for node in reversed(model.nodes):
         own = frozenset() if node.opaque else sinks.get(node.op, frozenset())
@@ -102,46 +117,50 @@ def _leading(model: Model, sinks: Mapping[str, frozenset[int]], through: frozens
     return frozenset(found)
 
 
-def poles(model: Model) -> frozenset[Place]:
+def find_pole_inputs(model: Model) -> frozenset[NodeInput]:
     """Return the inputs of operators with a pole at 0, and those of operators that pass a 0 on to one.
 
     A grid rounds small values to 0. Linear operators end the search, for they sum up many values.
     """
-    found: set[Place] = set()
+    found: set[NodeInput] = set()
     demands: dict[str, _Demand] = {}
     for node in reversed(model.nodes):
-        behind = _both(demands[name] for name in node.outputs if name in demands)
+        behind = _merge_demands(demands[name] for name in node.outputs if name in demands)
         for slot, name in enumerate(() if node.opaque else node.inputs):
-            demand = (_GUARD, True) if _is_pole(model, node, slot) else _passed(model, node, slot, behind)
+            demand = (
+                (_MIN_GUARD_VALUE, True)
+                if _is_pole(model, node, slot)
+                else _propagate_demand(model, node, slot, behind)
+            )
             if demand is not None and name:
                 found.add((node.index, slot))
-                demands[name] = _both((demand, demands.get(name, demand))) or demand
+                demands[name] = _merge_demands((demand, demands.get(name, demand))) or demand
     return frozenset(found)
 
 
-def _both(demands: Iterable[_Demand]) -> _Demand | None:
+def _merge_demands(demands: Iterable[_Demand]) -> _Demand | None:
     known = tuple(demands)
     return (max(least for least, _ in known), any(signed for _, signed in known)) if known else None
 
 
 def _is_pole(model: Model, node: Node, slot: int) -> bool:
     if node.op == "Pow":
-        exponent = _constant(model, node.inputs[1])
+        exponent = _scalar_constant(model, node.inputs[1])
         return slot == 0 and (exponent is None or bool((exponent < 0).any()))
-    return slot in POLES.get(node.op, ())
+    return slot in POLE_SLOTS.get(node.op, ())
 
 
-def _passed(model: Model, node: Node, slot: int, demand: _Demand | None) -> _Demand | None:
+def _propagate_demand(model: Model, node: Node, slot: int, demand: _Demand | None) -> _Demand | None:
     """Return the demand on an input that follows from the one on the node's result; None where none does."""
-    if demand is None or node.op not in _KEEPS_ZERO or slot in PARAMETERS.get(node.op, ()):
+    if demand is None or node.op not in _ZERO_PRESERVING_OPS or slot in PARAMETER_SLOTS.get(node.op, ()):
         return None
     least, signed = demand
-    constants = [values for name in node.inputs if (values := _constant(model, name)) is not None]
+    constants = [values for name in node.inputs if (values := _scalar_constant(model, name)) is not None]
     if node.op in ("Add", "Mean", "Sub", "Sum") and not constants and not signed:
         return None
     if _is_guarded(model, node, constants, least):
         return None
-    squares = node.op in _SQUARES or _is_square(model, node)
+    squares = node.op in _EVEN_OPS or _is_square(model, node)
     return least**2 if node.op == "Sqrt" else least, signed and not squares
 
 
@@ -159,12 +178,12 @@ def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64
 def _is_never_negative(model: Model, tensor: str) -> bool:
     while (index := model.producer.get(tensor)) is not None:
         node = model.nodes[index]
-        if node.op in _NEVER_NEGATIVE or _is_square(model, node):
+        if node.op in _NONNEGATIVE_OPS or _is_square(model, node):
             return True
         if node.op == "Clip" and len(node.inputs) > 1:
-            low = _constant(model, node.inputs[1])
+            low = _scalar_constant(model, node.inputs[1])
             return low is not None and bool((low >= 0).all())
-        if node.op not in (_MOVES | POOLING | _REDUCTIONS) - _JOINS:
+        if node.op not in (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - _JOIN_OPS:
             return False
         tensor = node.inputs[0]
     return False
@@ -173,10 +192,10 @@ def _is_never_negative(model: Model, tensor: str) -> bool:
 def _is_square(model: Model, node: Node) -> bool:
     if node.op == "Mul":
         return node.inputs[0] == node.inputs[1]
-    exponent = _constant(model, node.inputs[1]) if node.op == "Pow" else None
+    exponent = _scalar_constant(model, node.inputs[1]) if node.op == "Pow" else None
     return exponent is not None and bool((exponent % 2 == 0).all())
 
 
-def _constant(model: Model, name: str) -> npt.NDArray[np.float64] | None:
+def _scalar_constant(model: Model, name: str) -> npt.NDArray[np.float64] | None:
     tensor = model.constants.get(name)
     return None if tensor is None else numpy_helper.to_array(tensor).astype(np.float64)

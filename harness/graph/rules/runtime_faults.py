@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from onnx import numpy_helper
 
 from harness.graph.model import Model, Node
-from harness.graph.rules.operator_sets import MOVEMENT
+from harness.graph.rules.operator_sets import MOVEMENT_OPS
 
-__all__ = ["FAULTS", "LARGEST_EPSILON", "Fault", "struck"]
+__all__ = ["MAX_EPSILON", "RUNTIME_FAULTS", "RuntimeFault", "find_affected_nodes"]
 
-LARGEST_EPSILON = 1e-3
+MAX_EPSILON = 1e-3
 """Of a normalization; wrong results are 43 dB from right ones there, for data with a deviation of 0.3."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RuntimeFault:
     """A fault of a runtime, as a rule says it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Fault:
     """
 
     text: str
-    found: Callable[[Model, Node], bool]
+    matches: Callable[[Model, Node], bool]
 
 
 def _reduces_batch(model: Model, node: Node) -> bool:
@@ -38,14 +38,14 @@ def _reduces_batch(model: Model, node: Node) -> bool:
     known = model.types.get(node.inputs[0])
     if node.op not in ("GlobalAveragePool", "ReduceMean", "ReduceSum") or known is None or len(known.shape) != 3:
         return False
-    axes = {2} if node.op == "GlobalAveragePool" else _axes(model, node)
+    axes = {2} if node.op == "GlobalAveragePool" else _reduction_axes(model, node)
     batch, channels, _ = known.shape
     if batch == 1 or (axes is not None and 0 in axes):
         return False
     return axes is None or 1 in axes or channels < batch
 
 
-def _axes(model: Model, node: Node) -> set[int] | None:
+def _reduction_axes(model: Model, node: Node) -> set[int] | None:
     """Return the axes of a reduction of three, none of them below 0; None: they are computed."""
     given = node.attributes.get("axes", ())
     if len(node.inputs) > 1 and node.inputs[1]:
@@ -67,7 +67,7 @@ def _pads_with_value(model: Model, node: Node) -> bool:
 def _has_large_epsilon(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1 normalizes the stored integers with the same epsilon (5 dB with 0.1, for data as above)."""
     normalizes = node.op in ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
-    return normalizes and float(node.attributes.get("epsilon", 1e-5)) > 1.001 * LARGEST_EPSILON
+    return normalizes and float(node.attributes.get("epsilon", 1e-5)) > 1.001 * MAX_EPSILON
 
 
 def _is_softmax_of_one(model: Model, node: Node) -> bool:
@@ -82,34 +82,36 @@ def _is_cubic(model: Model, node: Node) -> bool:
     return node.op == "Resize" and node.attributes.get("mode") == "cubic"
 
 
-FAULTS: Mapping[str, Fault] = {
-    "batched reduction": Fault(
+RUNTIME_FAULTS: Mapping[str, RuntimeFault] = {
+    "batched reduction": RuntimeFault(
         "The runtime gets a mean or sum over the rows of several matrices wrong.", _reduces_batch
     ),
-    "padding value": Fault(
+    "padding value": RuntimeFault(
         "The runtime scales the value of a Pad, which is not 0, as if it were data.", _pads_with_value
     ),
-    "epsilon": Fault("The runtime adds the large epsilon of a normalization to unscaled data.", _has_large_epsilon),
-    "softmax of one": Fault("The runtime gets 0 for a Softmax over an axis of length 1.", _is_softmax_of_one),
-    "cubic resize": Fault("The runtime cannot resize integers with mode cubic.", _is_cubic),
+    "epsilon": RuntimeFault(
+        "The runtime adds the large epsilon of a normalization to unscaled data.", _has_large_epsilon
+    ),
+    "softmax of one": RuntimeFault("The runtime gets 0 for a Softmax over an axis of length 1.", _is_softmax_of_one),
+    "cubic resize": RuntimeFault("The runtime cannot resize integers with mode cubic.", _is_cubic),
 }
 """Faults by the name of their rule; a dialect names those of its runtime."""
 
-_THROUGH = MOVEMENT | {"LeakyRelu", "MaxPool", "PRelu", "Relu"}
+_INTEGER_PRESERVING_OPS = MOVEMENT_OPS | {"LeakyRelu", "MaxPool", "PRelu", "Relu"}
 """Operators behind which a runtime dequantizes instead of in front of them."""
 
 
-def struck(model: Model) -> Mapping[str, frozenset[int]]:
+def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
     """Return, for each fault, the nodes whose data it strikes, and those that pass stored integers on to one."""
     found: dict[str, frozenset[int]] = {}
-    for name, fault in FAULTS.items():
+    for name, fault in RUNTIME_FAULTS.items():
         nodes: set[int] = set()
         tensors: set[str] = set()
         for node in reversed(model.nodes):
             if node.opaque or not node.inputs:
                 continue
-            leads = node.op in _THROUGH and not tensors.isdisjoint(node.outputs)
-            if leads or fault.found(model, node):
+            leads = node.op in _INTEGER_PRESERVING_OPS and not tensors.isdisjoint(node.outputs)
+            if leads or fault.matches(model, node):
                 nodes.add(node.index)
                 tensors.add(node.inputs[0])
         found[name] = frozenset(nodes)

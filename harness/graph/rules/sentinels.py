@@ -14,25 +14,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SMALLEST_SENTINEL", "Spread", "holds_sentinel"]
+__all__ = ["MIN_SENTINEL_MAGNITUDE", "MagnitudeHistogram", "holds_sentinel"]
 
 Array = npt.NDArray[Any]
 
-_BINS = 1 << 15  # the upper half of a float32 without its sign: 128 bins for each power of two
-_CHUNK = 1 << 18
-_LEVELS = 127
-_SHARE = 0.99
-_WIDTH = 12  # bins of a cluster, 5 to 9 per cent: scores around a sentinel spread it
-_RARE = 1e-4  # smaller shares are outliers, but for a single value
-_GAP = 16  # empty bins below a cluster, 6 to 12 per cent
-_CLUSTERS = 4  # two masks that are added give -1e4 and -2e4
-SMALLEST_SENTINEL = 100.0
+_BIN_COUNT = 1 << 15  # the upper half of a float32 without its sign: 128 bins for each power of two
+_CHUNK_VALUES = 1 << 18
+_QUANTIZATION_LEVELS = 127
+_MIN_COLLAPSED_SHARE = 0.99
+_MAX_CLUSTER_WIDTH_BINS = 12  # bins of a cluster, 5 to 9 per cent: scores around a sentinel spread it
+_MAX_RARE_SHARE = 1e-4  # smaller shares are outliers, but for a single value
+_MIN_GAP_RATIO = 16  # empty bins below a cluster, 6 to 12 per cent
+_MAX_CLUSTER_COUNT = 4  # two masks that are added give -1e4 and -2e4
+MIN_SENTINEL_MAGNITUDE = 100.0
 """Magnitude from which a value may be a sentinel: shifted windows are masked with -100."""
-_LEAST_ALONE = 1000.0  # beside zeros alone an 8-bit grid holds any value; added to scores, it is one all the same
+_MIN_LONE_SENTINEL_MAGNITUDE = (
+    1000.0  # beside zeros alone an 8-bit grid holds any value; added to scores, it is one all the same
+)
 
 
 @dataclass(slots=True)
-class Spread:
+class MagnitudeHistogram:
     """Counts the magnitudes of a tensor's values, batch by batch, in bins of at most 0.8 per cent.
 
     Attributes:
@@ -45,40 +47,49 @@ class Spread:
 
     def add(self, values: Array) -> None:
         """Count further values, all of them finite."""
-        total = np.zeros(_BINS, np.int64)
+        total = np.zeros(_BIN_COUNT, np.int64)
         total[self.bins] = self.counts
         flat = np.ravel(values)
-        for start in range(0, flat.size, _CHUNK):
-            part = flat[start : start + _CHUNK].astype(np.float32).view(np.uint32) >> 16
-            total += np.bincount(part & (_BINS - 1), minlength=_BINS)
+        for start in range(0, flat.size, _CHUNK_VALUES):
+            part = flat[start : start + _CHUNK_VALUES].astype(np.float32).view(np.uint32) >> 16
+            total += np.bincount(part & (_BIN_COUNT - 1), minlength=_BIN_COUNT)
         self.bins = np.flatnonzero(total)
         self.counts = total[self.bins]
 
     @property
-    def few(self) -> bool:
+    def has_few_magnitudes(self) -> bool:
         """Whether the values lie around so few magnitudes that each of them has a meaning, as in a mask."""
-        return len(self.bins) <= _CLUSTERS
+        return len(self.bins) <= _MAX_CLUSTER_COUNT
 
     @property
-    def sentinel(self) -> bool:
+    def has_sentinel(self) -> bool:
         """Whether the tensor holds a sentinel, be it beside zeros alone, as a mask that is added to scores does."""
-        alone = self.few and self.bins.size and self.counts[-1] > 1 and _value(self.bins[-1]) >= _LEAST_ALONE
-        return bool(alone) or self.collapses
+        alone = (
+            self.has_few_magnitudes
+            and self.bins.size
+            and self.counts[-1] > 1
+            and _bin_lower_bound(self.bins[-1]) >= _MIN_LONE_SENTINEL_MAGNITUDE
+        )
+        return bool(alone) or self.is_collapsed_by_sentinel
 
     @property
-    def collapses(self) -> bool:
+    def is_collapsed_by_sentinel(self) -> bool:
         """Whether a scale that holds a sentinel rounds nearly all other values to 0 or to one step."""
         first = int(self.bins.size > 0 and self.bins[0] == 0)
         rest, counts = self.bins[first:], self.counts[first:]
-        if not rest.size or _value(rest[-1]) < SMALLEST_SENTINEL:
+        if not rest.size or _bin_lower_bound(rest[-1]) < MIN_SENTINEL_MAGNITUDE:
             return False
-        below = int(np.searchsorted(rest, _bin(_value(rest[-1]) / _LEVELS)))
-        for start in _clusters(rest):
+        below = int(np.searchsorted(rest, _bin_number(_bin_lower_bound(rest[-1]) / _QUANTIZATION_LEVELS)))
+        for start in _iter_cluster_starts(rest):
             width, count = rest[-1] - rest[start], counts[start:].sum()
-            if not start or width >= _WIDTH or count < (_RARE * counts.sum() if width else 2):
+            if (
+                not start
+                or width >= _MAX_CLUSTER_WIDTH_BINS
+                or count < (_MAX_RARE_SHARE * counts.sum() if width else 2)
+            ):
                 return False
             rest, counts = rest[:start], counts[:start]
-            if counts[:below].sum() >= _SHARE * counts.sum():
+            if counts[:below].sum() >= _MIN_COLLAPSED_SHARE * counts.sum():
                 return True
         return False
 
@@ -90,22 +101,22 @@ def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
         values: The constant.
         alone: Whether a sentinel counts that stands beside zeros alone.
     """
-    spread = Spread()
+    spread = MagnitudeHistogram()
     spread.add(values)
-    return spread.sentinel if alone else spread.collapses
+    return spread.has_sentinel if alone else spread.is_collapsed_by_sentinel
 
 
-def _clusters(bins: npt.NDArray[np.int64]) -> Iterator[int]:
+def _iter_cluster_starts(bins: npt.NDArray[np.int64]) -> Iterator[int]:
     """Yield where the clusters of the largest magnitudes start, from the largest down."""
-    starts = [0, *(np.flatnonzero(np.diff(bins) > _GAP) + 1)]
-    yield from map(int, starts[: -_CLUSTERS - 1 : -1])
+    starts = [0, *(np.flatnonzero(np.diff(bins) > _MIN_GAP_RATIO) + 1)]
+    yield from map(int, starts[: -_MAX_CLUSTER_COUNT - 1 : -1])
 
 
-def _value(number: np.int64) -> float:
+def _bin_lower_bound(number: np.int64) -> float:
     """Return the smallest magnitude of a bin."""
     return float(np.array(number << 16, np.uint32).view(np.float32))
 
 
-def _bin(magnitude: float) -> int:
+def _bin_number(magnitude: float) -> int:
     """Return the number of the bin of a magnitude."""
     return int(np.array(magnitude, np.float32).view(np.uint32) >> 16)

@@ -11,20 +11,31 @@ import numpy as np
 import pandas as pd
 
 from harness.report.load.results import CellResults, Results
-from harness.report.load.search_logs import Search
+from harness.report.load.search_logs import SearchLog
 from harness.results_dir.artifacts import FLOAT_ROW, Choice
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, median_ci
 
 __all__ = [
-    "TARGETS", "budget_frame", "chosen", "cost_frame", "curve_frame", "early_ends", "failures", "float_level_ms",
-    "float_ms", "looks", "ratio_over_seeds", "speedups_at", "target_frame",
+    "TARGET_GAIN_FRACTIONS",
+    "budget_frame",
+    "confirmed_choices",
+    "cost_frame",
+    "curve_frame",
+    "early_end_notes",
+    "failure_notes",
+    "median_float_ms",
+    "metric_usage_note",
+    "ratio_over_seeds",
+    "search_float_ms",
+    "speedups_at",
+    "target_frame",
 ]  # fmt: skip
 
-TARGETS = (0.95, 0.99)
+TARGET_GAIN_FRACTIONS = (0.95, 0.99)
 """Shares of the best gain that any search of the cell found."""
-FEWEST_SEEDS = 6
+MIN_SEEDS_FOR_INTERVAL = 6
 """With fewer no interval of their median reaches 95 %."""
-CURVE = ["cell", "searcher", "seed", "evaluations", "minutes", "speedup"]
+CURVE_COLUMNS = ["cell", "searcher", "seed", "evaluations", "minutes", "speedup"]
 
 
 def budget_frame(results: Results) -> pd.DataFrame:
@@ -38,8 +49,8 @@ def budget_frame(results: Results) -> pd.DataFrame:
     """
     lines = []
     for cell in results.cells:
-        for (searcher, budget), rows in chosen(cell).items():
-            middle = _over_seeds([cell.summaries[row].speedup for row in rows.values()])
+        for (searcher, budget), rows in confirmed_choices(cell).items():
+            middle = _speedup_over_seeds([cell.summaries[row].speedup for row in rows.values()])
             lines.append(
                 {
                     "cell": cell.name, "model": cell.facts["model"], "searcher": searcher, "budget": budget,
@@ -55,7 +66,7 @@ def budget_frame(results: Results) -> pd.DataFrame:
     return frame.assign(best=best, tied=(frame["high"] >= lowest) & (frame["high"] >= 1.0))
 
 
-def chosen(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:
+def confirmed_choices(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:
     """By searcher and budget the row that each seed chose, of those that are confirmed."""
     found: dict[tuple[str, int], dict[int, str]] = {}
     for pick in cell.picks:
@@ -66,16 +77,16 @@ def chosen(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:
     return found
 
 
-def _over_seeds(speedups: Sequence[Interval]) -> Interval:
+def _speedup_over_seeds(speedups: Sequence[Interval]) -> Interval:
     middle = median_ci([speedup.value for speedup in speedups])
-    if len(speedups) >= FEWEST_SEEDS:
+    if len(speedups) >= MIN_SEEDS_FOR_INTERVAL:
         return middle
     return Interval(value=middle.value, low=min(s.low for s in speedups), high=max(s.high for s in speedups))
 
 
 def ratio_over_seeds(ratios: Sequence[Interval]) -> Interval:
     """Median over seeds with limits as in `budget_frame`; none where a seed's own ratio has none (a single turn)."""
-    middle = _over_seeds(ratios)
+    middle = _speedup_over_seeds(ratios)
     bounded = all(math.isfinite(ratio.high) for ratio in ratios)
     return middle if bounded else replace(middle, low=0.0, high=math.inf)
 
@@ -84,17 +95,17 @@ def speedups_at(cell: CellResults, budget: int) -> dict[str, list[float]]:
     """Confirmed speedup of the incumbents at a budget, by searcher, one a seed."""
     return {
         searcher: [cell.summaries[row].speedup.value for row in rows.values()]
-        for (searcher, asked), rows in chosen(cell).items()
+        for (searcher, asked), rows in confirmed_choices(cell).items()
         if asked == budget
     }
 
 
-def early_ends(results: Results) -> list[str]:
+def early_end_notes(results: Results) -> list[str]:
     """Which searches have spent less than their budget, and why where they told, a line for each reason."""
-    named: dict[tuple[str, str], list[Search]] = {}
+    named: dict[tuple[str, str], list[SearchLog]] = {}
     for cell in results.cells:
         for search in cell.searches:
-            if said := _ended(search, cell.budget):
+            if said := _describe_end(search, cell.budget):
                 named.setdefault((cell.name, said), []).append(search)
     lines = []
     for (cell_name, said), found in named.items():
@@ -106,14 +117,14 @@ def early_ends(results: Results) -> list[str]:
     return lines
 
 
-def _ended(search: Search, budget: int) -> str:
+def _describe_end(search: SearchLog, budget: int) -> str:
     """How a search ended before its budget; "" where it did not, or where no search has chosen yet (budget 0)."""
     if search.end is not None:
         return search.end.reason
     return f"ended at {search.evaluations} of {budget}" if search.evaluations < budget else ""
 
 
-def failures(results: Results) -> list[str]:
+def failure_notes(results: Results) -> list[str]:
     """How many evaluations of which searches failed at which stage, a line a cell."""
     lines = []
     for cell in results.cells:
@@ -127,15 +138,18 @@ def failures(results: Results) -> list[str]:
     return lines
 
 
-def looks(cell: CellResults) -> str:
+def metric_usage_note(cell: CellResults) -> str:
     """How often each search looked at the metric, and how far its proxy agreed; "" where none did."""
     largest = cell.budget
     picks = [p for p in cell.picks if p.rank == 0 and p.budget == largest and p.scored is not None]
     seeds = {method: [p for p in picks if p.method == method] for method in dict.fromkeys(p.method for p in picks)}
-    return ", ".join(f"{method} {_looked(found, cell)}{_agreed(found)}" for method, found in seeds.items())
+    return ", ".join(
+        f"{method} {_describe_metric_usage(found, cell)}{_format_rank_correlation(found)}"
+        for method, found in seeds.items()
+    )
 
 
-def _looked(seeds: Sequence[Choice], cell: CellResults) -> str:
+def _describe_metric_usage(seeds: Sequence[Choice], cell: CellResults) -> str:
     """How many evaluations were scored, of those that were spent: a search may have ended before its budget."""
     largest = cell.budget
     spent = {f"{s.searcher}-{s.seed}": min(s.evaluations, largest) for s in cell.searches}
@@ -143,7 +157,7 @@ def _looked(seeds: Sequence[Choice], cell: CellResults) -> str:
     return f"{sum(pick.scored or 0 for pick in seeds)} of {total}"
 
 
-def _agreed(seeds: Iterable[Choice]) -> str:
+def _format_rank_correlation(seeds: Iterable[Choice]) -> str:
     told = [f"{pick.agreement:+.2f}" for pick in seeds if pick.agreement is not None]
     return f" (rank correlation of proxy and metric {' and '.join(told)})" if told else ""
 
@@ -157,10 +171,12 @@ def cost_frame(results: Results) -> pd.DataFrame:
     anyone believed them; `disturbed` those whose first readings were thrown away, `unsteady` those whose second ones
     were no better, or that never warmed up.
     """
-    return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if search.elapsed_s])
+    return pd.DataFrame(
+        [_cost_row(cell, search) for cell in results.cells for search in cell.searches if search.elapsed_s]
+    )
 
 
-def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
+def _cost_row(cell: CellResults, search: SearchLog) -> dict[str, Any]:
     total_s = search.elapsed_s[-1]
     spent = {name: search.cost.get(name, 0.0) for name in ("build_s", "sampling_s", "evaluation_s", "failures_s")}
     passed_s = sum(spent.values())
@@ -182,15 +198,15 @@ def curve_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
     The search's own readings say which placement that is; how fast it is says `CellResults.levels_ms`. So searches that
     have come to one placement stand at one level, and a curve falls where a lucky reading had displaced a better one.
     """
-    curves = [_curve(cell, search) for cell in cells for search in cell.searches]
+    curves = [_search_curve(cell, search) for cell in cells for search in cell.searches]
     filled = [curve for curve in curves if len(curve)]
-    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=CURVE)
+    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=CURVE_COLUMNS)
 
 
-def _curve(cell: CellResults, search: Search) -> pd.DataFrame:
-    base_ms = float_level_ms(cell)
+def _search_curve(cell: CellResults, search: SearchLog) -> pd.DataFrame:
+    base_ms = median_float_ms(cell)
     if base_ms is None or not search.steps:
-        return pd.DataFrame(columns=CURVE)
+        return pd.DataFrame(columns=CURVE_COLUMNS)
     first, level_ms = search.steps[0].evaluations, np.full(search.evaluations, np.nan)
     for step in search.steps:  # of an evaluation and its retry the better one, which comes later
         level_ms[step.evaluations - 1] = cell.levels_ms[step.digest]
@@ -199,7 +215,7 @@ def _curve(cell: CellResults, search: Search) -> pd.DataFrame:
         "evaluations": np.arange(1, search.evaluations + 1), "minutes": np.array(search.elapsed_s) / 60,
         "speedup": base_ms / pd.Series(level_ms).ffill(),
     }  # fmt: skip
-    return pd.DataFrame(figures, columns=CURVE)[first - 1 :]
+    return pd.DataFrame(figures, columns=CURVE_COLUMNS)[first - 1 :]
 
 
 def target_frame(results: Results) -> pd.DataFrame:
@@ -214,15 +230,15 @@ def target_frame(results: Results) -> pd.DataFrame:
     """
     lines = []
     for cell in results.cells:
-        searches: dict[str, list[Search]] = {}
+        searches: dict[str, list[SearchLog]] = {}
         for search in cell.searches:
             searches.setdefault(search.searcher, []).append(search)
-        gains = _gains(cell)
+        gains = _gains_ms_by_digest(cell)
         for searcher, found in searches.items() if gains else ():
-            for share in TARGETS:
-                spent = [_spent_until(search, gains, share * max(gains.values())) for search in found]
+            for share in TARGET_GAIN_FRACTIONS:
+                spent = [_cost_to_target(search, gains, share * max(gains.values())) for search in found]
                 figures = {"share": share, "seeds": len(spent), "reached": sum(math.isfinite(n) for n, _ in spent)}
-                evaluations, minutes = (_middle(values) for values in zip(*spent, strict=True))
+                evaluations, minutes = (_median_and_range(values) for values in zip(*spent, strict=True))
                 lines.append(
                     {
                         "cell": cell.name, "searcher": searcher, **figures,
@@ -233,9 +249,9 @@ def target_frame(results: Results) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _gains(cell: CellResults) -> dict[str, float]:
+def _gains_ms_by_digest(cell: CellResults) -> dict[str, float]:
     """By digest the milliseconds that each incumbent saves; nothing where the best may save no more than the noise."""
-    base_ms = float_level_ms(cell)
+    base_ms = median_float_ms(cell)
     steps = {step.digest for search in cell.searches for step in search.steps}
     if base_ms is None or not steps:
         return {}
@@ -262,7 +278,7 @@ def _gains(cell: CellResults) -> dict[str, float]:
     return {digest: base_ms * (1 - 1 / min(speedup, best)) for digest, speedup in speedups.items()}
 
 
-def _spent_until(search: Search, gains: Mapping[str, float], wanted_ms: float) -> tuple[float, float]:
+def _cost_to_target(search: SearchLog, gains: Mapping[str, float], wanted_ms: float) -> tuple[float, float]:
     """Evaluations and minutes until the incumbent saved so much; infinite if never."""
     for step in search.steps:
         if gains[step.digest] >= wanted_ms:
@@ -270,19 +286,19 @@ def _spent_until(search: Search, gains: Mapping[str, float], wanted_ms: float) -
     return math.inf, math.inf
 
 
-def _middle(values: Iterable[float]) -> Interval:
+def _median_and_range(values: Iterable[float]) -> Interval:
     ordered = sorted(values)
     middle = float(np.median(ordered)) if math.isfinite(ordered[len(ordered) // 2]) else math.inf
     return Interval(value=middle, low=ordered[0], high=ordered[-1])
 
 
-def float_level_ms(cell: CellResults) -> float | None:
+def median_float_ms(cell: CellResults) -> float | None:
     """The float model's latency in the searches of a cell, the median of their readings; else the confirmed one."""
     found = [search.float_ms for search in cell.searches if search.float_ms is not None]
     return float(np.median(found)) if found else _confirmed_float_ms(cell)
 
 
-def float_ms(cell: CellResults, search: Search) -> float | None:
+def search_float_ms(cell: CellResults, search: SearchLog) -> float | None:
     """The float model's latency in this search; where it was no seed of it, the confirmed one."""
     return _confirmed_float_ms(cell) if search.float_ms is None else search.float_ms
 

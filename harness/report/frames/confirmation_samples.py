@@ -13,15 +13,15 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval, block_ci, paired_ratio_ci, speedup_verdict
 from harness.timing.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
 
-__all__ = ["Turns", "advantage", "counted", "indistinct", "sample_frame", "variance_frame"]
+__all__ = ["Turns", "paired_ratio", "sample_frame", "statistical_ties", "valid_turns", "variance_frame"]
 
 Turns = Mapping[tuple[int, int], Mapping[int, float]]
 """For each worker (build, group) the median latency of each turn, in milliseconds."""
-COLUMNS = ["cell", "row", "build", "group", "round", "sample", "latency_ms"]
+SAMPLE_COLUMNS = ["cell", "row", "build", "group", "round", "sample", "latency_ms"]
 
 
-def counted(events: Iterable[TurnEvent]) -> list[Turn]:
-    """The turns that count, as `Readings` has it: those of the last worker of a build and group, none of a lost row."""
+def valid_turns(events: Iterable[TurnEvent]) -> list[Turn]:
+    """Turns of the last worker of a build and group, without rows that were lost; see `TurnMatrix`."""
     found: dict[BuildKey, dict[str, dict[int, Turn]]] = defaultdict(lambda: defaultdict(dict))
     workers: dict[BuildKey, int] = {}
     for event in events:
@@ -41,13 +41,13 @@ def sample_frame(results: Results) -> pd.DataFrame:
     lines = [
         (cell.name, block.row, block.build, block.group, block.round, number, latency_ms)
         for cell in results.cells
-        for block in counted(cell.events)
+        for block in valid_turns(cell.events)
         for number, latency_ms in enumerate(block.samples_ms)
     ]
-    return pd.DataFrame(lines, columns=COLUMNS)
+    return pd.DataFrame(lines, columns=SAMPLE_COLUMNS)
 
 
-def indistinct(cell: CellResults, best: str) -> frozenset[str]:
+def statistical_ties(cell: CellResults, best: str) -> frozenset[str]:
     """The rows whose confirmed latency cannot be told from that of the row `best`, itself included.
 
     By the rule of the verdicts: the interval of the ratio contains 1, or the difference is below 1 % or the A/A floor.
@@ -56,12 +56,12 @@ def indistinct(cell: CellResults, best: str) -> frozenset[str]:
     others = {
         row: speedup_verdict(ratio, cell.floor or 0.0)
         for row in cell.summaries
-        if row != best and (ratio := advantage(turns, best, row)) is not None
+        if row != best and (ratio := paired_ratio(turns, best, row)) is not None
     }
     return frozenset({best, *(row for row, said in others.items() if said == "tie")})
 
 
-def advantage(turns: Mapping[str, Turns], row: str, other: str) -> Interval | None:
+def paired_ratio(turns: Mapping[str, Turns], row: str, other: str) -> Interval | None:
     """Latency of `other` over that of `row`, both confirmed; None where no build has both.
 
     Rows of one worker are paired turn by turn; rows of different workers by build, each over its own baseline. A row is
@@ -73,24 +73,24 @@ def advantage(turns: Mapping[str, Turns], row: str, other: str) -> Interval | No
     if row == other:
         return Interval(value=1.0, low=1.0, high=1.0)
     shared = [key for key in turns.get(row, {}) if key in turns.get(other, {})]
-    pairs = [(_common(turns[other][key], turns[row][key])) for key in shared]
+    pairs = [(_shared_values(turns[other][key], turns[row][key])) for key in shared]
     if pairs := [pair for pair in pairs if pair[0]]:
         return paired_ratio_ci([slow for slow, _ in pairs], [fast for _, fast in pairs])
-    own, theirs = (_by_build(turns, name) for name in (row, other))
+    own, theirs = (_speedup_by_build(turns, name) for name in (row, other))
     builds = sorted(own.keys() & theirs.keys())
     return block_ci([[own[build] / theirs[build]] for build in builds]) if builds else None
 
 
-def _common(one: Mapping[int, float], two: Mapping[int, float]) -> tuple[list[float], list[float]]:
+def _shared_values(one: Mapping[int, float], two: Mapping[int, float]) -> tuple[list[float], list[float]]:
     both = sorted(one.keys() & two.keys())
     return [one[number] for number in both], [two[number] for number in both]
 
 
-def _by_build(turns: Mapping[str, Turns], row: str) -> dict[int, float]:
+def _speedup_by_build(turns: Mapping[str, Turns], row: str) -> dict[int, float]:
     """Speedup of a row over the baseline beside it, by build."""
     found = {}
     for key, own in turns.get(row, {}).items():
-        base, mine = _common(turns.get(FLOAT_ROW, {}).get(key, {}), own)
+        base, mine = _shared_values(turns.get(FLOAT_ROW, {}).get(key, {}), own)
         if base:
             found[key[0]] = float(np.median(np.divide(base, mine)))
     return found
@@ -105,21 +105,23 @@ def variance_frame(results: Results) -> pd.DataFrame:
     """
     lines = []
     for cell in results.cells:
-        found = [parts for part in _by_row(cell).values() if (parts := _components(part)) is not None]
+        found = [parts for part in _samples_by_row(cell).values() if (parts := _variance_components(part)) is not None]
         if found:
             inference, turn, build = (float(value) for value in np.median(np.array(found), axis=0))
             lines.append({"cell": cell.name, "rows": len(found), "inference": inference, "turn": turn, "build": build})
     return pd.DataFrame(lines, columns=["cell", "rows", "inference", "turn", "build"])
 
 
-def _by_row(cell: CellResults) -> dict[str, dict[tuple[int, int], list[tuple[float, ...]]]]:
+def _samples_by_row(cell: CellResults) -> dict[str, dict[tuple[int, int], list[tuple[float, ...]]]]:
     rows: dict[str, dict[tuple[int, int], list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
-    for block in counted(cell.events):
+    for block in valid_turns(cell.events):
         rows[block.row][block.build, block.group].append(block.samples_ms)
     return rows
 
 
-def _components(builds: Mapping[tuple[int, int], list[tuple[float, ...]]]) -> tuple[float, float, float] | None:
+def _variance_components(
+    builds: Mapping[tuple[int, int], list[tuple[float, ...]]],
+) -> tuple[float, float, float] | None:
     """Standard deviations of inference, turn and build; None with fewer than two builds of two turns."""
     logs = [[np.log(turn) for turn in turns if len(turn) > 1] for turns in builds.values()]
     logs = [turns for turns in logs if len(turns) > 1]

@@ -9,22 +9,22 @@ from typing import Any
 import pandas as pd
 
 from harness.config.initial import PTQ_TOOLS
-from harness.report.frames.main_frame import BROKEN, main_frame
+from harness.report.frames.main_frame import UNUSABLE_VERDICTS, main_frame
 from harness.report.load.graph_store import sizes_of
 from harness.report.load.results import CellResults, Results
-from harness.report.load.stored_experiment import Stored
+from harness.report.load.stored_experiment import StoredExperiment
 from harness.results_dir.artifacts import FLOAT_ROW
 
-__all__ = ["BEST", "decision_frame"]
+__all__ = ["BEST_FOUND_LABEL", "decision_frame"]
 
-BEST = "best found"
-RULES = {
+BEST_FOUND_LABEL = "best found"
+RULE_LABELS = {
     "linear": "linear operators",
     "linear-fp8": "linear operators, fp8",
     "all": "all operators",
     "all-fp8": "all operators, fp8",
 }
-NAMES = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
+PRECISION_LABELS = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
 Losses = Mapping[tuple[str, int | None], float]
 
 
@@ -43,14 +43,14 @@ def decision_frame(results: Results) -> pd.DataFrame:
     for name, part in main_frame(results).groupby("cell", sort=False):
         cell = cells.get(str(name))
         sizes = {} if cell is None else sizes_of(cell)
-        for role, line in _roles(part.to_dict("records"), results.stored, _losses(cell)):
+        for role, line in _iter_roles(part.to_dict("records"), results.stored, _search_losses(cell)):
             size = sizes.get(line["row"])
-            facts = {"role": role, "batch": _batch(cell), "megabytes": None if size is None else size / 1e6}
+            facts = {"role": role, "batch": _batch_size(cell), "megabytes": None if size is None else size / 1e6}
             lines.append({**line, **facts})
     return pd.DataFrame(lines)
 
 
-def _losses(cell: CellResults | None) -> Losses:
+def _search_losses(cell: CellResults | None) -> Losses:
     """By searcher and seed the loss that the search saw of its choice, where that is what it minimised."""
     if cell is None:
         return {}
@@ -58,38 +58,40 @@ def _losses(cell: CellResults | None) -> Losses:
     return {(pick.method, pick.seed): pick.loss for pick in last if pick.loss is not None}
 
 
-def _roles(lines: Sequence[dict[Any, Any]], stored: Stored, losses: Losses) -> Iterator[tuple[str, dict[Any, Any]]]:
+def _iter_roles(
+    lines: Sequence[dict[Any, Any]], stored: StoredExperiment, losses: Losses
+) -> Iterator[tuple[str, dict[Any, Any]]]:
     floats = [line for line in lines if line["method"] == FLOAT_ROW]
-    named = [(NAMES.get(line["precision"], FLOAT_ROW), line) for line in floats]
+    named = [(PRECISION_LABELS.get(line["precision"], FLOAT_ROW), line) for line in floats]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
     yield from ((f"default PTQ, {line['method']}", line) for line in lines if line["method"] in PTQ_TOOLS)
     rules = (line for line in lines if line["method"] in stored.baselines and line["method"] not in PTQ_TOOLS)
-    yield from ((RULES.get(line["method"], line["method"]), line) for line in rules)
+    yield from ((RULE_LABELS.get(line["method"], line["method"]), line) for line in rules)
     found = [line for line in lines if line["method"] in stored.searchers]
     if found:
-        yield BEST, _favourite(found, losses)
+        yield BEST_FOUND_LABEL, _best_row(found, losses)
 
 
-def _favourite(found: Sequence[dict[Any, Any]], losses: Losses) -> dict[Any, Any]:
+def _best_row(found: Sequence[dict[Any, Any]], losses: Losses) -> dict[Any, Any]:
     """The searcher's line that did best before the confirmation, of those that obey the bound where any does."""
     confirmed = [line for line in found if pd.notna(line["speedup"])]
-    obeying = [line for line in confirmed if not str(line["decision"]).startswith(BROKEN)]
+    obeying = [line for line in confirmed if not str(line["decision"]).startswith(UNUSABLE_VERDICTS)]
     lines = obeying or confirmed or found
     seen = {(line["method"], line["seed"]): line for line in lines}
     if seen.keys() <= losses.keys():
-        return seen[min(seen, key=lambda search: (losses[search], -_seen(seen[search])))]
+        return seen[min(seen, key=lambda search: (losses[search], -_search_speedup(seen[search])))]
     met = all(pd.notna(line["runoff"]) for line in lines)
-    return max(lines, key=lambda line: line["runoff"] if met else _seen(line))
+    return max(lines, key=lambda line: line["runoff"] if met else _search_speedup(line))
 
 
-def _seen(line: Mapping[Any, Any]) -> float:
+def _search_speedup(line: Mapping[Any, Any]) -> float:
     """The speedup that the search itself saw."""
     if pd.isna(line["speedup"]):
         return -math.inf
     return float(line["speedup"]) + (0.0 if pd.isna(line["shrinkage"]) else float(line["shrinkage"]))
 
 
-def _batch(cell: CellResults | None) -> int | None:
+def _batch_size(cell: CellResults | None) -> int | None:
     shapes = {} if cell is None else cell.facts.get("inputs", {})
     found = {shape[0] for shape in shapes.values() if shape}
     return found.pop() if len(found) == 1 else None

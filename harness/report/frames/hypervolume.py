@@ -8,18 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.report.frames.budget_frames import float_level_ms
+from harness.report.frames.budget_frames import median_float_ms
 from harness.report.load.results import CellResults
-from harness.report.load.search_logs import Search
+from harness.report.load.search_logs import SearchLog
 from harness.results_dir.artifacts import FLOAT_ROW
 from search.pareto import hypervolume
 
-__all__ = ["volume_frame"]
+__all__ = ["hypervolume_frame"]
 
-COLUMNS = ["cell", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
+HYPERVOLUME_COLUMNS = ["cell", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
 
 
-def volume_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
+def hypervolume_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
     """Hypervolume of everything scored so far, after each evaluation that was scored and at the end of the search.
 
     Both axes run from the ideal to a reference point: latency from 0 to the float model's, loss of accuracy from none
@@ -31,15 +31,15 @@ def volume_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
     Returns:
         Columns cell, searcher, seed, evaluations, minutes, volume, and scored: how many evaluations were, until then.
     """
-    grown = [frame for cell in cells for frame in _grown(cell)]
-    return pd.concat(grown, ignore_index=True) if grown else pd.DataFrame(columns=COLUMNS)
+    grown = [frame for cell in cells for frame in _growth_frames(cell)]
+    return pd.concat(grown, ignore_index=True) if grown else pd.DataFrame(columns=HYPERVOLUME_COLUMNS)
 
 
-def _grown(cell: CellResults) -> Iterator[pd.DataFrame]:
+def _growth_frames(cell: CellResults) -> Iterator[pd.DataFrame]:
     """Of each search that scored something."""
-    losses = [_losses(cell, search) for search in cell.searches]
+    losses = [_accuracy_losses(cell, search) for search in cell.searches]
     worst = max((float(found.max()) for found in losses if len(found)), default=0.0) or 1.0
-    base_ms = float_level_ms(cell)
+    base_ms = median_float_ms(cell)
     for search, found in zip(cell.searches, losses, strict=True):
         if base_ms is None or not len(found):
             continue
@@ -48,19 +48,19 @@ def _grown(cell: CellResults) -> Iterator[pd.DataFrame]:
             "cell": cell.name, "searcher": search.searcher, "seed": search.seed,
             "evaluations": [trial.evaluations for trial in search.looked],
             "minutes": np.array([trial.elapsed_s for trial in search.looked]) / 60,
-            "volume": list(_volumes(zip(latency.tolist(), (found / worst).tolist(), strict=True))),
+            "volume": list(_cumulative_hypervolumes(zip(latency.tolist(), (found / worst).tolist(), strict=True))),
             "scored": range(1, len(found) + 1),
         }  # fmt: skip
-        yield _to_the_end(pd.DataFrame(figures, columns=COLUMNS), search)
+        yield _extend_to_end(pd.DataFrame(figures, columns=HYPERVOLUME_COLUMNS), search)
 
 
-def _to_the_end(grown: pd.DataFrame, search: Search) -> pd.DataFrame:
+def _extend_to_end(grown: pd.DataFrame, search: SearchLog) -> pd.DataFrame:
     """The same with a line more where the search went on without scoring anything: what it had stays."""
     last = grown.iloc[[-1]].assign(evaluations=search.evaluations, minutes=search.elapsed_s[-1] / 60)
     return grown if search.looked[-1].evaluations == search.evaluations else pd.concat([grown, last])
 
 
-def _losses(cell: CellResults, search: Search) -> npt.NDArray[np.float64]:
+def _accuracy_losses(cell: CellResults, search: SearchLog) -> npt.NDArray[np.float64]:
     """Of each evaluation that was scored, against the float model; none where that has no score."""
     reference = cell.score(FLOAT_ROW) if search.float_value is None else search.float_value
     if cell.metric is None or reference is None:
@@ -69,7 +69,7 @@ def _losses(cell: CellResults, search: Search) -> npt.NDArray[np.float64]:
     return np.maximum(0.0, drop if cell.higher_is_better else -drop)
 
 
-def _volumes(points: Iterable[tuple[float, float]]) -> Iterator[float]:
+def _cumulative_hypervolumes(points: Iterable[tuple[float, float]]) -> Iterator[float]:
     """What the points so far dominate, after each of them; it is calculated anew where the front has changed."""
     front: list[tuple[float, float]] = []
     volume = 0.0

@@ -10,12 +10,12 @@ import pandas as pd
 
 from harness.report.frames.budget_frames import curve_frame, speedups_at
 from harness.report.load.results import CellResults, Results
-from harness.report.statistics import Ranks, compare_pairs, ranks_of, score_against_random
+from harness.report.statistics import FriedmanRanks, compare_pairs, compute_ranks, score_against_random
 from harness.statistics import median_ci
 
-__all__ = ["pair_frame", "ranks", "score_frame"]
+__all__ = ["pair_frame", "rank_searchers", "score_frame"]
 
-RANDOM = "random"
+RANDOM_SEARCHER = "random"
 
 
 def score_frame(results: Results) -> pd.DataFrame:
@@ -31,15 +31,15 @@ def score_frame(results: Results) -> pd.DataFrame:
     Returns:
         Columns cell, searcher, seeds, score, low, high: median over seeds with its 95 % interval.
     """
-    lines = [line for cell in results.cells for line in _scores(cell, results.stored.uses)]
+    lines = [line for cell in results.cells for line in _score_rows(cell, results.stored.uses)]
     return pd.DataFrame(lines, columns=["cell", "searcher", "seeds", "score", "low", "high"])
 
 
-def _scores(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _score_rows(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
     if cell.goal.minimize != "latency":
         return []
     curves = curve_frame([cell])
-    random = next((name for name in curves["searcher"].unique() if uses.get(name, (name,))[0] == RANDOM), None)
+    random = next((name for name in curves["searcher"].unique() if uses.get(name, (name,))[0] == RANDOM_SEARCHER), None)
     if random is None:
         return []
     begun: dict[str, set[int]] = {}
@@ -47,7 +47,9 @@ def _scores(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
         begun.setdefault(search.searcher, set()).add(search.initial)
     first = max(begun[random])
     last = int(curves["evaluations"].max())
-    latency = {str(name): _relative(part, last) for name, part in curves.groupby("searcher", sort=False)}
+    latency = {
+        str(name): _incumbent_latency_ratios(part, last) for name, part in curves.groupby("searcher", sort=False)
+    }
     best = min(float(values.min()) for values in latency.values())
     lines = []
     for name, values in latency.items():
@@ -60,7 +62,7 @@ def _scores(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
-def _relative(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _incumbent_latency_ratios(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Latency of the incumbent over that of the float model: [seed, evaluation]; 1 while there is none."""
     table = curves.pivot_table(index="seed", columns="evaluations", values="speedup")
     whole = table.reindex(columns=range(1, last + 1)).ffill(axis=1).fillna(1.0)
@@ -72,10 +74,10 @@ def pair_frame(results: Results) -> pd.DataFrame:
 
     Cells that search for accuracy or for a front are left out: their searchers want something else than speed.
     """
-    return compare_pairs(_by_searcher(results))
+    return compare_pairs(_speedups_by_searcher(results))
 
 
-def _by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
+def _speedups_by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
     found: dict[str, dict[str, Sequence[float]]] = {name: {} for name in results.stored.searchers}
     for cell in (each for each in results.pooled if each.goal.minimize == "latency"):
         for searcher, speedups in speedups_at(cell, cell.budget).items():
@@ -83,8 +85,11 @@ def _by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
     return {name: blocks for name, blocks in found.items() if blocks}
 
 
-def ranks(results: Results) -> Ranks | None:
+def rank_searchers(results: Results) -> FriedmanRanks | None:
     """Mean ranks of the searchers over the cells that have all of them; None with fewer than two of either."""
-    found = {name: {b: median_ci(v).value for b, v in blocks.items()} for name, blocks in _by_searcher(results).items()}
+    found = {
+        name: {b: median_ci(v).value for b, v in blocks.items()}
+        for name, blocks in _speedups_by_searcher(results).items()
+    }
     table = pd.DataFrame(found).dropna()
-    return None if min(table.shape) < 2 else ranks_of(table)
+    return None if min(table.shape) < 2 else compute_ranks(table)

@@ -16,21 +16,21 @@ from harness.results_dir.io import write_json
 from harness.statistics import Interval
 
 __all__ = [
-    "Effect",
-    "Explanation",
-    "Fate",
-    "Kept",
-    "read_explanation",
-    "read_explanations",
-    "write_explanation",
+    "AttributionReport",
+    "EdgeFusion",
+    "MinimalPlacement",
+    "PartEffect",
+    "read_attribution",
+    "read_attributions",
+    "write_attribution",
 ]
 
-SCHEMA = 1
-MAX_BYTES = 20_000_000
+ATTRIBUTION_SCHEMA = 1
+MAX_ATTRIBUTION_BYTES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
+class PartEffect:
     """What a part of a placement is worth: the placement without it, against the whole.
 
     Attributes:
@@ -54,7 +54,7 @@ class Effect:
     reason: str = ""
     drop: Interval | None = None
 
-    def gained_us(self, latency_ms: float) -> Interval | None:
+    def gain_us(self, latency_ms: float) -> Interval | None:
         """Microseconds that the part takes off an inference of the whole placement, which lasts so long."""
         if self.ratio is None:
             return None
@@ -63,7 +63,7 @@ class Effect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class MinimalPlacement:
     """The fewest pairs found that keep the gain within the noise.
 
     Attributes:
@@ -81,7 +81,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class EdgeFusion:
     """What became of one quantized edge in the engine.
 
     Attributes:
@@ -99,7 +99,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class AttributionReport:
     """Why a row of a cell is as fast as it is.
 
     Attributes:
@@ -116,7 +116,7 @@ class Explanation:
         fates: One a quantized edge.
         latency_ms: Of the row, measured here; None in files of before.
         metric: What the drops are of; None where nothing was scored.
-        drop: Loss of accuracy of the row against the float model, as in `Effect`.
+        drop: Loss of accuracy of the row against the float model, as in `PartEffect`.
     """
 
     row: str
@@ -125,43 +125,43 @@ class Explanation:
     pairs: int
     speedup: Interval
     floor: float
-    patterns: tuple[Effect, ...]
-    points: tuple[Effect, ...]
-    minimal: Kept | None
+    patterns: tuple[PartEffect, ...]
+    points: tuple[PartEffect, ...]
+    minimal: MinimalPlacement | None
     before: tuple[Layer, ...] = ()
     after: tuple[Layer, ...] = ()
-    fates: tuple[Fate, ...] = ()
+    fates: tuple[EdgeFusion, ...] = ()
     latency_ms: float | None = None
     metric: str | None = None
     drop: Interval | None = None
 
 
-def _file(cell: Path, row: str) -> Path:
+def _attribution_path(cell: Path, row: str) -> Path:
     """Where a row's explanation lies in a cell's folder."""
     return cell / "explain" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', row)}.json"
 
 
-def write_explanation(found: Explanation, cell: Path) -> Path:
+def write_attribution(found: AttributionReport, cell: Path) -> Path:
     """Write an explanation into a cell's folder.
 
     Raises:
         UserError: It cannot be written.
     """
-    path = _file(cell, found.row)
-    write_json(path, {"schema": SCHEMA, **_finite(asdict(found))})
+    path = _attribution_path(cell, found.row)
+    write_json(path, {"schema": ATTRIBUTION_SCHEMA, **_nan_to_none(asdict(found))})
     return path
 
 
-def _finite(value: Any) -> Any:
+def _nan_to_none(value: Any) -> Any:
     """The same with None for what JSON has no number for."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: _nan_to_none(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [_nan_to_none(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_explanations(cell: Path, rows: Mapping[str, str]) -> Iterator[Explanation]:
+def read_attributions(cell: Path, rows: Mapping[str, str]) -> Iterator[AttributionReport]:
     """The explanations in a cell's folder, of rows whose file is still the same.
 
     Args:
@@ -172,49 +172,49 @@ def read_explanations(cell: Path, rows: Mapping[str, str]) -> Iterator[Explanati
         UserError: One of them is damaged.
     """
     for path in sorted((cell / "explain").glob("*.json")):
-        found = read_explanation(path)
+        found = read_attribution(path)
         if rows.get(found.row) == found.sha256:
             yield found
 
 
-def read_explanation(path: Path) -> Explanation:
-    """Read what `write_explanation` wrote.
+def read_attribution(path: Path) -> AttributionReport:
+    """Read what `write_attribution` wrote.
 
     Raises:
         UserError: It is damaged, or of another schema.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"larger than {MAX_BYTES} bytes")
+        if path.stat().st_size > MAX_ATTRIBUTION_BYTES:
+            raise ValueError(f"larger than {MAX_ATTRIBUTION_BYTES} bytes")
         body = json.loads(path.read_text(encoding="utf-8"))
-        if body.pop("schema") != SCHEMA:
-            raise ValueError(f"not of schema {SCHEMA}")
-        return _explanation(body)
+        if body.pop("schema") != ATTRIBUTION_SCHEMA:
+            raise ValueError(f"not of schema {ATTRIBUTION_SCHEMA}")
+        return _parse_attribution(body)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({error}); move it away and explain the row again") from error
 
 
-def _explanation(body: dict[str, Any]) -> Explanation:
+def _parse_attribution(body: dict[str, Any]) -> AttributionReport:
     minimal = body["minimal"]
-    body["speedup"], body["drop"] = _interval(body["speedup"]), _interval(body.get("drop"))
-    body["patterns"], body["points"] = (tuple(map(_effect, body[key])) for key in ("patterns", "points"))
-    body["before"], body["after"] = (tuple(map(_layer, body[key])) for key in ("before", "after"))
-    body["fates"] = tuple(Fate(**fate) for fate in body["fates"])
+    body["speedup"], body["drop"] = _parse_interval(body["speedup"]), _parse_interval(body.get("drop"))
+    body["patterns"], body["points"] = (tuple(map(_parse_effect, body[key])) for key in ("patterns", "points"))
+    body["before"], body["after"] = (tuple(map(_parse_layer, body[key])) for key in ("before", "after"))
+    body["fates"] = tuple(EdgeFusion(**fate) for fate in body["fates"])
     if minimal is not None:
-        intervals = {key: _interval(minimal[key]) for key in ("ratio", "speedup")}
-        body["minimal"] = Kept(**{**minimal, **intervals, "points": tuple(minimal["points"])})
-    return Explanation(**body)
+        intervals = {key: _parse_interval(minimal[key]) for key in ("ratio", "speedup")}
+        body["minimal"] = MinimalPlacement(**{**minimal, **intervals, "points": tuple(minimal["points"])})
+    return AttributionReport(**body)
 
 
-def _effect(body: dict[str, Any]) -> Effect:
-    return Effect(**{**body, **{key: _interval(body.get(key)) for key in ("ratio", "alone", "drop")}})
+def _parse_effect(body: dict[str, Any]) -> PartEffect:
+    return PartEffect(**{**body, **{key: _parse_interval(body.get(key)) for key in ("ratio", "alone", "drop")}})
 
 
-def _interval(body: dict[str, float | None] | None) -> Interval | None:
+def _parse_interval(body: dict[str, float | None] | None) -> Interval | None:
     if body is None:
         return None
     return Interval(**{key: math.nan if value is None else value for key, value in body.items()})
 
 
-def _layer(body: dict[str, Any]) -> Layer:
+def _parse_layer(body: dict[str, Any]) -> Layer:
     return Layer(**{**body, "origin": tuple(body["origin"])})

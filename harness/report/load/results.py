@@ -8,26 +8,26 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.accuracy.metrics.base import NOTHING
+from harness.accuracy.metrics.base import NEGLIGIBLE_SCORE
 from harness.errors import UserError
 from harness.records import SCHEMA_VERSION, Failed
-from harness.report.load.search_logs import Search, levels_ms, read_searches
-from harness.report.load.stored_experiment import Stored, read_stored, scores_of
+from harness.report.load.search_logs import SearchLog, median_latencies_ms, read_searches
+from harness.report.load.stored_experiment import StoredExperiment, read_metric_scores, read_stored_experiment
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, read_finalists
 from harness.results_dir.journal import has_header
 from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
-from harness.selection.confirmation import read_events, read_floor
-from harness.selection.paired_timing import RUNOFF, read_speedups
+from harness.selection.confirmation import read_events, read_noise_floor
+from harness.selection.paired_timing import SELECTION_LOG_NAME, read_speedups
 from harness.timing.confirmation import ContenderSummary, summarize_turns
 from harness.timing.turn_log import RowFailure, TurnEvent
-from harness.verification.output_comparison import CHECKS, Checked, read_checks
+from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, read_checks
 
 __all__ = ["NOISY_FLOOR", "CellResults", "Results", "load"]
 
 T = TypeVar("T")
 NOISY_FLOOR = 0.10  # A/A floor of a noisy machine, on which gains of the size that quantization has are lost
-REMEDY = "move it away and repeat qdq run, which makes it anew, or restore it"
+REPAIR_HINT = "move it away and repeat qdq run, which makes it anew, or restore it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,14 @@ class CellResults:
     environment: Mapping[str, Any]
     rows: Mapping[str, ExportedModel]
     picks: tuple[Choice, ...]
-    searches: tuple[Search, ...]
+    searches: tuple[SearchLog, ...]
     levels_ms: Mapping[str, float]
     runoff: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
     events: tuple[TurnEvent, ...]
     summaries: Mapping[str, ContenderSummary]
     failed: Mapping[str, Failed]
-    checks: Mapping[str, Checked]
+    checks: Mapping[str, OutputCheck]
     lost: Mapping[str, int]
     floor: float | None
     disturbed: float
@@ -81,7 +81,7 @@ class CellResults:
     @property
     def goal(self) -> Goal:
         """What the searches minimised."""
-        return _goal(self.facts)
+        return _read_goal(self.facts)
 
     @property
     def budget(self) -> int:
@@ -103,12 +103,12 @@ class CellResults:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What is odd about the activations on calibration data."""
-        return _sentences(self.facts.get("calibration_remarks"))
+        return _strings(self.facts.get("calibration_remarks"))
 
     @property
     def cache_remarks(self) -> tuple[str, ...]:
         """Which schemes of pattern caches were measured elsewhere."""
-        return _sentences(self.facts.get("cache_remarks"))
+        return _strings(self.facts.get("cache_remarks"))
 
     @property
     def tool_methods(self) -> Mapping[str, str]:
@@ -119,7 +119,7 @@ class CellResults:
     @property
     def note(self) -> str:
         """What the backend has to say below its figures; "" where nothing."""
-        return " ".join(_sentences([self.facts["backend"].get("note", "")]))
+        return " ".join(_strings([self.facts["backend"].get("note", "")]))
 
     @property
     def higher_is_better(self) -> bool:
@@ -130,7 +130,7 @@ class CellResults:
     def blind(self) -> bool:
         """The float model itself scores next to nothing, so no drop from there says anything."""
         own = self.score(FLOAT_ROW)
-        return self.higher_is_better and own is not None and 0 <= own < NOTHING
+        return self.higher_is_better and own is not None and 0 <= own < NEGLIGIBLE_SCORE
 
     def score(self, row: str) -> float | None:
         """The evaluator's figure of a row; None where it has none."""
@@ -146,14 +146,14 @@ class CellResults:
 
     def wrong(self, row: str) -> bool:
         """Whether the runtime computes something else than the row's file says."""
-        return row in self.checks and self.checks[row].wrong
+        return row in self.checks and self.checks[row].is_wrong
 
     def obeys(self, row: str) -> bool:
         """Whether a row may be delivered: its result is right, it could be scored, and it holds the bound if any."""
         if self.blind or "failed" in self.scores.get(row, {}) or self.wrong(row):
             return False
         goal, drop = self.goal, self.drop(row)
-        return goal.metric is None or (drop is not None and goal.excess(drop) == 0.0)
+        return goal.metric is None or (drop is not None and goal.loss_excess(drop) == 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class Results:
     """
 
     folder: Path
-    stored: Stored
+    stored: StoredExperiment
     cells: tuple[CellResults, ...]
     waiting: tuple[str, ...]
     starting: tuple[str, ...] = ()
@@ -209,7 +209,7 @@ def load(folder: Path) -> Results:
         raise UserError(f"{folder}: holds what qdq autotune wrote, not the results of an experiment (qdq run)")
     if not file.exists():
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
-    stored = read_stored(file)
+    stored = read_stored_experiment(file)
     begun = {path.parent.name for path in folder.glob("*/cell.json")}
     names = list(dict.fromkeys(spec.name for spec in stored.cells))
     order = [name for name in names if name in begun] + sorted(begun - set(names))
@@ -217,39 +217,41 @@ def load(folder: Path) -> Results:
     return Results(
         folder=folder,
         stored=stored,
-        cells=tuple(_cell(folder / name, stored) for name in order),
+        cells=tuple(_load_task(folder / name, stored) for name in order),
         waiting=waiting,
         starting=tuple(name for name in waiting if (folder / name / "env.json").exists()),
         stops={name: reason for name in names if (reason := read_task_error(folder / name))},
     )
 
 
-def _cell(folder: Path, stored: Stored) -> CellResults:
-    facts = _facts(folder)
-    goal = _read(folder / "cell.json", lambda: _goal(facts))
-    rows, picks = _read(folder / "rows.json", lambda: read_finalists(folder))
+def _load_task(folder: Path, stored: StoredExperiment) -> CellResults:
+    facts = _read_task_facts(folder)
+    goal = _read_or_explain(folder / "cell.json", lambda: _read_goal(facts))
+    rows, picks = _read_or_explain(folder / "rows.json", lambda: read_finalists(folder))
     events = read_events(folder)
     lost = {(event.row, event.build) for event in events if isinstance(event, RowFailure)}
-    floor = read_floor(folder)
+    floor = read_noise_floor(folder)
     summary = summarize_turns(events, baseline=FLOAT_ROW, floor=floor) if events else None
     named = {row.id: row for row in rows}
-    checks = _read(folder / CHECKS, lambda: read_checks(folder, named))
+    checks = _read_or_explain(folder / CHECK_FILE_NAME, lambda: read_checks(folder, named))
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
-    builds = _builds(folder / "confirm.jsonl") or (stored.builds if events else None)
+    builds = _read_builds(folder / "confirm.jsonl") or (stored.builds if events else None)
     metric = facts.get("metric")
     searches = read_searches(folder / "runs", paced, None if metric is None else str(metric), stored.searchers)
     return CellResults(
         folder=folder,
         facts=facts,
-        environment=_environment(folder / "env.json"),
+        environment=_read_environment(folder / "env.json"),
         rows=named,
         picks=picks,
         searches=searches,
-        levels_ms=levels_ms(searches),
-        runoff=_read(folder / RUNOFF, lambda: read_speedups(folder / RUNOFF, FLOAT_ROW)),
-        scores=_read(folder / "accuracy.json", lambda: scores_of(folder, str(facts.get("metric")))),
+        levels_ms=median_latencies_ms(searches),
+        runoff=_read_or_explain(
+            folder / SELECTION_LOG_NAME, lambda: read_speedups(folder / SELECTION_LOG_NAME, FLOAT_ROW)
+        ),
+        scores=_read_or_explain(folder / "accuracy.json", lambda: read_metric_scores(folder, str(facts.get("metric")))),
         events=events,
-        summaries={} if summary is None else _judged(summary.rows, checks),
+        summaries={} if summary is None else _with_checks(summary.rows, checks),
         failed={} if summary is None else summary.failed,
         checks=checks,
         lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
@@ -261,17 +263,19 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         and summary is not None
         and builds is not None
         and summary.builds >= builds
-        and _chosen_from(searches, picks),
+        and _picks_are_current(searches, picks),
     )
 
 
-def _judged(summaries: Mapping[str, ContenderSummary], checks: Mapping[str, Checked]) -> dict[str, ContenderSummary]:
+def _with_checks(
+    summaries: Mapping[str, ContenderSummary], checks: Mapping[str, OutputCheck]
+) -> dict[str, ContenderSummary]:
     """Return the confirmed figures; a row whose result is wrong is neither faster nor slower."""
-    wrong = {name: each.label for name, each in checks.items() if each.wrong}
+    wrong = {name: each.label for name, each in checks.items() if each.is_wrong}
     return {name: replace(each, verdict=wrong.get(name, each.verdict)) for name, each in summaries.items()}
 
 
-def _chosen_from(searches: Iterable[Search], picks: Iterable[Choice]) -> bool:
+def _picks_are_current(searches: Iterable[SearchLog], picks: Iterable[Choice]) -> bool:
     """Whether the picks are of the searches as they are now; a larger budget makes searches go on, and picks old."""
     most: dict[tuple[str, int | None], int] = {}
     for pick in picks:
@@ -279,9 +283,9 @@ def _chosen_from(searches: Iterable[Search], picks: Iterable[Choice]) -> bool:
     return all(s.evaluations <= most.get((s.searcher, s.seed), s.evaluations) for s in searches)
 
 
-def _facts(folder: Path) -> Mapping[str, Any]:
+def _read_task_facts(folder: Path) -> Mapping[str, Any]:
     path = folder / "cell.json"
-    facts = _read(path, lambda: json.loads(path.read_text(encoding="utf-8")))
+    facts = _read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8")))
     if not isinstance(facts, dict) or facts.get("schema") != SCHEMA_VERSION:
         there = facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
         raise UserError(
@@ -290,37 +294,37 @@ def _facts(folder: Path) -> Mapping[str, Any]:
         )
     missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]
     if missing:
-        raise UserError(f"{path}: damaged (no {', '.join(missing)}); {REMEDY}")
+        raise UserError(f"{path}: damaged (no {', '.join(missing)}); {REPAIR_HINT}")
     return facts
 
 
-def _environment(path: Path) -> Mapping[str, Any]:
-    found = _read(path, lambda: json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+def _read_environment(path: Path) -> Mapping[str, Any]:
+    found = _read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
     return found if isinstance(found, dict) else {}
 
 
-def _builds(path: Path) -> int | None:
+def _read_builds(path: Path) -> int | None:
     """How many builds the confirmation was to make; None where its header does not tell."""
     if not has_header(path):
         return None
     with path.open("rb") as file:
-        header = _read(path, lambda: json.loads(file.readline()))
+        header = _read_or_explain(path, lambda: json.loads(file.readline()))
     plan = header.get("plan") if isinstance(header, dict) else None
     builds = plan.get("builds") if isinstance(plan, dict) else None
     return builds if isinstance(builds, int) else None
 
 
-def _sentences(found: object) -> tuple[str, ...]:
+def _strings(found: object) -> tuple[str, ...]:
     return tuple(str(text) for text in found) if isinstance(found, list) else ()
 
 
-def _goal(facts: Mapping[str, Any]) -> Goal:
+def _read_goal(facts: Mapping[str, Any]) -> Goal:
     known = {field.name for field in fields(Goal)}
     return Goal(**{key: value for key, value in dict(facts["goal"]).items() if key in known})
 
 
-def _read(path: Path, reader: Callable[[], T]) -> T:
+def _read_or_explain(path: Path, reader: Callable[[], T]) -> T:
     try:
         return reader()
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); {REMEDY}") from error
+        raise UserError(f"{path}: damaged ({error}); {REPAIR_HINT}") from error

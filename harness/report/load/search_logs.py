@@ -16,13 +16,13 @@ from harness.results_dir.termination import Termination, read_termination
 from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
 from harness.search_loop.objective import Goal
 
-__all__ = ["Looked", "Search", "levels_ms", "read_search", "read_searches"]
+__all__ = ["ScoredEvaluation", "SearchLog", "median_latencies_ms", "read_search", "read_searches"]
 
-JOURNAL = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
+JOURNAL_NAME_PATTERN = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class ScoredEvaluation:
     """An evaluation whose metric was measured.
 
     Attributes:
@@ -38,7 +38,7 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class SearchLog:
     """One search as far as it came; duplicates and retries are no evaluations.
 
     Attributes:
@@ -64,7 +64,7 @@ class Search:
     failures: Mapping[str, int]
     initial: int
     steps: tuple[Evaluation, ...]
-    looked: tuple[Looked, ...]
+    looked: tuple[ScoredEvaluation, ...]
     readings_ms: Mapping[str, float]
     float_ms: float | None
     float_value: float | None
@@ -77,7 +77,7 @@ class Search:
         return len(self.elapsed_s)
 
 
-def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | None) -> Search:
+def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | None) -> SearchLog:
     """Read a search's journal once, line by line.
 
     Args:
@@ -87,18 +87,18 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
     Raises:
         UserError: The journal is damaged, or of another schema.
     """
-    tally, name = _Tally(), metric or ""
-    steps, looked, floats = list[Evaluation](), list[Looked](), list[Evaluation]()
+    tally, name = _CostCounter(), metric or ""
+    steps, looked, floats = list[Evaluation](), list[ScoredEvaluation](), list[Evaluation]()
     readings_ms: dict[str, float] = {}
-    for trial in iter_evaluations(tally.counting(read_journal(path)), goal):
+    for trial in iter_evaluations(tally.count(read_journal(path)), goal):
         readings_ms[trial.digest] = trial.latency_ms
         if is_new_incumbent(trial, steps[-1] if steps else None):
             steps.append(trial)
         if name in trial.score.metrics:
-            looked.append(_looked(trial, name))
+            looked.append(_scored_evaluation(trial, name))
         if not any(trial.choices):
             floats.append(trial)
-    return Search(
+    return SearchLog(
         searcher=searcher,
         seed=seed,
         path=path,
@@ -116,7 +116,7 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
     )
 
 
-def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequence[str]) -> tuple[Search, ...]:
+def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequence[str]) -> tuple[SearchLog, ...]:
     """The searches of a cell that have begun, in the order of their searchers.
 
     Args:
@@ -124,7 +124,7 @@ def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequenc
         searchers: Names in order; others come behind them.
     """
     order = {name: place for place, name in enumerate(searchers)}
-    named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL.fullmatch(path.name))]
+    named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL_NAME_PATTERN.fullmatch(path.name))]
     found = [
         read_search(path, match["searcher"], int(match["seed"]), goal, metric)
         for path, match in named
@@ -133,7 +133,7 @@ def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequenc
     return tuple(sorted(found, key=lambda s: (order.get(s.searcher, len(order)), s.searcher, s.seed)))
 
 
-def levels_ms(searches: Iterable[Search]) -> dict[str, float]:
+def median_latencies_ms(searches: Iterable[SearchLog]) -> dict[str, float]:
     """Of each placement the median of what the searches read of it, by digest."""
     readings: defaultdict[str, list[float]] = defaultdict(list)
     for search in searches:
@@ -142,8 +142,8 @@ def levels_ms(searches: Iterable[Search]) -> dict[str, float]:
     return {digest: median(found) for digest, found in readings.items()}
 
 
-def _looked(trial: Evaluation, metric: str) -> Looked:
-    return Looked(
+def _scored_evaluation(trial: Evaluation, metric: str) -> ScoredEvaluation:
+    return ScoredEvaluation(
         evaluations=trial.evaluations,
         elapsed_s=trial.elapsed_s,
         digest=trial.digest,
@@ -152,7 +152,7 @@ def _looked(trial: Evaluation, metric: str) -> Looked:
     )
 
 
-class _Tally:
+class _CostCounter:
     """Adds up what passes by."""
 
     def __init__(self) -> None:
@@ -162,10 +162,10 @@ class _Tally:
         self.initial = 0
         self.cost: Counter[str] = Counter()
 
-    def counting(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+    def count(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
         """The same entries; each is counted before it is passed on."""
         latest_s = 0.0
-        for spent, entry, told in iter_counted(map(self._searching, entries)):
+        for spent, entry, told in iter_counted(map(self._count_proposal, entries)):
             latest_s = max(latest_s, told.elapsed_s)
             if entry.proposal.origin == RETRY_ORIGIN:
                 self.elapsed_s[spent - 1 :] = [latest_s]
@@ -176,17 +176,17 @@ class _Tally:
                 else:
                     self.failures[told.outcome.stage] += 1
                 self.initial += entry.proposal.origin.startswith("seed:")
-            self.cost.update(_cost(told.outcome))
+            self.cost.update(_outcome_cost(told.outcome))
             yield entry
 
-    def _searching(self, entry: JournalEntry) -> JournalEntry:
+    def _count_proposal(self, entry: JournalEntry) -> JournalEntry:
         """Duplicates are no evaluations, but the searcher took its time over them."""
         own_s = entry.proposal.searcher_s
         self.cost.update({"searcher_s": math.nan if own_s is None else own_s})
         return entry
 
 
-def _cost(outcome: Outcome) -> dict[str, float]:
+def _outcome_cost(outcome: Outcome) -> dict[str, float]:
     if not isinstance(outcome, Measured):
         return {"failures_s": outcome.wall_s}
     return {

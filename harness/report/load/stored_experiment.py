@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.metrics.intervals import accuracy_of, contradiction
+from harness.accuracy.metrics.intervals import check_consistency, decode_accuracy
 from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.verification.accuracy_store import read_scores
 
-__all__ = ["Stored", "read_stored", "scores_of"]
+__all__ = ["StoredExperiment", "read_metric_scores", "read_stored_experiment"]
 
-MAX_BYTES = 4_000_000
+MAX_EXPERIMENT_BYTES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredExperiment:
     """What was to be run.
 
     Attributes:
@@ -45,22 +45,22 @@ class Stored:
     builds: int | None
 
 
-def read_stored(path: Path) -> Stored:
+def read_stored_experiment(path: Path) -> StoredExperiment:
     """Read a stored `experiment.yaml`.
 
     Raises:
         UserError: It cannot be read, or is no YAML mapping.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: larger than {MAX_BYTES} bytes, so it is no experiment")
+        if path.stat().st_size > MAX_EXPERIMENT_BYTES:
+            raise UserError(f"{path}: larger than {MAX_EXPERIMENT_BYTES} bytes, so it is no experiment")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     body = read_experiment_yaml(text, str(path))
-    precisions = [str(precision) for precision in _list(body, "precision")] or ["int8"]
-    uses = dict(_uses(body))
-    return Stored(
+    precisions = [str(precision) for precision in _list_at(body, "precision")] or ["int8"]
+    uses = dict(_searcher_params(body))
+    return StoredExperiment(
         name=str(body.get("experiment", path.parent.name)),
         description=str(body.get("description") or ""),
         text=text,
@@ -71,18 +71,18 @@ def read_stored(path: Path) -> Stored:
                 precision=precision,
                 runs=(),
             )
-            for model in _named(body, "models")
-            for backend in _named(body, "backends")
+            for model in _named_entries(body, "models")
+            for backend in _named_entries(body, "backends")
             for precision in precisions
         ),
-        baselines=tuple(str(name) for name in _list(body, "baselines")),
+        baselines=tuple(str(name) for name in _list_at(body, "baselines")),
         searchers=tuple(uses),
         uses=uses,
-        builds=_builds(body),
+        builds=_confirmation_builds(body),
     )
 
 
-def scores_of(cell: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
+def read_metric_scores(cell: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
     """The evaluator's figures by row id, of a cell's folder.
 
     Args:
@@ -94,20 +94,20 @@ def scores_of(cell: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
     """
     scores = read_scores(cell)
     for row, score in scores.items():
-        if metric in score.get("metrics", {}) and (said := _denied(score, metric)):
+        if metric in score.get("metrics", {}) and (said := _score_error(score, metric)):
             raise ValueError(f"{row}: {said}")
     return scores
 
 
-def _denied(score: Mapping[str, Any], metric: str) -> str:
+def _score_error(score: Mapping[str, Any], metric: str) -> str:
     try:
-        return contradiction(accuracy_of(score), metric)
+        return check_consistency(decode_accuracy(score), metric)
     except ValueError as error:
         return str(error)
 
 
-def _uses(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str, Any]]]]:
-    for entry, named in zip(_list(body, "searchers"), _named(body, "searchers"), strict=True):
+def _searcher_params(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str, Any]]]]:
+    for entry, named in zip(_list_at(body, "searchers"), _named_entries(body, "searchers"), strict=True):
         whole = entry if isinstance(entry, dict) else {}
         params, without = whole.get("params"), whole.get("without")
         name = PluginSpec.model_construct(use=named["use"], label=named["label"]).name
@@ -116,19 +116,19 @@ def _uses(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str
         yield name, (str(named["use"]), {**own, **left})
 
 
-def _builds(body: Mapping[str, Any]) -> int | None:
+def _confirmation_builds(body: Mapping[str, Any]) -> int | None:
     confirmation = body.get("confirmation")
     builds = confirmation.get("builds") if isinstance(confirmation, dict) else None
     return builds if isinstance(builds, int) else None
 
 
-def _list(body: Mapping[str, Any], key: str) -> list[Any]:
+def _list_at(body: Mapping[str, Any], key: str) -> list[Any]:
     found = body.get(key)
     return found if isinstance(found, list) else []
 
 
-def _named(body: Mapping[str, Any], key: str) -> Iterator[dict[str, str | None]]:
-    for entry in _list(body, key):
+def _named_entries(body: Mapping[str, Any], key: str) -> Iterator[dict[str, str | None]]:
+    for entry in _list_at(body, key):
         whole = entry if isinstance(entry, dict) else {"use": entry}
         label = whole.get("label")
         yield {"use": str(whole.get("use", "")), "label": None if label is None else str(label)}

@@ -14,24 +14,24 @@ from typing import Any
 from harness.graph.model import Model
 from harness.graph.partition.patterns import Pattern
 from harness.graph.partition.regions import Region, RegionType
-from harness.report.page.html_document import document
+from harness.report.page.html_document import render_html
 from search.space import Dimension, Edge
 
-__all__ = ["marks_of", "picture_page", "scene_of"]
+__all__ = ["build_scene", "edge_marks", "render_graph_page"]
 
-NODE_HEIGHT = 20
-GAP = 14
-PAD = 8
-HEADER = 14
-LETTER = 6.6
+NODE_HEIGHT_PX = 20
+BOX_GAP_PX = 14
+BOX_PADDING_PX = 8
+BOX_HEADER_PX = 14
+LETTER_WIDTH_PX = 6.6
 """Width of a letter of a node's label, in the same units."""
-COLUMN = 1400
+MAX_COLUMN_HEIGHT_PX = 1400
 """A stack taller than this goes on in the next column."""
-ASPECT = 1.7
+TARGET_ASPECT_RATIO = 1.7
 """Width over height that columns aim at; screens are about so."""
-COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
+PATTERN_COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
 """Paul Tol's "light" scheme: safe for colour-blind readers, and black text is legible on each."""
-PALER = (0.0, 0.45, -0.22)
+SHADE_MIX_SHARES = (0.0, 0.45, -0.22)
 """When the colours are used up they come again paler, then darker."""
 
 
@@ -48,7 +48,7 @@ class _Box:
     y: float = 0.0
 
 
-def scene_of(
+def build_scene(
     model: Model, root: Region, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]
 ) -> dict[str, Any]:
     """Everything that the picture needs, ready for JSON; coordinates are whole units.
@@ -59,29 +59,29 @@ def scene_of(
         patterns: Their patterns.
         dimensions: Insertion points; those of a pattern are listed when one of its regions is clicked.
     """
-    whole, number = _layout(model, root), {region.id: place for place, region in enumerate(_below(root))}
+    whole, number = _layout_boxes(model, root), {region.id: place for place, region in enumerate(_descendants(root))}
     nodes: list[list[Any]] = [[] for _ in model.nodes]
     boxes: list[list[Any]] = [[] for _ in number]
-    _place(whole, 0.0, 0.0, nodes, boxes)
+    _place_boxes(whole, 0.0, 0.0, nodes, boxes)
     shown = [pattern for pattern in patterns if pattern.type is not RegionType.ROOT]
     pattern_of = {region.id: place for place, pattern in enumerate(shown) for region in pattern.regions}
     operators = sorted({node.op for node in model.nodes})
     code = {name: place for place, name in enumerate(operators)}
-    parent = {child.id: region.id for region in _below(root) for child in region.children}
-    for region in _below(root):
+    parent = {child.id: region.id for region in _descendants(root) for child in region.children}
+    for region in _descendants(root):
         facts = (pattern_of[region.id], number.get(parent.get(region.id, -1), -1), region.type is RegionType.LEAF)
         boxes[number[region.id]] += [*facts, list(region.inputs), list(region.outputs)]
         for index in region.nodes:
             node = model.nodes[index]
             nodes[index] += [code[node.op], number[region.id], len(node.inputs), node.name]
-    points = _points(model, shown, dimensions)
+    points = _insertion_points(model, shown, dimensions)
     return {
         "size": [round(whole.width), round(whole.height)],
-        "node_height": NODE_HEIGHT,
+        "node_height": NODE_HEIGHT_PX,
         "operators": operators,
         "nodes": nodes,
         "regions": boxes,
-        "edges": _edges(model),
+        "edges": _node_edges(model),
         "patterns": [
             {
                 "signature": pattern.signature[:8],
@@ -91,34 +91,36 @@ def scene_of(
                 "colour": colour,
                 "points": found,
             }
-            for pattern, colour, found in zip(shown, _colours(shown), points, strict=True)
+            for pattern, colour, found in zip(shown, _pattern_colours(shown), points, strict=True)
         ],
     }
 
 
-def picture_page(scene: Mapping[str, Any], title: str) -> str:
+def render_graph_page(scene: Mapping[str, Any], title: str) -> str:
     """The picture as one HTML file that needs nothing else."""
-    return document("regions.html.j2", ("graph.js", "regions.js"), scene, {"title": title})
+    return render_html("regions.html.j2", ("graph.js", "regions.js"), scene, {"title": title})
 
 
-def marks_of(model: Model, edges: Mapping[Edge, str]) -> list[list[Any]]:
+def edge_marks(model: Model, edges: Mapping[Edge, str]) -> list[list[Any]]:
     """Quantized edges as the picture knows them: [node, input slot, precision]; the slot of a model's output is -1."""
     index = {node.name: node.index for node in model.nodes}
-    return [[*place, precision] for edge, precision in edges.items() if (place := _place_of(edge, model, index))]
+    return [[*place, precision] for edge, precision in edges.items() if (place := _edge_position(edge, model, index))]
 
 
-def _place_of(edge: Edge, model: Model, index: Mapping[str, int]) -> tuple[int, int] | None:
+def _edge_position(edge: Edge, model: Model, index: Mapping[str, int]) -> tuple[int, int] | None:
     if edge.consumer in index:
         return index[edge.consumer], edge.slot
     maker = model.producer.get(edge.tensor)
     return None if edge.consumer or maker is None else (maker, -1)
 
 
-def _below(root: Region) -> Iterable[Region]:
+def _descendants(root: Region) -> Iterable[Region]:
     return (region for region in root.walk() if region is not root)
 
 
-def _points(model: Model, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]) -> list[list[dict[str, Any]]]:
+def _insertion_points(
+    model: Model, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]
+) -> list[list[dict[str, Any]]]:
     index = {node.name: node.index for node in model.nodes}
     found: list[list[dict[str, Any]]] = [[] for _ in patterns]
     groups: dict[str, int] = {}
@@ -126,7 +128,7 @@ def _points(model: Model, patterns: Sequence[Pattern], dimensions: Iterable[Dime
         prefix = dimension.group.partition(".")[0]
         if prefix not in groups:
             groups[prefix] = next(i for i, pattern in enumerate(patterns) if pattern.signature.startswith(prefix))
-        places = [_place_of(edge, model, index) for edge in dimension.edges]
+        places = [_edge_position(edge, model, index) for edge in dimension.edges]
         found[groups[prefix]].append(
             {
                 "name": dimension.name,
@@ -139,7 +141,7 @@ def _points(model: Model, patterns: Sequence[Pattern], dimensions: Iterable[Dime
     return found
 
 
-def _edges(model: Model) -> list[list[int]]:
+def _node_edges(model: Model) -> list[list[int]]:
     return [
         [model.producer[name], node.index, slot]
         for node in model.nodes
@@ -148,42 +150,47 @@ def _edges(model: Model) -> list[list[int]]:
     ]
 
 
-def _colours(patterns: Sequence[Pattern]) -> list[str]:
+def _pattern_colours(patterns: Sequence[Pattern]) -> list[str]:
     """Patterns that cover most nodes have the clearest colours; composites are frames and need none."""
     leaves = [p for p in patterns if p.type is RegionType.LEAF]
     ranked = sorted(leaves, key=lambda p: -len(p.operators) * len(p.regions))
     colour = {
-        id(pattern): _shade(COLOURS[place % len(COLOURS)], PALER[place // len(COLOURS) % len(PALER)])
+        id(pattern): _shade_colour(
+            PATTERN_COLOURS[place % len(PATTERN_COLOURS)],
+            SHADE_MIX_SHARES[place // len(PATTERN_COLOURS) % len(SHADE_MIX_SHARES)],
+        )
         for place, pattern in enumerate(ranked)
     }
     return [colour.get(id(pattern), "#F4F4F2") for pattern in patterns]
 
 
-def _shade(colour: str, paler: float) -> str:
+def _shade_colour(colour: str, paler: float) -> str:
     """The colour mixed with white (a positive share) or black (a negative one)."""
     parts = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     target = 255 if paler > 0 else 0
     return "#" + "".join(f"{round(part + (target - part) * abs(paler)):02X}" for part in parts)
 
 
-def _layout(model: Model, root: Region) -> _Box:
+def _layout_boxes(model: Model, root: Region) -> _Box:
     """Boxes of the tree with their sizes, each part placed within its parent."""
-    number = {region.id: place for place, region in enumerate(_below(root))}
+    number = {region.id: place for place, region in enumerate(_descendants(root))}
     built: dict[int, _Box] = {}
     for region in reversed(list(root.walk())):
         if region.children:
             parts = [built.pop(child.id) for child in region.children]
-            owner = {node: part for part, child in enumerate(region.children) for node in child.members()}
+            owner = {node: part for part, child in enumerate(region.children) for node in child.node_indices()}
         else:
-            parts = [_Box(i, max(40.0, LETTER * len(model.nodes[i].op) + 14), NODE_HEIGHT) for i in region.nodes]
+            parts = [
+                _Box(i, max(40.0, LETTER_WIDTH_PX * len(model.nodes[i].op) + 14), NODE_HEIGHT_PX) for i in region.nodes
+            ]
             owner = {node: part for part, node in enumerate(region.nodes)}
         box = _Box(number.get(region.id, -1), 0.0, 0.0, parts, leaf=not region.children)
-        _stack(box, _layers(parts, _before(model, owner)))
+        _stack_rows(box, _layer_boxes(parts, _predecessors(model, owner)))
         built[region.id] = box
     return built[root.id]
 
 
-def _before(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]:
+def _predecessors(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]:
     """For each part the parts that feed it, as far as they stand before it."""
     before: dict[int, set[int]] = {}
     for node, part in owner.items():
@@ -194,7 +201,7 @@ def _before(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]:
     return before
 
 
-def _layers(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[list[_Box]]:
+def _layer_boxes(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[list[_Box]]:
     """Rows from top to bottom: each part one below the lowest that feeds it, near the middle of what feeds it."""
     depth: list[int] = []
     rows: list[list[int]] = []
@@ -210,40 +217,40 @@ def _layers(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[list[
     return [[parts[part] for part in sorted(row, key=lambda p: middle[p])] for row in rows]
 
 
-def _stack(box: _Box, rows: Sequence[Sequence[_Box]]) -> None:
+def _stack_rows(box: _Box, rows: Sequence[Sequence[_Box]]) -> None:
     """Put rows one below the other, columns side by side, and size the box around them."""
-    widths = [sum(part.width for part in row) + GAP * (len(row) - 1) for row in rows]
+    widths = [sum(part.width for part in row) + BOX_GAP_PX * (len(row) - 1) for row in rows]
     heights = [max(part.height for part in row) for row in rows]
-    x, right, bottom = float(PAD), 0.0, 0.0
-    for first, last in _columns(widths, heights):
+    x, right, bottom = float(BOX_PADDING_PX), 0.0, 0.0
+    for first, last in _split_columns(widths, heights):
         width = max(widths[first:last])
-        y = float(PAD + HEADER)
+        y = float(BOX_PADDING_PX + BOX_HEADER_PX)
         for row, wide, high in zip(rows[first:last], widths[first:last], heights[first:last], strict=True):
             left = x + (width - wide) / 2
             for part in row:
                 part.x, part.y = left, y
-                left += part.width + GAP
-            y += high + GAP
-        right, bottom = x + width, max(bottom, y - GAP)
-        x = right + 3 * GAP
-    box.width, box.height = right + PAD, bottom + PAD
+                left += part.width + BOX_GAP_PX
+            y += high + BOX_GAP_PX
+        right, bottom = x + width, max(bottom, y - BOX_GAP_PX)
+        x = right + 3 * BOX_GAP_PX
+    box.width, box.height = right + BOX_PADDING_PX, bottom + BOX_PADDING_PX
 
 
-def _columns(widths: Sequence[float], heights: Sequence[float]) -> list[tuple[int, int]]:
-    total = sum(heights) + GAP * len(heights)
-    if total <= COLUMN:
+def _split_columns(widths: Sequence[float], heights: Sequence[float]) -> list[tuple[int, int]]:
+    total = sum(heights) + BOX_GAP_PX * len(heights)
+    if total <= MAX_COLUMN_HEIGHT_PX:
         return [(0, len(heights))]
-    limit = max(COLUMN / 2, math.sqrt(total * max(widths) / ASPECT))
+    limit = max(MAX_COLUMN_HEIGHT_PX / 2, math.sqrt(total * max(widths) / TARGET_ASPECT_RATIO))
     cuts, used = [0], 0.0
     for place, height in enumerate(heights):
         if used and used + height > limit:
             cuts.append(place)
             used = 0.0
-        used += height + GAP
+        used += height + BOX_GAP_PX
     return list(zip(cuts, [*cuts[1:], len(heights)], strict=True))
 
 
-def _place(box: _Box, left: float, top: float, nodes: list[list[Any]], boxes: list[list[Any]]) -> None:
+def _place_boxes(box: _Box, left: float, top: float, nodes: list[list[Any]], boxes: list[list[Any]]) -> None:
     """Write down where everything stands on the whole picture."""
     todo = [(box, left, top)]
     while todo:

@@ -14,26 +14,26 @@ from typing import Any
 from harness import registry
 from harness.config.plan import quantized_precisions
 from harness.errors import UserError
-from harness.graph.io.files import parts
+from harness.graph.io.files import model_files
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.partition.regions import discover_regions
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
 from harness.report.load.graph_store import exported, read_graph
 from harness.report.load.results import CellResults
-from harness.report.page.graph_layout import marks_of, scene_of
+from harness.report.page.graph_layout import build_scene, edge_marks
 from harness.results_dir.artifacts import FLOAT_ROW
 from search.space import Dimension
 
-__all__ = ["graph_of"]
+__all__ = ["load_task_graph"]
 
 logger = logging.getLogger(__name__)
 
 
-def graph_of(cell: CellResults) -> dict[str, Any] | None:
+def load_task_graph(cell: CellResults) -> dict[str, Any] | None:
     """The picture of a cell's model (`scene`, see `picture`), by row id the quantized edges (`marks`) and the `bytes`.
 
     From the exported files, else from `graph.json`; marks of rows whose file has changed since are left out. None where
@@ -45,42 +45,42 @@ def graph_of(cell: CellResults) -> dict[str, Any] | None:
     if path is None or not path.exists():
         return kept
     model = load(path, source=str(cell.facts.get("source", cell.facts["model"])))
-    root = discover(model)
-    scene = scene_of(model, root, find_patterns(model, root), _dimensions(cell, model))
+    root = discover_regions(model)
+    scene = build_scene(model, root, find_patterns(model, root), _task_dimensions(cell, model))
     same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
     before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
     there = {row.id: exported(cell, row) for row in cell.rows.values() if exported(cell, row).exists()}
     return {
         "scene": scene,
-        "marks": {**before["marks"], **_marks(cell, model)},
-        "bytes": {**before["bytes"], **{row: _size(file) for row, file in there.items()}},
+        "marks": {**before["marks"], **_marks_by_row(cell, model)},
+        "bytes": {**before["bytes"], **{row: _file_size(file) for row, file in there.items()}},
     }
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     """Bytes of a model with its external data."""
-    return sum(part.stat().st_size for part in parts(path))
+    return sum(part.stat().st_size for part in model_files(path))
 
 
-def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
+def _task_dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
     """Insertion points as the runtime's dialect has them; none where its plug-in is not installed any more."""
     try:
-        dialect = dialect_called(_dialect(cell.facts))
+        dialect = load_dialect(_task_dialect(cell.facts))
     except UserError as error:
         logger.warning("%s: no insertion points on the page: %s", cell.name, error)
         return ()
     return build_space(model, dialect, precisions=quantized_precisions(str(cell.facts["precision"]))).dimensions
 
 
-def _dialect(facts: Mapping[str, Any]) -> str:
+def _task_dialect(facts: Mapping[str, Any]) -> str:
     """The dialect that the run had; where that was not written down yet, by the name that its runtime goes by."""
     if "dialect_use" in facts:
         return str(facts["dialect_use"])
     name = str(facts["backend"].get("name"))
-    return dialect_name(registry.load_plugin("benchmarker", name), name, facts["backend"])
+    return dialect_name_for(registry.load_plugin("benchmarker", name), name, facts["backend"])
 
 
-def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:
+def _marks_by_row(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     for row in cell.rows.values():
         path = exported(cell, row)
@@ -88,7 +88,7 @@ def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:
             found[row.id] = []
         elif path.exists():
             try:
-                found[row.id] = marks_of(model, import_qdq(path, model))
+                found[row.id] = edge_marks(model, import_placement(path, model))
             except UserError as error:
                 logger.warning("%s: the Q/DQ edges of %s are not drawn: %s", cell.name, row.id, error)
     return found

@@ -13,10 +13,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-__all__ = ["document"]
+__all__ = ["render_html"]
 
 
-def document(template: str, scripts: Sequence[str], data: Any, values: Mapping[str, Any]) -> str:
+def render_html(template: str, scripts: Sequence[str], data: Any, values: Mapping[str, Any]) -> str:
     """Fill a template of `harness/report/assets`.
 
     Every value is escaped; the data lie in the page as JSON without any "<". A content security policy lets the
@@ -28,37 +28,37 @@ def document(template: str, scripts: Sequence[str], data: Any, values: Mapping[s
         data: Anything that JSON can hold, without NaN.
         values: What the template shows.
     """
-    sources = [_asset(name) for name in scripts]
+    sources = [_read_asset(name) for name in scripts]
     filled: str = (
-        _environment()
+        _template_environment()
         .get_template(template)
         .render(
             **values,
-            style=Markup(_asset("style.css")),
+            style=Markup(_read_asset("style.css")),
             scripts=[Markup(source) for source in sources],
-            hashes=Markup(" ".join(f"'{_digest(source)}'" for source in sources)),
-            data=Markup(_harmless(json.dumps(data, separators=(",", ":"), allow_nan=False))),
+            hashes=Markup(" ".join(f"'{_csp_hash(source)}'" for source in sources)),
+            data=Markup(_escape_script_end(json.dumps(data, separators=(",", ":"), allow_nan=False))),
         )
     )
     return filled
 
 
-def _digest(source: str) -> str:
+def _csp_hash(source: str) -> str:
     """What a content security policy calls a script that lies in the page (CSP level 3, section 2.3.1)."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
-def _harmless(text: str) -> str:
+def _escape_script_end(text: str) -> str:
     """JSON that says the same without the letters that could end the element around it."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Environment:
+def _template_environment() -> Environment:
     loader = PackageLoader("harness.report", "assets")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
 @lru_cache(maxsize=8)
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return files("harness.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -10,27 +10,28 @@ import numpy as np
 import pandas as pd
 
 from harness.report.frames.budget_frames import curve_frame
-from harness.report.frames.hypervolume import volume_frame
-from harness.report.frames.pareto_points import bounded, tried_frame, tried_name
-from harness.report.load.display_names import METRICS
+from harness.report.frames.hypervolume import hypervolume_frame
+from harness.report.frames.pareto_points import candidate_frame, candidate_label, close_intervals
+from harness.report.load.display_names import METRIC_FORMATS
 from harness.report.load.results import CellResults
-from harness.report.plots.result_plots import envelope, front, look
+from harness.report.plots.result_plots import median_band, pareto_front, series_style
 
-__all__ = ["charts_of"]
+__all__ = ["build_charts"]
 
-DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
-SYMBOLS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross",
+PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
+PLOTLY_SYMBOL_BY_MARKER = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down",
+    "P": "cross",
            "X": "x", "*": "star"}  # fmt: skip
 """Plotly's words for what `harness.report.plots.result_plots.look` says in matplotlib's."""
-LONGEST = 30
+MAX_LABEL_CHARS = 30
 """Characters of a label beside an axis; the whole name is in the box that the pointer opens."""
-BANDS = "bands: 95 % of the median over seeds, the range with fewer than six"
-QUIET = {"hoverinfo": "skip", "showlegend": False}
+BAND_LEGEND = "bands: 95 % of the median over seeds, the range with fewer than six"
+NO_HOVER_NO_LEGEND = {"hoverinfo": "skip", "showlegend": False}
 
 Chart = dict[str, Any]
 
 
-def charts_of(
+def build_charts(
     cell: CellResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
 ) -> list[Chart]:
     """What can be drawn of a cell: each a title, Plotly's `data` and its `layout`.
@@ -41,87 +42,95 @@ def charts_of(
         samples: Of the cell's confirmation.
         labels: What the cell's rows are called.
     """
-    curves, volumes = curve_frame([cell]), volume_frame([cell])
+    curves, volumes = curve_frame([cell]), hypervolume_frame([cell])
     confirmed = budgets[budgets["cell"] == cell.name]
     found = [
-        *(_anytime(curves, over, confirmed) for over in ("evaluations", "minutes")),
-        _volume(volumes),
-        _latency(cell, samples, labels),
-        _pareto(cell, main[main["cell"] == cell.name], labels),
+        *(_anytime_chart(curves, over, confirmed) for over in ("evaluations", "minutes")),
+        _hypervolume_chart(volumes),
+        _latency_chart(cell, samples, labels),
+        _pareto_chart(cell, main[main["cell"] == cell.name], labels),
     ]
     return [chart for chart in found if chart]
 
 
-def _chart(title: str, data: Sequence[Chart], x: Chart, y: Chart, **layout: Any) -> Chart:
+def _build_chart(title: str, data: Sequence[Chart], x: Chart, y: Chart, **layout: Any) -> Chart:
     grid = {"gridcolor": "#e6e6e1", "zeroline": False, "automargin": True}
     return {"title": title, "data": list(data), "layout": {"xaxis": {**grid, **x}, "yaxis": {**grid, **y}, **layout}}
 
 
-def _level(value: float) -> Chart:
+def _horizontal_line(value: float) -> Chart:
     """A quiet line across the chart."""
     line = {"color": "#888888", "width": 1}
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line}
 
 
-def _anytime(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], confirmed: pd.DataFrame) -> Chart | None:
+def _anytime_chart(
+    curves: pd.DataFrame, over: Literal["evaluations", "minutes"], confirmed: pd.DataFrame
+) -> Chart | None:
     marks = confirmed if over == "evaluations" else confirmed.iloc[:0]
-    data = [trace for index, name, part in _series(curves) for trace in _steps(index, name, part, over, "speedup", 2)]
+    data = [
+        trace
+        for index, name, part in _iter_series(curves)
+        for trace in _step_traces(index, name, part, over, "speedup", 2)
+    ]
     if not data:
         return None
     last = curves[over].max()
-    names = [name for _, name, _ in _series(curves)]
+    names = [name for _, name, _ in _iter_series(curves)]
     for index, name in enumerate(names):
         shift = 0.012 * last * (index - (len(names) - 1) / 2)
-        data += _marks(index, name, marks[marks["searcher"].astype(str) == name], shift)
+        data += _marker_traces(index, name, marks[marks["searcher"].astype(str) == name], shift)
     x, y = {"title": {"text": over}}, {"title": {"text": "speedup over float"}}
-    title = f"Speedup of the incumbent over {over}; {BANDS}"
-    return _chart(title, data, x, y, shapes=[_level(1.0)])
+    title = f"Speedup of the incumbent over {over}; {BAND_LEGEND}"
+    return _build_chart(title, data, x, y, shapes=[_horizontal_line(1.0)])
 
 
-def _volume(volumes: pd.DataFrame) -> Chart | None:
-    series = _series(volumes)
-    data = [trace for index, name, part in series for trace in _steps(index, name, part, "evaluations", "volume", 3)]
+def _hypervolume_chart(volumes: pd.DataFrame) -> Chart | None:
+    series = _iter_series(volumes)
+    data = [
+        trace for index, name, part in series for trace in _step_traces(index, name, part, "evaluations", "volume", 3)
+    ]
     x, y = {"title": {"text": "evaluations"}}, {"title": {"text": "hypervolume"}}
-    return _chart(f"Hypervolume of latency and accuracy; {BANDS}", data, x, y) if data else None
+    return _build_chart(f"Hypervolume of latency and accuracy; {BAND_LEGEND}", data, x, y) if data else None
 
 
-def _series(curves: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]]:
+def _iter_series(curves: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]]:
     for index, (name, part) in enumerate(curves.groupby("searcher", sort=False)):
         yield index, str(name), part
 
 
-def _steps(
+def _step_traces(
     index: int, name: str, part: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: str, digits: int
 ) -> list[Chart]:
     """A searcher's curve in steps, and the band of its interval; a click on its name hides both."""
-    steps = envelope(part, over, figure)
+    steps = median_band(part, over, figure)
     if not len(steps):
         return []
     steps.loc[part[over].max()] = steps.iloc[-1]  # the last incumbent stays to the end of the search
-    colour, line, _ = look(index)
-    shared = {"type": "scatter", "x": _numbers(steps.index), "legendgroup": name}
-    edge = {**shared, **QUIET, "mode": "lines", "line": {"shape": "hv", "width": 0, "color": colour}}
+    colour, line, _ = series_style(index)
+    shared = {"type": "scatter", "x": _as_floats(steps.index), "legendgroup": name}
+    edge = {**shared, **NO_HOVER_NO_LEGEND, "mode": "lines", "line": {"shape": "hv", "width": 0, "color": colour}}
     return [
-        {**edge, "y": _numbers(steps["low"])},
-        {**edge, "y": _numbers(steps["high"]), "fill": "tonexty", "fillcolor": _faint(colour)},
+        {**edge, "y": _as_floats(steps["low"])},
+        {**edge, "y": _as_floats(steps["high"]), "fill": "tonexty", "fillcolor": _translucent(colour)},
         {
             **shared,
             "name": escape(name),
-            "y": _numbers(steps["value"]),
+            "y": _as_floats(steps["value"]),
             "mode": "lines",
-            "line": {"shape": "hv", "width": 2, "color": colour, "dash": DASHES[line]},
-            "customdata": [_numbers(pair) for pair in steps[["low", "high"]].to_numpy()],
+            "line": {"shape": "hv", "width": 2, "color": colour, "dash": PLOTLY_DASH_BY_LINE[line]},
+            "customdata": [_as_floats(pair) for pair in steps[["low", "high"]].to_numpy()],
             "hovertemplate": f"%{{x:.4~g}} {over}: %{{y:.{digits}f}} "
             f"[%{{customdata[0]:.{digits}f}}, %{{customdata[1]:.{digits}f}}]",
         },
     ]
 
 
-def _marks(index: int, name: str, marks: pd.DataFrame, shift: float) -> list[Chart]:
+def _marker_traces(index: int, name: str, marks: pd.DataFrame, shift: float) -> list[Chart]:
     """What was confirmed of a searcher at each budget, beside its curve."""
     if marks.empty:
         return []
-    colour, _, mark = look(index)
+    colour, _, mark = series_style(index)
     return [
         {
             "type": "scatter",
@@ -129,17 +138,22 @@ def _marks(index: int, name: str, marks: pd.DataFrame, shift: float) -> list[Cha
             "name": f"{escape(name)}, confirmed",
             "legendgroup": name,
             "showlegend": False,
-            "x": _numbers(marks["budget"] + shift),
-            "y": _numbers(marks["speedup"]),
-            "error_y": _errors(marks["speedup"], marks["low"], marks["high"], colour),
-            "marker": {"color": colour, "symbol": SYMBOLS[mark], "size": 8, "line": {"color": "#fff", "width": 1}},
-            "customdata": [_numbers(three) for three in marks[["budget", "low", "high"]].to_numpy()],
+            "x": _as_floats(marks["budget"] + shift),
+            "y": _as_floats(marks["speedup"]),
+            "error_y": _error_bars(marks["speedup"], marks["low"], marks["high"], colour),
+            "marker": {
+                "color": colour,
+                "symbol": PLOTLY_SYMBOL_BY_MARKER[mark],
+                "size": 8,
+                "line": {"color": "#fff", "width": 1},
+            },
+            "customdata": [_as_floats(three) for three in marks[["budget", "low", "high"]].to_numpy()],
             "hovertemplate": "confirmed at %{customdata[0]}: %{y:.2f} [%{customdata[1]:.2f}, %{customdata[2]:.2f}]",
         }
     ]
 
 
-def _latency(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
+def _latency_chart(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
     """The readings of the confirmation, a line a row, and the figure of the tables on each; the floor behind them."""
     known = [row for row in labels if row in cell.summaries]
     if not known:
@@ -152,80 +166,88 @@ def _latency(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str, str]
     rows = list(range(len(known)))
     shared: Chart = {"y": rows, "text": [escape(name) for name in names]}
     data: list[Chart] = [
-        {**_span(shared, "5 to 95 %", low, high), "width": 0.06, "marker": {"color": look(0)[0]}},
-        {**_span(shared, "middle half", first, third), "width": 0.4, "marker": {"color": look(5)[0]}},
-        {"type": "scatter", "mode": "markers", "name": "builds", "x": _numbers([value for _, value in builds]),
+        {**_sample_range_bars(shared, "5 to 95 %", low, high), "width": 0.06, "marker": {"color": series_style(0)[0]}},
+        {**_sample_range_bars(shared, "middle half", first, third), "width": 0.4,
+        "marker": {"color": series_style(5)[0]}},
+        {"type": "scatter", "mode": "markers", "name": "builds", "x": _as_floats([value for _, value in builds]),
          "y": [place - 0.32 for place, _ in builds], "text": [escape(names[place]) for place, _ in builds],
-         "marker": {"color": look(1)[0], "size": 5}, "hovertemplate": "%{text}: a build at %{x:.4g} ms<extra></extra>"},
-        {**shared, "type": "scatter", "mode": "markers", "name": "latency as in the tables", "x": _numbers(table_ms),
+         "marker": {"color": series_style(1)[0], "size": 5},
+         "hovertemplate": "%{text}: a build at %{x:.4g} ms<extra></extra>"},
+        {**shared, "type": "scatter", "mode": "markers", "name": "latency as in the tables", "x": _as_floats(table_ms),
          "marker": {"color": "#fff", "symbol": "diamond", "size": 8, "line": {"color": "#000", "width": 1}},
          "hovertemplate": "%{text}: %{x:.4g} ms, geometric mean over builds<extra></extra>"},
     ]  # fmt: skip
-    ticks = [escape(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…") for name in names]
+    ticks = [escape(name if len(name) <= MAX_LABEL_CHARS else f"{name[: MAX_LABEL_CHARS - 1]}…") for name in names]
     y = {"tickvals": rows, "ticktext": ticks, "range": [len(known) - 0.4, -0.7]}
-    grey = [] if floor is None else [_band(table_ms[0] / (1 + floor), table_ms[0] * (1 + floor))]
+    grey = [] if floor is None else [_interval_band(table_ms[0] / (1 + floor), table_ms[0] * (1 + floor))]
     said = "" if floor is None else f"; grey: A/A floor {floor:.1%}"
     x, height = {"title": {"text": "ms"}}, 170 + 32 * len(known)
-    return _chart(f"Latency of the confirmation{said}", data, x, y, shapes=grey, height=height, barmode="overlay")
+    return _build_chart(f"Latency of the confirmation{said}", data, x, y, shapes=grey, height=height, barmode="overlay")
 
 
-def _span(shared: Chart, name: str, low_ms: Any, high_ms: Any) -> Chart:
+def _sample_range_bars(shared: Chart, name: str, low_ms: Any, high_ms: Any) -> Chart:
     """A share of the samples of each row, as a bar."""
     return {
-        **shared, "type": "bar", "orientation": "h", "name": name, "base": _numbers(low_ms),
-        "x": _numbers(high_ms - low_ms), "textposition": "none",
-        "customdata": [_numbers(pair) for pair in zip(low_ms, high_ms, strict=True)],
+        **shared, "type": "bar", "orientation": "h", "name": name, "base": _as_floats(low_ms),
+        "x": _as_floats(high_ms - low_ms), "textposition": "none",
+        "customdata": [_as_floats(pair) for pair in zip(low_ms, high_ms, strict=True)],
         "hovertemplate": "%{text}: " + name + " %{customdata[0]:.4g} to %{customdata[1]:.4g} ms<extra></extra>",
     }  # fmt: skip
 
 
-def _band(low_ms: float, high_ms: float) -> Chart:
+def _interval_band(low_ms: float, high_ms: float) -> Chart:
     place = {"x0": low_ms, "x1": high_ms, "yref": "paper", "y0": 0, "y1": 1}
     return {"type": "rect", **place, "fillcolor": "#bbbbbb", "opacity": 0.4, "layer": "below", "line": {"width": 0}}
 
 
-def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
-    points = bounded(lines)
+def _pareto_chart(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
+    points = close_intervals(lines)
     if points.empty or cell.metric is None:
         return None
-    metric = METRICS.get(cell.metric, (cell.metric, 4, ""))[0]
+    metric = METRIC_FORMATS.get(cell.metric, (cell.metric, 4, ""))[0]
     told = "%{x:.4g} ms [%{customdata[0]:.4g}, %{customdata[1]:.4g}], " + escape(metric) + " %{y:.4f}"
-    best, tried = front(points, cell.higher_is_better), tried_frame(cell)
+    best, tried = pareto_front(points, cell.higher_is_better), candidate_frame(cell)
     grey = {"color": "#999999", "size": 4, "opacity": 0.6}
     data: list[Chart] = [
-        {"type": "scatter", "mode": "markers", "name": tried_name(cell), "marker": grey, "hoverinfo": "skip",
-         "x": _numbers(tried["latency_ms"]), "y": _numbers(tried["score"])},
-        {"type": "scatter", "mode": "lines", "name": "front", **QUIET, "x": _numbers(best["latency_ms"]),
-         "y": _numbers(best["score"]), "line": {"shape": "hv", "color": "#555555", "width": 1}},
+        {"type": "scatter", "mode": "markers", "name": candidate_label(cell), "marker": grey, "hoverinfo": "skip",
+         "x": _as_floats(tried["latency_ms"]), "y": _as_floats(tried["score"])},
+        {"type": "scatter", "mode": "lines", "name": "front", **NO_HOVER_NO_LEGEND, "x": _as_floats(best["latency_ms"]),
+         "y": _as_floats(best["score"]), "line": {"shape": "hv", "color": "#555555", "width": 1}},
     ]  # fmt: skip
     for index, row in enumerate(points.drop_duplicates("row").to_dict("records")):
-        colour, _, mark = look(index)
+        colour, _, mark = series_style(index)
         low, high = row["latency_low_ms"], row["latency_high_ms"]
         data.append({
             "type": "scatter", "mode": "markers", "name": escape(labels[row["row"]]),
-            "x": _numbers([row["latency_ms"]]), "y": _numbers([row["score"]]),
-            "error_x": _errors([row["latency_ms"]], [low], [high], _faint(colour, 0.5)),
-            "customdata": [_numbers([low, high])],
-            "marker": {"color": _faint(colour, 0.35), "symbol": SYMBOLS[mark], "size": 9,
+            "x": _as_floats([row["latency_ms"]]), "y": _as_floats([row["score"]]),
+            "error_x": _error_bars([row["latency_ms"]], [low], [high], _translucent(colour, 0.5)),
+            "customdata": [_as_floats([low, high])],
+            "marker": {"color": _translucent(colour, 0.35), "symbol": PLOTLY_SYMBOL_BY_MARKER[mark], "size": 9,
                        "line": {"color": colour, "width": 1.5}},
             "hovertemplate": told,
         })  # fmt: skip
     x, y = {"title": {"text": "latency, ms"}}, {"title": {"text": escape(metric)}}
-    return _chart(
-        f"Latency against {metric}; bars: 95 %; grey: {tried_name(cell)}", data, x, y, height=360 + 10 * len(data)
+    return _build_chart(
+        f"Latency against {metric}; bars: 95 %; grey: {candidate_label(cell)}", data, x, y, height=360 + 10 * len(data)
     )
 
 
-def _errors(value: Any, low: Any, high: Any, colour: str) -> Chart:
+def _error_bars(value: Any, low: Any, high: Any, colour: str) -> Chart:
     middle = np.asarray(value, dtype=float)
     up, down = np.asarray(high, dtype=float) - middle, middle - np.asarray(low, dtype=float)
-    return {"symmetric": False, "array": _numbers(up), "arrayminus": _numbers(down), "color": colour, "thickness": 1.5}
+    return {
+        "symmetric": False,
+        "array": _as_floats(up),
+        "arrayminus": _as_floats(down),
+        "color": colour,
+        "thickness": 1.5,
+    }
 
 
-def _faint(colour: str, share: float = 0.12) -> str:
+def _translucent(colour: str, share: float = 0.12) -> str:
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},{share:g})"
 
 
-def _numbers(values: Any) -> list[float]:
+def _as_floats(values: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in np.asarray(values, dtype=float)]

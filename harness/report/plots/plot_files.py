@@ -11,23 +11,23 @@ import pandas as pd
 
 from harness.report.frames.budget_frames import budget_frame, curve_frame
 from harness.report.frames.confirmation_samples import sample_frame
-from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.hypervolume import hypervolume_frame
 from harness.report.frames.layer_waterfall import waterfall_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.frames.pareto_points import bounded, tried_frame, tried_name
-from harness.report.frames.searcher_statistics import ranks
+from harness.report.frames.pareto_points import candidate_frame, candidate_label, close_intervals
+from harness.report.frames.searcher_statistics import rank_searchers
 from harness.report.frames.speedup_overview import overview_frame
 from harness.report.frames.transfer import transfer_frame
-from harness.report.load.attribution_store import Explanation, read_explanations
-from harness.report.load.display_names import labels_of, metric_name
+from harness.report.load.attribution_store import AttributionReport, read_attributions
+from harness.report.load.display_names import metric_name, row_labels
 from harness.report.load.results import CellResults, Results
 from harness.report.plots import layer_plots, result_plots, study_plots
 
-__all__ = ["Picture", "draw", "draw_explained", "explanations_of"]
+__all__ = ["PlotFile", "draw_attribution", "draw_plots", "read_task_attributions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class PlotFile:
     """A plot that the page shows as it was drawn.
 
     Attributes:
@@ -40,7 +40,7 @@ class Picture:
     path: Path
 
 
-def draw(results: Results, out: Path) -> list[Picture]:
+def draw_plots(results: Results, out: Path) -> list[PlotFile]:
     """Write the plots as PNG and SVG; gives those that the page has no interactive form of.
 
     Raises:
@@ -52,66 +52,66 @@ def draw(results: Results, out: Path) -> list[Picture]:
         marks = budgets[budgets["cell"] == cell.name]
         _draw_searches(cell, marks, out)
         _draw_confirmed(cell, main[main["cell"] == cell.name], samples[samples["cell"] == cell.name], out)
-        for found in explanations_of(cell):
-            pictures += draw_explained(cell.name, found, out)
+        for found in read_task_attributions(cell):
+            pictures += draw_attribution(cell.name, found, out)
     return pictures
 
 
-def explanations_of(cell: CellResults) -> Iterator[Explanation]:
+def read_task_attributions(cell: CellResults) -> Iterator[AttributionReport]:
     """The explanations of rows that are still what they were."""
-    return read_explanations(cell.folder, {row: facts.sha256 for row, facts in cell.rows.items()})
+    return read_attributions(cell.folder, {row: facts.sha256 for row, facts in cell.rows.items()})
 
 
-def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[Picture]:
+def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[PlotFile]:
     """A picture for each device, as the table of the overview has it."""
     for number, ((device, quantized), part) in enumerate(overview.groupby(["device", "quantized"], sort=False), 1):
         name = "overview" if number == 1 else f"overview-{number}"
         title = f"Speedups at a glance, {quantized}, {device}"
-        study_plots.speedups(part, title, out / name)
-        yield Picture(title=title, cell="", path=out / f"{name}.svg")
+        study_plots.draw_speedups(part, title, out / name)
+        yield PlotFile(title=title, cell="", path=out / f"{name}.svg")
 
 
-def _draw_study(results: Results, out: Path) -> Iterator[Picture]:
+def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
     """What goes over all cells."""
-    found = ranks(results)
+    found = rank_searchers(results)
     if found is not None:
-        title = "; ".join(filter(None, ["Searchers by mean rank", found.untested]))
-        study_plots.critical_difference(found, title, out / "ranks")
-        yield Picture(title=title, cell="", path=out / "ranks.svg")
+        title = "; ".join(filter(None, ["Searchers by mean rank", found.untested_reason]))
+        study_plots.draw_critical_difference(found, title, out / "ranks")
+        yield PlotFile(title=title, cell="", path=out / "ranks.svg")
     transfer = transfer_frame(results)
     for (_, within, precision), part in transfer.groupby(["across", "within", "precision"], sort=False):
-        name = f"transfer-{_file(f'{within}-{precision}')}"
-        study_plots.transfer_map(part, f"{within}, {precision}", out / name)
-        yield Picture(title=f"Transfer: {within}, {precision}", cell="", path=out / f"{name}.svg")
+        name = f"transfer-{_safe_file_name(f'{within}-{precision}')}"
+        study_plots.draw_transfer_map(part, f"{within}, {precision}", out / name)
+        yield PlotFile(title=f"Transfer: {within}, {precision}", cell="", path=out / f"{name}.svg")
 
 
 def _draw_searches(cell: CellResults, marks: pd.DataFrame, out: Path) -> None:
-    curves, volumes = curve_frame([cell]), volume_frame([cell])
+    curves, volumes = curve_frame([cell]), hypervolume_frame([cell])
     if len(curves):
-        result_plots.anytime(curves, cell.name, out / f"anytime-{cell.name}", confirmed=marks)
-        result_plots.anytime(curves, cell.name, out / f"anytime-minutes-{cell.name}", over="minutes")
+        result_plots.draw_anytime(curves, cell.name, out / f"anytime-{cell.name}", confirmed=marks)
+        result_plots.draw_anytime(curves, cell.name, out / f"anytime-minutes-{cell.name}", over="minutes")
     if len(volumes):
-        study_plots.volumes(volumes, cell.name, out / f"volume-{cell.name}")
+        study_plots.draw_hypervolumes(volumes, cell.name, out / f"volume-{cell.name}")
     if len(marks):
-        result_plots.budget_bars(marks, cell.name, out / f"budget-{cell.name}")
+        result_plots.draw_budget_bars(marks, cell.name, out / f"budget-{cell.name}")
 
 
 def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
-    labels = labels_of(cell, main)
+    labels = row_labels(cell, main)
     known = [row for row in labels if row in cell.summaries]
     rows = {labels[row]: samples[samples["row"] == row] for row in known}
     table_ms = {labels[row]: cell.summaries[row].latency_ms.value for row in known}
     if rows:
-        result_plots.latencies(rows, table_ms, cell.floor, cell.name, out / f"latency-{cell.name}")
-    points = bounded(main)
+        result_plots.draw_latencies(rows, table_ms, cell.floor, cell.name, out / f"latency-{cell.name}")
+    points = close_intervals(main)
     if len(points) and cell.metric is not None:
-        words = {"title": cell.name, "metric": metric_name(cell.metric), "tried": tried_name(cell)}
+        words = {"title": cell.name, "metric": metric_name(cell.metric), "tried": candidate_label(cell)}
         path = out / f"pareto-{cell.name}"
         points = points.assign(label=points["row"].map(labels))
-        result_plots.pareto(points, tried_frame(cell), words, path, higher=cell.higher_is_better)
+        result_plots.draw_pareto(points, candidate_frame(cell), words, path, higher=cell.higher_is_better)
 
 
-def draw_explained(cell: str, found: Explanation, out: Path) -> Iterator[Picture]:
+def draw_attribution(cell: str, found: AttributionReport, out: Path) -> Iterator[PlotFile]:
     """What is known of a row, as pictures.
 
     Args:
@@ -119,21 +119,21 @@ def draw_explained(cell: str, found: Explanation, out: Path) -> Iterator[Picture
         found: The explanation.
         out: Folder.
     """
-    name, about = f"{cell}-{_file(found.row)}", f"{cell}: {found.method}"
+    name, about = f"{cell}-{_safe_file_name(found.row)}", f"{cell}: {found.method}"
     parts = waterfall_frame(found.before, found.after)
     if len(parts):
-        layer_plots.waterfall(parts, about, out / f"waterfall-{name}")
-        yield Picture(title=f"Latency by layer, {found.method}", cell=cell, path=out / f"waterfall-{name}.svg")
+        layer_plots.draw_waterfall(parts, about, out / f"waterfall-{name}")
+        yield PlotFile(title=f"Latency by layer, {found.method}", cell=cell, path=out / f"waterfall-{name}.svg")
     if any(effect.ratio is not None for effect in found.patterns):
-        layer_plots.sensitivity(found.patterns, found.floor, about, out / f"sensitivity-{name}")
-        yield Picture(title=f"Patterns of {found.method}", cell=cell, path=out / f"sensitivity-{name}.svg")
+        layer_plots.draw_sensitivity(found.patterns, found.floor, about, out / f"sensitivity-{name}")
+        yield PlotFile(title=f"Patterns of {found.method}", cell=cell, path=out / f"sensitivity-{name}.svg")
     if any(effect.ratio is not None and effect.drop is not None for effect in found.patterns):
         metric = metric_name(found.metric)
-        layer_plots.price(found, metric, about, out / f"price-{name}")
+        layer_plots.draw_gain_and_drop(found, metric, about, out / f"price-{name}")
         title = f"What patterns of {found.method} give, and cost in {metric}"
-        yield Picture(title=title, cell=cell, path=out / f"price-{name}.svg")
+        yield PlotFile(title=title, cell=cell, path=out / f"price-{name}.svg")
 
 
-def _file(name: str) -> str:
+def _safe_file_name(name: str) -> str:
     """A name as part of a file's."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]

@@ -21,25 +21,37 @@ from matplotlib.ticker import MaxNLocator
 from harness.statistics import median_ci
 
 __all__ = [
-    "COLOURS", "FORMATS", "LINES", "READ", "anytime", "budget_bars", "drawn", "envelope", "front", "key", "latencies",
-    "look", "name_lines", "pareto",
+    "CURVE_READING_NOTE",
+    "PLOT_FILE_FORMATS",
+    "SERIES_COLOURS",
+    "SERIES_LINES",
+    "add_legend",
+    "draw_anytime",
+    "draw_budget_bars",
+    "draw_latencies",
+    "draw_pareto",
+    "figure_file",
+    "median_band",
+    "pareto_front",
+    "series_style",
+    "wrap_name",
 ]  # fmt: skip
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-LINES = ("-", "--", "-.", ":")
-MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
-FORMATS = ("png", "svg")
-STEPS = 2000
+SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+SERIES_LINES = ("-", "--", "-.", ":")
+SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
+PLOT_FILE_FORMATS = ("png", "svg")
+MAX_CURVE_STEPS = 2000
 """Of a curve at most: more than a picture has dots across."""
-READ = (
+CURVE_READING_NOTE = (
     "median over seeds and its 95 % interval, the range with fewer than six;\n"
     "a placement is as fast as the median of what all searches read of it"
 )
 
 
 @contextmanager
-def drawn(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
+def figure_file(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
     """Axes of a figure that is written as PNG and SVG; names are shown as they stand, no markup is read.
 
     The SVG holds no date and no random identifiers: same results, same bytes.
@@ -53,30 +65,34 @@ def drawn(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterator[Axe
             axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for kind in FORMATS:
+        for kind in PLOT_FILE_FORMATS:
             metadata = {"Date": None} if kind == "svg" else None
             figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=metadata)
 
 
-def look(index: int) -> tuple[str, str, str]:
+def series_style(index: int) -> tuple[str, str, str]:
     """Colour, line and mark of the n-th series; where the colours are used up they come again with the next of both."""
-    turn = index // len(COLOURS)
-    return COLOURS[index % len(COLOURS)], LINES[(index + turn) % len(LINES)], MARKS[(index + turn) % len(MARKS)]
+    turn = index // len(SERIES_COLOURS)
+    return (
+        SERIES_COLOURS[index % len(SERIES_COLOURS)],
+        SERIES_LINES[(index + turn) % len(SERIES_LINES)],
+        SERIES_MARKERS[(index + turn) % len(SERIES_MARKERS)],
+    )
 
 
-def key(axes: Axes, columns: int = 4) -> None:
+def add_legend(axes: Axes, columns: int = 4) -> None:
     """What is what, below the axes, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     columns = min(columns, max(1, len(labels)))
     axes.figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
-def name_lines(name: str, width: int) -> str:
+def wrap_name(name: str, width: int) -> str:
     """A long name on several lines."""
     return textwrap.fill(name, width)
 
 
-def envelope(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], value: str = "speedup") -> pd.DataFrame:
+def median_band(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], value: str = "speedup") -> pd.DataFrame:
     """Median of a figure of the incumbent over seeds, with its interval, wherever any seed has a new figure.
 
     Between these places it stays as it is, so the steps are those of all evaluations, however many there are.
@@ -89,21 +105,26 @@ def envelope(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], valu
     Returns:
         Columns value, low, high: the 95 % interval of the median; the range where there are fewer than six seeds.
     """
-    table = _news(curves, value).pivot_table(index=over, columns="seed", values=value, aggfunc="last").ffill().dropna()
-    if len(table) > STEPS:
-        table = table.iloc[np.linspace(0, len(table) - 1, STEPS).astype(int)]
+    table = (
+        _change_points(curves, value)
+        .pivot_table(index=over, columns="seed", values=value, aggfunc="last")
+        .ffill()
+        .dropna()
+    )
+    if len(table) > MAX_CURVE_STEPS:
+        table = table.iloc[np.linspace(0, len(table) - 1, MAX_CURVE_STEPS).astype(int)]
     found = [median_ci(row) for row in table.to_numpy()]
     lines = [(interval.value, interval.low, interval.high) for interval in found]
     return pd.DataFrame(lines, index=table.index, columns=["value", "low", "high"])
 
 
-def _news(curves: pd.DataFrame, value: str) -> pd.DataFrame:
+def _change_points(curves: pd.DataFrame, value: str) -> pd.DataFrame:
     """The rows in which a seed has a new figure, and each seed's last."""
     seeds = curves.groupby("seed", sort=False)
     return curves[(seeds[value].shift() != curves[value]) | (seeds.cumcount(ascending=False) == 0)]
 
 
-def anytime(
+def draw_anytime(
     curves: pd.DataFrame,
     title: str,
     path: Path,
@@ -121,10 +142,10 @@ def anytime(
         over: The x axis.
         confirmed: Columns searcher, budget, speedup, low, high: fresh measurements, drawn as marks over evaluations.
     """
-    with drawn(path, height=4.4) as axes:
+    with figure_file(path, height=4.4) as axes:
         for index, (searcher, part) in enumerate(curves.groupby("searcher", sort=False)):
-            colour, line, mark = look(index)
-            steps = envelope(part, over)
+            colour, line, mark = series_style(index)
+            steps = median_band(part, over)
             axes.step(steps.index, steps["value"], where="post", label=str(searcher), color=colour, linestyle=line)
             axes.fill_between(steps.index, steps["low"], steps["high"], step="post", alpha=0.12, color=colour)
             if confirmed is not None and len(marks := confirmed[confirmed["searcher"] == searcher]):
@@ -133,15 +154,15 @@ def anytime(
                 place = marks["budget"] + shift
                 axes.errorbar(place, marks["speedup"], yerr=errors, fmt=mark, ms=4.5, capsize=2, color=colour)
         axes.axhline(1.0, color="0.6", linewidth=0.8)
-        axes.set_xlabel(f"{over}\n{_legend_of(confirmed)}")
+        axes.set_xlabel(f"{over}\n{_confirmed_legend(confirmed)}")
         axes.set_ylabel("speedup over the float baseline")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
-        key(axes)
+        add_legend(axes)
 
 
-def _legend_of(confirmed: pd.DataFrame | None) -> str:
-    lines = f"lines and bands: {READ}"
+def _confirmed_legend(confirmed: pd.DataFrame | None) -> str:
+    lines = f"lines and bands: {CURVE_READING_NOTE}"
     return (
         lines
         if confirmed is None or not len(confirmed)
@@ -149,7 +170,7 @@ def _legend_of(confirmed: pd.DataFrame | None) -> str:
     )
 
 
-def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
+def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
     """Confirmed speedup by searcher and budget, with the limits of `harness.report.frames.budget_frames.budget_frame`.
 
     Args:
@@ -159,14 +180,15 @@ def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
     """
     searchers, sizes = list(dict.fromkeys(budgets["searcher"])), sorted(set(budgets["budget"]))
     width = 0.8 / len(sizes)
-    with drawn(path, height=3.4) as axes:
+    with figure_file(path, height=3.4) as axes:
         for index, size in enumerate(sizes):
             part = budgets[budgets["budget"] == size]
             place = [searchers.index(name) + (index - (len(sizes) - 1) / 2) * width for name in part["searcher"]]
             errors = np.abs(part[["low", "high"]].to_numpy().T - part["speedup"].to_numpy())
             axes.bar(
                 place, part["speedup"], width * 0.92, yerr=errors, capsize=2, label=f"{size} evaluations",
-                color=COLOURS[index % len(COLOURS)], hatch=HATCHES[index % len(HATCHES)], edgecolor="white",
+                color=SERIES_COLOURS[index % len(SERIES_COLOURS)], hatch=BAR_HATCHES[index % len(BAR_HATCHES)],
+                edgecolor="white",
                 error_kw={"elinewidth": 0.9},
             )  # fmt: skip
         axes.axhline(1.0, color="0.3", linewidth=0.8)
@@ -176,10 +198,10 @@ def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
         )
         axes.set_ylabel("confirmed speedup")
         axes.set_title(title)
-        key(axes)
+        add_legend(axes)
 
 
-def latencies(
+def draw_latencies(
     samples: Mapping[str, pd.DataFrame], table_ms: Mapping[str, float], floor: float | None, title: str, path: Path
 ) -> None:
     """Distributions of the confirmation's samples, row by row, and on each what the tables say of it.
@@ -194,19 +216,21 @@ def latencies(
         title: Shown above the axes.
         path: Where to write, without suffix.
     """
-    with drawn(path, height=1.5 + 0.36 * len(samples)) as axes:
+    with figure_file(path, height=1.5 + 0.36 * len(samples)) as axes:
         baseline_ms = table_ms[next(iter(samples))]
         if floor is not None:
             axes.axvspan(baseline_ms / (1 + floor), baseline_ms * (1 + floor), color="0.85")
         axes.axvline(baseline_ms, color="0.5", linewidth=0.8)
         for place, (name, part) in enumerate(samples.items()):
             low, first, third, high = np.quantile(part["latency_ms"], [0.05, 0.25, 0.75, 0.95])
-            axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.0)
-            axes.plot([first, third], [place, place], color=COLOURS[0], linewidth=5.0, solid_capstyle="butt")
+            axes.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=1.0)
+            axes.plot([first, third], [place, place], color=SERIES_COLOURS[0], linewidth=5.0, solid_capstyle="butt")
             axes.plot([table_ms[name]], [place], "D", ms=4.5, color="white", markeredgecolor="black")
             builds = part.groupby("build")["latency_ms"].median()
-            axes.plot(builds, np.full(len(builds), place - 0.27), "o", ms=2.6, color=COLOURS[1], linestyle="none")
-        axes.set_yticks(range(len(samples)), [name_lines(name, 26) for name in samples])
+            axes.plot(
+                builds, np.full(len(builds), place - 0.27), "o", ms=2.6, color=SERIES_COLOURS[1], linestyle="none"
+            )
+        axes.set_yticks(range(len(samples)), [wrap_name(name, 26) for name in samples])
         axes.set_ylim(len(samples) - 0.6, -0.8)
         grey = "" if floor is None else f"\ngrey: A/A floor, {floor:.1%} around the baseline's latency"
         axes.set_xlabel(
@@ -216,7 +240,7 @@ def latencies(
         axes.set_title(title)
 
 
-def front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
+def pareto_front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
     """The rows that no other row beats in latency and metric at once, by latency.
 
     Args:
@@ -232,7 +256,9 @@ def front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
     return points.loc[kept]
 
 
-def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], path: Path, *, higher: bool) -> None:
+def draw_pareto(
+    points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], path: Path, *, higher: bool
+) -> None:
     """Latency against the metric: confirmed rows with their intervals and front, search candidates behind them.
 
     Marks are small and show what lies below them, and names stand in the key alone: good rows are close together.
@@ -244,19 +270,19 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
         path: Where to write, without suffix.
         higher: A higher score is better.
     """
-    with drawn(path, height=4.6) as axes:
+    with figure_file(path, height=4.6) as axes:
         grey: Any = {"color": "0.45", "alpha": 0.5, "mew": 0, "ms": 3, "zorder": 1}
-        axes.plot(tried["latency_ms"], tried["score"], "o", label=name_lines(words["tried"], 24), **grey)
-        best = front(points, higher)
+        axes.plot(tried["latency_ms"], tried["score"], "o", label=wrap_name(words["tried"], 24), **grey)
+        best = pareto_front(points, higher)
         axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
         for index, row in enumerate(points.drop_duplicates("label").to_dict("records")):
             errors = [[row["latency_ms"] - row["latency_low_ms"]], [row["latency_high_ms"] - row["latency_ms"]]]
-            colour, _, mark = look(index)
+            colour, _, mark = series_style(index)
             axes.errorbar(
                 [row["latency_ms"]], [row["score"]], xerr=errors, fmt=mark, ms=5, mfc=(colour, 0.35), mec=colour,
-                ecolor=(colour, 0.5), capsize=2, elinewidth=0.8, zorder=3, label=name_lines(row["label"], 24),
+                ecolor=(colour, 0.5), capsize=2, elinewidth=0.8, zorder=3, label=wrap_name(row["label"], 24),
             )  # fmt: skip
         axes.set_xlabel("latency, ms (confirmed rows: 95 % interval)")
         axes.set_ylabel(words["metric"])
         axes.set_title(words["title"])
-        key(axes, columns=3)
+        add_legend(axes, columns=3)

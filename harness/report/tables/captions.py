@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 __all__ = [
-    "BUDGET_NOTE", "COST_NOTE", "DECIDED", "FINALIST_NOTE", "LEVEL_NOTE", "LOSS_NOTE", "PRECISION_NOTE",
-    "SECOND_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
+    "BUDGET_NOTE",
+    "COST_NOTE",
+    "DECISION_NOTE",
+    "FINALIST_NOTE",
+    "LOSS_NOTE",
+    "PRECISION_NOTE",
+    "RUNNER_UP_NOTE",
+    "SEARCH_LATENCY_NOTE",
+    "TARGET_NOTE",
+    "VARIANCE_NOTE",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
@@ -19,7 +27,7 @@ FINALIST_NOTE = (
     "of each searcher by its runoff, or without one by its own samples, never by the confirmed ones. Shrinkage: "
     "speedup by the search's own samples less the confirmed one. Brackets as in the main table."
 )
-SECOND_NOTE = (
+RUNNER_UP_NOTE = (
     "METHOD #2: the second best of a search, by its runoff where there was one, else by its own samples (of a front: "
     "by the area that it dominates)."
 )
@@ -37,13 +45,13 @@ COST_NOTE = (
     "candidates whose first readings drifted or were disturbed, those built again for it included; unsteady: the last "
     "ones too, or they never warmed up."
 )
-DECIDED = (
+DECISION_NOTE = (
     "Decision: to ship is what is faster than the float baseline beyond the noise and keeps the bound on accuracy; the "
     "drop itself counts, not its interval. Where nothing was scored, or no bound was set, a row is faster and no more: "
     "look at its accuracy first."
 )
-PRECISION_NOTE = f"{DECIDED} Figures, brackets, bold and underlined as in the main table."
-LEVEL_NOTE = (
+PRECISION_NOTE = f"{DECISION_NOTE} Figures, brackets, bold and underlined as in the main table."
+SEARCH_LATENCY_NOTE = (
     "A placement is as fast as the median of what the searches of the cell read of it, so that one that several of "
     "them came to, a start for instance, stands at one level."
 )

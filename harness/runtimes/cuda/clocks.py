@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Clocks", "GpuConditions"]
+__all__ = ["GpuConditions", "GpuMonitor"]
 
-HELD_BACK: Mapping[int, str] = {
+THROTTLE_REASONS: Mapping[int, str] = {
     0x4: "power_cap",
     0x8: "hardware",
     0x20: "heat_software",
@@ -18,7 +18,7 @@ HELD_BACK: Mapping[int, str] = {
     0x80: "power_brake",
 }
 """Bits of NVML's clock event reasons that make readings worse (nvml.h); idleness and wanted clocks are none."""
-LOOK_S = 0.02
+MIN_SAMPLE_INTERVAL_S = 0.02
 """A look takes up to a millisecond: there are no more than this allows."""
 
 
@@ -29,7 +29,7 @@ class GpuConditions:
     Attributes:
         mhz: Clock of its multiprocessors.
         memory_mhz: Clock of its memory.
-        held_back: What keeps the clock below what it could be, see `HELD_BACK`.
+        held_back: What keeps the clock below what it could be, see `THROTTLE_REASONS`.
     """
 
     mhz: float | None = None
@@ -38,13 +38,13 @@ class GpuConditions:
     power_w: float | None = None
     held_back: frozenset[str] = frozenset()
 
-    def worse(self, other: GpuConditions) -> GpuConditions:
+    def merge_worst(self, other: GpuConditions) -> GpuConditions:
         """The worse of two looks: the lower clocks, the higher heat and power, and all that held the clocks back."""
         return GpuConditions(
-            mhz=_of(min, self.mhz, other.mhz),
-            memory_mhz=_of(min, self.memory_mhz, other.memory_mhz),
-            temperature_c=_of(max, self.temperature_c, other.temperature_c),
-            power_w=_of(max, self.power_w, other.power_w),
+            mhz=_choose_known(min, self.mhz, other.mhz),
+            memory_mhz=_choose_known(min, self.memory_mhz, other.memory_mhz),
+            temperature_c=_choose_known(max, self.temperature_c, other.temperature_c),
+            power_w=_choose_known(max, self.power_w, other.power_w),
             held_back=self.held_back | other.held_back,
         )
 
@@ -61,7 +61,7 @@ class GpuConditions:
         return {name: value for name, value in found.items() if value is not None}
 
 
-class Clocks:
+class GpuMonitor:
     """Watches one GPU's conditions; without NVML (nvidia-ml-py, or a driver) it tells nothing.
 
     Args:
@@ -84,46 +84,48 @@ class Clocks:
             return
         self._nvml = pynvml
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """See how the GPU does right now, for instance between readings; `facts` tells."""
-        if self._nvml is None or time.monotonic() - self._looked_s < LOOK_S:
+        if self._nvml is None or time.monotonic() - self._looked_s < MIN_SAMPLE_INTERVAL_S:
             return
-        self._seen = self._seen.worse(self._read())
+        self._seen = self._seen.merge_worst(self._read())
         self._looked_s = time.monotonic()
 
-    def facts(self) -> dict[str, float]:
+    def take_facts(self) -> dict[str, float]:
         """The worst that was seen since this was asked last, now included; see `GpuConditions.facts`."""
         self._looked_s = -math.inf
-        self.look()
+        self.sample()
         seen, self._seen = self._seen, GpuConditions()
         return seen.facts()
 
     def _read(self) -> GpuConditions:
         nvml, handle = self._nvml, self._handle
-        power_mw = self._soft(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        power_mw = self._query_or_none(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         return GpuConditions(
-            mhz=self._soft(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-            memory_mhz=self._soft(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))),
-            temperature_c=self._soft(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+            mhz=self._query_or_none(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+            memory_mhz=self._query_or_none(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))),
+            temperature_c=self._query_or_none(
+                lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+            ),
             power_w=None if power_mw is None else power_mw / 1000,
-            held_back=self._held_back(),
+            held_back=self._throttle_reasons(),
         )
 
-    def _held_back(self) -> frozenset[str]:
+    def _throttle_reasons(self) -> frozenset[str]:
         """NVML renamed "throttle" to "event"; older drivers know the old name alone."""
         nvml, handle = self._nvml, self._handle
-        bits = self._soft(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        bits = self._query_or_none(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         if bits is None:
-            bits = self._soft(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        return frozenset(reason for bit, reason in HELD_BACK.items() if (bits or 0) & bit)
+            bits = self._query_or_none(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        return frozenset(reason for bit, reason in THROTTLE_REASONS.items() if (bits or 0) & bit)
 
-    def _soft(self, probe: Callable[[], Any]) -> Any:
+    def _query_or_none(self, probe: Callable[[], Any]) -> Any:
         try:
             return probe()
         except (self._nvml.NVMLError, AttributeError):  # the latter: an older nvidia-ml-py
             return None
 
 
-def _of(choose: Callable[..., float], one: float | None, other: float | None) -> float | None:
+def _choose_known(choose: Callable[..., float], one: float | None, other: float | None) -> float | None:
     known = [value for value in (one, other) if value is not None]
     return choose(known) if known else None

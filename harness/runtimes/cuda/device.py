@@ -10,10 +10,10 @@ from typing import Any
 
 from harness.errors import MeasureFailed, UserError
 
-__all__ = ["Cuda", "Device", "import_runtime", "open_device"]
+__all__ = ["CudaRuntime", "Device", "import_runtime", "open_device"]
 
-REMEDY = "pip install -e '.[tensorrt]' brings cuda-python"
-BEYOND_REPAIR = frozenset((214, 700, 702, 710, 714, 715, 716, 717, 718, 719))
+INSTALL_HINT = "pip install -e '.[tensorrt]' brings cuda-python"
+STICKY_ERROR_CODES = frozenset((214, 700, 702, 710, 714, 715, 716, 717, 718, 719))
 """Memory error, illegal address, time-out, assert, stack, instruction, alignment, address space, program counter,
 launch failure: driver_types.h says that "the process must be terminated and relaunched"."""
 
@@ -39,7 +39,7 @@ class Device:
     driver: str
 
 
-class Cuda:
+class CudaRuntime:
     """The runtime API on one device.
 
     Args:
@@ -65,8 +65,8 @@ class Cuda:
         status, *results = getattr(self.api, function)(*args)
         if int(status):
             self.api.cudaGetLastError()  # or a later launch, of TensorRT for instance, would take it for its own
-            text = f"{function}: {_name(self.api, status)}"
-            if int(status) in BEYOND_REPAIR:
+            text = f"{function}: {_format_error(self.api, status)}"
+            if int(status) in STICKY_ERROR_CODES:
                 raise SystemExit(f"CUDA: {text}; this process can use the GPU no more")
             raise MeasureFailed(f"CUDA: {text}")
         return None if not results else results[0] if len(results) == 1 else results
@@ -82,12 +82,12 @@ def import_runtime() -> Any:
         from cuda.bindings import runtime
     except ImportError as error:
         raise UserError(
-            f"cuda-python >= 12.6 is missing ({error}); on a machine with an NVIDIA GPU {REMEDY}"
+            f"cuda-python >= 12.6 is missing ({error}); on a machine with an NVIDIA GPU {INSTALL_HINT}"
         ) from error
     return runtime
 
 
-def open_device(index: int = 0) -> tuple[Cuda, Device]:
+def open_device(index: int = 0) -> tuple[CudaRuntime, Device]:
     """A GPU, ready to use.
 
     Raises:
@@ -96,12 +96,12 @@ def open_device(index: int = 0) -> tuple[Cuda, Device]:
     api = import_runtime()
     status, count = api.cudaGetDeviceCount()
     if int(status) or not count:
-        raise UserError(_why_none(api, status))
+        raise UserError(_explain_no_device(api, status))
     if not 0 <= index < count:
         raise UserError(f"device: 0 to {count - 1} (the GPUs that CUDA lists here), but got {index}")
     try:
-        cuda = Cuda(api, index)
-        return cuda, _describe(cuda, index)
+        cuda = CudaRuntime(api, index)
+        return cuda, _read_device(cuda, index)
     except MeasureFailed as error:
         raise UserError(
             f"GPU {index} cannot be used: {error}; see nvidia-smi (a compute mode of EXCLUSIVE_PROCESS leaves no room "
@@ -109,7 +109,7 @@ def open_device(index: int = 0) -> tuple[Cuda, Device]:
         ) from error
 
 
-def _why_none(api: Any, status: Any) -> str:
+def _explain_no_device(api: Any, status: Any) -> str:
     """Why no device can be used. CUDA says "insufficient driver" both of an old driver and of none at all."""
     failed, driver = api.cudaDriverGetVersion()
     _, built_for = api.cudaRuntimeGetVersion()
@@ -118,42 +118,42 @@ def _why_none(api: Any, status: Any) -> str:
     code = api.cudaError_t
     if status == code.cudaErrorInsufficientDriver:
         return (
-            f"the NVIDIA driver is too old: it knows CUDA {_version(driver)}, cuda-python here needs "
-            f"{_version(built_for)}; update the driver, or pip install 'cuda-python<{built_for // 1000}'"
+            f"the NVIDIA driver is too old: it knows CUDA {_format_version(driver)}, cuda-python here needs "
+            f"{_format_version(built_for)}; update the driver, or pip install 'cuda-python<{built_for // 1000}'"
         )
     if status == code.cudaErrorNoDevice or not int(status):
         return "no NVIDIA GPU is visible; check nvidia-smi and the variable CUDA_VISIBLE_DEVICES"
-    return f"CUDA finds no usable GPU: {_name(api, status)}"
+    return f"CUDA finds no usable GPU: {_format_error(api, status)}"
 
 
-def _describe(cuda: Cuda, index: int) -> Device:
+def _read_device(cuda: CudaRuntime, index: int) -> Device:
     properties = cuda.call("cudaGetDeviceProperties", index)
     return Device(
         index=index,
         name=properties.name.decode(errors="replace").rstrip("\0"),
-        uuid=_uuid(bytes(properties.uuid.bytes)),
+        uuid=_format_uuid(bytes(properties.uuid.bytes)),
         capability=(int(properties.major), int(properties.minor)),
         l2_bytes=int(properties.l2CacheSize),
         memory_bytes=int(properties.totalGlobalMem),
-        driver=_version(cuda.call("cudaDriverGetVersion")),
+        driver=_format_version(cuda.call("cudaDriverGetVersion")),
     )
 
 
-def _uuid(raw: bytes) -> str:
+def _format_uuid(raw: bytes) -> str:
     text = raw.hex()
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def _version(number: int) -> str:
+def _format_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _name(api: Any, status: Any) -> str:
+def _format_error(api: Any, status: Any) -> str:
     """CUDA's name of an error and its text, for instance "cudaErrorMemoryAllocation (out of memory)"."""
     _, name = api.cudaGetErrorName(status)
     _, text = api.cudaGetErrorString(status)
-    return f"{_text(name)} ({_text(text)})"
+    return f"{_decode_text(name)} ({_decode_text(text)})"
 
 
-def _text(value: Any) -> str:
+def _decode_text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

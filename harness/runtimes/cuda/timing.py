@@ -17,24 +17,24 @@ from types import TracebackType
 from typing import Any
 
 from harness.errors import CandidateError, MeasureFailed
-from harness.runtimes.cuda.device import Cuda
+from harness.runtimes.cuda.device import CudaRuntime
 
-__all__ = ["Enqueue", "GpuTimer", "Readings", "flush_bytes"]
+__all__ = ["Enqueue", "GpuTimer", "GpuTimings", "flush_bytes"]
 
 Enqueue = Callable[[int], None]
 """Queues one inference on the stream with this handle and returns; raises where it is refused."""
 
-DEPTH = 2
+QUERIES_IN_FLIGHT = 2
 """Queries in flight."""
-LEAD = 2
+LEAD_IN_QUERIES = 2
 """Queries ahead of the first that counts: it must not be the one that finds the stream empty."""
-FLUSH = 2
+L2_FLUSH_FACTOR = 2
 """Times the L2 cache that is overwritten to make it cold."""
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Readings:
+class GpuTimings:
     """Time of some queries in a row, in milliseconds.
 
     Attributes:
@@ -46,12 +46,12 @@ class Readings:
 
     gpu_ms: tuple[float, ...]
     enqueue_ms: tuple[float, ...]
-    waited: tuple[bool, ...]
+    device_waited: tuple[bool, ...]
 
     @property
     def host_bound(self) -> float:
         """Share of the queries that the device may have waited in."""
-        return sum(self.waited) / len(self.waited)
+        return sum(self.device_waited) / len(self.device_waited)
 
 
 class GpuTimer:
@@ -71,7 +71,7 @@ class GpuTimer:
     """
 
     def __init__(
-        self, cuda: Cuda, enqueue: Enqueue, *, graph: bool = True, flush_bytes: int = 0, stream: Any = None
+        self, cuda: CudaRuntime, enqueue: Enqueue, *, graph: bool = True, flush_bytes: int = 0, stream: Any = None
     ) -> None:
         self._cuda = cuda
         self._enqueue = enqueue
@@ -86,14 +86,16 @@ class GpuTimer:
 
     def __enter__(self) -> GpuTimer:
         with ExitStack() as opened:  # whatever fails, what was made until then is released
-            self._stream = self._given if self._given is not None else self._made_stream(opened)
-            self._events = [(self._event(opened), self._event(opened)) for _ in range(DEPTH + 1)]
+            self._stream = self._given if self._given is not None else self._create_stream(opened)
+            self._events = [
+                (self._create_event(opened), self._create_event(opened)) for _ in range(QUERIES_IN_FLIGHT + 1)
+            ]
             if self._flush_bytes:
-                self._scratch = self._made(opened, "cudaMalloc", self._flush_bytes, release="cudaFree")
+                self._scratch = self._create_resource(opened, "cudaMalloc", self._flush_bytes, release="cudaFree")
             self._enqueue(int(self._stream))  # first run: lazy loading and allocation
             self._cuda.call("cudaStreamSynchronize", self._stream)
             if self._wanted:
-                self._graph = self._launchable(opened)
+                self._graph = self._instantiate_graph(opened)
             self._open = opened.pop_all()
         return self
 
@@ -103,20 +105,27 @@ class GpuTimer:
         with self._open:
             self._cuda.call("cudaStreamSynchronize", self._stream)
 
-    def read(self, n: int) -> Readings:
+    def read(self, n: int) -> GpuTimings:
         """Time n queries.
 
         Raises:
             MeasureFailed: CUDA refuses, or what is timed does.
         """
         gpu_ms, enqueue_ms, waited = [], [], []
-        for number in range(n + LEAD):
-            if number >= DEPTH:
-                gpu_ms.append(self._elapsed(number - DEPTH))
-            enqueue_ms.append(self._query(number))
-            waited.append(self._reached(number))
-        gpu_ms.extend(self._elapsed(number) for number in range(max(0, n + LEAD - DEPTH), n + LEAD))
-        return Readings(gpu_ms=tuple(gpu_ms[LEAD:]), enqueue_ms=tuple(enqueue_ms[LEAD:]), waited=tuple(waited[LEAD:]))
+        for number in range(n + LEAD_IN_QUERIES):
+            if number >= QUERIES_IN_FLIGHT:
+                gpu_ms.append(self._elapsed_ms(number - QUERIES_IN_FLIGHT))
+            enqueue_ms.append(self._enqueue_query(number))
+            waited.append(self._has_started(number))
+        gpu_ms.extend(
+            self._elapsed_ms(number)
+            for number in range(max(0, n + LEAD_IN_QUERIES - QUERIES_IN_FLIGHT), n + LEAD_IN_QUERIES)
+        )
+        return GpuTimings(
+            gpu_ms=tuple(gpu_ms[LEAD_IN_QUERIES:]),
+            enqueue_ms=tuple(enqueue_ms[LEAD_IN_QUERIES:]),
+            device_waited=tuple(waited[LEAD_IN_QUERIES:]),
+        )
 
     def end_to_end(self, n: int) -> tuple[float, ...]:
         """Host time of n queries in milliseconds, each from queuing to the end of its work, one at a time."""
@@ -134,12 +143,12 @@ class GpuTimer:
         while time.perf_counter_ns() < end_ns:
             self._launch()
             count += 1
-            if count % DEPTH == 0:
+            if count % QUERIES_IN_FLIGHT == 0:
                 self._cuda.call("cudaStreamSynchronize", self._stream)
         self._cuda.call("cudaStreamSynchronize", self._stream)
         return count
 
-    def _query(self, number: int) -> float:
+    def _enqueue_query(self, number: int) -> float:
         """Queue one query between its events; the host's time for it in milliseconds."""
         begin, end = self._events[number % len(self._events)]
         call = self._cuda.call
@@ -158,12 +167,12 @@ class GpuTimer:
         else:
             self._cuda.call("cudaGraphLaunch", self._graph, self._stream)
 
-    def _elapsed(self, number: int) -> float:
+    def _elapsed_ms(self, number: int) -> float:
         begin, end = self._events[number % len(self._events)]
         self._cuda.call("cudaEventSynchronize", end)
         return float(self._cuda.call("cudaEventElapsedTime", begin, end))
 
-    def _reached(self, number: int) -> bool:
+    def _has_started(self, number: int) -> bool:
         """Whether the device has come to the first event of a query.
 
         "Not ready" counts as CUDA's last error, which is taken away: whoever launches next may look for one.
@@ -173,28 +182,28 @@ class GpuTimer:
         api.cudaGetLastError()
         return not int(status)
 
-    def _made(self, opened: ExitStack, function: str, *args: object, release: str) -> object:
+    def _create_resource(self, opened: ExitStack, function: str, *args: object, release: str) -> object:
         """What a function makes; it is released with all the rest."""
         made: object = self._cuda.call(function, *args)
         opened.callback(self._cuda.call, release, made)
         return made
 
-    def _made_stream(self, opened: ExitStack) -> Any:
+    def _create_stream(self, opened: ExitStack) -> Any:
         """Not the default stream, which would wait for others."""
         flags = self._cuda.api.cudaStreamNonBlocking
-        return self._made(opened, "cudaStreamCreateWithFlags", flags, release="cudaStreamDestroy")
+        return self._create_resource(opened, "cudaStreamCreateWithFlags", flags, release="cudaStreamDestroy")
 
-    def _event(self, opened: ExitStack) -> object:
+    def _create_event(self, opened: ExitStack) -> object:
         flags = self._cuda.api.cudaEventDefault
-        return self._made(opened, "cudaEventCreateWithFlags", flags, release="cudaEventDestroy")
+        return self._create_resource(opened, "cudaEventCreateWithFlags", flags, release="cudaEventDestroy")
 
-    def _launchable(self, opened: ExitStack) -> object | None:
+    def _instantiate_graph(self, opened: ExitStack) -> object | None:
         """The enqueue function as an executable graph; None, and `why_eager` says why, where it has none."""
         call = self._cuda.call
         try:
-            graph = self._captured()
+            graph = self._capture_graph()
             try:
-                made = self._made(opened, "cudaGraphInstantiate", graph, 0, release="cudaGraphExecDestroy")
+                made = self._create_resource(opened, "cudaGraphInstantiate", graph, 0, release="cudaGraphExecDestroy")
             finally:
                 call("cudaGraphDestroy", graph)
             call("cudaGraphUpload", made, self._stream)
@@ -206,7 +215,7 @@ class GpuTimer:
             return None
         return made
 
-    def _captured(self) -> object:
+    def _capture_graph(self) -> object:
         """What the enqueue function queues, as a graph.
 
         A capture is ended even where what is captured failed, or the stream would be of no use. The first error counts.
@@ -232,4 +241,4 @@ def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:
     """
     if cold_l2 and not l2_bytes:
         raise MeasureFailed("cold_l2: this device does not tell the size of its L2 cache")
-    return FLUSH * l2_bytes if cold_l2 else 0
+    return L2_FLUSH_FACTOR * l2_bytes if cold_l2 else 0

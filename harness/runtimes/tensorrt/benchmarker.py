@@ -13,29 +13,29 @@ from typing import Any
 from harness.api import Artifact, Candidate, Capabilities, Layer
 from harness.errors import BuildFailed
 from harness.paths import cache_dir
-from harness.runtimes.cuda.clocks import Clocks
-from harness.runtimes.cuda.device import Cuda, Device, open_device
+from harness.runtimes.cuda.clocks import GpuMonitor
+from harness.runtimes.cuda.device import CudaRuntime, Device, open_device
 from harness.runtimes.cuda.timing import flush_bytes
-from harness.runtimes.tensorrt.builder import Plan, build_plan, load_engine
-from harness.runtimes.tensorrt.library import Library, open_library
+from harness.runtimes.tensorrt.builder import SerializedEngine, build_plan, load_engine
+from harness.runtimes.tensorrt.library import TensorRTLibrary, open_library
 from harness.runtimes.tensorrt.options import Precision, Typing, read_options
 from harness.runtimes.tensorrt.probe import EngineProbe
-from harness.runtimes.tensorrt.profiling import layers_of
-from harness.runtimes.tensorrt.session import Loaded
-from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, cache_file
+from harness.runtimes.tensorrt.profiling import profile_layers
+from harness.runtimes.tensorrt.session import LoadedEngine
+from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, timing_cache_path
 
 __all__ = ["TensorRTBenchmarker"]
 
-ENGINES = (".engine", ".plan", ".trt")
+ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
 PROFILED_RUNS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
+class _TensorRTHandle:
     """What needs TensorRT and a GPU, made when first used."""
 
-    library: Library
-    cuda: Cuda
+    library: TensorRTLibrary
+    cuda: CudaRuntime
     device: Device
     cache: TimingCache
 
@@ -95,16 +95,16 @@ class TensorRTBenchmarker:
         self._plugins, self._device = tuple(plugins), device
 
     @cached_property
-    def _ready(self) -> _Ready:
+    def _ready(self) -> _TensorRTHandle:
         """The device first: without one TensorRT's own messages are about anything else."""
         cuda, device = open_device(self._device)
         library = open_library()
         self._options.check_runtime(f"TensorRT {library.version}", library.major, device)
         library.load_plugins(self._plugins)
-        default = cache_file(cache_dir(), library.version, device)
+        default = timing_cache_path(cache_dir(), library.version, device)
         path = Path(self._cache_file).expanduser() if self._cache_file else default
         cache = TimingCache(self._options.timing_cache, path)
-        return _Ready(library=library, cuda=cuda, device=device, cache=cache)
+        return _TensorRTHandle(library=library, cuda=cuda, device=device, cache=cache)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Build the candidate's engine, or load it where the candidate's file is one (.engine, .plan, .trt).
@@ -114,17 +114,17 @@ class TensorRTBenchmarker:
             UserError: TensorRT or the GPU cannot be used, or the timing cache.
         """
         path = candidate.source()
-        if path.suffix in ENGINES:
+        if path.suffix in ENGINE_SUFFIXES:
             return self.load(path)
-        plan = self._plan(path, workdir)
+        plan = self._serialized_engine(path, workdir)
         engine = load_engine(self._ready.library, plan.content, path.name)
         return Artifact(engine=engine, info={**plan.info, "layers": int(engine.num_layers)})
 
-    def _plan(self, path: Path, workdir: Path) -> Plan:
+    def _serialized_engine(self, path: Path, workdir: Path) -> SerializedEngine:
         ready = self._ready
         source = self._options.source(path, workdir, ready.device)
         try:
-            return build_plan(ready.library, source.path, source.options, ready.cache, quantized=source.quantized)
+            return build_plan(ready.library, source.path, source.options, ready.cache, quantized=source.has_qdq)
         except BuildFailed:
             ready.cuda.call("cudaDeviceSynchronize")  # ends this worker where the build has left no usable GPU
             raise
@@ -137,7 +137,7 @@ class TensorRTBenchmarker:
             UserError: See `build`.
         """
         with TemporaryDirectory(prefix="qdq-engine-") as workdir:
-            path.write_bytes(self._plan(candidate.source(), Path(workdir)).content)
+            path.write_bytes(self._serialized_engine(candidate.source(), Path(workdir)).content)
 
     def load(self, path: Path) -> Artifact:
         """An engine that `save` or trtexec wrote, for this TensorRT and this kind of GPU alone.
@@ -145,11 +145,13 @@ class TensorRTBenchmarker:
         Raises:
             BuildFailed: It is none, or another TensorRT's or GPU's.
         """
-        return Artifact(engine=load_engine(self._ready.library, _content(path), path.name), info={"plan": path.name})
+        return Artifact(
+            engine=load_engine(self._ready.library, _read_engine_file(path), path.name), info={"plan": path.name}
+        )
 
     def cast(self, path: Path, folder: Path) -> Path:
         """See `harness.runtimes.tensorrt.options.BuildOptions.cast`."""
-        return self._options.cast(path, folder)
+        return self._options.write_cast_model(path, folder)
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[EngineProbe]:
@@ -158,7 +160,7 @@ class TensorRTBenchmarker:
         Raises:
             MeasureFailed: The engine does not run, or there is not enough GPU memory.
         """
-        with EngineProbe(self._loaded(artifact)) as probe:
+        with EngineProbe(self._load_engine(artifact)) as probe:
             yield probe
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
@@ -166,7 +168,7 @@ class TensorRTBenchmarker:
 
         With `profile` each layer has its type, precision, kernel and origin; else its name and time alone.
         """
-        return layers_of(self._loaded(artifact), PROFILED_RUNS)
+        return profile_layers(self._load_engine(artifact), PROFILED_RUNS)
 
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`.
@@ -180,31 +182,31 @@ class TensorRTBenchmarker:
             "version": ready.library.version,
             "device": ready.device.name,
             "options": {
-                **self._options.facts(ready.device),
+                **self._options.describe(ready.device),
                 "cuda_graph": self._cuda_graph,
                 "l2": "cold" if self._cold_l2 else "warm",
                 "plugins": [Path(name).name for name in self._plugins],
             },
-            **self._options.float_facts(ready.device),
+            **self._options.describe_float_precision(ready.device),
         }
 
     def gpu(self) -> str:
         """See `harness.api.Benchmarker`."""
         return self._ready.device.uuid
 
-    def _loaded(self, artifact: Artifact) -> Loaded:
+    def _load_engine(self, artifact: Artifact) -> LoadedEngine:
         ready = self._ready
-        return Loaded(
+        return LoadedEngine(
             library=ready.library,
             engine=artifact.engine,
             cuda=ready.cuda,
-            clocks=Clocks(ready.device.uuid),
+            clocks=GpuMonitor(ready.device.uuid),
             graph=self._cuda_graph,
             flush_bytes=flush_bytes(ready.device.l2_bytes, self._cold_l2),
         )
 
 
-def _content(path: Path) -> bytes:
+def _read_engine_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import BuildFailed
-from harness.runtimes.tensorrt.library import Library
+from harness.runtimes.tensorrt.library import TensorRTLibrary
 from harness.runtimes.tensorrt.options import BuildOptions
-from harness.runtimes.tensorrt.profiles import Profile
+from harness.runtimes.tensorrt.profiles import ShapeProfile
 from harness.runtimes.tensorrt.timing_cache import TimingCache
 
-__all__ = ["Plan", "build_plan", "load_engine"]
+__all__ = ["SerializedEngine", "build_plan", "load_engine"]
 
-AVG_TIMING = 8
+TIMING_RUNS_PER_TACTIC = 8
 """Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SerializedEngine:
     """A serialized engine.
 
     Attributes:
@@ -33,8 +33,8 @@ class Plan:
 
 
 def build_plan(
-    library: Library, model: Path | bytes, options: BuildOptions, cache: TimingCache, *, quantized: bool
-) -> Plan:
+    library: TensorRTLibrary, model: Path | bytes, options: BuildOptions, cache: TimingCache, *, quantized: bool
+) -> SerializedEngine:
     """Build an engine.
 
     Args:
@@ -49,23 +49,25 @@ def build_plan(
         UserError: The timing cache cannot be used.
     """
     trt = library.trt
-    library.said.clear()
-    builder = _started(library, trt.Builder)
+    library.messages.clear()
+    builder = _create_or_explain(library, trt.Builder)
     network = builder.create_network(_network_flags(library, options))
     parser = trt.OnnxParser(network, library.log)  # owns the weights: it lives until the engine is built
     parsed = parser.parse(model) if isinstance(model, bytes) else parser.parse_from_file(str(model))
     if not parsed:
-        raise BuildFailed(f"TensorRT cannot parse the model: {'; '.join(_errors(parser)) or library.words()}")
+        raise BuildFailed(
+            f"TensorRT cannot parse the model: {'; '.join(_format_parser_errors(parser)) or library.drain_messages()}"
+        )
     config = builder.create_builder_config()
-    _configure(library, config, options, quantized)
+    _configure_builder(library, config, options, quantized)
     _add_profile(library, builder, config, options.profiles)
     cache.enter(library, config)
     built = builder.build_serialized_network(network, config)
     if built is None:
-        raise BuildFailed(f"TensorRT builds no engine: {library.words()}")
+        raise BuildFailed(f"TensorRT builds no engine: {library.drain_messages()}")
     content = bytes(built)
     cache.leave(config)
-    return Plan(
+    return SerializedEngine(
         content=content,
         info={
             "plan_bytes": len(content),
@@ -77,7 +79,7 @@ def build_plan(
     )
 
 
-def load_engine(library: Library, content: bytes, source: str) -> Any:
+def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
     """Deserialize an engine.
 
     Args:
@@ -88,18 +90,19 @@ def load_engine(library: Library, content: bytes, source: str) -> Any:
     Raises:
         BuildFailed: It is none, or one of another TensorRT or GPU, or there is too little memory.
     """
-    library.said.clear()
-    runtime = _started(library, library.trt.Runtime)
+    library.messages.clear()
+    runtime = _create_or_explain(library, library.trt.Runtime)
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise BuildFailed(
-            f"{source}: TensorRT {library.version} cannot load this engine ({library.words()}); engines serve the "
+            f"{source}: TensorRT {library.version} cannot load this engine ({library.drain_messages()}); "
+            "engines serve the "
             "TensorRT and the kind of GPU that they were built with alone: build it again here"
         )
     return engine
 
 
-def _started(library: Library, make: Callable[[Any], Any]) -> Any:
+def _create_or_explain(library: TensorRTLibrary, make: Callable[[Any], Any]) -> Any:
     """A builder or a runtime.
 
     Raises:
@@ -108,32 +111,32 @@ def _started(library: Library, make: Callable[[Any], Any]) -> Any:
     try:
         return make(library.log)
     except TypeError as error:
-        raise BuildFailed(f"TensorRT cannot start on this GPU: {library.words()}") from error
+        raise BuildFailed(f"TensorRT cannot start on this GPU: {library.drain_messages()}") from error
 
 
-def _network_flags(library: Library, options: BuildOptions) -> int:
+def _network_flags(library: TensorRTLibrary, options: BuildOptions) -> int:
     """The flags as bits; their numbers differ between the majors, so they go through the enum."""
     flags = library.trt.NetworkDefinitionCreationFlag
     return 1 << int(flags.STRONGLY_TYPED) if options.typing == "strong" else 0
 
 
-def _configure(library: Library, config: Any, options: BuildOptions, quantized: bool) -> None:
+def _configure_builder(library: TensorRTLibrary, config: Any, options: BuildOptions, quantized: bool) -> None:
     trt = library.trt
     if options.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
-    config.avg_timing_iterations = AVG_TIMING
+    config.avg_timing_iterations = TIMING_RUNS_PER_TACTIC
     verbosity = trt.ProfilingVerbosity
     config.profiling_verbosity = verbosity.DETAILED if options.detailed else verbosity.LAYER_NAMES_ONLY
     if options.precision != "tf32":
         config.clear_flag(trt.BuilderFlag.TF32)  # on by default
     if options.typing == "weak":
-        for flag in _weak_flags(options.precision, quantized):
+        for flag in _weak_typing_flags(options.precision, quantized):
             config.set_flag(getattr(trt.BuilderFlag, flag))
 
 
-def _weak_flags(precision: str, quantized: bool) -> Iterator[str]:
+def _weak_typing_flags(precision: str, quantized: bool) -> Iterator[str]:
     """Precisions that a weakly typed network of 10.x may choose beside FP32; 11 has no such flags."""
     if precision in ("f16", "bf16"):
         yield {"f16": "FP16", "bf16": "BF16"}[precision]
@@ -141,17 +144,17 @@ def _weak_flags(precision: str, quantized: bool) -> Iterator[str]:
         yield "INT8"
 
 
-def _add_profile(library: Library, builder: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
+def _add_profile(library: TensorRTLibrary, builder: Any, config: Any, profiles: Mapping[str, ShapeProfile]) -> None:
     if not profiles:
         return
     made = builder.create_optimization_profile()
     for name, profile in profiles.items():
         made.set_shape(name, profile.min, profile.opt, profile.max)
     if config.add_optimization_profile(made) < 0:
-        raise BuildFailed(f"TensorRT refuses the profile: {library.words()}")
+        raise BuildFailed(f"TensorRT refuses the profile: {library.drain_messages()}")
 
 
-def _errors(parser: Any) -> Iterator[str]:
+def _format_parser_errors(parser: Any) -> Iterator[str]:
     """What the parser found, with the nodes that it is about."""
     for index in range(parser.num_errors):
         error = parser.get_error(index)

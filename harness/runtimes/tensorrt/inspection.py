@@ -17,9 +17,9 @@ from harness.errors import MeasureFailed
 
 __all__ = ["read_layers"]
 
-TYPES = ("Datatype", "DataType", "Format/Datatype", "Format")
+DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")
 """Where the type of a tensor stands; the first that tells one counts."""
-WORDS: tuple[tuple[str, str], ...] = (
+PRECISION_PATTERNS: tuple[tuple[str, str], ...] = (
     ("fp8|float8|e4m3", "fp8"), ("fp4|float4", "fp4"), ("uint8", "uint8"), ("int8", "int8"), ("int4", "int4"),
     ("bf16|bfloat16", "bf16"), ("fp16|half|float16", "f16"), ("fp32|float32|float", "f32"),
     ("int64", "int64"), ("int32", "int32"), ("bool", "bool"),
@@ -43,16 +43,16 @@ def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
     """
     try:
         listed = json.loads(text)["Layers"]
-        return tuple(_layer(entry, times_ms) for entry in listed)
+        return tuple(_parse_layer(entry, times_ms) for entry in listed)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MeasureFailed(f"the engine inspector's answer cannot be read ({error!r}): {text[:80]}") from error
 
 
-def _layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
+def _parse_layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
     if isinstance(entry, str):  # built without detailed verbosity
         return Layer(name=entry, kind="", precision="", time_ms=times_ms.get(entry))
     name = str(entry["Name"])
-    types = [kind for side in ("Inputs", "Outputs") for kind in _types(entry.get(side, ()))]
+    types = [kind for side in ("Inputs", "Outputs") for kind in _tensor_precisions(entry.get(side, ()))]
     return Layer(
         name=name,
         kind=str(entry.get("ParameterType") or entry.get("LayerType", "")),
@@ -63,15 +63,15 @@ def _layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
     )
 
 
-def _types(tensors: Any) -> Iterator[str]:
+def _tensor_precisions(tensors: Any) -> Iterator[str]:
     for tensor in tensors:
-        for key in TYPES:
-            word = _word(str(tensor.get(key, ""))) if isinstance(tensor, Mapping) else ""
+        for key in DATATYPE_KEYS:
+            word = _precision_name(str(tensor.get(key, ""))) if isinstance(tensor, Mapping) else ""
             if word:
                 yield word
                 break
 
 
-def _word(text: str) -> str:
+def _precision_name(text: str) -> str:
     lower = text.lower()
-    return next((word for pattern, word in WORDS if re.search(pattern, lower)), "")
+    return next((word for pattern, word in PRECISION_PATTERNS if re.search(pattern, lower)), "")

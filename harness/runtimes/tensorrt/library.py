@@ -16,40 +16,40 @@ from typing import Any
 
 from harness.errors import UserError
 
-__all__ = ["Library", "open_library"]
+__all__ = ["TensorRTLibrary", "open_library"]
 
-OLDEST = (10, 9)
-STRONG_ONLY = 11
+MIN_VERSION = (10, 9)
+STRONG_TYPING_ONLY_MAJOR = 11
 """From this major on, every network is strongly typed."""
-KEPT_LINES = 200
-_REMEDY = "pip install -e '.[tensorrt]' (TensorRT >= 10.9 and cuda-python; needs an NVIDIA GPU and its driver)"
+MAX_LOG_LINES = 200
+_INSTALL_HINT = "pip install -e '.[tensorrt]' (TensorRT >= 10.9 and cuda-python; needs an NVIDIA GPU and its driver)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
+class TensorRTLibrary:
     """TensorRT, ready to use.
 
     Attributes:
         trt: The module.
         version: Its own, for instance "10.16.1.11".
         log: Its logger; it must outlive everything that is made with it.
-        said: Warnings and errors so far, in order, the last `KEPT_LINES` of them.
+        said: Warnings and errors so far, in order, the last `MAX_LOG_LINES` of them.
     """
 
     trt: Any
     version: str
     log: Any
-    said: deque[str]
+    messages: deque[str]
 
     @property
     def major(self) -> int:
         """First number of the version."""
-        return _numbers(self.version)[0]
+        return _version_numbers(self.version)[0]
 
-    def words(self) -> str:
+    def drain_messages(self) -> str:
         """What it complained about since the last call, on one line; then it is forgotten."""
-        lines = list(dict.fromkeys(self.said))
-        self.said.clear()
+        lines = list(dict.fromkeys(self.messages))
+        self.messages.clear()
         return " ".join(lines[-5:]) or "TensorRT gave no reason"
 
     def load_plugins(self, files: Sequence[str]) -> None:
@@ -63,17 +63,18 @@ class Library:
             path = Path(name).expanduser()
             if not path.is_file():
                 raise UserError(f"plugins: {name}: no such file")
-            self.said.clear()
+            self.messages.clear()
             try:
-                _plugins(self.trt, path.resolve())
+                _load_plugin_library(self.trt, path.resolve())
             except OSError:
                 raise UserError(
-                    f"plugins: {name} does not load ({self.words()}); it must be built for TensorRT {self.version}, "
+                    f"plugins: {name} does not load ({self.drain_messages()}); it must be built for TensorRT "
+                    f"{self.version}, "
                     f"and what it links to must be found: see ldd {name}"
                 ) from None
 
 
-def open_library(module: Callable[[], Any] | None = None) -> Library:
+def open_library(module: Callable[[], Any] | None = None) -> TensorRTLibrary:
     """Import TensorRT and make its logger.
 
     Args:
@@ -82,16 +83,16 @@ def open_library(module: Callable[[], Any] | None = None) -> Library:
     Raises:
         UserError: It is not installed, its libraries are missing, or it is too old.
     """
-    trt = (module or _import)()
+    trt = (module or _import_tensorrt)()
     version = str(trt.__version__)
-    if _numbers(version) < OLDEST:
-        raise UserError(f"TensorRT {version} is too old: {OLDEST[0]}.{OLDEST[1]} or later; {_REMEDY}")
-    said: deque[str] = deque(maxlen=KEPT_LINES)
-    return Library(trt=trt, version=version, log=_listener(trt, said), said=said)
+    if _version_numbers(version) < MIN_VERSION:
+        raise UserError(f"TensorRT {version} is too old: {MIN_VERSION[0]}.{MIN_VERSION[1]} or later; {_INSTALL_HINT}")
+    said: deque[str] = deque(maxlen=MAX_LOG_LINES)
+    return TensorRTLibrary(trt=trt, version=version, log=_create_logger(trt, said), messages=said)
 
 
 @functools.cache
-def _plugins(trt: Any, path: Path) -> Any:
+def _load_plugin_library(trt: Any, path: Path) -> Any:
     """Load a library of plugins, once a process: the registry refuses one whose plugins it has (`IPluginRegistry`).
 
     Raises:
@@ -103,19 +104,19 @@ def _plugins(trt: Any, path: Path) -> Any:
     return handle
 
 
-def _import() -> Any:
+def _import_tensorrt() -> Any:
     try:
         import tensorrt
     except ModuleNotFoundError as error:
-        raise UserError(f"TensorRT is not installed ({error}); {_REMEDY}") from error
+        raise UserError(f"TensorRT is not installed ({error}); {_INSTALL_HINT}") from error
     except (ImportError, OSError) as error:  # the module is there, what it links to is not
         raise UserError(
-            f"TensorRT's libraries are missing ({error}); {_REMEDY}, or put its lib folder into LD_LIBRARY_PATH"
+            f"TensorRT's libraries are missing ({error}); {_INSTALL_HINT}, or put its lib folder into LD_LIBRARY_PATH"
         ) from error
     return tensorrt
 
 
-def _listener(trt: Any, said: deque[str]) -> Any:
+def _create_logger(trt: Any, said: deque[str]) -> Any:
     """A logger that keeps warnings and errors instead of printing them."""
     kept = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING)
 
@@ -130,8 +131,8 @@ def _listener(trt: Any, said: deque[str]) -> Any:
     return Listener()
 
 
-def _numbers(version: str) -> tuple[int, int]:
+def _version_numbers(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
-        raise UserError(f"TensorRT names its version {version!r}, which is none; {_REMEDY}")
+        raise UserError(f"TensorRT names its version {version!r}, which is none; {_INSTALL_HINT}")
     return int(found[1]), int(found[2])

@@ -19,24 +19,32 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
-from harness.graph.io.files import file_digest, move_model
+from harness.graph.io.files import digest_file, move_model
 from harness.graph.io.writer import write_model
-from harness.graph.plugin_operators import plugin_nodes, with_plugins, without_plugins
+from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
 
 __all__ = [
-    "FP8_CAPABILITY", "Structure", "cast_model", "float_type", "has_fp8", "has_qdq", "read_structure",
-    "refuse_unusable", "shapes_of_inputs", "types_of_ends",
+    "FP8_CAPABILITY",
+    "Structure",
+    "cast_model",
+    "check_tensorrt_qdq",
+    "dominant_float_type",
+    "has_fp8",
+    "has_qdq",
+    "read_input_shapes",
+    "read_io_dtypes",
+    "read_structure",
 ]  # fmt: skip
 
 Structure: TypeAlias = onnx.ModelProto
 """A model without its external data."""
 FP8_CAPABILITY = (8, 9)
-LARGEST_BYTES = 2**31 - 1
+MAX_PROTOBUF_BYTES = 2**31 - 1
 """Protobuf reads no more; neither can a model be cast that has more weights."""
-FP8 = frozenset((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2))
-FLOATS = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
+FP8_TYPES = frozenset((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2))
+FLOAT_TYPE_NAMES = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
 LOW_PRECISION = {"f16": "fp16", "bf16": "bf16"}
-CAST_TO = "qdq_bench.cast_to"
+CAST_METADATA_KEY = "qdq_bench.cast_to"
 """Metadata of a cast file, and of what is inserted into it: where all weights are INT8, nothing else would tell."""
 
 
@@ -47,7 +55,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
         BuildFailed: Missing, no ONNX, or too large.
     """
     try:
-        if path.stat().st_size > LARGEST_BYTES:
+        if path.stat().st_size > MAX_PROTOBUF_BYTES:
             raise BuildFailed(
                 f"{path.name}: larger than 2 GiB, which protobuf cannot read; keep weights in external data"
             )
@@ -65,10 +73,10 @@ def has_qdq(proto: onnx.ModelProto) -> bool:
 
 def has_fp8(proto: onnx.ModelProto) -> bool:
     """Whether any constant, zero points among them, is FP8."""
-    return any(tensor.data_type in FP8 for tensor in _constants(proto).values())
+    return any(tensor.data_type in FP8_TYPES for tensor in _constants_by_name(proto).values())
 
 
-def shapes_of_inputs(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+def read_input_shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     """Shape of each input, -1 where it is dynamic; initializers that are listed as inputs are none."""
     constants = {tensor.name for tensor in proto.graph.initializer}
     return {
@@ -78,36 +86,36 @@ def shapes_of_inputs(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     }
 
 
-def types_of_ends(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dict[str, np.dtype[Any]]]:
+def read_io_dtypes(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dict[str, np.dtype[Any]]]:
     """NumPy's element type of each input, and of each output."""
 
     def types(values: Any) -> dict[str, np.dtype[Any]]:
         kinds = {value.name: value.type.tensor_type.elem_type for value in values}
         return {name: np.dtype(helper.tensor_dtype_to_np_dtype(kind)) for name, kind in kinds.items()}
 
-    own = shapes_of_inputs(proto)
+    own = read_input_shapes(proto)
     return types(v for v in proto.graph.input if v.name in own), types(proto.graph.output)
 
 
-def float_type(proto: onnx.ModelProto) -> str:
+def dominant_float_type(proto: onnx.ModelProto) -> str:
     """What most floating-point constants are: "f32", "f16" or "bf16"; "f32" where there are none.
 
     Most: operators that know no FP16 stay FP32 in a model that was cast. A file that was cast here says so.
     """
-    said = next((entry.value for entry in proto.metadata_props if entry.key == CAST_TO), None)
+    said = next((entry.value for entry in proto.metadata_props if entry.key == CAST_METADATA_KEY), None)
     if said in LOW_PRECISION:
         return str(said)
     sizes: Counter[str] = Counter()
-    for tensor in _constants(proto).values():
-        if tensor.data_type in FLOATS:
-            sizes[FLOATS[tensor.data_type]] += int(np.prod(tensor.dims, dtype=np.int64))
+    for tensor in _constants_by_name(proto).values():
+        if tensor.data_type in FLOAT_TYPE_NAMES:
+            sizes[FLOAT_TYPE_NAMES[tensor.data_type]] += int(np.prod(tensor.dims, dtype=np.int64))
     if not sizes:
-        scales = (FLOATS.get(value.type.tensor_type.elem_type) for value in proto.graph.value_info)
+        scales = (FLOAT_TYPE_NAMES.get(value.type.tensor_type.elem_type) for value in proto.graph.value_info)
         sizes.update(kind for kind in scales if kind is not None)
     return sizes.most_common(1)[0][0] if sizes else "f32"
 
 
-def refuse_unusable(proto: onnx.ModelProto, path: Path, capability: tuple[int, int]) -> None:
+def check_tensorrt_qdq(proto: onnx.ModelProto, path: Path, capability: tuple[int, int]) -> None:
     """Refuse Q/DQ that TensorRT does not take, by node, before minutes are spent on a build.
 
     Sources: `IQuantizeLayer` in NvInfer.h (symmetric only, positive scales); onnx-tensorrt's importer (UINT8 is read as
@@ -121,10 +129,10 @@ def refuse_unusable(proto: onnx.ModelProto, path: Path, capability: tuple[int, i
     Raises:
         BuildFailed: With the first such node.
     """
-    constants = _constants(proto)
+    constants = _constants_by_name(proto)
     for node in proto.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            reason = _trouble(node, constants, path.parent, capability)
+            reason = _unsupported_reason(node, constants, path.parent, capability)
             if reason:
                 raise BuildFailed(f"{path.name}: {node.op_type} {node.name or node.output[0]!r} {reason}")
 
@@ -144,31 +152,31 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     Raises:
         BuildFailed: The model is too large to be cast, or ModelOpt refuses it.
     """
-    if precision not in LOW_PRECISION or float_type(read_structure(path)) == precision:
+    if precision not in LOW_PRECISION or dominant_float_type(read_structure(path)) == precision:
         return path
-    target = folder / f"{path.stem}.{file_digest(path)[:16]}.{precision}.onnx"
+    target = folder / f"{path.stem}.{digest_file(path)[:16]}.{precision}.onnx"
     if target.exists():
         return target
-    if _weight_bytes(path) > LARGEST_BYTES:
+    if _external_weight_bytes(path) > MAX_PROTOBUF_BYTES:
         raise BuildFailed(
             f"{path.name}: more than 2 GB of weights cannot be cast to {precision} here; cast the model beforehand "
             f"(python -m modelopt.onnx.autocast --low_precision_type {LOW_PRECISION[precision]}), or use precision: f32"
         )
-    cast = _converted(onnx.load(path), path.name, precision)
-    onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_TO: precision})
+    cast = _convert_precision(onnx.load(path), path.name, precision)
+    onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_METADATA_KEY: precision})
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as scratch:  # an interrupted file would be taken for a whole one
         move_model(write_model(cast, Path(scratch) / target.name), target)
     return target
 
 
-def _converted(model: onnx.ModelProto, source: str, precision: str) -> onnx.ModelProto:
+def _convert_precision(model: onnx.ModelProto, source: str, precision: str) -> onnx.ModelProto:
     """Return a model at FP16 or BF16; plug-in operators keep their types, for ModelOpt knows none without TensorRT."""
     from modelopt.onnx.autocast.convert import convert_to_f16
 
-    plugins = plugin_nodes(model)
+    plugins = find_plugin_nodes(model)
     try:
-        known = without_plugins(model, plugins, source) if plugins else model
+        known = remove_plugins(model, plugins, source) if plugins else model
     except BuildFailed as error:
         raise BuildFailed(f"{error}, or use precision: f32") from error
     try:
@@ -176,10 +184,10 @@ def _converted(model: onnx.ModelProto, source: str, precision: str) -> onnx.Mode
     except Exception as error:  # ModelOpt raises this very class too
         words = " ".join(f"{type(error).__name__}: {error}".split())
         raise BuildFailed(f"{source}: ModelOpt cannot cast it to {precision}: {words}") from error
-    return with_plugins(cast, model, plugins) if plugins else cast
+    return restore_plugins(cast, model, plugins) if plugins else cast
 
 
-def _weight_bytes(path: Path) -> int:
+def _external_weight_bytes(path: Path) -> int:
     proto = read_structure(path)
     external = sum(
         int(entry.value)
@@ -190,7 +198,7 @@ def _weight_bytes(path: Path) -> int:
     return path.stat().st_size + external
 
 
-def _constants(proto: onnx.ModelProto) -> dict[str, TensorProto]:
+def _constants_by_name(proto: onnx.ModelProto) -> dict[str, TensorProto]:
     found = {tensor.name: tensor for tensor in proto.graph.initializer}
     for node in proto.graph.node:
         for attribute in node.attribute:
@@ -199,11 +207,11 @@ def _constants(proto: onnx.ModelProto) -> dict[str, TensorProto]:
     return found
 
 
-def _trouble(node: Any, constants: dict[str, TensorProto], folder: Path, capability: tuple[int, int]) -> str:
+def _unsupported_reason(node: Any, constants: dict[str, TensorProto], folder: Path, capability: tuple[int, int]) -> str:
     """Why TensorRT will not take a Q or DQ; "" where nothing speaks against it."""
     named = node.input[2] if len(node.input) > 2 else ""
     zero = constants.get(named)
-    kind = zero.data_type if zero is not None else 0 if named else _stored(node, constants)
+    kind = zero.data_type if zero is not None else 0 if named else _stored_type(node, constants)
     if kind == TensorProto.UINT8:
         return "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
     if kind == TensorProto.INT32:
@@ -213,20 +221,20 @@ def _trouble(node: Any, constants: dict[str, TensorProto], folder: Path, capabil
     if kind == TensorProto.FLOAT8E4M3FN and capability < FP8_CAPABILITY:
         need, have = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, capability))
         return f"is FP8, which needs compute capability {need} (Ada, Hopper or later); this GPU has {have}"
-    if zero is not None and any(_values(zero, folder)):
+    if zero is not None and any(_tensor_values(zero, folder)):
         return "has a zero point that is not 0; TensorRT takes symmetric quantization alone: calibrate symmetric"
     scale = constants.get(node.input[1])
-    if scale is not None and not all(value > 0 for value in _values(scale, folder)):
+    if scale is not None and not all(value > 0 for value in _tensor_values(scale, folder)):
         return "has a scale that is not positive"
     return ""
 
 
-def _stored(node: Any, constants: dict[str, TensorProto]) -> int:
+def _stored_type(node: Any, constants: dict[str, TensorProto]) -> int:
     """Element type of the quantized side where no zero point tells."""
     if node.op_type == "DequantizeLinear":
         return int(constants[node.input[0]].data_type) if node.input[0] in constants else 0
     return next((int(a.i) for a in node.attribute if a.name == "output_dtype" and a.i), TensorProto.UINT8)
 
 
-def _values(tensor: TensorProto, folder: Path) -> Iterator[float]:
+def _tensor_values(tensor: TensorProto, folder: Path) -> Iterator[float]:
     yield from numpy_helper.to_array(tensor, base_dir=str(folder)).astype(np.float64).ravel().tolist()

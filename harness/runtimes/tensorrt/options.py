@@ -12,30 +12,35 @@ from pydantic import BeforeValidator
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, UserError
 from harness.runtimes.cuda.device import Device
-from harness.runtimes.tensorrt.library import STRONG_ONLY
+from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
 from harness.runtimes.tensorrt.model_checks import (
     Structure,
     cast_model,
+    check_tensorrt_qdq,
     has_fp8,
     has_qdq,
+    read_input_shapes,
     read_structure,
-    refuse_unusable,
-    shapes_of_inputs,
 )
-from harness.runtimes.tensorrt.profiles import Profile, fitted, read_profiles
+from harness.runtimes.tensorrt.profiles import ShapeProfile, read_profiles, select_dynamic_profiles
 from harness.runtimes.tensorrt.timing_cache import POLICIES, CachePolicy
 
-__all__ = ["BuildOptions", "Precision", "Source", "Typing", "check_choice", "read_options"]
+__all__ = ["BuildOptions", "ParsedSource", "Precision", "Typing", "check_choice", "read_options"]
 
 Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(normalize_float_precision)]
 Typing = Literal["strong", "weak"]
-CAPABILITIES: Mapping[str, tuple[int, int]] = {"f32": (0, 0), "tf32": (8, 0), "f16": (5, 3), "bf16": (8, 0)}
+MIN_CAPABILITY_BY_PRECISION: Mapping[str, tuple[int, int]] = {
+    "f32": (0, 0),
+    "tf32": (8, 0),
+    "f16": (5, 3),
+    "bf16": (8, 0),
+}
 """Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
-LEVELS = (None, *range(6))
+OPTIMIZATION_LEVELS = (None, *range(6))
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ParsedSource:
     """A model file as TensorRT reads it.
 
     Attributes:
@@ -49,7 +54,7 @@ class Source:
     options: BuildOptions
 
     @property
-    def quantized(self) -> bool:
+    def has_qdq(self) -> bool:
         """Whether it has Q/DQ pairs."""
         return has_qdq(self.structure)
 
@@ -74,7 +79,7 @@ class BuildOptions:
     typing: Typing = "strong"
     workspace_bytes: int | None = None
     optimization_level: int | None = None
-    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    profiles: Mapping[str, ShapeProfile] = field(default_factory=dict)
     timing_cache: CachePolicy = "shared"
     detailed: bool = False
 
@@ -87,16 +92,18 @@ class BuildOptions:
         Raises:
             UserError: Weak typing on 11 or later; a float precision beyond the GPU's compute capability.
         """
-        if self.typing == "weak" and major >= STRONG_ONLY:
+        if self.typing == "weak" and major >= STRONG_TYPING_ONLY_MAJOR:
             raise UserError(
                 f"typing: weak: {runtime} has no weakly typed networks any more (11.0 removed them with the builder's "
                 "precision flags); use typing: strong, where the ONNX file says what runs in which type"
             )
-        if device.capability < CAPABILITIES[self.precision]:
-            need, have = (".".join(map(str, pair)) for pair in (CAPABILITIES[self.precision], device.capability))
+        if device.capability < MIN_CAPABILITY_BY_PRECISION[self.precision]:
+            need, have = (
+                ".".join(map(str, pair)) for pair in (MIN_CAPABILITY_BY_PRECISION[self.precision], device.capability)
+            )
             raise UserError(f"precision: {self.precision} needs compute capability {need}, {device.name} has {have}")
 
-    def cast(self, path: Path, folder: Path) -> Path:
+    def write_cast_model(self, path: Path, folder: Path) -> Path:
         """See `harness.api.Benchmarker`: at FP16 and BF16 a cast file, unless TensorRT chooses the types itself.
 
         Raises:
@@ -104,7 +111,7 @@ class BuildOptions:
         """
         return path if self.typing == "weak" else cast_model(path, self.precision, folder)
 
-    def source(self, path: Path, folder: Path, device: Device) -> Source:
+    def source(self, path: Path, folder: Path, device: Device) -> ParsedSource:
         """The file that is parsed for a candidate's.
 
         Args:
@@ -115,13 +122,13 @@ class BuildOptions:
             BuildFailed: TensorRT is known to refuse it, it does not fit the profiles, or it cannot be read or cast.
         """
         structure = read_structure(path)
-        refuse_unusable(structure, path, device.capability)
+        check_tensorrt_qdq(structure, path, device.capability)
         if self.typing == "weak" and has_fp8(structure):
             raise BuildFailed(f"{path.name}: FP8 needs a strongly typed network; use typing: strong")
-        profiles = fitted(self.profiles, shapes_of_inputs(structure))
-        return Source(self.cast(path, folder), structure, replace(self, profiles=profiles))
+        profiles = select_dynamic_profiles(self.profiles, read_input_shapes(structure))
+        return ParsedSource(self.write_cast_model(path, folder), structure, replace(self, profiles=profiles))
 
-    def facts(self, device: Device) -> dict[str, Any]:
+    def describe(self, device: Device) -> dict[str, Any]:
         """For `describe`: what every build has in common."""
         return {
             "typing": self.typing,
@@ -135,9 +142,9 @@ class BuildOptions:
             **({"profile": True} if self.detailed else {}),
         }
 
-    def float_facts(self, device: Device) -> dict[str, Any]:
+    def describe_float_precision(self, device: Device) -> dict[str, Any]:
         """For `describe`: the float precision, and those that this GPU could run instead."""
-        offered = [name for name, least in CAPABILITIES.items() if device.capability >= least]
+        offered = [name for name, least in MIN_CAPABILITY_BY_PRECISION.items() if device.capability >= least]
         return {
             "float_precision": self.precision,
             "float_open": self.float_open,
@@ -170,10 +177,10 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
         ValueError: A choice that there is not, or a profile that is none.
     """
     precision = normalize_float_precision(precision)
-    check_choice("precision", precision, ("auto", *CAPABILITIES))
+    check_choice("precision", precision, ("auto", *MIN_CAPABILITY_BY_PRECISION))
     check_choice("typing", typing, ("strong", "weak"))
     check_choice("timing_cache", timing_cache, POLICIES)
-    check_choice("optimization_level", optimization_level, LEVELS)
+    check_choice("optimization_level", optimization_level, OPTIMIZATION_LEVELS)
     if workspace_gb is not None and not workspace_gb > 0:
         raise ValueError(f"workspace_gb: a positive number, but got {workspace_gb!r}")
     return BuildOptions(

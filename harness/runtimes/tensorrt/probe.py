@@ -11,12 +11,12 @@ import numpy as np
 
 from harness.api import Array
 from harness.runtimes.cuda.timing import GpuTimer
-from harness.runtimes.tensorrt.session import Loaded, Session
+from harness.runtimes.tensorrt.session import ExecutionSession, LoadedEngine
 from harness.timing.host_clock import to_float32
 
 __all__ = ["EngineProbe"]
 
-HOST_READINGS = 5
+HOST_TIMING_RUNS = 5
 """Inferences whose time on the host's clock is put beside the GPU's."""
 
 
@@ -27,18 +27,18 @@ class EngineProbe:
         why_eager: See `harness.runtimes.cuda.timing.GpuTimer`.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
         self._open = ExitStack()
-        self._scored: Session | None = None
+        self._scored: ExecutionSession | None = None
         self._host: dict[str, float] = {}
         self.why_eager = ""
 
     def __enter__(self) -> EngineProbe:
         loaded = self._loaded
         with ExitStack() as opened:
-            session = opened.enter_context(Session(loaded))
-            session.load_fixed()
+            session = opened.enter_context(ExecutionSession(loaded))
+            session.load_timing_inputs()
             timer = GpuTimer(loaded.cuda, session.enqueue, graph=loaded.graph, flush_bytes=loaded.flush_bytes)
             self._timer = opened.enter_context(timer)
             self.why_eager = timer.why_eager
@@ -53,7 +53,7 @@ class EngineProbe:
     def sample(self, n: int) -> Sequence[float]:
         """GPU time of n inferences, by CUDA events."""
         readings = self._timer.read(n)
-        self._loaded.clocks.look()
+        self._loaded.clocks.sample()
         self._host = {"enqueue_ms": statistics.median(readings.enqueue_ms), "host_bound": readings.host_bound}
         return readings.gpu_ms
 
@@ -63,19 +63,19 @@ class EngineProbe:
         Of the last series of readings the host's time to queue one (`enqueue_ms`) and the share that the GPU may have
         waited in for the host (`host_bound`); its time from queuing to the end (`end_to_end_ms`).
         """
-        facts = {**self._loaded.clocks.facts(), **self._host}
-        facts["end_to_end_ms"] = statistics.median(self._timer.end_to_end(HOST_READINGS))
+        facts = {**self._loaded.clocks.take_facts(), **self._host}
+        facts["end_to_end_ms"] = statistics.median(self._timer.end_to_end(HOST_TIMING_RUNS))
         facts["cuda_graph"] = float(self._loaded.graph and not self.why_eager)
         return facts
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by name; floating-point ones as float32. Any shape that the profile takes."""
         if self._scored is None:
-            self._scored = self._open.enter_context(Session(self._loaded))
-        self._scored.load(feeds)
+            self._scored = self._open.enter_context(ExecutionSession(self._loaded))
+        self._scored.load_inputs(feeds)
         self._scored.run()
-        return {name: _plain(array) for name, array in self._scored.results().items()}
+        return {name: _to_float32(array) for name, array in self._scored.copy_outputs().items()}
 
 
-def _plain(array: Array) -> Array:
+def _to_float32(array: Array) -> Array:
     return array.astype(np.float32) if array.dtype.kind == "V" else to_float32(array)

@@ -8,14 +8,14 @@ from typing import Any
 
 from harness.errors import BuildFailed, MeasureFailed
 
-__all__ = ["Profile", "Shape", "fitted", "read_profiles", "shown"]
+__all__ = ["Shape", "ShapeProfile", "format_shape", "read_profiles", "select_dynamic_profiles"]
 
 Shape = tuple[int, ...]
-KEYS = ("min", "opt", "max")
+PROFILE_KEYS = ("min", "opt", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class ShapeProfile:
     """Shapes of one input; it is timed at `opt`."""
 
     min: Shape
@@ -28,7 +28,7 @@ class Profile:
             low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
         )
 
-    def check(self, name: str, declared: Shape) -> None:
+    def check_declared(self, name: str, declared: Shape) -> None:
         """Refuse a profile that is of no use for an input.
 
         Args:
@@ -42,7 +42,8 @@ class Profile:
         if -1 not in declared:
             if not self.covers(declared):
                 raise BuildFailed(
-                    f"profile of {name!r}: {self} does not cover {shown(declared)}, the shape that the model was "
+                    f"profile of {name!r}: {self} does not cover {format_shape(declared)}, the shape that the "
+                    "model was "
                     "calibrated at and is fixed to"
                 )
             return
@@ -52,22 +53,22 @@ class Profile:
             for size, wanted in zip(declared, shape, strict=True)
         )
         if not fits:
-            raise BuildFailed(f"profile of {name!r}: {self} does not fit the model's shape {shown(declared)}")
+            raise BuildFailed(f"profile of {name!r}: {self} does not fit the model's shape {format_shape(declared)}")
 
-    def admit(self, name: str, shape: Shape) -> None:
+    def check_shape(self, name: str, shape: Shape) -> None:
         """Refuse a shape outside of the profile.
 
         Raises:
             MeasureFailed: With both.
         """
         if not self.covers(shape):
-            raise MeasureFailed(f"input {name!r} is {shown(shape)}, the profile takes {self}")
+            raise MeasureFailed(f"input {name!r} is {format_shape(shape)}, the profile takes {self}")
 
     def __str__(self) -> str:
-        return f"{shown(self.min)} to {shown(self.max)}"
+        return f"{format_shape(self.min)} to {format_shape(self.max)}"
 
 
-def read_profiles(spec: Mapping[str, Any]) -> dict[str, Profile]:
+def read_profiles(spec: Mapping[str, Any]) -> dict[str, ShapeProfile]:
     """Profiles by input, from `{"images": {"min": "1x3x224x224", "opt": "8x3x224x224", "max": "32x3x224x224"}}`.
 
     Raises:
@@ -75,10 +76,12 @@ def read_profiles(spec: Mapping[str, Any]) -> dict[str, Profile]:
     """
     if not isinstance(spec, Mapping):
         raise ValueError(f"profiles: {{INPUT: {{min: 1x3x224x224, opt: ..., max: ...}}}}, but got {spec!r}")
-    return {str(name): _profile(str(name), shapes) for name, shapes in spec.items()}
+    return {str(name): _parse_profile(str(name), shapes) for name, shapes in spec.items()}
 
 
-def fitted(profiles: Mapping[str, Profile], declared: Mapping[str, Shape]) -> dict[str, Profile]:
+def select_dynamic_profiles(
+    profiles: Mapping[str, ShapeProfile], declared: Mapping[str, Shape]
+) -> dict[str, ShapeProfile]:
     """The profiles that a model needs: of those inputs that are dynamic.
 
     Args:
@@ -91,32 +94,35 @@ def fitted(profiles: Mapping[str, Profile], declared: Mapping[str, Shape]) -> di
     for name, profile in profiles.items():
         if name not in declared:
             raise BuildFailed(f"profile of {name!r}: the model's inputs are {', '.join(declared)}")
-        profile.check(name, declared[name])
+        profile.check_declared(name, declared[name])
     dynamic = {name: shape for name, shape in declared.items() if -1 in shape}
     for name, shape in dynamic.items():
         if name not in profiles:
-            raise BuildFailed(f"input {name!r} has the dynamic shape {shown(shape)}; make it static, or give a profile")
+            raise BuildFailed(
+                f"input {name!r} has the dynamic shape {format_shape(shape)}; make it static, or give a profile"
+            )
     return {name: profiles[name] for name in dynamic}
 
 
-def shown(shape: Shape) -> str:
+def format_shape(shape: Shape) -> str:
     """1x3x224x224, or "scalar"."""
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _profile(name: str, shapes: Any) -> Profile:
+def _parse_profile(name: str, shapes: Any) -> ShapeProfile:
     where = f"profiles.{name}"
-    if not isinstance(shapes, Mapping) or sorted(map(str, shapes)) != sorted(KEYS):
+    if not isinstance(shapes, Mapping) or sorted(map(str, shapes)) != sorted(PROFILE_KEYS):
         raise ValueError(f"{where}: the keys min, opt and max with a shape each, but got {shapes!r}")
-    low, best, high = (_shape(f"{where}.{key}", shapes[key]) for key in KEYS)
+    low, best, high = (_parse_shape(f"{where}.{key}", shapes[key]) for key in PROFILE_KEYS)
     if not len(low) == len(best) == len(high) or not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
         raise ValueError(
-            f"{where}: min <= opt <= max in every dimension, but got {shown(low)}, {shown(best)}, {shown(high)}"
+            f"{where}: min <= opt <= max in every dimension, but got {format_shape(low)}, {format_shape(best)}, "
+            f"{format_shape(high)}"
         )
-    return Profile(min=low, opt=best, max=high)
+    return ShapeProfile(min=low, opt=best, max=high)
 
 
-def _shape(where: str, value: Any) -> Shape:
+def _parse_shape(where: str, value: Any) -> Shape:
     parts = value.split("x") if isinstance(value, str) else value
     try:
         sizes = tuple(int(part) for part in parts)

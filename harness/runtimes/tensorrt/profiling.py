@@ -7,12 +7,12 @@ from typing import Any
 
 from harness.api import Layer
 from harness.runtimes.tensorrt.inspection import read_layers
-from harness.runtimes.tensorrt.session import Loaded, Session
+from harness.runtimes.tensorrt.session import ExecutionSession, LoadedEngine
 
-__all__ = ["layers_of"]
+__all__ = ["profile_layers"]
 
 
-def layers_of(loaded: Loaded, runs: int) -> tuple[Layer, ...]:
+def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
     """The layers of an engine with their mean times over so many inferences.
 
     Raises:
@@ -28,18 +28,18 @@ def layers_of(loaded: Loaded, runs: int) -> tuple[Layer, ...]:
         def report_layer_time(self, layer_name: str, ms: float) -> None:
             spent_ms[layer_name] += ms
 
-    with Session(loaded) as session:
-        session.load_fixed()
+    with ExecutionSession(loaded) as session:
+        session.load_timing_inputs()
         session.run()
         profiler = Profiler()
         session.context.profiler = profiler
         for _ in range(runs):
             session.run()
-        text = _inspected(loaded, session)
+        text = _inspect_engine(loaded, session)
     return read_layers(text, {name: total / runs for name, total in spent_ms.items()})
 
 
-def _inspected(loaded: Loaded, session: Session) -> str:
+def _inspect_engine(loaded: LoadedEngine, session: ExecutionSession) -> str:
     """The inspector's answer; it needs the context for shapes that are dynamic."""
     inspector: Any = loaded.engine.create_engine_inspector()
     inspector.execution_context = session.context

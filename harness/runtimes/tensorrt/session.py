@@ -13,22 +13,22 @@ import numpy as np
 
 from harness.api import Array
 from harness.errors import MeasureFailed
-from harness.runtimes.cuda.clocks import Clocks
-from harness.runtimes.cuda.device import Cuda
-from harness.runtimes.tensorrt.library import Library
-from harness.runtimes.tensorrt.profiles import Profile, Shape, shown
+from harness.runtimes.cuda.clocks import GpuMonitor
+from harness.runtimes.cuda.device import CudaRuntime
+from harness.runtimes.tensorrt.library import TensorRTLibrary
+from harness.runtimes.tensorrt.profiles import Shape, ShapeProfile, format_shape
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["Loaded", "Session"]
+__all__ = ["ExecutionSession", "LoadedEngine"]
 
-NUMPY: Mapping[str, Any] = {
+NUMPY_TYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT32": np.int32, "INT64": np.int64,
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedEngine:
     """What running an engine needs.
 
     Attributes:
@@ -36,16 +36,16 @@ class Loaded:
         flush_bytes: See `harness.runtimes.cuda.timing.GpuTimer`.
     """
 
-    library: Library
+    library: TensorRTLibrary
     engine: Any
-    cuda: Cuda
-    clocks: Clocks
+    cuda: CudaRuntime
+    clocks: GpuMonitor
     graph: bool = True
     flush_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Port:
+class _EngineTensor:
     """An input or output of an engine.
 
     Attributes:
@@ -57,10 +57,10 @@ class _Port:
     dtype: np.dtype[Any]
     is_input: bool
     shape: Shape
-    profile: Profile | None
+    profile: ShapeProfile | None
 
     @property
-    def usual(self) -> Shape:
+    def timed_shape(self) -> Shape:
         """The shape that it is timed at."""
         return self.shape if self.profile is None else self.profile.opt
 
@@ -71,12 +71,14 @@ class _Port:
             MeasureFailed: With both.
         """
         if self.profile is not None:
-            self.profile.admit(self.name, shape)
+            self.profile.check_shape(self.name, shape)
         elif shape != self.shape:
-            raise MeasureFailed(f"input {self.name!r} is {shown(shape)}, the engine takes {shown(self.shape)}")
+            raise MeasureFailed(
+                f"input {self.name!r} is {format_shape(shape)}, the engine takes {format_shape(self.shape)}"
+            )
 
 
-class Session:
+class ExecutionSession:
     """An execution context with a stream and buffers, which grow where a shape needs it; a context manager.
 
     Attributes:
@@ -84,20 +86,22 @@ class Session:
         stream: Handle of a stream of its own.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
         self._call = loaded.cuda.call
         self._open = ExitStack()
         self._buffers: dict[str, tuple[Any, int]] = {}
-        self._ports = tuple(_ports(loaded.library.trt, loaded.engine))
+        self._ports = tuple(_engine_tensors(loaded.library.trt, loaded.engine))
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> ExecutionSession:
         library = self._loaded.library
         with ExitStack() as opened:
-            library.said.clear()
+            library.messages.clear()
             self.context = self._loaded.engine.create_execution_context()
             if self.context is None:
-                raise MeasureFailed(f"TensorRT makes no execution context (out of GPU memory?): {library.words()}")
+                raise MeasureFailed(
+                    f"TensorRT makes no execution context (out of GPU memory?): {library.drain_messages()}"
+                )
             stream = self._call("cudaStreamCreateWithFlags", self._loaded.cuda.api.cudaStreamNonBlocking)
             opened.callback(self._call, "cudaStreamDestroy", stream)
             self.stream = int(stream)
@@ -111,7 +115,7 @@ class Session:
         with self._open:
             self._call("cudaStreamSynchronize", self.stream)
 
-    def load(self, feeds: Mapping[str, Array]) -> None:
+    def load_inputs(self, feeds: Mapping[str, Array]) -> None:
         """Shapes and values of all inputs, and room for all outputs.
 
         Raises:
@@ -124,16 +128,16 @@ class Session:
         for name, array in arrays.items():
             inputs[name].check(array.shape)
             if not self.context.set_input_shape(name, array.shape):
-                words = self._loaded.library.words()
-                raise MeasureFailed(f"input {name!r}: {shown(array.shape)} is refused: {words}")
+                words = self._loaded.library.drain_messages()
+                raise MeasureFailed(f"input {name!r}: {format_shape(array.shape)} is refused: {words}")
         for port in self._ports:
-            self._room(port)
+            self._ensure_buffer(port)
         kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyHostToDevice
         for name, array in arrays.items():
             self._call("cudaMemcpy", self._buffers[name][0], array.ctypes.data, array.nbytes, kind)
         self._call("cudaDeviceSynchronize")  # a copy from pageable memory may return before it has arrived
 
-    def load_fixed(self) -> None:
+    def load_timing_inputs(self) -> None:
         """The inputs that engines are timed on; a dynamic one at its best shape.
 
         Raises:
@@ -143,8 +147,8 @@ class Session:
         for port in self._ports:
             if port.is_input:
                 known = port.dtype if port.dtype.kind in "fiub" else np.dtype(np.float32)
-                types[port.name] = (known, port.usual)
-        self.load(make_fixed_inputs(types))
+                types[port.name] = (known, port.timed_shape)
+        self.load_inputs(make_fixed_inputs(types))
 
     def enqueue(self, stream: int) -> None:
         """Queue one inference.
@@ -153,7 +157,7 @@ class Session:
             MeasureFailed: TensorRT refuses.
         """
         if not self.context.execute_async_v3(stream):
-            raise MeasureFailed(f"TensorRT cannot run the engine: {self._loaded.library.words()}")
+            raise MeasureFailed(f"TensorRT cannot run the engine: {self._loaded.library.drain_messages()}")
 
     def run(self) -> None:
         """One inference on its own stream, to its end.
@@ -164,7 +168,7 @@ class Session:
         self.enqueue(self.stream)
         self._call("cudaStreamSynchronize", self.stream)
 
-    def results(self) -> dict[str, Array]:
+    def copy_outputs(self) -> dict[str, Array]:
         """Values of all outputs."""
         kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
         found = {}
@@ -179,7 +183,7 @@ class Session:
         while self._buffers:
             self._call("cudaFree", self._buffers.popitem()[1][0])
 
-    def _room(self, port: _Port) -> None:
+    def _ensure_buffer(self, port: _EngineTensor) -> None:
         shape = tuple(int(size) for size in self.context.get_tensor_shape(port.name))
         if any(size < 0 for size in shape):
             raise MeasureFailed(f"output {port.name!r}: its size depends on the data, so it cannot be bound beforehand")
@@ -192,15 +196,15 @@ class Session:
             pointer = self._call("cudaMalloc", needed)
             self._buffers[port.name] = (pointer, needed)
         if not self.context.set_tensor_address(port.name, int(pointer)):
-            raise MeasureFailed(f"tensor {port.name!r}: its memory is refused: {self._loaded.library.words()}")
+            raise MeasureFailed(f"tensor {port.name!r}: its memory is refused: {self._loaded.library.drain_messages()}")
 
 
-def _ports(trt: Any, engine: Any) -> list[_Port]:
+def _engine_tensors(trt: Any, engine: Any) -> list[_EngineTensor]:
     found = []
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
         kind = engine.get_tensor_dtype(name).name
-        if kind not in NUMPY:
+        if kind not in NUMPY_TYPES:
             raise MeasureFailed(f"tensor {name!r} is {kind}, which NumPy does not know")
         if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
             raise MeasureFailed(
@@ -213,12 +217,12 @@ def _ports(trt: Any, engine: Any) -> list[_Port]:
             )
         shape = tuple(int(size) for size in engine.get_tensor_shape(name))
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-        profile = _profile(engine, name) if is_input and -1 in shape else None
-        found.append(_Port(name, np.dtype(NUMPY[kind]), is_input, shape, profile))
+        profile = _engine_profile(engine, name) if is_input and -1 in shape else None
+        found.append(_EngineTensor(name, np.dtype(NUMPY_TYPES[kind]), is_input, shape, profile))
     return found
 
 
-def _profile(engine: Any, name: str) -> Profile:
+def _engine_profile(engine: Any, name: str) -> ShapeProfile:
     """What the engine itself says of a dynamic input: it may have been built elsewhere."""
     low, best, high = (tuple(int(size) for size in shape) for shape in engine.get_tensor_profile_shape(name, 0))
-    return Profile(min=low, opt=best, max=high)
+    return ShapeProfile(min=low, opt=best, max=high)

@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 from harness.errors import BuildFailed, UserError
 from harness.runtimes.cuda.device import Device
-from harness.runtimes.tensorrt.library import Library
+from harness.runtimes.tensorrt.library import TensorRTLibrary
 
-__all__ = ["POLICIES", "CachePolicy", "TimingCache", "cache_file"]
+__all__ = ["POLICIES", "CachePolicy", "TimingCache", "timing_cache_path"]
 
 CachePolicy = Literal["cold", "shared", "frozen"]
 POLICIES = ("cold", "shared", "frozen")
-LARGEST_BYTES = 2**30
+MAX_CACHE_BYTES = 2**30
 
 
-def cache_file(folder: Path, version: str, device: Device) -> Path:
+def timing_cache_path(folder: Path, version: str, device: Device) -> Path:
     """Where the cache of this TensorRT on this kind of GPU lies: it is of no use to others."""
     gpu = re.sub(r"[^A-Za-z0-9]+", "-", device.name).strip("-")
     return folder / "tensorrt" / f"{version}-{gpu}.timing"
@@ -41,7 +41,7 @@ class TimingCache:
     policy: CachePolicy
     path: Path
 
-    def enter(self, library: Library, config: Any) -> None:
+    def enter(self, library: TensorRTLibrary, config: Any) -> None:
         """Give a build its cache.
 
         Raises:
@@ -49,14 +49,14 @@ class TimingCache:
                 missing and frozen.
         """
         content = b"" if self.policy == "cold" else self._read()
-        library.said.clear()
+        library.messages.clear()
         cache = config.create_timing_cache(content)
         if cache is None or not config.set_timing_cache(cache, False):
             if not content:
-                raise BuildFailed(f"TensorRT makes no empty timing cache: {library.words()}")
+                raise BuildFailed(f"TensorRT makes no empty timing cache: {library.drain_messages()}")
             raise UserError(
                 f"timing cache {self.path}: damaged, or made by another TensorRT or on another GPU "
-                f"({library.words()}); delete it, or name another file"
+                f"({library.drain_messages()}); delete it, or name another file"
             )
 
     def leave(self, config: Any) -> None:
@@ -76,13 +76,13 @@ class TimingCache:
             others = config.create_timing_cache(content) if content else None
             if others is not None:  # what is damaged by now is replaced
                 cache.combine(others, False)  # False: of another TensorRT or GPU, it is refused
-            _replace(self.path, bytes(cache.serialize()))
+            _write_atomically(self.path, bytes(cache.serialize()))
         except OSError as error:
             raise UserError(f"timing cache {self.path}: cannot be written ({error.strerror or error})") from error
 
     def _read(self) -> bytes:
         try:
-            if self.path.stat().st_size > LARGEST_BYTES:
+            if self.path.stat().st_size > MAX_CACHE_BYTES:
                 raise UserError(f"timing cache {self.path}: more than 1 GiB; that is no timing cache")
             return self.path.read_bytes()
         except FileNotFoundError as error:
@@ -96,7 +96,7 @@ class TimingCache:
             raise UserError(f"timing cache {self.path}: cannot be read ({error.strerror or error})") from error
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as part:
         try:
             part.write(content)

@@ -19,33 +19,33 @@ from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
 from harness.paths import cache_dir
 from harness.runtimes.cuda.device import Device, open_device
 from harness.runtimes.tensorrt.inspection import read_layers
-from harness.runtimes.tensorrt.library import STRONG_ONLY
-from harness.runtimes.tensorrt.model_checks import types_of_ends
+from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
+from harness.runtimes.tensorrt.model_checks import read_io_dtypes
 from harness.runtimes.tensorrt.options import Precision, Typing, read_options
-from harness.runtimes.tensorrt.profiles import Profile
-from harness.runtimes.tensorrt.timing_cache import CachePolicy, cache_file
+from harness.runtimes.tensorrt.profiles import ShapeProfile
+from harness.runtimes.tensorrt.timing_cache import CachePolicy, timing_cache_path
 from harness.runtimes.trtexec.flags import (
     build_flags,
-    check_extra,
-    extended,
+    check_extra_flags,
+    merge_flags,
     read_outputs,
     read_profile,
     read_times,
     run_flags,
 )
-from harness.runtimes.trtexec.process import end_of, find_trtexec, run_trtexec
+from harness.runtimes.trtexec.process import error_lines, find_trtexec, run_trtexec
 from harness.timing.host_clock import to_float32
 
 __all__ = ["TrtexecBenchmarker"]
 
-LEAST = 50
+MIN_ITERATIONS = 50
 """Inferences of one run of trtexec: starting it takes longer than they do."""
-FRESH_S = 1.0
+MAX_LEFTOVER_AGE_S = 1.0
 """Readings that are left over serve the next call within this time; later ones are taken anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
+class _TrtexecEngine:
     """A plan with what is needed to run it.
 
     Attributes:
@@ -53,13 +53,13 @@ class _Engine:
     """
 
     plan: Path
-    profiles: Mapping[str, Profile]
+    profiles: Mapping[str, ShapeProfile]
     outputs: Mapping[str, np.dtype[Any]]
     inputs: Mapping[str, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tool:
+class _TrtexecHandle:
     """The program and its GPU."""
 
     program: str
@@ -118,7 +118,7 @@ class TrtexecBenchmarker:
         extra: tuple[str, ...] | list[str] = (),
         profile: bool = False,
     ) -> None:
-        check_extra(extra, 0)
+        check_extra_flags(extra, 0)
         self._path, self._extra, self._device = path, tuple(extra), device
         self._plugins = tuple(plugins)
         self._options = read_options(
@@ -134,20 +134,20 @@ class TrtexecBenchmarker:
         self.warm_up_ms, self._timeout_s = warm_up_ms, timeout_s
 
     @cached_property
-    def _tool(self) -> _Tool:
+    def _trtexec_handle(self) -> _TrtexecHandle:
         """The device first: without one trtexec is of no use."""
         device = open_device(self._device)[1]
         program, version = find_trtexec(self._path)
-        tool = _Tool(program=program, version=version, device=device)
+        tool = _TrtexecHandle(program=program, version=version, device=device)
         try:
-            check_extra(self._extra, tool.major)
+            check_extra_flags(self._extra, tool.major)
         except ValueError as error:
             raise UserError(f"benchmarker 'trtexec': {error}") from error
         self._options.check_runtime(f"trtexec {version}", tool.major, device)
         return tool
 
     @cached_property
-    def _libraries(self) -> tuple[Path, ...]:
+    def _plugin_libraries(self) -> tuple[Path, ...]:
         found = {name: Path(name).expanduser().resolve() for name in self._plugins}
         for name, path in found.items():
             if not path.is_file():
@@ -161,33 +161,33 @@ class TrtexecBenchmarker:
             BuildFailed: trtexec fails, takes too long, or the model is known to be refused.
             UserError: There is no trtexec or no GPU.
         """
-        source = self._options.source(candidate.source(), workdir, self._tool.device)
+        source = self._options.source(candidate.source(), workdir, self._trtexec_handle.device)
         plan = workdir / "model.plan"
-        flags = build_flags(source.path, plan, source.options, self._tool.major, quantized=source.quantized)
-        output = self._run([*flags, *self._cache_flags(workdir)], BuildFailed)
+        flags = build_flags(source.path, plan, source.options, self._trtexec_handle.major, quantized=source.has_qdq)
+        output = self._run_trtexec([*flags, *self._cache_flags(workdir)], BuildFailed)
         if not plan.is_file():
-            raise BuildFailed(f"trtexec wrote no engine: {end_of(output)}")
-        inputs, outputs = types_of_ends(source.structure)
-        engine = _Engine(plan=plan, profiles=source.options.profiles, inputs=inputs, outputs=outputs)
+            raise BuildFailed(f"trtexec wrote no engine: {error_lines(output)}")
+        inputs, outputs = read_io_dtypes(source.structure)
+        engine = _TrtexecEngine(plan=plan, profiles=source.options.profiles, inputs=inputs, outputs=outputs)
         return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
 
     def cast(self, path: Path, folder: Path) -> Path:
         """See `harness.runtimes.tensorrt.options.BuildOptions.cast`."""
-        return self._options.cast(path, folder)
+        return self._options.write_cast_model(path, folder)
 
     @contextmanager
-    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+    def open(self, artifact: Artifact) -> Iterator[_TrtexecProbe]:
         """A probe that starts trtexec for every series of readings."""
-        yield _Probe(self, artifact.engine)
+        yield _TrtexecProbe(self, artifact.engine)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """What the engine is made of, with each layer's time from a run under trtexec's profiler."""
         folder = artifact.engine.plan.parent
         info, times = folder / "layers.json", folder / "profile.json"
         files = [f"--exportLayerInfo={info}", f"--exportProfile={times}"]
-        if self._tool.major < STRONG_ONLY:
+        if self._trtexec_handle.major < STRONG_TYPING_ONLY_MAJOR:
             files.append("--separateProfileRun")  # always so in 11
-        self.trtexec(artifact.engine, [*files, f"--iterations={LEAST}", "--duration=0"])
+        self.trtexec(artifact.engine, [*files, f"--iterations={MIN_ITERATIONS}", "--duration=0"])
         try:
             rows = read_profile(times)
             return read_layers(info.read_text(encoding="utf-8"), rows)
@@ -200,39 +200,39 @@ class TrtexecBenchmarker:
         Raises:
             UserError: There is no trtexec or no GPU here: one sentence that says which and what to do.
         """
-        tool = self._tool
+        tool = self._trtexec_handle
         return {
             "name": "trtexec",
             "version": tool.version,
             "device": tool.device.name,
             "options": {
-                **self._options.facts(tool.device),
+                **self._options.describe(tool.device),
                 "cuda_graph": self._graph,
                 "warm_up_ms": self.warm_up_ms,
                 "extra": list(self._extra),
-                **({"plugins": [path.name for path in self._libraries]} if self._libraries else {}),
+                **({"plugins": [path.name for path in self._plugin_libraries]} if self._plugin_libraries else {}),
             },
-            **self._options.float_facts(tool.device),
+            **self._options.describe_float_precision(tool.device),
         }
 
     def gpu(self) -> str:
         """See `harness.api.Benchmarker`."""
-        return self._tool.device.uuid
+        return self._trtexec_handle.device.uuid
 
-    def trtexec(self, engine: _Engine, arguments: Sequence[str]) -> str:
+    def trtexec(self, engine: _TrtexecEngine, arguments: Sequence[str]) -> str:
         """Run an engine; what trtexec printed.
 
         Raises:
             MeasureFailed: trtexec fails or takes too long.
         """
-        flags = run_flags(engine.plan, engine.profiles, self._tool.major, graph=self._graph)
-        return self._run([*flags, *arguments], MeasureFailed)
+        flags = run_flags(engine.plan, engine.profiles, self._trtexec_handle.major, graph=self._graph)
+        return self._run_trtexec([*flags, *arguments], MeasureFailed)
 
     def _cache_flags(self, workdir: Path) -> list[str]:
         """Arguments for the timing cache: trtexec writes back what it reads, so a frozen one is read as a copy."""
         if self._options.timing_cache == "cold":
             return []
-        default = cache_file(cache_dir(), f"trtexec-{self._tool.version}", self._tool.device)
+        default = timing_cache_path(cache_dir(), f"trtexec-{self._trtexec_handle.version}", self._trtexec_handle.device)
         file = Path(self._cache_file).expanduser() if self._cache_file else default
         if self._options.timing_cache == "frozen":
             if not file.is_file():
@@ -241,26 +241,26 @@ class TrtexecBenchmarker:
         file.parent.mkdir(parents=True, exist_ok=True)
         return [f"--timingCacheFile={file}"]
 
-    def _run(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
-        plugins = [f"--staticPlugins={path}" for path in self._libraries]
-        command = extended([*arguments, f"--device={self._device}", *plugins], self._extra)
-        return run_trtexec([self._tool.program, *command], self._timeout_s, failure)
+    def _run_trtexec(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
+        plugins = [f"--staticPlugins={path}" for path in self._plugin_libraries]
+        command = merge_flags([*arguments, f"--device={self._device}", *plugins], self._extra)
+        return run_trtexec([self._trtexec_handle.program, *command], self._timeout_s, failure)
 
 
-class _Probe:
+class _TrtexecProbe:
     """Readings of one engine, in the order in which trtexec took them."""
 
-    def __init__(self, owner: TrtexecBenchmarker, engine: _Engine) -> None:
+    def __init__(self, owner: TrtexecBenchmarker, engine: _TrtexecEngine) -> None:
         self._owner, self._engine = owner, engine
         self._left: deque[float] = deque()
         self._taken_s = 0.0
 
     def sample(self, n: int) -> Sequence[float]:
         """GPU compute time of n inferences."""
-        if time.monotonic() - self._taken_s > FRESH_S:
+        if time.monotonic() - self._taken_s > MAX_LEFTOVER_AGE_S:
             self._left.clear()
         if len(self._left) < n:
-            self._take(n)
+            self._run_series(n)
         return [self._left.popleft() for _ in range(n)]
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -286,10 +286,10 @@ class _Probe:
             for name, dtype in engine.outputs.items()
         }
 
-    def _take(self, n: int) -> None:
+    def _run_series(self, n: int) -> None:
         times = self._engine.plan.parent / "times.json"
         times.unlink(missing_ok=True)
-        wanted = max(LEAST, n - len(self._left))
+        wanted = max(MIN_ITERATIONS, n - len(self._left))
         warm_up_ms = self._owner.warm_up_ms
         flags = [f"--iterations={wanted}", "--duration=0", f"--warmUp={warm_up_ms:g}", f"--exportTimes={times}"]
         self._owner.trtexec(self._engine, flags)

@@ -15,37 +15,44 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.runtimes.tensorrt.library import STRONG_ONLY
+from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
 from harness.runtimes.tensorrt.options import BuildOptions
-from harness.runtimes.tensorrt.profiles import Profile, shown
+from harness.runtimes.tensorrt.profiles import ShapeProfile, format_shape
 
 __all__ = [
-    "Trace", "build_flags", "check_extra", "extended", "read_outputs", "read_profile", "read_times", "read_version",
+    "InferenceTrace",
+    "build_flags",
+    "check_extra_flags",
+    "merge_flags",
+    "parse_version",
+    "read_outputs",
+    "read_profile",
+    "read_times",
     "run_flags",
 ]  # fmt: skip
 
-OWN = (
+RESERVED_FLAGS = (
     "--onnx", "--saveEngine", "--loadEngine", "--exportTimes", "--exportOutput", "--exportLayerInfo", "--exportProfile",
     "--iterations", "--duration", "--warmUp", "--loadInputs",
 )  # fmt: skip
 """Flags that the benchmarker sets itself; they cannot be passed through."""
-BUILD_ONLY = "--skipInference"
+SKIP_INFERENCE_FLAG = "--skipInference"
 """Set in every build; a run would give no reading with it."""
-REPEATED = frozenset({"--staticPlugins", "--dynamicPlugins", "--plugins"})
+REPEATABLE_FLAGS = frozenset({"--staticPlugins", "--dynamicPlugins", "--plugins"})
 """Flags that may stand in a command more than once."""
-GONE = {"--workspace": "--memPoolSize=workspace:4096M, or parameter workspace_gb"}
+REPLACED_FLAGS = {"--workspace": "--memPoolSize=workspace:4096M, or parameter workspace_gb"}
 """Flags that neither 10 nor 11 has, and what has taken their place."""
-REMOVED = (
+WEAK_TYPING_FLAGS = (
     "--fp16", "--bf16", "--int8", "--fp8", "--int4", "--best", "--calib", "--calibProfile", "--layerPrecisions",
     "--layerOutputTypes", "--precisionConstraints", "--restricted", "--weightless",
 )  # fmt: skip
 """Flags of 10 that make 11 fail as unknown."""
-SAFETY = "--remoteAutoTuningConfig"
-LARGEST_BYTES = 2**28
+SAFETY_FLAG = "--remoteAutoTuningConfig"
+MAX_EXPORT_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class InferenceTrace:
     """One inference as trtexec saw it, in milliseconds since it began.
 
     Attributes:
@@ -58,7 +65,7 @@ class Trace:
     latency_ms: float
 
 
-def read_version(text: str) -> str:
+def parse_version(text: str) -> str:
     """Version in what trtexec prints, such as "[TensorRT v101601]", as "10.16.1".
 
     Raises:
@@ -73,7 +80,7 @@ def read_version(text: str) -> str:
     return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
-def check_extra(extra: Sequence[str], major: int) -> None:
+def check_extra_flags(extra: Sequence[str], major: int) -> None:
     """Refuse passed-on arguments that would break the run in a way that is hard to see.
 
     Raises:
@@ -83,19 +90,19 @@ def check_extra(extra: Sequence[str], major: int) -> None:
         name = argument.partition("=")[0]
         if not name.startswith("--"):
             raise ValueError(f"extra: arguments such as --maxAuxStreams=0, but got {argument!r}")
-        if name in OWN:
+        if name in RESERVED_FLAGS:
             raise ValueError(f"extra: {name} is set by the benchmarker")
-        if name in GONE:
-            raise ValueError(f"extra: {name} is unknown to trtexec 10 and later; use {GONE[name]}")
-        if name in REMOVED and major >= STRONG_ONLY:
+        if name in REPLACED_FLAGS:
+            raise ValueError(f"extra: {name} is unknown to trtexec 10 and later; use {REPLACED_FLAGS[name]}")
+        if name in WEAK_TYPING_FLAGS and major >= STRONG_TYPING_ONLY_MAJOR:
             raise ValueError(
                 f"extra: {name} is unknown to trtexec {major}, where the ONNX file says what runs in which type"
             )
-    if any(argument.startswith(SAFETY) for argument in extra) and "--safe" not in extra:
-        raise ValueError(f"extra: {SAFETY} needs --safe beside it")
+    if any(argument.startswith(SAFETY_FLAG) for argument in extra) and "--safe" not in extra:
+        raise ValueError(f"extra: {SAFETY_FLAG} needs --safe beside it")
 
 
-def extended(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
+def merge_flags(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
     """Return the arguments of a command and the passed-on ones, each of them once: trtexec refuses a second one.
 
     Raises:
@@ -105,9 +112,9 @@ def extended(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
     found = list(arguments)
     for argument in extra:
         name = argument.partition("=")[0]
-        if argument in found or (name == BUILD_ONLY and BUILD_ONLY not in given):
+        if argument in found or (name == SKIP_INFERENCE_FLAG and SKIP_INFERENCE_FLAG not in given):
             continue
-        if name in given and name not in REPEATED:
+        if name in given and name not in REPEATABLE_FLAGS:
             raise UserError(
                 f"extra: {argument}: the benchmarker sets {given[name]}; use its own parameter for that, such as "
                 "workspace_gb, optimization_level, timing_cache_file, profiles, device or plugins"
@@ -128,7 +135,7 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
     """
     flags = [f"--onnx={model}", f"--saveEngine={engine}", "--skipInference"]
     if options.typing == "strong":
-        flags += ["--stronglyTyped"] if major < STRONG_ONLY else []
+        flags += ["--stronglyTyped"] if major < STRONG_TYPING_ONLY_MAJOR else []
     else:
         flags += {"f16": ["--fp16"], "bf16": ["--bf16"]}.get(options.precision, [])
         flags += ["--int8"] if quantized else []
@@ -141,32 +148,33 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
     if options.detailed:
         flags.append("--profilingVerbosity=detailed")
     for key in ("min", "opt", "max") if options.profiles else ():
-        flags.append(f"--{key}Shapes={_shapes(options.profiles, key)}")
+        flags.append(f"--{key}Shapes={_shape_flag(options.profiles, key)}")
     return flags
 
 
-def run_flags(engine: Path, profiles: Mapping[str, Profile], major: int, *, graph: bool) -> list[str]:
+def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *, graph: bool) -> list[str]:
     """Arguments that run an engine on any major: no transfers, spin wait, and a CUDA graph where wanted."""
     flags = [f"--loadEngine={engine}"]
-    if major < STRONG_ONLY:
+    if major < STRONG_TYPING_ONLY_MAJOR:
         flags += ["--noDataTransfers", "--useSpinWait", *(["--useCudaGraph"] if graph else [])]
     elif not graph:
         flags.append("--noCudaGraph")
     if profiles:
-        flags.append(f"--shapes={_shapes(profiles, 'opt')}")
+        flags.append(f"--shapes={_shape_flag(profiles, 'opt')}")
     return flags
 
 
-def read_times(path: Path, warm_up_ms: float) -> tuple[Trace, ...]:
+def read_times(path: Path, warm_up_ms: float) -> tuple[InferenceTrace, ...]:
     """What --exportTimes wrote, without the warm-up, which some versions export too.
 
     Raises:
         MeasureFailed: The file is missing, damaged, or holds nothing beyond the warm-up.
     """
-    rows = _json(path, "times")
+    rows = _read_json_export(path, "times")
     try:
         traces = tuple(
-            Trace(float(row["startComputeMs"]), float(row["computeMs"]), float(row["latencyMs"])) for row in rows
+            InferenceTrace(float(row["startComputeMs"]), float(row["computeMs"]), float(row["latencyMs"]))
+            for row in rows
         )
     except (KeyError, TypeError, ValueError) as error:
         raise MeasureFailed(f"trtexec's times cannot be read: {error!r}") from error
@@ -183,7 +191,9 @@ def read_profile(path: Path) -> dict[str, float]:
         MeasureFailed: The file is missing or damaged.
     """
     try:
-        return {str(row["name"]): float(row["averageMs"]) for row in _json(path, "profile") if "name" in row}
+        return {
+            str(row["name"]): float(row["averageMs"]) for row in _read_json_export(path, "profile") if "name" in row
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise MeasureFailed(f"trtexec's profile cannot be read: {error!r}") from error
 
@@ -200,20 +210,20 @@ def read_outputs(path: Path) -> dict[str, tuple[tuple[int, ...], list[float]]]:
                 tuple(int(size) for size in str(row["dimensions"]).split("x") if size),
                 [float(value) for value in row["values"]],
             )
-            for row in _json(path, "outputs")
+            for row in _read_json_export(path, "outputs")
         }
     except (KeyError, TypeError, ValueError) as error:
         raise MeasureFailed(f"trtexec's outputs cannot be read: {error!r}") from error
 
 
-def _shapes(profiles: Mapping[str, Profile], key: str) -> str:
-    return ",".join(f"'{name}':{shown(getattr(profile, key))}" for name, profile in profiles.items())
+def _shape_flag(profiles: Mapping[str, ShapeProfile], key: str) -> str:
+    return ",".join(f"'{name}':{format_shape(getattr(profile, key))}" for name, profile in profiles.items())
 
 
-def _json(path: Path, what: str) -> Any:
+def _read_json_export(path: Path, what: str) -> Any:
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise MeasureFailed(f"trtexec's {what}: more than {LARGEST_BYTES >> 20} MiB")
+        if path.stat().st_size > MAX_EXPORT_BYTES:
+            raise MeasureFailed(f"trtexec's {what}: more than {MAX_EXPORT_BYTES >> 20} MiB")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise MeasureFailed(f"trtexec's {what} cannot be read: {error}") from error

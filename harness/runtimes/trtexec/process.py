@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Sequence
 
 from harness.errors import BuildFailed, CandidateError, UserError
-from harness.runtimes.trtexec.flags import read_version
+from harness.runtimes.trtexec.flags import parse_version
 
-__all__ = ["end_of", "find_trtexec", "run_trtexec"]
+__all__ = ["error_lines", "find_trtexec", "run_trtexec"]
 
-HELP_S = 60.0
-LOG_LINES = 8
+HELP_TIMEOUT_S = 60.0
+MAX_LOG_LINES = 8
 """Lines of its output that messages quote."""
 
 
@@ -32,7 +32,7 @@ def find_trtexec(path: str | None) -> tuple[str, str]:
             "packages and containers, not with pip: give its place by params: {path: ...}, or use 'tensorrt' instead"
         )
     try:
-        return program, read_version(run_trtexec([program, "--help"], HELP_S, BuildFailed))
+        return program, parse_version(run_trtexec([program, "--help"], HELP_TIMEOUT_S, BuildFailed))
     except BuildFailed as error:
         raise UserError(f"benchmarker 'trtexec': {program}: {error}") from error
 
@@ -59,12 +59,12 @@ def run_trtexec(command: Sequence[str], timeout_s: float, failure: type[Candidat
     except OSError as error:
         raise failure(f"trtexec cannot be started: {error}") from error
     if done.returncode:
-        raise failure(f"trtexec failed with status {done.returncode}: {end_of(done.stdout)}")
+        raise failure(f"trtexec failed with status {done.returncode}: {error_lines(done.stdout)}")
     return done.stdout
 
 
-def end_of(output: str) -> str:
+def error_lines(output: str) -> str:
     """The lines of its output that say why: its errors, else the last ones."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "[E]" in line or "Unknown option" in line]
-    return " ".join((errors or lines)[-LOG_LINES:]) or "it printed nothing"
+    return " ".join((errors or lines)[-MAX_LOG_LINES:]) or "it printed nothing"

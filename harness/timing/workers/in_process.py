@@ -39,7 +39,7 @@ from harness.timing.machine_noise import MachineMonitor
 from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
 from harness.timing.sampling import Samples, sample_engine, warm_up
 from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
-from search.space import digest_of
+from search.space import edges_digest
 
 __all__ = ["InProcess", "as_outcome", "last_lines", "with_progress"]
 
@@ -141,7 +141,7 @@ class InProcess(Engines):
         """Return the reference engine, built on first use; None if the worker has no reference model."""
         path = self._spec.reference
         if self._reference_handle is None and path is not None:
-            candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: path)
+            candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: path)
             self._reference_handle = self._build(candidate, MAIN_BENCHMARKER).handle
         handle = self._reference_handle
         return None if handle is None else ReferenceEngine(self._probe(handle), level_ms)

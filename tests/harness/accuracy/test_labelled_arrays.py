@@ -13,7 +13,7 @@ import pytest
 
 from harness import registry
 from harness.accuracy.data.datasets import half_of, open_data
-from harness.accuracy.metrics.base import evaluator_params, image_supplies
+from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.accuracy.metrics.intervals import metric_estimate
 from harness.errors import EvaluationFailed, UserError
 
@@ -29,7 +29,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs/reference/accuracy.md"
 def made(use: str, data: Any, folder: Path, inputs: Any = None, **params: Any) -> Any:
     """The evaluator as the harness makes it."""
     types = TWO if inputs is None else inputs
-    supplied = {**image_supplies(data, types), "inputs": types, "base": folder}
+    supplied = {**image_input_params(data, types), "inputs": types, "base": folder}
     return registry.create_plugin("evaluator", use, evaluator_params(use, {"data": data, **params}, supplied))
 
 

@@ -14,12 +14,12 @@ from harness.analysis.noise import NestedDesign, NoiseComponents, estimate_compo
 from harness.api import Candidate
 from harness.config.sections import PluginSpec, Sampling
 from harness.errors import UserError
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines, WorkerSpec
 from harness.timing.workers.sandbox import InProcess
-from search.space import digest_of
+from search.space import edges_digest
 
 
 def drawn(
@@ -75,7 +75,7 @@ def test_a_design_without_repeats_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def candidate() -> Candidate:
-    return Candidate(digest=digest_of(()), edges=(), source=lambda: Path("never asked for"))
+    return Candidate(digest=edges_digest(()), edges=(), source=lambda: Path("never asked for"))
 
 
 def opener(tmp_path: Path, **params: object):  # type: ignore[no-untyped-def]
@@ -94,7 +94,7 @@ def opener(tmp_path: Path, **params: object):  # type: ignore[no-untyped-def]
 def test_simulated_noise_is_measured_level_by_level(tmp_path: Path) -> None:
     opened = opener(tmp_path, noise=0.01, build_noise=0.05, process_noise=0.2)
     latency_ms = measure_noise(
-        opened, candidate(), NestedDesign(processes=12, builds=6, readings=10), Silent()
+        opened, candidate(), NestedDesign(processes=12, builds=6, readings=10), NullProgress()
     ).latency_ms
     assert latency_ms.shape == (12, 6, 10)
     for component, truth in zip(estimate_components(latency_ms).components, (0.01, 0.05, 0.2), strict=True):
@@ -123,7 +123,9 @@ def test_time_does_not_pass_for_a_difference_between_builds() -> None:
     def open_engines() -> Iterator[Engines]:
         yield Slowing()  # type: ignore[misc]
 
-    occasion = measure_noise(open_engines, candidate(), NestedDesign(processes=6, builds=4, readings=29), Silent())
+    occasion = measure_noise(
+        open_engines, candidate(), NestedDesign(processes=6, builds=4, readings=29), NullProgress()
+    )
     latency_ms = occasion.latency_ms
     assert latency_ms.shape == (6, 4, 29)
     assert occasion.disturbed == 0.25, "one build of four"
@@ -147,7 +149,7 @@ def test_nothing_that_works_is_a_mistake_with_its_reason(tmp_path: Path) -> None
         yield Refusing()  # type: ignore[misc]
 
     with pytest.raises(UserError, match="0 of 3 processes went through; build: unsupported"):
-        measure_noise(open_engines, candidate(), NestedDesign(processes=3, builds=2, readings=3), Silent())
+        measure_noise(open_engines, candidate(), NestedDesign(processes=3, builds=2, readings=3), NullProgress())
 
 
 @pytest.mark.parametrize("name", ["processes", "builds", "readings"])

@@ -49,7 +49,7 @@ def test_a_quantized_model_is_refused_with_what_it_is_good_for(
     g.output(g.conv(g.input("x", (1, 4, 8, 8)), 8, 3, name="first"))
     model = load(g.save(Path("net.onnx")))
     space = build_space(model, OPENVINO)
-    Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).export(space.resolve(space.everywhere()), Path("quantized.onnx"))
+    Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).export(space.resolve(space.quantize_all()), Path("quantized.onnx"))
     for command in (("regions", "quantized.onnx"), ("autotune", "-m", "quantized.onnx", "--backend", "simulated")):
         assert qdq(*command) == 2
         text = capsys.readouterr().err

@@ -12,7 +12,7 @@ from small import qdq, save_chain
 from harness.analysis.sensitivity import UnitEffect, UnitSensitivity, quantization_units
 from harness.errors import UserError
 from harness.statistics import Interval
-from harness.task_setup.prior import PriorUnit, ladder, read_prior
+from harness.task_setup.prior import ScreenedUnit, nested_prior_placements, read_prior
 from search.space import Dimension, Edge, Space
 
 PLUGINS = """
@@ -171,10 +171,10 @@ def test_units_are_patterns_or_points_at_each_precision() -> None:
 
 
 def test_a_ladder_takes_the_best_first_and_drops_what_the_model_does_not_have() -> None:
-    units = [PriorUnit(dimensions=("c",), precision="int8"), PriorUnit(dimensions=("gone",), precision="int8"),
-             PriorUnit(dimensions=("a", "b"), precision="fp8")]  # fmt: skip
-    assert [placement.choices for placement in ladder(units, space(), 2)] == [(0, 0, 1), (2, 0, 1)]
-    assert ladder(units[1:2], space(), 2) == []
+    units = [ScreenedUnit(dimensions=("c",), precision="int8"), ScreenedUnit(dimensions=("gone",), precision="int8"),
+             ScreenedUnit(dimensions=("a", "b"), precision="fp8")]  # fmt: skip
+    assert [placement.choices for placement in nested_prior_placements(units, space(), 2)] == [(0, 0, 1), (2, 0, 1)]
+    assert nested_prior_placements(units[1:2], space(), 2) == []
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def rows(monkeypatch):
 
     def examine(**facts):
         monkeypatch.setattr(environment, "describe_environment", lambda: facts)
-        return {what: (state, detail) for what, state, detail in environment.examine()}
+        return {what: (state, detail) for what, state, detail in environment.examine_machine()}
 
     return examine
 

@@ -12,11 +12,11 @@ import pytest
 from small import qdq
 
 from harness import registry
-from harness.cli.list import purpose
+from harness.cli.list import plugin_purpose
 from harness.cli.main import COMMANDS
 from harness.graph.builder import GraphBuilder
 from harness.registry import Plugin
-from harness.terminal_progress import Terminal
+from harness.terminal_progress import TerminalProgress
 
 EXPERIMENT = """
 experiment: small
@@ -151,7 +151,7 @@ def test_warnings_of_our_own_parts_reach_the_user_once_and_nobody_elses(folder, 
         logging.getLogger("matplotlib").warning("chatter")
         return {}
 
-    monkeypatch.setattr("harness.zoo.names", noisy)
+    monkeypatch.setattr("harness.zoo.model_names", noisy)
     assert qdq("list") == 0
     assert capsys.readouterr().err == "operators stay float: Foo\n"
     assert qdq("--verbose", "list") == 0
@@ -172,7 +172,7 @@ def test_an_interruption_says_what_becomes_of_the_work(folder, capsys, monkeypat
     (folder / "small.yaml").write_text(EXPERIMENT)
     monkeypatch.chdir(folder)
     monkeypatch.setattr("harness.pipeline.runner.run_experiment", stop)
-    monkeypatch.setattr("harness.zoo.names", stop)
+    monkeypatch.setattr("harness.zoo.model_names", stop)
     assert qdq(*command) == 130
     assert capsys.readouterr().err == said
 
@@ -207,7 +207,7 @@ def test_regions_are_json_on_request(folder, capsys):
 
 
 def test_without_a_terminal_long_work_says_how_far_it_is(capsys):
-    with Terminal(every_s=0.0) as terminal:
+    with TerminalProgress(every_s=0.0) as terminal:
         terminal.say("a line that is far longer than eighty columns " * 4)
         with terminal.work("search", 3) as step:
             step.advance("best 2 ms")
@@ -219,14 +219,14 @@ def test_without_a_terminal_long_work_says_how_far_it_is(capsys):
 
 
 def test_nobody_says_how_long_work_takes_by_its_first_step(capsys):
-    with Terminal(every_s=0.0) as terminal, terminal.work("confirmation", 40) as step:
+    with TerminalProgress(every_s=0.0) as terminal, terminal.work("confirmation", 40) as step:
         step.advance()
         step.advance()
     assert capsys.readouterr().err.splitlines() == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left"]
 
 
 def test_without_a_terminal_short_work_says_nothing(capsys):
-    with Terminal() as terminal, terminal.work("search", 2) as step:
+    with TerminalProgress() as terminal, terminal.work("search", 2) as step:
         step.advance()
     assert capsys.readouterr().err == ""
 
@@ -245,7 +245,7 @@ def test_the_list_says_what_each_plug_in_does(capsys, monkeypatch, tmp_path):
     found = {}
     for name, value in (("walk", "mine:Walk"), ("broken", "broken:Walk"), ("gone", "nowhere:Walk")):
         point = EntryPoint(name=name, value=value, group="qdq.searchers")
-        found[name] = purpose(Plugin(name=name, kind="searcher", origin="mine 1", entry_point=point))
+        found[name] = plugin_purpose(Plugin(name=name, kind="searcher", origin="mine 1", entry_point=point))
     assert found["walk"] == "Walk about."
     assert all("cannot be read" in found[name] or found[name] == "" for name in ("broken", "gone"))
     assert qdq("list") == 0

@@ -13,7 +13,7 @@ from small import save_chain
 
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import Measured, Outcome, TrialResult
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
@@ -32,7 +32,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-class Loud(Silent):
+class Loud(NullProgress):
     """Keeps what was said."""
 
     def __init__(self) -> None:

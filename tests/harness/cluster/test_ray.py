@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.errors import UserError
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import Measured
 from harness.timing.provenance import describe_environment
 
@@ -134,7 +134,7 @@ def test_usage_reporting_is_off(cluster: Any) -> None:
     assert not usage_stats_enabled()
 
 
-class Noting(Silent):
+class Noting(NullProgress):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ def test_engines_on_a_gpu_need_workers_that_reserve_one() -> None:
     from harness.cluster.ray_pool import RayPool
 
     for resources, refused in (({}, True), ({"GPU": 0.25}, True), ({"GPU": 1}, False), ({"CPU": 4, "GPU": 2}, False)):
-        fleet = RayPool(1, resources, None, Silent())
+        fleet = RayPool(1, resources, None, NullProgress())
         fleet.check_reserved(frozenset())
         said = r"each worker needs one to itself: resources: \{GPU: 1\}"
         with pytest.raises(UserError, match=said) if refused else nullcontext():

@@ -14,7 +14,7 @@ from harness.cluster import open_execution_target
 from harness.cluster.ray_worker import BuildRequest, LRUByteCache, RayWorker
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.errors import UserError
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from search.space import Edge
@@ -118,6 +118,6 @@ def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(UserError, match=r"executor: 'ray' needs Ray .*install it: pip install 'qdq-bench\[ray\]'"),
-        open_execution_target(ExecutorSpec(use="ray"), Limits(), None, Silent()),
+        open_execution_target(ExecutorSpec(use="ray"), Limits(), None, NullProgress()),
     ):
         pass

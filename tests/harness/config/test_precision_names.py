@@ -44,7 +44,7 @@ def test_backends_take_them(tmp_path: Path, backend: str, params: Any) -> None:
 def _zoo() -> str:
     from harness import zoo
 
-    return f"zoo:{next(iter(zoo.names()))}"
+    return f"zoo:{next(iter(zoo.model_names()))}"
 
 
 def test_tensorrt_builds_at_the_precision_that_is_meant() -> None:

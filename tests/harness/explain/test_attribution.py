@@ -12,16 +12,16 @@ from small import save_small
 from harness.api import Layer
 from harness.cli.main import main
 from harness.errors import BuildFailed, UserError
-from harness.explain.ablation import Bench, Timed, quantized, without
-from harness.explain.attribution import explain_row
-from harness.explain.edge_fusion import fates_of
-from harness.explain.render import explain_into, explanation_lines
+from harness.explain.ablation import AblationTimer, AblationTiming, quantized, without
+from harness.explain.attribution import attribute_row
+from harness.explain.edge_fusion import iter_edge_fusions
+from harness.explain.render import attribution_lines, explain_and_save
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
-from harness.progress import Silent
-from harness.report.load.attribution_store import Fate, read_explanation, write_explanation
+from harness.graph.load import load_proto
+from harness.progress import NullProgress
+from harness.report.load.attribution_store import EdgeFusion, read_attribution, write_attribution
 from harness.report.load.results import load
-from harness.report.plots.plot_files import draw_explained
+from harness.report.plots.plot_files import draw_attribution
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
 from search.space import Edge, Placement
@@ -50,7 +50,7 @@ def done(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(done):
-    return explain_row(done, "random", base=done.parent, observer=Silent())[0]
+    return attribute_row(done, "random", base=done.parent, observer=NullProgress())[0]
 
 
 def test_what_is_left_out_is_worth_what_the_runtime_says(done, found):
@@ -90,24 +90,24 @@ def test_where_the_float_model_cannot_be_timed_nothing_is_said_of_speed(done, mo
     monkeypatch.setattr(SimulatedBenchmarker, "build", failing)
     said = r"the float model could not be timed beside this row \(build: out of memory\), .*give the same command again"
     with pytest.raises(UserError, match=said):
-        explain_row(done, "random", base=done.parent, observer=Silent())
+        attribute_row(done, "random", base=done.parent, observer=NullProgress())
 
 
 def test_where_float_fails_beside_the_fewest_points_its_first_reading_stands(done, found, monkeypatch):
-    time = Bench.time
+    time = AblationTimer.time
 
     def failing(self, placements, title):
         timed = time(self, placements, title)
-        late = {"float": Timed(reason="timeout: build took longer than 300 s")}
+        late = {"float": AblationTiming(reason="timeout: build took longer than 300 s")}
         return {**timed, **late} if title == "the fewest points" else timed
 
-    monkeypatch.setattr(Bench, "time", failing)
-    kept = explain_row(done, "random", base=done.parent, observer=Silent())[0].minimal
+    monkeypatch.setattr(AblationTimer, "time", failing)
+    kept = attribute_row(done, "random", base=done.parent, observer=NullProgress())[0].minimal
     assert kept.speedup.value == pytest.approx(found.speedup.value / kept.ratio.value, rel=0.01)
 
 
 def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
-    lines = explain_into(done, "random", base=done.parent, observer=Silent())
+    lines = explain_and_save(done, "random", base=done.parent, observer=NullProgress())
     text = "\n".join(lines)
     assert re.search(r"\d\.\d\d \[.*\] times the speed of the float model, with \d+ Q/DQ pairs", text)
     assert "carries gain" in text
@@ -115,7 +115,7 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
     assert "keep it" in text
     assert "The runtime does not tell." in text
     path = next((done / CELL / "explain").glob("*.json"))
-    again = read_explanation(path)
+    again = read_attribution(path)
     assert again.row == found.row
     main(["report", str(done)])
     report = done / "report"
@@ -178,12 +178,12 @@ def priced(done):
 
 def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
     cell = priced / "net-bench-int8"
-    found = read_explanation(next((cell / "explain").glob("*.json")))
+    found = read_attribution(next((cell / "explain").glob("*.json")))
     assert found.metric == "cosine"
     assert found.drop.low <= found.drop.value <= found.drop.high
     assert found.drop.value > 0
     for effect in found.patterns:
-        gained = effect.gained_us(found.latency_ms)
+        gained = effect.gain_us(found.latency_ms)
         assert gained.value == pytest.approx(1000 * found.latency_ms * (effect.ratio.value - 1))
         assert np.sign(effect.drop.value) == np.sign(gained.value), "here time is accuracy"
     text = next((cell / "explain").glob("*.md")).read_text()
@@ -202,36 +202,36 @@ def test_files_of_before_lack_the_accuracy_and_can_be_read(priced, tmp_path):
     for key in ("drop", "metric", "latency_ms"):
         del body[key]
     (tmp_path / "old.json").write_text(json.dumps(body))
-    old = read_explanation(tmp_path / "old.json")
-    assert "lost against" not in "\n".join(explanation_lines(old))
-    assert list(draw_explained("net", old, tmp_path))
+    old = read_attribution(tmp_path / "old.json")
+    assert "lost against" not in "\n".join(attribution_lines(old))
+    assert list(draw_attribution("net", old, tmp_path))
 
 
 def test_an_evaluator_that_tells_nothing_of_images_gives_a_drop_without_limits(found, tmp_path):
     bare = Interval(value=0.25, low=math.nan, high=math.nan)
     known = replace(found, metric="mine", drop=bare, latency_ms=4.0)
     known = replace(known, patterns=tuple(replace(effect, drop=bare) for effect in found.patterns))
-    again = read_explanation(write_explanation(known, tmp_path))
+    again = read_attribution(write_attribution(known, tmp_path))
     assert math.isnan(again.drop.low)
-    assert "mine lost against the float model: +0.2500." in "\n".join(explanation_lines(again))
-    assert any(picture.path.name.startswith("price-") for picture in draw_explained("net", again, tmp_path))
+    assert "mine lost against the float model: +0.2500." in "\n".join(attribution_lines(again))
+    assert any(picture.path.name.startswith("price-") for picture in draw_attribution("net", again, tmp_path))
 
 
 def test_an_explanation_that_is_damaged_is_named(done, tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"schema": 1}')
     with pytest.raises(UserError, match=r"x\.json: damaged .*explain the row again"):
-        read_explanation(path)
+        read_attribution(path)
     path.write_text('{"schema": 9}')
     with pytest.raises(UserError, match="not of schema 1"):
-        read_explanation(path)
+        read_attribution(path)
 
 
 def test_rows_that_cannot_be_explained_say_why(done):
     with pytest.raises(UserError, match=r"float: this row has no placement of ours"):
-        explain_row(done, "float", base=done.parent, observer=Silent())
+        attribute_row(done, "float", base=done.parent, observer=NullProgress())
     with pytest.raises(UserError, match=r"no row 'rondom'.*random"):
-        explain_row(done, "rondom", base=done.parent, observer=Silent())
+        attribute_row(done, "rondom", base=done.parent, observer=NullProgress())
 
 
 def test_another_model_is_refused(done):
@@ -240,20 +240,22 @@ def test_another_model_is_refused(done):
     path.write_text(json.dumps({**json.loads(before), "model_sha256": "0" * 64}))
     try:
         with pytest.raises(UserError, match="the model is another one today"):
-            explain_row(done, "random", base=done.parent, observer=Silent())
+            attribute_row(done, "random", base=done.parent, observer=NullProgress())
     finally:
         path.write_text(before)
 
 
 def test_names_of_tensors_are_only_text(found):
-    evil = Fate(tensor="<b>|\x1b[31mred", consumer="`x`", slot=0, precision="int8", fate="alone", layer="*Eltwise*")
-    text = "\n".join(explanation_lines(replace(found, fates=(evil,))))
+    evil = EdgeFusion(
+        tensor="<b>|\x1b[31mred", consumer="`x`", slot=0, precision="int8", fate="alone", layer="*Eltwise*"
+    )
+    text = "\n".join(attribution_lines(replace(found, fates=(evil,))))
     assert r"- alone: \<b>\| [31mred at input 0 of \`x\`: \*Eltwise\*" in text
 
 
 def test_no_gain_leaves_nothing_to_keep(found):
     flat = type(found)(**{**{f: getattr(found, f) for f in found.__slots__}, "minimal": None, "points": ()})
-    text = "\n".join(explanation_lines(flat))
+    text = "\n".join(attribution_lines(flat))
     assert "There is no gain beyond the noise to keep." in text
     assert "None that is beyond the noise." in text
 
@@ -262,15 +264,15 @@ def test_edges_are_fused_where_their_consumer_computes_on_integers():
     g = GraphBuilder("net")
     x = g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 4, 3, name="conv"), name="relu")
     g.output(x)
-    model = from_proto(g.build(), source="net", sha256="0")
+    model = load_proto(g.build(), source="net", sha256="0")
     names = [node.name for node in model.nodes]
     layers = (
         Layer(name="a", kind="Convolution", precision="u8", origin=(names[0],)),
         Layer(name="b", kind="Eltwise", precision="f32", origin=(names[1],)),
     )
     edges = tuple((Edge("t", name, 0), "int8") for name in (*names[:2], ""))
-    assert [fate.fate for fate in fates_of(edges, model, layers)] == ["fused", "alone", "unknown"]
-    assert [fate.fate for fate in fates_of(edges, model, ())] == ["unknown"] * 3
+    assert [fate.fate for fate in iter_edge_fusions(edges, model, layers)] == ["fused", "alone", "unknown"]
+    assert [fate.fate for fate in iter_edge_fusions(edges, model, ())] == ["unknown"] * 3
 
 
 def test_leaving_out_leaves_the_rest():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.api import Layer
-from harness.explain.layer_timing import counted
+from harness.explain.layer_timing import time_layers
 
 
 class Restless:
@@ -42,7 +42,7 @@ CALM, HELD_UP, WORSE = (1.0, 1.0, 1.05, 1.0), (1.0, 1.0, 2.0, 1.0), (1.0, 1.0, 9
 )
 def test_a_count_that_a_pause_has_spoilt_is_made_again(engines, built, kept, tmp_path):
     runtime = Restless(*engines)
-    found = counted(runtime, None, tmp_path, 4)
+    found = time_layers(runtime, None, tmp_path, 4)
     assert [layer.name for layer in found.layers] == [kept]
     assert len(runtime.built) == built
     assert found.whole_ms == 1.0

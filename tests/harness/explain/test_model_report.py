@@ -17,12 +17,12 @@ from harness.cli.main import main
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.explain.fusion import explain_layers
-from harness.explain.model_report import compare, explain_model
-from harness.explain.text_lines import lines
+from harness.explain.model_report import compare_reports, explain_model
+from harness.explain.text_lines import report_lines
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_structure import read_asked
+from harness.graph.qdq.read_structure import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect
 
@@ -44,7 +44,7 @@ def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -
     model = load(net(folder / "net.onnx"))
     space = build_space(model, dialect)
     ranges = {edge.tensor: (0.0, 4.0) for d in space.dimensions for edge in d.edges}
-    placement = space.everywhere() if roles is None else space.only(roles)
+    placement = space.quantize_all() if roles is None else space.quantize_roles(roles)
     name = f"{dialect_name}-{'-'.join(roles or ['all'])}.onnx"
     return Inserter(model, dialect, ranges).export(space.resolve(placement), folder / name)
 
@@ -57,10 +57,10 @@ def test_what_runs_quantized_is_counted_and_compared(backend: str, tmp_path: Pat
     assert (plain.asked, plain.low) == (0, 0)
     assert (full.asked, full.low) == (3, 3)
     assert not [finding for finding in plain.findings if finding.what in ("float", "pair")]
-    assert {change.name for change in compare(plain, full)} == set(full.precision)
-    assert compare(full, full) == ()
+    assert {change.name for change in compare_reports(plain, full)} == set(full.precision)
+    assert compare_reports(full, full) == ()
     assert sum(layer.time_ms or 0 for layer in full.layers) > 0
-    text = "\n".join(lines(full, 3))
+    text = "\n".join(report_lines(full, 3))
     assert "Linear operators: 3; quantized in the file 3, in the engine 3" in text
     assert "Where the time goes" in text
     if backend == "openvino":  # ONNX Runtime does not say what a node was made of
@@ -83,7 +83,7 @@ def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind: tupl
     )
     assert len(found.precision) == 2
     assert set(found.precision.values()) == {"f32"}
-    assert "  they run in: 2 f32" in list(lines(found, 3))
+    assert "  they run in: 2 f32" in list(report_lines(found, 3))
 
 
 def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path: Path, capsys: Any) -> None:
@@ -102,12 +102,12 @@ def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_p
     one, other = (builder.linear(x, 64, bias=False) for _ in range(2))
     total = builder.op("Add", one, other)
     builder.output(total, name="y")
-    asked = read_asked(builder.save(tmp_path / "net.onnx"))
-    assert len(asked.stands_for["y"]) == 2
+    asked = read_qdq_graph(builder.save(tmp_path / "net.onnx"))
+    assert len(asked.folded_into["y"]) == 2
     layer = Layer(name="y", kind="FullyConnected", precision="f32", time_ms=1.0, origin=("y",))
     found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
     assert set(found.precision.values()) == {""}
-    assert "  they run in: 2 that the runtime does not name" in list(lines(found, 3))
+    assert "  they run in: 2 that the runtime does not name" in list(report_lines(found, 3))
 
 
 def test_onnxruntime_says_that_an_output_is_missing(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_scales_that_differ_are_the_reason(tmp_path: Path) -> None:
     model.graph.initializer.append(other)
     pair.input[1] = "other_scale"
     onnx.save(model, path)
-    asked = read_asked(path)
-    assert asked.odd == {pair.name: "its scale differs from that of the QuantizeLinear in front of it"}
+    asked = read_qdq_graph(path)
+    assert asked.unfusable_reasons == {pair.name: "its scale differs from that of the QuantizeLinear in front of it"}
     reader = next(node.name for node in model.graph.node if pair.output[0] in node.input)
     layers = [Layer(name=reader, kind="Convolution", precision="f32", time_ms=1.0, origin=(reader,))]
     found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
@@ -144,7 +144,7 @@ def test_half_a_pair_and_patterns_that_do_not_match(tmp_path: Path) -> None:
         Layer(name=name, kind="Convolution", precision="u8" if name == names[0] else "f32", origin=(name,))
         for name in names
     ]
-    asked = read_asked(path)
+    asked = read_qdq_graph(path)
     found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
     assert {finding.reason for finding in found.findings} == {
         "this place in the graph does not match the runtime's pattern, though 1 other Conv do"
@@ -153,7 +153,7 @@ def test_half_a_pair_and_patterns_that_do_not_match(tmp_path: Path) -> None:
     conv = next(node for node in model.graph.node if node.name == names[1])
     conv.input[0] = conv.input[0].partition("@qdq")[0]
     onnx.save(model, path)
-    found = explain_layers(layers, read_asked(path), runtime="r", quantize_outputs=False, whole_ms=1.0)
+    found = explain_layers(layers, read_qdq_graph(path), runtime="r", quantize_outputs=False, whole_ms=1.0)
     reasons = {finding.name: finding.reason for finding in found.findings}
     assert reasons[names[1]] == "only its weight is quantized in the file"
 
@@ -198,7 +198,7 @@ def test_a_matmul_is_found_that_openvino_calls_by_what_quantizes_its_sum(tmp_pat
     scale, zero = builder.const(np.float32(0.1)), builder.const(np.uint8(0))
     quantized = builder.op("QuantizeLinear", x, scale, zero)
     builder.output(builder.op("DequantizeLinear", quantized, scale, zero), name="y")
-    asked = read_asked(builder.save(tmp_path / "net.onnx"))
+    asked = read_qdq_graph(builder.save(tmp_path / "net.onnx"))
     (linear,) = asked.linear
     (pair,) = (name for name in asked.pairs if asked.operators[name] == "QuantizeLinear")
     layer = Layer(name="Multiply_7", kind="FullyConnected", precision="i8", time_ms=1.0, origin=("Multiply_7", pair))

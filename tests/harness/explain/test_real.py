@@ -8,7 +8,7 @@ from harness.cli.main import main
 from harness.config.sections import Confirmation
 from harness.explain import attribution
 from harness.graph.builder import GraphBuilder
-from harness.report.load.attribution_store import read_explanation
+from harness.report.load.attribution_store import read_attribution
 
 EXPERIMENT = """
 experiment: small
@@ -39,13 +39,13 @@ def done(tmp_path_factory):
     (folder / "small.yaml").write_text(EXPERIMENT)
     main(["run", str(folder / "small.yaml"), "--out", str(folder / "out")])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attribution, "TURNS", Confirmation(builds=3, rounds=2, samples=3))
+        patch.setattr(attribution, "ATTRIBUTION_SCHEDULE", Confirmation(builds=3, rounds=2, samples=3))
         main(["explain", str(folder / "out"), "linear", "--base", str(folder)])
     return folder / "out"
 
 
 def test_it_is_said_what_was_fused_and_where_the_time_went(done):
-    found = read_explanation(next((done / CELL / "explain").glob("*.json")))
+    found = read_attribution(next((done / CELL / "explain").glob("*.json")))
     assert found.method == "linear"
     assert found.metric == "sqnr_db"
     assert sum(layer.time_ms or 0.0 for layer in found.before) > 0

@@ -10,7 +10,7 @@ from harness.api import ExternalSearchTask
 from harness.errors import BuildFailed
 from harness.external_searchers.modelopt import ModelOptAutotune
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import pairs_in
+from harness.graph.qdq.read_edges import count_pairs
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def walk(peer: ModelOptAutotune, most: int = 100) -> list[tuple[str, int]]:
     """Digest and Q/DQ pairs of each model; more pairs take less time."""
     found = []
     while len(found) < most and (path := peer.ask()) is not None:
-        pairs = pairs_in(path)
+        pairs = count_pairs(path)
         found.append((hashlib.sha256(path.read_bytes()).hexdigest(), pairs))
         peer.tell(10.0 - 0.1 * pairs if len(found) != 3 else None)
     return found

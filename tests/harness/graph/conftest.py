@@ -182,7 +182,7 @@ def make_model() -> Callable[..., Model]:
 
 @pytest.fixture(scope="session")
 def make_stack() -> Callable[..., Any]:
-    """See `stacked`."""
+    """See `make_batch`."""
     return stacked
 
 

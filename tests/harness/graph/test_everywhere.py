@@ -10,10 +10,10 @@ import pytest
 
 from harness import zoo
 from harness.graph.load import load
-from harness.graph.partition.regions import discover
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.partition.regions import discover_regions
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import diff
+from harness.graph.qdq.read_edges import diff_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 
@@ -30,24 +30,24 @@ LONGER = {"resnet50", "encoder48"}
 
 def assert_there_and_back(path: Path) -> None:
     model = load(path, source=path.stem, shapes=SHAPES.get(path.stem, {}), min_opset=19)
-    root = discover(model)
-    assert sorted(node for leaf in root.leaves() for node in leaf.nodes) == list(range(len(model.nodes)))
+    root = discover_regions(model)
+    assert sorted(node for leaf in root.iter_leaves() for node in leaf.nodes) == list(range(len(model.nodes)))
     ranges = {tensor: (-1.0, 2.0) for tensor in model.types}
     for dialect, precision in CASES:
         space = build_space(model, dialect, precisions=(precision,), root=root)
         inserter = Inserter(model, dialect, ranges)
-        for placement in (space.everywhere(), space.random(np.random.default_rng(0))):
+        for placement in (space.quantize_all(), space.random(np.random.default_rng(0))):
             asked = space.resolve(placement)
             proto = inserter.insert(asked)
-            assert diff(asked, proto) == ((), ())
-            found = import_qdq(proto, model)
+            assert diff_edges(asked, proto) == ((), ())
+            found = import_placement(proto, model)
             assert found == dict(asked)
             assert space.digest(space.nearest(found)) == space.digest(placement)
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.names() if name not in LONGER])
+@pytest.mark.parametrize("name", [name for name in zoo.model_names() if name not in LONGER])
 def test_models_of_the_zoo(name: str, tmp_path: Path) -> None:
-    assert_there_and_back(zoo.write(name, tmp_path / f"{name}.onnx"))
+    assert_there_and_back(zoo.write_model(name, tmp_path / f"{name}.onnx"))
 
 
 @pytest.mark.assets

@@ -16,10 +16,10 @@ from onnx import TensorProto, numpy_helper
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from search.space import Edge, Placement, Resolved
@@ -35,7 +35,7 @@ def block() -> Model:
     y = g.conv(g.op("Relu", g.conv(stem, 16, 3, groups=-1, name="depthwise")), 16, 1, name="pointwise")
     y = g.op("Concat", g.op("Add", y, stem, name="residual"), stem, axis=1, name="concat")
     g.output(g.gemm(g.op("Flatten", g.op("GlobalAveragePool", y, name="pool")), 32, name="head"), name="logits")
-    return from_proto(g.build(), source="block", sha256="0" * 64)
+    return load_proto(g.build(), source="block", sha256="0" * 64)
 
 
 def feeds() -> dict[str, np.ndarray]:
@@ -71,7 +71,7 @@ def test_any_mixture_is_delivered_runs_and_is_close(dialect: Dialect, data: st.D
     asked = space.resolve(placement)
     proto = Inserter(block(), dialect, ranges()).insert(asked)
     onnx.checker.check_model(proto, full_check=True)
-    assert delivered(proto) == dict(asked)
+    assert read_qdq_edges(proto) == dict(asked)
     (expected,), (found,) = run(block().proto, ["logits"]), run(proto, ["logits"])
     assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
@@ -96,8 +96,8 @@ def test_one_tensor_read_at_two_precisions_gets_a_pair_for_each() -> None:
     asked = tuple(sorted([edge("depthwise", 0, "int8"), edge("depthwise", 1, "int8"), edge("residual", 1, "fp8")]))
     inserter = Inserter(block(), OPENVINO, ranges())
     proto = inserter.insert(asked)
-    assert delivered(proto) == dict(asked)
-    assert inserter.pairs(asked) == 3  # two on the activation, and a weight
+    assert read_qdq_edges(proto) == dict(asked)
+    assert inserter.count_pairs(asked) == 3  # two on the activation, and a weight
     kinds = {t.data_type for t in proto.graph.initializer if t.name.startswith("@qdq.zero")}
     assert TensorProto.FLOAT8E4M3FN in kinds
 

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper
 from small import qdq
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
-from harness.graph.partition.regions import discover
+from harness.graph.load import load_proto
+from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 
@@ -91,18 +91,18 @@ def test_the_rest_is_quantized_and_what_stays_float_is_said(
 ) -> None:
     make, message = CASES[op]
     with caplog.at_level(logging.WARNING):
-        model = from_proto(odd(make), source="odd.onnx", sha256="0")
+        model = load_proto(odd(make), source="odd.onnx", sha256="0")
         space = build_space(model, dialect)
     assert f"odd.onnx: {'dialect ' + dialect.name + ' ' if op == 'LSTM' else ''}{message}" in caplog.messages
-    assert sum(len(leaf.nodes) for leaf in discover(model).leaves()) == len(model.nodes)
-    resolved = space.resolve(space.everywhere())
+    assert sum(len(leaf.nodes) for leaf in discover_regions(model).iter_leaves()) == len(model.nodes)
+    resolved = space.resolve(space.quantize_all())
     quantized = {edge.consumer for edge, _ in resolved}
     # ONNX infers no shape of what a Loop carries, and tensors of unknown type stay float.
     assert ({"before"} if op == "Loop" else {"before", "after"}) <= quantized
     proto = Inserter(model, dialect, {name: (-1.0, 1.0) for name in model.types}).insert(resolved)
     if op != "Whirl":
         onnx.checker.check_model(proto, full_check=True)
-    assert delivered(proto) == dict(resolved)
+    assert read_qdq_edges(proto) == dict(resolved)
     (kept,) = (node for node in proto.graph.node if node.op_type == op)
     (own,) = (node for node in model.proto.graph.node if node.op_type == op)
     assert kept == own
@@ -121,12 +121,12 @@ def test_a_result_that_is_left_out_is_not_what_others_leave_out(dialect: Dialect
     g.output(g.op("Clip", x, "", g.const(6.0)), name="y")
     proto = g.build()
     next(node for node in proto.graph.node if node.op_type == "LSTM").output[0] = ""
-    model = from_proto(proto, source="left_out", sha256="0")
+    model = load_proto(proto, source="left_out", sha256="0")
     space = build_space(model, dialect)
-    resolved = space.resolve(space.everywhere())
+    resolved = space.resolve(space.quantize_all())
     assert {f"layer_{number}" for number in range(6)} <= {edge.consumer for edge, _ in resolved}
     made = Inserter(model, dialect, {name: (-1.0, 1.0) for name in model.types}).insert(resolved)
-    assert delivered(made) == dict(resolved)
+    assert read_qdq_edges(made) == dict(resolved)
 
 
 @pytest.mark.parametrize("op", CASES)
@@ -167,13 +167,13 @@ def test_a_run_says_so_too_and_leaves_those_parts_alone(
     assert qdq("run", "odd.yaml", "--out", "out") == 0
     assert message in capsys.readouterr().err
     exported = [onnx.load(path) for path in Path("out").glob("*/models/*.onnx")]
-    assert any(delivered(proto) for proto in exported)
+    assert any(read_qdq_edges(proto) for proto in exported)
     assert all(sum(node.op_type == op for node in proto.graph.node) == 1 for proto in exported)
 
 
 def test_a_model_of_strings_passes_through() -> None:
     g = GraphBuilder("words")
     g.output(g.op("StringNormalizer", g.input("words", (4,), "string"), case_change_action="LOWER"), name="lower")
-    model = from_proto(g.build(), source="words", sha256="0")
+    model = load_proto(g.build(), source="words", sha256="0")
     assert len(build_space(model, OPENVINO)) == 0
     assert model.types["words"].dtype == "string"

@@ -18,7 +18,7 @@ from machine import CPU_FLAGS, SATURATES, exact_int8
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, save
+from harness.graph.load import load_proto, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
@@ -34,15 +34,17 @@ def model(*, concat: bool) -> Model:
     x = g.input("x", (1, 8, 16, 16))
     first, second = g.conv(x, 16, 3), g.conv(x, 16, 3)
     g.output(g.conv(g.op("Concat" if concat else "Add", first, second, **({"axis": 1} if concat else {})), 16, 3))
-    return from_proto(g.build(), source="convolutions", sha256="0")
+    return load_proto(g.build(), source="convolutions", sha256="0")
 
 
 def error(made: Model, dialect: Dialect, folder: Path) -> float:
     """Relative error of OpenVINO on the data and weights of all convolutions quantized."""
     space = build_space(made, dialect)
-    edges = space.resolve(space.only({"linear"}))
+    edges = space.resolve(space.quantize_roles({"linear"}))
     tensors = {e.tensor for d in space.dimensions for e in d.edges} - made.constants.keys()
-    path = Inserter(made, dialect, calibrate(save(made, folder), tensors, FEEDS)).write(edges, folder, name="quantized")
+    path = Inserter(made, dialect, calibrate(save_to_folder(made, folder), tensors, FEEDS)).write(
+        edges, folder, name="quantized"
+    )
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     exact = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, FEEDS[0])[0]

@@ -8,33 +8,33 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover
+from harness.graph.partition.regions import discover_regions
 from harness.graph.pattern_cache import (
     CachedPattern,
     CachedPoint,
     CachedScheme,
-    Origin,
+    MeasurementOrigin,
     PatternCache,
-    cache_of,
-    distance,
-    merged,
+    build_cache,
+    count_differing_points,
+    describe_foreign_schemes,
+    merge_caches,
     parse_point,
-    placements,
-    strangers,
+    propose_placements,
 )
 from harness.graph.pattern_cache_io import read_cache, write_cache, write_plain_yaml
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from search.api import Failure, Observation, Score
 
-HOME = Origin(backend="openvino", precision="int8", device="this CPU")
-AWAY = Origin(backend="tensorrt", precision="fp8", device="that GPU")
+HOME = MeasurementOrigin(backend="openvino", precision="int8", device="this CPU")
+AWAY = MeasurementOrigin(backend="tensorrt", precision="fp8", device="that GPU")
 SIGNATURE = "ab" * 32
 
 
-def scheme(*places: int, share: float | None = 0.5, origin: Origin = HOME) -> CachedScheme:
+def scheme(*places: int, share: float | None = 0.5, origin: MeasurementOrigin = HOME) -> CachedScheme:
     points = frozenset(CachedPoint("node_input", (place, 0), "int8") for place in places)
     known = {} if share is None else {"latency_ms": 10 * share, "baseline_ms": 10.0}
     return CachedScheme(points=points, origin=origin, **known)
@@ -43,7 +43,7 @@ def scheme(*places: int, share: float | None = 0.5, origin: Origin = HOME) -> Ca
 def cache(*schemes: CachedScheme, **limits: int) -> PatternCache:
     empty = PatternCache(**limits)
     found = {SIGNATURE: CachedPattern(signature=SIGNATURE, size=9, schemes=schemes)}
-    return merged(empty, PatternCache(patterns=found))
+    return merge_caches(empty, PatternCache(patterns=found))
 
 
 def kept(found: PatternCache) -> list[set[int]]:
@@ -88,14 +88,14 @@ schemes = st.builds(
 @given(st.lists(schemes, max_size=12), st.lists(schemes, max_size=12))
 def test_merging_keeps_the_distance_loses_no_best_and_is_done_after_once(first, second):
     one, two = cache(*first), cache(*second)
-    both = merged(one, two)
+    both = merge_caches(one, two)
     found = both.patterns[SIGNATURE].schemes
-    assert merged(both, both) == both
-    assert set(found) == set(merged(two, one).patterns[SIGNATURE].schemes)
+    assert merge_caches(both, both) == both
+    assert set(found) == set(merge_caches(two, one).patterns[SIGNATURE].schemes)
     for a in found:
-        assert all(distance(a, b) >= 4 for b in found if b is not a and a.origin == b.origin)
+        assert all(count_differing_points(a, b) >= 4 for b in found if b is not a and a.origin == b.origin)
     if first or second:
-        assert min(s.share for s in found) == min(s.share for s in (*first, *second))
+        assert min(s.latency_ratio for s in found) == min(s.share for s in (*first, *second))
 
 
 @given(st.lists(schemes, max_size=6))
@@ -114,12 +114,12 @@ def model(blocks: int, name: str = "m"):
         y = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
         x = builder.op("Relu", builder.op("Add", builder.conv(y, 8, 3, pad=1), x))
     builder.output(builder.linear(builder.op("Flatten", builder.op("GlobalAveragePool", x)), 4))
-    return from_proto(builder.build(), source=name, sha256=name)
+    return load_proto(builder.build(), source=name, sha256=name)
 
 
 def space_and_sizes(blocks: int):
     found = model(blocks)
-    root = discover(found)
+    root = discover_regions(found)
     sizes = {pattern.signature: len(pattern.operators) for pattern in find_patterns(found, root)}
     return build_space(found, OPENVINO, root=root), sizes
 
@@ -131,24 +131,24 @@ def observed(space, placement, latency_ms):
 
 def test_a_deeper_model_begins_with_what_a_shallower_one_learned():
     small, sizes = space_and_sizes(2)
-    best = small.only({"linear"})
-    told = [(small.float_placement(), 10.0), (best, 4.0), (small.everywhere(), 5.0)]
-    learned = cache_of([observed(small, *each) for each in told], small, sizes, 10.0, HOME)
+    best = small.quantize_roles({"linear"})
+    told = [(small.float_placement(), 10.0), (best, 4.0), (small.quantize_all(), 5.0)]
+    learned = build_cache([observed(small, *each) for each in told], small, sizes, 10.0, HOME)
     large, _ = space_and_sizes(6)
-    start = placements(learned, large, HOME)[0]
-    assert start == large.only({"linear"})
-    assert placements(learned, small, HOME)[0] == best
+    start = propose_placements(learned, large, HOME)[0]
+    assert start == large.quantize_roles({"linear"})
+    assert propose_placements(learned, small, HOME)[0] == best
 
 
 def test_failures_teach_nothing_and_a_strange_model_gets_nothing():
     space, sizes = space_and_sizes(2)
-    assert cache_of([observed(space, space.everywhere(), None)], space, sizes, 10.0, HOME).patterns == {}
-    assert placements(cache(scheme(1, 2)), space) == []
+    assert build_cache([observed(space, space.quantize_all(), None)], space, sizes, 10.0, HOME).patterns == {}
+    assert propose_placements(cache(scheme(1, 2)), space) == []
 
 
 def test_the_precision_that_is_not_offered_becomes_the_one_that_is():
     space, sizes = space_and_sizes(2)
-    learned = cache_of([observed(space, space.everywhere(), 4.0)], space, sizes, 10.0, HOME)
+    learned = build_cache([observed(space, space.quantize_all(), 4.0)], space, sizes, 10.0, HOME)
     away = {
         signature: replace(
             pattern,
@@ -158,13 +158,13 @@ def test_the_precision_that_is_not_offered_becomes_the_one_that_is():
         )
         for signature, pattern in learned.patterns.items()
     }
-    assert placements(PatternCache(patterns=away), space) == [space.everywhere()]
+    assert propose_placements(PatternCache(patterns=away), space) == [space.quantize_all()]
 
 
 def test_schemes_from_elsewhere_are_named_and_come_after_our_own():
-    assert strangers(cache(scheme(1)), HOME) == ()
-    assert strangers(cache(scheme(1)), Origin(backend="openvino", precision="int8")) == ()
-    (said,) = strangers(cache(scheme(1), scheme(2, origin=AWAY)), HOME)
+    assert describe_foreign_schemes(cache(scheme(1)), HOME) == ()
+    assert describe_foreign_schemes(cache(scheme(1)), MeasurementOrigin(backend="openvino", precision="int8")) == ()
+    (said,) = describe_foreign_schemes(cache(scheme(1), scheme(2, origin=AWAY)), HOME)
     assert said == (
         "the pattern cache has schemes measured with backend 'tensorrt' instead of 'openvino', precision 'fp8' instead "
         "of 'int8', device 'that GPU' instead of 'this CPU': good starts at best"
@@ -173,10 +173,10 @@ def test_schemes_from_elsewhere_are_named_and_come_after_our_own():
 
 def test_our_own_schemes_are_tried_before_better_ones_from_elsewhere():
     space, sizes = space_and_sizes(2)
-    ours = cache_of([observed(space, space.only({"linear"}), 9.0)], space, sizes, 10.0, HOME)
-    theirs = cache_of([observed(space, space.everywhere(), 1.0)], space, sizes, 10.0, AWAY)
-    assert placements(merged(theirs, ours), space, HOME)[0] == space.only({"linear"})
-    assert placements(merged(theirs, ours), space, AWAY)[0] == space.everywhere()
+    ours = build_cache([observed(space, space.quantize_roles({"linear"}), 9.0)], space, sizes, 10.0, HOME)
+    theirs = build_cache([observed(space, space.quantize_all(), 1.0)], space, sizes, 10.0, AWAY)
+    assert propose_placements(merge_caches(theirs, ours), space, HOME)[0] == space.quantize_roles({"linear"})
+    assert propose_placements(merge_caches(theirs, ours), space, AWAY)[0] == space.quantize_all()
 
 
 HEAD = {"kind": "qdq pattern cache", "schema": 1, "minimum_distance": 4, "maximum_schemes": 32}

@@ -20,14 +20,14 @@ from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, load, save
+from harness.graph.load import load, load_proto, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, TENSORRT
-from harness.zoo import transformer, write
+from harness.zoo import transformer, write_model
 from search.space import Edge
 
 ZOO = ("resnet18", "encoder6", "vit_tiny", "mobilenetv2")
@@ -49,7 +49,7 @@ for path in sys.argv[1:]:
 
 @cache
 def zoo(name: str, folder: Path) -> Model:
-    return load(write(name, folder / f"{name}.onnx"), source=name)
+    return load(write_model(name, folder / f"{name}.onnx"), source=name)
 
 
 def static(model: Model, bounds: Mapping[str, tuple[float, float]], **options: bool) -> onnx.ModelProto:
@@ -87,8 +87,8 @@ def test_every_edge_of_quantize_static_is_in_the_space_of_onnx_runtime(
     model = zoo(name, tmp_path_factory.getbasetemp())
     # Ranges that need no calibration, and no activation removed: each edge counts here, and no kernel.
     proto = static(model, dict.fromkeys(model.types, (-1.0, 2.0)), QDQKeepRemovableActivations=True)
-    asked = import_qdq(proto, model)
-    assert asked.keys() == delivered(proto).keys()
+    asked = import_placement(proto, model)
+    assert asked.keys() == read_qdq_edges(proto).keys()
     lost, added = differences(model, asked, ONNXRUNTIME)
     # ONNX Runtime has no integer kernel for LayerNormalization: its quantized scale only costs accuracy. A pair in
     # front of Relu or Clip is removed by the runtime at best; the one behind does the same. The variance of a
@@ -107,16 +107,16 @@ def reader(model: Model, tensor: str) -> tuple[str, int]:
 @pytest.mark.slow
 def test_nearly_every_edge_of_modelopt_is_in_the_space_of_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
-    encoder = from_proto(transformer.encoder(3, width=64).build(), source="encoder3", sha256="0")
+    encoder = load_proto(transformer.encoder(3, width=64).build(), source="encoder3", sha256="0")
     models = {"resnet18": zoo("resnet18", folder), "encoder3": encoder}
-    paths = [str(save(model, folder / f"for-modelopt-{name}")) for name, model in models.items()]
+    paths = [str(save_to_folder(model, folder / f"for-modelopt-{name}")) for name, model in models.items()]
     done = subprocess.run([sys.executable, "-c", MODELOPT, *paths], capture_output=True, timeout=500, text=True)
     assert done.returncode == 0, done.stderr
     found = {}
     for (name, model), path in zip(models.items(), paths, strict=True):
         proto = onnx.load(path.replace("model.onnx", "ptq.onnx"))
-        asked = import_qdq(proto, model)
-        assert asked.keys() == delivered(proto).keys()
+        asked = import_placement(proto, model)
+        assert asked.keys() == read_qdq_edges(proto).keys()
         found[name] = differences(model, asked, TENSORRT)
     assert found["resnet18"] == ({}, {})
     # Of equal blocks ModelOpt treats the first and the last in its own way, where they meet an input or an output of
@@ -155,7 +155,7 @@ def both(model: Model, folder: Path) -> tuple[Counter[str], Counter[str]]:
     proto = static(model, found)
     onnx.save(proto, folder / "static.onnx")
     space = build_space(model, ONNXRUNTIME)
-    resolved = space.resolve(space.nearest(import_qdq(proto, model)))
+    resolved = space.resolve(space.nearest(import_placement(proto, model)))
     ours = Inserter(model, ONNXRUNTIME, found).export(resolved, folder / "ours.onnx")
     return kernels(folder / "static.onnx"), kernels(ours)
 
@@ -218,7 +218,7 @@ def test_what_stands_between_two_convolutions_keeps_neither_float(name: str, tmp
     g = GraphBuilder("between", opset=19)
     y = BETWEEN[name](g, g.conv(g.input("x", (1, 8, 8, 8)), 8, 1))
     g.output(g.conv(y, 8, 1))
-    theirs, ours = both(from_proto(g.build(), source=name, sha256="0"), tmp_path)
+    theirs, ours = both(load_proto(g.build(), source=name, sha256="0"), tmp_path)
     assert ours == theirs
     assert {"Conv", "FusedConv"}.isdisjoint(ours)
 
@@ -227,7 +227,7 @@ def test_a_clip_that_may_not_be_absorbed_leaves_its_convolution_in_integers(tmp_
     g = GraphBuilder("clip")
     y = g.op("Clip", g.conv(g.input("x", (1, 8, 8, 8)), 8, 1), g.const(np.float32(-1)), g.const(np.float32(1)))
     g.output(g.conv(y, 8, 1))
-    found = runs_as(from_proto(g.build(), source="clip", sha256="0"), tmp_path)
+    found = runs_as(load_proto(g.build(), source="clip", sha256="0"), tmp_path)
     assert found["QLinearConv"] == 2
     assert {"Conv", "FusedConv"}.isdisjoint(found)
 
@@ -235,7 +235,7 @@ def test_a_clip_that_may_not_be_absorbed_leaves_its_convolution_in_integers(tmp_
 def runs_as(model: Model, folder: Path) -> Counter[str]:
     """The kernels of a model with every point quantized."""
     space = build_space(model, ONNXRUNTIME)
-    return kernels(Inserter(model, ONNXRUNTIME, ranges(model)).write(space.resolve(space.everywhere()), folder))
+    return kernels(Inserter(model, ONNXRUNTIME, ranges(model)).write(space.resolve(space.quantize_all()), folder))
 
 
 def test_relu_and_clip_are_absorbed_by_the_pair_behind_them(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_relu_and_clip_are_absorbed_by_the_pair_behind_them(tmp_path: Path) -> N
     x = g.op("Clip", g.conv(x, 16, 3), g.const(np.float32(0)), g.const(np.float32(6)))
     y = g.op("Relu", g.op("Add", g.conv(x, 16, 1), x))
     g.output(g.conv(y, 8, 1))
-    model = from_proto(g.build(), source="absorbed", sha256="0")
+    model = load_proto(g.build(), source="absorbed", sha256="0")
     ends = {"QuantizeLinear": 1, "DequantizeLinear": 1, "Transpose": 2}
     assert runs_as(model, tmp_path) == {"QLinearConv": 4, "QLinearAdd": 1, **ends}
     space = build_space(model, ONNXRUNTIME)
@@ -264,7 +264,7 @@ def test_an_operator_with_a_constant_runs_on_integers(op: str, tmp_path: Path) -
     g = GraphBuilder("constant")
     y = g.conv(g.input("x", (1, 8, 8, 8)), 8, 1)
     g.output(g.conv(constant_beside(op, g, y), 8, 1))
-    model = from_proto(g.build(), source="constant", sha256="0")
+    model = load_proto(g.build(), source="constant", sha256="0")
     found = runs_as(model, tmp_path)
     assert found[f"QLinear{op}"] == 1
     assert op not in found
@@ -275,9 +275,9 @@ def test_a_table_of_embeddings_is_read_as_integers(tmp_path: Path) -> None:
     table = g.const(np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32))
     x = g.op("Gather", table, g.op("Cast", g.input("x", (1, 4)), to=onnx.TensorProto.INT64))
     g.output(g.linear(x, 8, bias=False))
-    model = from_proto(g.build(), source="embedding", sha256="0")
+    model = load_proto(g.build(), source="embedding", sha256="0")
     space = build_space(model, ONNXRUNTIME)
-    proto = Inserter(model, ONNXRUNTIME, ranges(model)).insert(space.resolve(space.everywhere()))
+    proto = Inserter(model, ONNXRUNTIME, ranges(model)).insert(space.resolve(space.quantize_all()))
     gather = next(node for node in proto.graph.node if node.op_type == "Gather")
     assert gather.input[0].endswith(".dq")
     assert next(t for t in proto.graph.initializer if t.dims == [32, 16]).data_type == onnx.TensorProto.UINT8

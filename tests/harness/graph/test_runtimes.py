@@ -14,7 +14,7 @@ import pytest
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, save
+from harness.graph.load import load_proto, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
@@ -72,9 +72,9 @@ def quantized(model: Model, dialect: Dialect, folder: Path) -> tuple[Path, Path,
     space = build_space(model, dialect)
     tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
     feeds = list(random_feeds({"x": ("float", model.types["x"].shape)}, 4))
-    path = save(model, folder)
+    path = save_to_folder(model, folder)
     inserter = Inserter(model, dialect, calibrate(path, tensors, feeds))
-    return path, inserter.write(space.resolve(space.everywhere()), folder), feeds[0]
+    return path, inserter.write(space.resolve(space.quantize_all()), folder), feeds[0]
 
 
 def computed(path: Path, feed: dict[str, Any], dialect: Dialect) -> Any:
@@ -88,7 +88,7 @@ def computed(path: Path, feed: dict[str, Any], dialect: Dialect) -> Any:
 def test_all_that_is_legal_is_nearly_right(
     make: Callable[[GraphBuilder], str], dialect: Dialect, tmp_path: Path
 ) -> None:
-    model = from_proto(made(make), source=make.__name__, sha256="0")
+    model = load_proto(made(make), source=make.__name__, sha256="0")
     path, candidate, feed = quantized(model, dialect, tmp_path)
     exact, found = computed(path, feed, dialect), computed(candidate, feed, dialect)
     assert found.shape == exact.shape
@@ -99,7 +99,7 @@ def test_openvino_reads_candidates_of_a_model_with_several_operator_sets_and_no_
     proto = made(stack)
     proto.ClearField("producer_name")
     proto.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
-    model = from_proto(proto, source="bare", sha256="0")
+    model = load_proto(proto, source="bare", sha256="0")
     assert len(model.proto.opset_import) == 2
     _, candidate, feed = quantized(model, OPENVINO, tmp_path)
     assert computed(candidate, feed, OPENVINO).shape == (2, 3, 5)

@@ -9,13 +9,13 @@ import pytest
 from onnx import numpy_helper
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
-from harness.task_setup.external_tools import extreme_form
+from harness.task_setup.external_tools import fully_quantized_symmetric
 
 
 def net() -> Model:
@@ -23,7 +23,7 @@ def net() -> Model:
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3, pad=1))
     x = builder.op("Mul", x, builder.op("Sigmoid", builder.conv(x, 8, 1)))
     builder.output(builder.op("GlobalAveragePool", x))
-    return from_proto(builder.build(), source="net", sha256="0" * 64)
+    return load_proto(builder.build(), source="net", sha256="0" * 64)
 
 
 def zero_points(path: Path) -> set[tuple[str, float]]:
@@ -38,10 +38,10 @@ def test_every_edge_is_symmetric_int8(dialect: Dialect, tmp_path: Path) -> None:
     model = net()
     space = build_space(model, dialect)
     ranges = {name: (0.0, 6.0) for name in ("x", *(name for node in model.nodes for name in node.outputs))}
-    found = extreme_form(model, dialect, ranges, tmp_path, space)
+    found = fully_quantized_symmetric(model, dialect, ranges, tmp_path, space)
     assert found.path is not None
-    asked = space.resolve(space.everywhere())
-    assert delivered(onnx.load(found.path)) == dict(asked)
+    asked = space.resolve(space.quantize_all())
+    assert read_qdq_edges(onnx.load(found.path)) == dict(asked)
     assert zero_points(found.path) == {("int8", 0.0)}
     own = Inserter(model, dialect, ranges).write(asked, tmp_path / "own")
     assert ("int8", 0.0) not in zero_points(own), "the dialect itself stores positive data unsigned"

@@ -10,10 +10,10 @@ from small import save_chain
 
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import Failed, Measured
 from harness.results_dir.journal import JournalEntry, read_journal
-from harness.selection.confirmation import read_events, read_floor
+from harness.selection.confirmation import read_events, read_noise_floor
 from harness.timing.confirmation import summarize_turns
 
 EXPERIMENT = """
@@ -42,7 +42,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[1] / "timing"))
         experiment = parse_experiment(EXPERIMENT, "faults.yaml", folder)
-        run_experiment(experiment, out=folder / "out", observer=Silent())
+        run_experiment(experiment, out=folder / "out", observer=NullProgress())
     return folder / "out" / "net-Lottery-int8"
 
 
@@ -66,8 +66,8 @@ def test_each_failure_says_what_happened(entries: list[JournalEntry]) -> None:
 
 
 def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(cell: Path) -> None:
-    summary = summarize_turns(read_events(cell), baseline="float", floor=read_floor(cell))
+    summary = summarize_turns(read_events(cell), baseline="float", floor=read_noise_floor(cell))
     best = max((row for row in summary.rows.values()), key=lambda row: row.speedup.value)
     assert best.verdict == "faster"
     assert best.recommended
-    assert (read_floor(cell), summary.floor) == (0.0, 0.0)
+    assert (read_noise_floor(cell), summary.floor) == (0.0, 0.0)

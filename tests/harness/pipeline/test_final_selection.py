@@ -12,7 +12,7 @@ from small import qdq, save_chain
 
 from harness.results_dir.artifacts import Choice, best_choice, read_finalists
 from harness.results_dir.journal import read_journal
-from harness.selection.paired_timing import ratios_of, read_contest
+from harness.selection.paired_timing import read_comparison, turn_speedups
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.turn_log import TWIN, TurnMatrix
 
@@ -105,12 +105,12 @@ def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
     path = folder / "out6" / CELL / "runoff.jsonl"
     truth = truth_ms(folder / "out6" / CELL)
     heats = defaultdict(set)
-    for event in read_contest(path):
+    for event in read_comparison(path):
         heats[event.build].add(event.row)
     rows = {heat: names - {"float", TWIN} for heat, names in heats.items()}
     assert set(rows) == set(range(len(TURNS_PER_RACING_ROUND)))
     assert rows[0] > rows[1] >= rows[2]
-    turns = {name: len(ratios) for name, ratios in ratios_of(TurnMatrix(read_contest(path)), "float").items()}
+    turns = {name: len(ratios) for name, ratios in turn_speedups(TurnMatrix(read_comparison(path)), "float").items()}
     assert {turns[name] for name in rows[2]} == {sum(TURNS_PER_RACING_ROUND)}
     assert {turns[name] for name in rows[0] - rows[1]} == {TURNS_PER_RACING_ROUND[0]}
     assert np.mean([truth[name] for name in rows[2]]) < np.mean([truth[name] for name in rows[0] - rows[2]])

@@ -15,8 +15,13 @@ from harness.config.experiment import Experiment, parse_experiment
 from harness.config.objective import Objective
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
-from harness.progress import Silent, best_note
-from harness.selection.confirmation import float_latency, level, noise_floor, read_floor
+from harness.progress import NullProgress, format_incumbent
+from harness.selection.confirmation import (
+    baseline_latency,
+    measure_noise_floor,
+    read_noise_floor,
+    reference_latency_if_noisy,
+)
 from harness.task_setup.accuracy import Scoring
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import InProcess, open_engines
@@ -25,7 +30,7 @@ EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")
 FACTS = {"name": "simulated", "version": "1"}
 
 
-class Loud(Silent):
+class Loud(NullProgress):
     def __init__(self) -> None:
         self.said: list[str] = []
 
@@ -48,7 +53,7 @@ def floor(
     worker = WorkerSpec(benchmarkers={"main": use}, workdir=model.parent / "work")
     facts = {**FACTS, "version": version}
     opened = partial(open_engines, limits=experiment.limits)
-    return noise_floor(opened, worker, model, facts, model.parent, observer), observer.said
+    return measure_noise_floor(opened, worker, model, facts, model.parent, observer), observer.said
 
 
 def test_a_disturbed_floor_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +70,14 @@ def test_a_disturbed_floor_is_told(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_floor_is_what_rebuilding_changes_and_it_is_kept(model: Path) -> None:
-    assert read_floor(model.parent) == 0.0
+    assert read_noise_floor(model.parent) == 0.0
     found, said = floor(model)
     assert 0.003 < found < 0.6
     assert len(said) == 1
     assert f"{found:.1%}" in said[0]
     assert "confirmation" in said[0], "the floor of the tables is another figure"
     assert floor(model) == (found, [])
-    assert read_floor(model.parent) == found
+    assert read_noise_floor(model.parent) == found
     events = json.loads((model.parent / "floor.json").read_text())["events"]
     assert {(event["row"], event["build"]) for event in events} == {
         (row, build) for row in ("float", "A/A twin") for build in range(3)
@@ -101,12 +106,12 @@ def test_a_damaged_floor_is_explained(model: Path) -> None:
 def test_readings_beside_the_float_model_and_bounds_on_latency_share_one_scale(model: Path) -> None:
     floor(model)
     folder = model.parent
-    float_ms = float_latency(folder)
+    float_ms = baseline_latency(folder)
     assert float_ms == pytest.approx(10.0, rel=0.5)
     backend = PluginSpec(use="simulated")
-    assert level(folder, backend, "always") == float_ms
-    assert level(folder, backend, "never") is None
-    assert level(folder, PluginSpec(use="trtexec"), "always") is None, "a turn of it is a process"
+    assert reference_latency_if_noisy(folder, backend, "always") == float_ms
+    assert reference_latency_if_noisy(folder, backend, "never") is None
+    assert reference_latency_if_noisy(folder, PluginSpec(use="trtexec"), "always") is None, "a turn of it is a process"
     objective = Objective(minimize="accuracy", max_latency="50%")
     scoring = Scoring(
         objective=objective, evaluators={"main": PluginSpec(use="e")}, metric="m", higher_is_better=True, facts={}
@@ -123,8 +128,8 @@ class _Scored:
 
 
 def test_the_note_on_the_best_says_how_it_compares_with_float_and_on_which_scale() -> None:
-    assert best_note(0.958, 1.080, beside=True) == "best 0.958 ms, 1.13x beside float's 1.080 ms"
-    assert best_note(0.958, 1.080, beside=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
+    assert format_incumbent(0.958, 1.080, beside=True) == "best 0.958 ms, 1.13x beside float's 1.080 ms"
+    assert format_incumbent(0.958, 1.080, beside=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
     nothing = "nothing faster than float's 1.080 ms so far"
-    assert best_note(1.102, 1.080, beside=True) == nothing
-    assert best_note(0.958, 1.080, beside=True, is_float=True) == nothing, "a low reading of the float model"
+    assert format_incumbent(1.102, 1.080, beside=True) == nothing
+    assert format_incumbent(0.958, 1.080, beside=True, is_float=True) == nothing, "a low reading of the float model"

@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper, load, numpy_helper, save
 from small import qdq
 
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -145,7 +145,7 @@ def test_it_runs_to_the_table_and_leaves_those_parts_alone(make, kept, tmp_path:
     assert "baseline" in table
     assert "UNFINISHED" not in table
     exported = [load(path) for path in tmp_path.glob("out/*/models/*.onnx")]
-    assert any(delivered(proto) for proto in exported)
+    assert any(read_qdq_edges(proto) for proto in exported)
     for proto in exported:
         assert sum(node.op_type == kept for node in proto.graph.node) == bool(kept)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small import qdq, save_chain
 
-from harness.graph.qdq.read_edges import precisions_in
+from harness.graph.qdq.read_edges import read_precisions
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT
 from harness.results_dir.journal import read_journal
 
@@ -68,7 +68,7 @@ def test_what_has_no_speed_is_not_confirmed(out: Path) -> None:
         body = json.loads((cell / "rows.json").read_text())["rows"]
         confirmed = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
         for row in body:
-            emulated = not precisions_in(cell / "models" / row["file"]) <= {"int8"}
+            emulated = not read_precisions(cell / "models" / row["file"]) <= {"int8"}
             assert row["timed"] != emulated
             assert (row["id"] in confirmed) != emulated
 

@@ -17,9 +17,9 @@ from small import qdq
 
 from harness.config.experiment import load_experiment
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import file_digest
+from harness.graph.io.files import digest_file
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import Failed
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.journal import read_journal
@@ -136,7 +136,7 @@ def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
     onnx.save(proto, folder / "mine.onnx")
     assert qdq("run", str(folder / "mine.yaml"), "--out", str(tmp_path / "out")) == 0
     row = next(row for row in read_finalists(tmp_path / "out" / "net-simulated-int8")[0] if row.id == "mine")
-    assert row.sha256 == file_digest(folder / "mine.onnx")
+    assert row.sha256 == digest_file(folder / "mine.onnx")
 
 
 def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(done, folder, tmp_path):
@@ -264,7 +264,7 @@ def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
     path.write_text("".join(whole[: 1 + (len(whole) - 1) // 3]))  # one build of three
     bars = {}
 
-    class Bars(Silent):
+    class Bars(NullProgress):
         def work(self, title, total):
             bars[title.partition(":")[0]] = self.bar = [total, 0]
             return super().work(title, total)

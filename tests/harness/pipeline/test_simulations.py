@@ -23,8 +23,8 @@ from harness.config.sections import Confirmation, PluginSpec, Sampling
 from harness.records import Measured
 from harness.results_dir.journal import Journal, read_journal
 from harness.search_loop.journal_reader import state_at_budgets
-from harness.search_loop.loop import Goal, SearchTask, Seed, run_search
-from harness.search_loop.trial import attempt_with
+from harness.search_loop.loop import Goal, InitialPlacement, SearchTask, run_search
+from harness.search_loop.trial import make_trial_fn
 from harness.statistics import median_ci
 from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
 from harness.timing.workers.engines import Engines, WorkerSpec
@@ -107,16 +107,19 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
     """A search where nothing is faster than anything else, and the confirmation of its winner."""
     open_engines = engines(folder, number, effect=0.0)
     path = folder / f"{number}.jsonl"
-    seeds = (Seed(name="float", placement=SPACE.float_placement()), Seed(name="all", placement=SPACE.everywhere()))
+    seeds = (
+        InitialPlacement(name="float", placement=SPACE.float_placement()),
+        InitialPlacement(name="all", placement=SPACE.quantize_all()),
+    )
     task = SearchTask(
         space=SPACE,
         searcher=registry.load_plugin("searcher", searcher)(SPACE, seed=number),  # type: ignore[operator]
-        seeds=seeds,
+        initial_design=seeds,
         candidate=candidate,
         evaluations=evaluations,
     )
     with open_engines() as opened, Journal(path, {}) as journal:
-        run_search(task, SyncExecutor(attempt_with(opened, Sampling())), journal, lambda _: None)
+        run_search(task, SyncExecutor(make_trial_fn(opened, Sampling())), journal, lambda _: None)
     entries = tuple(read_journal(path))
     outcomes = [entry.result.outcome for entry in entries if entry.result is not None]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]
@@ -138,7 +141,7 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
 
 def coverage(folder: Path, runs: int) -> tuple[float, float, float]:
     """Share of 95 % intervals that hold the truth: of the speedup, of the latency, of one engine's median."""
-    placement = SPACE.everywhere()
+    placement = SPACE.quantize_all()
     with engines(folder, 0, effect=0.05)() as opened:
         truth_ms = float(opened.build(candidate(placement)).info["truth_ms"])  # type: ignore[union-attr]
     hits = np.zeros(3)
@@ -156,7 +159,7 @@ def coverage(folder: Path, runs: int) -> tuple[float, float, float]:
 
 def speedup_coverage(folder: Path, runs: int, noise: Mapping[str, float]) -> float:
     """Share of 95 % intervals that hold the true speedup. (A latency has the delays in it, and no single truth.)"""
-    placement = SPACE.everywhere()
+    placement = SPACE.quantize_all()
     with engines(folder, 0, effect=0.05)() as opened:
         truth = 10.0 / float(opened.build(candidate(placement)).info["truth_ms"])  # type: ignore[union-attr]
     rows = (confirmed(engines(folder, n, 0.05, noise), placement).rows["0"].speedup for n in range(runs))

@@ -8,15 +8,15 @@ import pandas as pd
 import pytest
 from small import qdq, save_chain
 
-from harness.graph.io.files import file_digest
+from harness.graph.io.files import digest_file
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_called
-from harness.pipeline.final_selection import in_order
+from harness.graph.rules.dialect_lookup import load_dialect
+from harness.pipeline.final_selection import rank_finalists
 from harness.results_dir.artifacts import read_finalists
 from harness.search_loop.journal_reader import Evaluation
-from harness.task_setup.methods import ToldModel
+from harness.task_setup.methods import WarmStartModel
 
 PLUGINS = """
 import numpy as np
@@ -63,11 +63,11 @@ CELL = "net-bench-int8"
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("told")
     save_chain(folder / "net.onnx", (8, 8, 12, 12, 12, 8))
-    model, dialect = load(folder / "net.onnx"), dialect_called("openvino")
+    model, dialect = load(folder / "net.onnx"), load_dialect("openvino")
     space = build_space(model, dialect)
     ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
     path = folder / "mine.onnx"
-    Inserter(model, dialect, ranges).export(space.resolve(space.everywhere()), path)
+    Inserter(model, dialect, ranges).export(space.resolve(space.quantize_all()), path)
     for word in ("fast form", "slow form", "refused"):
         proto = onnx.load(path)
         proto.doc_string = word
@@ -101,7 +101,7 @@ def test_a_model_that_is_faster_in_the_form_of_its_tool_is_the_choice_of_whoever
     assert found["random", 12].search_ms is None, "no search has evaluated that file"
     assert found["random", 12].runoff == pytest.approx(5.0)
     assert found["told_nothing", 12].row not in {"mine", ""}
-    assert file_digest(fast / CELL / "models" / "mine.onnx") == file_digest(folder / "fast.onnx")
+    assert digest_file(fast / CELL / "models" / "mine.onnx") == digest_file(folder / "fast.onnx")
     table = pd.read_csv(fast / "report" / "main.csv").set_index("method")
     assert table.loc["random", "speedup"] == table.loc["mine", "speedup"] == pytest.approx(5.0)
     assert "the same placement" in (fast / "report" / "fixed.md").read_text()
@@ -142,7 +142,7 @@ def test_a_run_that_is_given_again_chooses_the_same_and_times_nothing(fast, fold
 
 def test_the_record_says_which_file_met_the_leaders_so_that_another_one_meets_them_anew(fast, folder):
     header = json.loads((fast / CELL / "runoff.jsonl").read_text().splitlines()[0])
-    assert header["told"] == {"mine": file_digest(folder / "fast.onnx")}
+    assert header["told"] == {"mine": digest_file(folder / "fast.onnx")}
 
 
 def test_a_model_of_another_precision_than_the_cells_is_no_choice(folder, tmp_path):
@@ -182,9 +182,9 @@ def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at
             Evaluation(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
             for d in ("aa", "bb")
         ),
-        ToldModel(digest="mine", told_as="0", path=tmp_path / "mine.onnx", pairs=1),
+        WarmStartModel(digest="mine", placement_digest="0", path=tmp_path / "mine.onnx", pairs=1),
     ]
-    ordered = in_order(leaders, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2})
+    ordered = rank_finalists(leaders, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2})
     assert ordered[0].digest == first
 
 

@@ -18,7 +18,7 @@ from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.results_dir.journal import RETRY_ORIGIN, Journal, read_journal
 from harness.search_loop.journal_reader import iter_incumbents
-from harness.search_loop.loop import SearchTask, Seed, run_search
+from harness.search_loop.loop import InitialPlacement, SearchTask, run_search
 from harness.search_loop.objective import Goal
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Edge, Placement, Space
@@ -30,9 +30,9 @@ SPACE = Space(
     )
 )
 SEEDS = (
-    Seed(name="float", placement=SPACE.float_placement()),
-    Seed(name="all", placement=SPACE.everywhere()),
-    Seed(name="again", placement=SPACE.everywhere()),
+    InitialPlacement(name="float", placement=SPACE.float_placement()),
+    InitialPlacement(name="all", placement=SPACE.quantize_all()),
+    InitialPlacement(name="again", placement=SPACE.quantize_all()),
 )
 
 
@@ -97,7 +97,7 @@ def search(
     task = SearchTask(
         space=SPACE,
         searcher=searcher,
-        seeds=SEEDS,
+        initial_design=SEEDS,
         candidate=lambda p: Candidate(digest=SPACE.digest(p), edges=SPACE.resolve(p), source=lambda: Path("never")),
         evaluations=14,
         window=window,
@@ -217,7 +217,7 @@ def test_a_cold_search_in_which_nothing_works_stops_with_the_first_reason(tmp_pa
     task = SearchTask(
         space=SPACE,
         searcher=Eager(2),
-        seeds=(),
+        initial_design=(),
         candidate=lambda p: Candidate(digest=SPACE.digest(p), edges=SPACE.resolve(p), source=lambda: Path("never")),
         evaluations=30,
         window=window,

@@ -14,7 +14,7 @@ import pytest
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.writer import write_model
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
@@ -130,12 +130,16 @@ def write_models(models: Path) -> None:
     x = g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 4, 3))
     y = g.op("Add", g.conv(x, 4, 3), x)
     g.output(g.op("GlobalAveragePool", y, name="</script><script>document.title='owned'</script>"))
-    model = from_proto(g.build(), source="net", sha256="0")
+    model = load_proto(g.build(), source="net", sha256="0")
     write_model(model.proto, models / "float.onnx")
     space = build_space(model, OPENVINO)
     ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
     inserter = Inserter(model, OPENVINO, ranges)
-    for name, placement in (("all", space.everywhere()), ("aa", space.only({"linear"})), ("bb", space.only({"add"}))):
+    for name, placement in (
+        ("all", space.quantize_all()),
+        ("aa", space.quantize_roles({"linear"})),
+        ("bb", space.quantize_roles({"add"})),
+    ):
         inserter.export(space.resolve(placement), models / f"{name}.onnx")
 
 

@@ -11,15 +11,15 @@ import pytest
 from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.report.frames.budget_frames import budget_frame, curve_frame, target_frame
 from harness.report.frames.confirmation_samples import sample_frame
-from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.hypervolume import hypervolume_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.display_names import labels_of
+from harness.report.load.display_names import row_labels
 from harness.report.load.results import load
-from harness.report.page.interactive_charts import charts_of
-from harness.report.plots.result_plots import envelope
+from harness.report.page.interactive_charts import build_charts
+from harness.report.plots.result_plots import median_band
 from harness.report.render import write_tables
-from harness.report.tables.table_layouts import tables_of
-from harness.report.trace import trace
+from harness.report.tables.table_layouts import build_tables
+from harness.report.trace import trace_cell
 from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
 from harness.timing.turn_log import TWIN, Turn, encode_turn_event
@@ -113,8 +113,8 @@ def test_what_was_not_confirmed_is_as_fast_as_in_the_runoff(folder, runs):
     assert results.cells[0].runoff == {"lucky": pytest.approx(8 / 7)}
     reached = target_frame(results).set_index(["searcher", "share"])["reached"]
     assert (reached["tpe", 0.95], reached["random", 0.95]) == (0, 1)
-    table = next(table for table in tables_of(results) if table.name == "targets")
-    told = [head for source in trace(results, "tpe:reached 95%", "targets").sources for head in source.head]
+    table = next(table for table in build_tables(results) if table.name == "targets")
+    told = [head for source in trace_cell(results, "tpe:reached 95%", "targets").sources for head in source.head]
     assert any("runoff.jsonl: lucky ran 1.1429 times as fast as float" in head for head in told), table.cells
 
 
@@ -123,13 +123,13 @@ def test_where_nothing_was_found_beyond_the_noise_nobody_is_said_to_have_missed_
     assert len(target_frame(load(folder)))
     write_json(folder / CELL / "floor.json", {"floor": 1.5})
     assert target_frame(load(folder)).empty
-    assert "targets" not in {table.name for table in tables_of(load(folder))}
+    assert "targets" not in {table.name for table in build_tables(load(folder))}
 
 
 def test_a_target_of_one_seed_has_no_range_and_a_miss_is_said_once(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("none", FAILED))
-    table = next(table for table in tables_of(load(folder)) if table.name == "targets")
+    table = next(table for table in build_tables(load(folder)) if table.name == "targets")
     assert table.cells["to 95% of the best gain"].tolist() == ["2 (2.00 min)", "never"]
 
 
@@ -137,7 +137,7 @@ def test_failed_evaluations_are_counted_by_stage_below_the_costs(folder, runs):
     slow = Failed(stage="measure", reason="hang", wall_s=1.0)
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("a", FAILED), ("b", FAILED), ("c", slow))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)))
-    table = next(table for table in tables_of(load(folder)) if table.name == "cost")
+    table = next(table for table in build_tables(load(folder)) if table.name == "cost")
     assert f"Failed evaluations, {CELL}: random-0 2 at build, 1 at measure." in table.lines
 
 
@@ -146,17 +146,17 @@ def test_hypervolume_stays_to_the_end_of_the_search(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0, 0.79)), *more, ("none", FAILED))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("bad", read(3.0, 0.7)))
     results = load(folder)
-    found = volume_frame(results.cells)
+    found = hypervolume_frame(results.cells)
     own = found[found["searcher"] == "random"]
     assert own["evaluations"].tolist() == [1, 2, 6]
     assert own["minutes"].tolist() == [1.0, 2.0, 6.0]
     assert own["volume"].tolist() == pytest.approx([0.0, 0.5 * 0.9, 0.5 * 0.9])
-    assert envelope(own, "evaluations", "volume").index[-1] == 6
+    assert median_band(own, "evaluations", "volume").index[-1] == 6
     write_tables(results, folder / "report")
     scored = pd.read_csv(folder / "report" / "volume.csv").groupby("searcher")["scored"].max()
     assert scored.to_dict() == {"random": 2, "tpe": 2}, "what was not scored is not counted"
     assert (folder / "report" / "volume.md").read_text().count("| 2 ") == 2
     cell, main = results.cells[0], main_frame(results)
-    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    charts = build_charts(cell, main, budget_frame(results), sample_frame(results), row_labels(cell, main))
     drawn = next(chart for chart in charts if chart["title"].startswith("Hypervolume"))
     assert max(trace["x"][-1] for trace in drawn["data"]) == 6.0

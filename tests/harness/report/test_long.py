@@ -16,7 +16,7 @@ from long_results import CELL, write_long_results
 
 from harness.report.frames.budget_frames import curve_frame
 from harness.report.load.results import load
-from harness.report.plots.result_plots import envelope
+from harness.report.plots.result_plots import median_band
 from harness.results_dir.journal import Journal, read_journal
 from harness.search_loop.journal_reader import iter_incumbents, state_at_budgets
 from harness.search_loop.objective import Goal
@@ -62,7 +62,7 @@ def test_it_counts_every_evaluation(said: Any) -> None:
 def test_curves_are_thinned_without_a_step_lost(folder: Path) -> None:
     curves = curve_frame(load(folder).cells)
     assert len(curves[curves["seed"] == 0]) > EVALUATIONS - 10, "all from the first incumbent on"
-    drawn = envelope(curves[curves["seed"] == 0], "evaluations")
+    drawn = median_band(curves[curves["seed"] == 0], "evaluations")
     assert 10 < len(drawn) < 1000
     whole = curves[curves["seed"] == 0].set_index("evaluations")["speedup"]
     assert drawn["value"].reindex(whole.index).ffill().equals(whole)

@@ -14,17 +14,17 @@ import pytest
 from rich.console import Console
 
 import harness.report
-from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.metrics.intervals import encode_evidence
 from harness.cli.report import show_report
 from harness.errors import UserError
 from harness.report import render
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load as load_results
-from harness.report.page.index_page import index
-from harness.report.render import drawing_of, text_of, write_tables
-from harness.report.report_table import Table, markdown, write_table
-from harness.report.tables.next_steps import next_steps
-from harness.report.tables.table_layouts import TIMED
+from harness.report.page.index_page import render_index
+from harness.report.render import report_renderable, report_text, write_tables
+from harness.report.report_table import ReportTable, render_markdown, write_table
+from harness.report.tables.next_steps import describe_next_steps
+from harness.report.tables.table_layouts import TIMED_TABLES
 from harness.results_dir.io import write_json
 from harness.results_dir.termination import clear_task_error, write_task_error
 from harness.search_loop.loop import Goal
@@ -36,7 +36,7 @@ CELL = "net-openvino-int8"
 def tables(folder: Path) -> str:
     """Write the tables alone and give the text for the terminal."""
     results = load_results(folder)
-    return text_of(results, write_tables(results, folder / "report"))
+    return report_text(results, write_tables(results, folder / "report"))
 
 
 def change(folder: Path, **facts) -> None:
@@ -233,7 +233,7 @@ def test_faster_with_outputs_that_are_not_finite_does_not_read_as_a_recommendati
     assert not raw.loc["random", "best"]
     assert raw.loc["random", "decision"].startswith("not shipped: not scored (output 'y' has NaN")
     results = load_results(folder)
-    assert "1 faster but not scored" in index(results, write_tables(results, folder / "report"), {})
+    assert "1 faster but not scored" in render_index(results, write_tables(results, folder / "report"), {})
 
 
 def test_a_tool_that_calibrated_by_another_method_says_so_in_its_row(folder):
@@ -355,7 +355,7 @@ def test_a_noisy_machine_is_said_first_below_every_table_of_latencies(folder):
     write_json(folder / CELL / "floor.json", {"floor": 0.337})
     said = f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat."
     tables(folder)
-    written = {path.stem: path.read_text() for path in (folder / "report").glob("*.md") if path.stem in TIMED}
+    written = {path.stem: path.read_text() for path in (folder / "report").glob("*.md") if path.stem in TIMED_TABLES}
     assert {"main", "budget", "fixed", "decision", "finalists", "targets"} <= set(written)
     for name, text in written.items():
         assert text.partition("\n\n")[2].startswith(said), name
@@ -406,7 +406,7 @@ def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(fo
     results = load_results(folder)
     written = write_tables(results, folder / "report")
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=160, record=True)
-    console.print(drawing_of(results, written))
+    console.print(report_renderable(results, written))
     styled = console.export_text(styles=True, clear=False)
     assert re.search(r"\x1b\[1m2\.00 \[2\.00, 2\.00\]", styled)
     assert re.search(r"\x1b\[4m2\.00 \[2\.00, 2\.00\]", styled)
@@ -420,7 +420,7 @@ def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(fo
 
 def test_columns_that_do_not_fit_go_to_a_second_table_and_no_name_is_cut(folder):
     results = load_results(folder)
-    drawing = drawing_of(results, write_tables(results, folder / "report"))
+    drawing = report_renderable(results, write_tables(results, folder / "report"))
     for width in (190, 100, 80):
         console = Console(file=io.StringIO(), width=width, record=True)
         console.print(drawing)
@@ -443,7 +443,7 @@ def test_a_pipe_gets_tables_of_100_columns_and_each_note_once(folder):
 
 def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys.modules["harness.report.render"], "draw", lambda *_: [])
+    monkeypatch.setattr(sys.modules["harness.report.render"], "draw_plots", lambda *_: [])
 
     class Screen(io.StringIO):
         def isatty(self):
@@ -538,8 +538,8 @@ def test_another_schema_of_a_journal_is_refused(folder):
 def test_a_hostile_name_is_only_text(tmp_path):
     name = "a_b%<script>|x\n*y* [z](u) \\input{p} `c` \x1b[31m"
     cells = pd.DataFrame([{"model": name, "n": "1"}, {"model": "[q]", "n": "2"}])
-    table = Table(name="t", cells=cells, raw=cells, note=f"of {name}")
-    assert r"a_b%\<script>\|x \*y\* [z\](u) \\input{p} \`c\`  [31m" in markdown(table)
+    table = ReportTable(name="t", cells=cells, raw=cells, note=f"of {name}")
+    assert r"a_b%\<script>\|x \*y\* [z\](u) \\input{p} \`c\`  [31m" in render_markdown(table)
     write_table(table, tmp_path)
     tex = (tmp_path / "t.tex").read_text()
     assert r"a\_b\%\textless{}script\textgreater{}\textbar{}x" in tex
@@ -615,7 +615,9 @@ def test_nothing_ships_whose_accuracy_was_held_to_no_bound(folder, goal, scores,
     tables(folder)
     raw = pd.read_csv(folder / "report" / "main.csv").set_index("method")["decision"]
     assert (raw["all"], raw["random"]) == said
-    assert not list(next_steps(load_results(folder), main_frame(load_results(folder)))), "nothing has to be done"
+    assert not list(describe_next_steps(load_results(folder), main_frame(load_results(folder)))), (
+        "nothing has to be done"
+    )
     best = cells_of(folder / "report" / "decision.md")[-1]
     assert best[-1] == f"{said[1]} (random)"
 
@@ -710,7 +712,7 @@ def test_a_score_that_its_own_images_deny_is_not_believed(folder, forged, said):
     body["sha of aa main"] = {
         "metrics": {"top1": 0.7},
         "per_item": hits,
-        "evidence": evidence_of("mean", {"top1": hits}),
+        "evidence": encode_evidence("mean", {"top1": hits}),
     }
     write_json(path, body)
     assert "top-1 0.7000" in tables(folder)
@@ -724,7 +726,10 @@ def test_a_score_that_its_own_images_deny_is_not_believed(folder, forged, said):
 def test_a_score_that_its_evidence_denies_is_not_believed_either(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
-    body["sha of aa main"] = {"metrics": {"top1": 0.79, "top5": 0.9}, "evidence": evidence_of("mean", {"top1": [1, 0]})}
+    body["sha of aa main"] = {
+        "metrics": {"top1": 0.79, "top5": 0.9},
+        "evidence": encode_evidence("mean", {"top1": [1, 0]}),
+    }
     write_json(path, body)
     with pytest.raises(UserError, match=r"aa: top1 is 0\.79, but by its own evidence it is 0\.5"):
         tables(folder)

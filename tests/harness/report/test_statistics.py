@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import friedmanchisquare, rankdata
 
-from harness.report.report_table import interval, several
+from harness.report.report_table import format_interval, pluralize
 from harness.report.statistics import (
     compare_pairs,
     compare_with,
+    compute_ranks,
     effect_size,
     quartiles,
-    ranks_of,
     score_against_random,
-    smallest_p,
+    smallest_p_value,
 )
 
 # Demšar 2006, table 6: AUC of C4.5 with its parameters m and cf tuned, on 14 data sets.
@@ -33,7 +33,7 @@ DEMSAR = pd.DataFrame(
 
 
 def test_ranks_are_those_of_the_paper():
-    found = ranks_of(DEMSAR)
+    found = compute_ranks(DEMSAR)
     assert found.mean == pytest.approx({"C4.5+m+cf": 1.964, "C4.5+m": 2.0, "C4.5+cf": 2.893, "C4.5": 3.143}, abs=0.001)
     assert found.critical_difference == pytest.approx(1.25, abs=0.01)
     # Chi-squared is 10.2 with the correction for ties, so 0.0167; four methods are too few for that to be close.
@@ -44,13 +44,13 @@ def test_ranks_are_those_of_the_paper():
 
 def test_many_blocks_and_methods_are_tested_by_chi_squared():
     values = pd.DataFrame(np.random.default_rng(0).normal(size=(12, 7)))
-    assert ranks_of(values).p_value == friedmanchisquare(*values.to_numpy().T).pvalue
-    assert ranks_of(values * 0).p_value == 1.0
+    assert compute_ranks(values).p_value == friedmanchisquare(*values.to_numpy().T).pvalue
+    assert compute_ranks(values * 0).p_value == 1.0
 
 
 @pytest.mark.parametrize(("blocks", "p_value"), [(3, 6 / 6**3), (4, 6 / 6**4), (5, 6 / 6**5)])
 def test_few_blocks_that_agree_have_the_exact_chance_of_that(blocks, p_value):
-    found = ranks_of(pd.DataFrame([[3.0, 2.0, 1.0]] * blocks, columns=list("abc")))
+    found = compute_ranks(pd.DataFrame([[3.0, 2.0, 1.0]] * blocks, columns=list("abc")))
     assert found.p_value == pytest.approx(p_value)
     assert found.cliques[0] == ("a", "b")
     assert found.critical_difference == pytest.approx(2.343 * math.sqrt(2 / blocks), abs=0.001)
@@ -66,20 +66,20 @@ def test_p_is_the_share_of_permutations_that_are_no_less_extreme(seed):
         for rows in itertools.product(*(itertools.permutations(row) for row in ranks))
     ]
     share = np.mean([each >= np.square(ranks.sum(axis=0)).sum() for each in sums])
-    assert ranks_of(pd.DataFrame(values)).p_value == pytest.approx(share)
+    assert compute_ranks(pd.DataFrame(values)).p_value == pytest.approx(share)
 
 
 def test_two_blocks_have_ranks_and_no_test():
-    found = ranks_of(DEMSAR.iloc[:2])
+    found = compute_ranks(DEMSAR.iloc[:2])
     assert found.p_value is None
     assert found.critical_difference is None
     assert found.cliques == ()
     with pytest.raises(ValueError, match="ranks need blocks and methods, but got 0 and 4"):
-        ranks_of(DEMSAR.iloc[:0])
+        compute_ranks(DEMSAR.iloc[:0])
 
 
 def test_methods_that_are_all_equal_are_not_different():
-    found = ranks_of(pd.DataFrame({name: [1.0] * 6 for name in "abc"}))
+    found = compute_ranks(pd.DataFrame({name: [1.0] * 6 for name in "abc"}))
     assert found.p_value == 1.0
     assert set(found.mean.values()) == {2.0}
 
@@ -127,12 +127,12 @@ WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
 def test_few_blocks_have_an_effect_and_a_p_that_cannot_be_small():
     found = compare_pairs({"a": {"x": [2.0], "y": [3.0]}, "b": {"x": [1.0], "y": [1.0]}, "c": {"z": [1.0]}})
     assert found[["first", "second"]].to_numpy().tolist() == [["a", "b"]], "c shares no block with anybody"
-    assert found["p_value"].item() == pytest.approx(smallest_p(2, 1)) == 0.5
+    assert found["p_value"].item() == pytest.approx(smallest_p_value(2, 1)) == 0.5
     assert (found["low"].item(), found["high"].item()) == (0.0, math.inf), "two blocks give no interval"
     three = compare_pairs({name: {b: [v] for b, v in zip("xyz", w, strict=True)} for name, w in WORTH.items()})
     assert 0 < three["low"].item() < three["ratio"].item() < three["high"].item() < math.inf
-    assert three["p_holm"].item() == pytest.approx(smallest_p(3, 1)) == 0.25
-    assert smallest_p(2, 10) == 1.0, "no probability above 1"
+    assert three["p_holm"].item() == pytest.approx(smallest_p_value(3, 1)) == 0.25
+    assert smallest_p_value(2, 10) == 1.0, "no probability above 1"
     assert found["chance"].item() == 1.0
     assert found["ratio"].item() == pytest.approx(math.sqrt(6))
 
@@ -164,8 +164,8 @@ def test_a_score_counts_from_what_all_are_told_first():
 
 
 def test_a_single_cell_is_said_in_the_singular():
-    alone = ranks_of(DEMSAR.iloc[:1])
-    assert alone.untested == "no test: 1 cell is too few to say anything of others (3 are needed)"
+    alone = compute_ranks(DEMSAR.iloc[:1])
+    assert alone.untested_reason == "no test: 1 cell is too few to say anything of others (3 are needed)"
 
 
 def test_quartiles_are_of_several_values():
@@ -174,8 +174,8 @@ def test_quartiles_are_of_several_values():
 
 
 def test_limits_that_nobody_knows_are_not_shown():
-    assert interval(1.25, 0.0, math.inf, 3) == "1.250"
-    assert interval(1.25, math.nan, 2.0) == "1.25"
-    assert interval(1.25, 1.0, 2.0) == "1.25 [1.00, 2.00]"
-    assert interval(math.nan, 1.0, 2.0) == "-"
-    assert [several(n, "table") for n in (0, 1, 2)] == ["0 tables", "1 table", "2 tables"]
+    assert format_interval(1.25, 0.0, math.inf, 3) == "1.250"
+    assert format_interval(1.25, math.nan, 2.0) == "1.25"
+    assert format_interval(1.25, 1.0, 2.0) == "1.25 [1.00, 2.00]"
+    assert format_interval(math.nan, 1.0, 2.0) == "-"
+    assert [pluralize(n, "table") for n in (0, 1, 2)] == ["0 tables", "1 table", "2 tables"]

@@ -8,10 +8,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli.common import tidy
+from harness.cli.common import short_path
 from harness.cli.main import app
 from harness.report.load.results import load
-from harness.report.trace import trace
+from harness.report.trace import trace_cell
 
 CELL = "net-openvino-int8"
 
@@ -25,7 +25,7 @@ def said(*arguments: object) -> list[str]:
 def test_a_ratio_is_a_line_a_turn_the_last_ones_and_how_they_come_to_the_figure(folder):
     head, place, hidden, *turns, result, more = said(folder, "random:speedup")
     assert head == f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]"
-    assert place == f"{tidy(folder / CELL / 'confirm.jsonl')}; samples in ms, one line a turn"
+    assert place == f"{short_path(folder / CELL / 'confirm.jsonl')}; samples in ms, one line a turn"
     assert hidden == "... 1 before these:"
     assert len(turns) == 5
     number = int(turns[-1].removeprefix("line ").partition(":")[0])
@@ -95,7 +95,7 @@ def test_a_drop_of_what_is_better_lower_is_subtracted_the_other_way(folder):
 
 
 def test_what_several_seeds_chose_is_shown_once(folder):
-    found = trace(load(folder), "random:2 evaluations", "budget")
+    found = trace_cell(load(folder), "random:2 evaluations", "budget")
     chosen = [line for line in found.lines if "at 2 evaluations" in line]
     assert chosen == [f"{CELL}, random, seed {seed} at 2 evaluations: bb" for seed in (0, 1)]
     assert sum(line.startswith("geometric mean") for line in found.lines) == 1

@@ -14,7 +14,7 @@ from small import qdq, save_chain
 
 from harness.config.experiment import load_experiment
 from harness.pipeline.runner import MAX_WORKER_LOSSES, run_with_recovery
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.results_dir.artifacts import read_finalists
@@ -204,7 +204,7 @@ def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypa
 def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int, ends: bool) -> None:
     begun, said = [], []
 
-    class Loud(Silent):
+    class Loud(NullProgress):
         def say(self, text: str) -> None:
             said.append(text)
 

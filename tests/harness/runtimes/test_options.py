@@ -84,7 +84,7 @@ def test_activations_are_stored_as_chosen_and_run_as_integers(path: Path, tmp_pa
         model = load(path)
         space: Space = build_space(model, dialect)
         ranges = {edge.tensor: (-4.0, 4.0) for d in space.dimensions for edge in d.edges}
-        written = Inserter(model, dialect, ranges).write(space.resolve(space.everywhere()), tmp_path / activation)
+        written = Inserter(model, dialect, ranges).write(space.resolve(space.quantize_all()), tmp_path / activation)
         artifact = made.build(candidate(written), tmp_path)
         with made.open(artifact) as probe:
             assert min(probe.sample(3)) > 0

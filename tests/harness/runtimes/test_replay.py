@@ -18,10 +18,10 @@ from harness.records import MAIN_BENCHMARKER, Failed, Measured
 from harness.runtimes.replay import ReplayBenchmarker
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from search.space import Edge, Placement, Resolved, Space, digest_of
-from search.synthetic_problem import planted_space
+from search.space import Edge, Placement, Resolved, Space, edges_digest
+from search.synthetic_problem import synthetic_space
 
-SPACE = Space(planted_space(4, groups=2, seed=1).dimensions)
+SPACE = Space(synthetic_space(4, groups=2, seed=1).dimensions)
 SUBSPACE = TableSubspace(SPACE, (0, 1), SPACE.float_placement())
 FAILED = {(1, 0): Failed(stage="crash", reason="the worker died"), (0, 1): Failed(stage="measure", reason="no clock")}
 
@@ -30,7 +30,7 @@ def candidate(edges: Resolved) -> Candidate:
     def source() -> Path:
         raise AssertionError("a replay never asks for a file")
 
-    return Candidate(digest=digest_of(edges), edges=edges, source=source)
+    return Candidate(digest=edges_digest(edges), edges=edges, source=source)
 
 
 def of(*choices: int) -> Candidate:

@@ -14,7 +14,7 @@ from harness.errors import BuildFailed, EvaluationFailed, UserError
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import median_ci
 from harness.timing.sampling import sample_engine
-from search.space import Edge, Resolved, digest_of
+from search.space import Edge, Resolved, edges_digest
 
 EDGES = tuple(Edge(f"t{number}", f"n{number}", 0) for number in range(9))
 
@@ -27,7 +27,7 @@ def candidate(edges: Resolved) -> Candidate:
     def source() -> Path:
         raise AssertionError("a simulation never asks for a file")
 
-    return Candidate(digest=digest_of(edges), edges=edges, source=source)
+    return Candidate(digest=edges_digest(edges), edges=edges, source=source)
 
 
 def sample(benchmarker: SimulatedBenchmarker, edges: Resolved, n: int) -> list[float]:

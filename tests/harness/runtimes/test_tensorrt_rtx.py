@@ -98,7 +98,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: made.cuda)
-    monkeypatch.setattr("harness.runtimes.tensorrt_rtx._import", lambda: (made, made.plugin))
+    monkeypatch.setattr("harness.runtimes.tensorrt_rtx._import_runtime", lambda: (made, made.plugin))
     return made
 
 

@@ -14,7 +14,7 @@ from small import save_small
 
 from harness.config.experiment import Experiment, parse_experiment
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 
 EXPERIMENT = """
 experiment: killed
@@ -50,7 +50,7 @@ class Workplace:
 
     def run(self, out: Path) -> None:
         """Run it, or what is left of it, in this process."""
-        run_experiment(self.experiment, out=out, observer=Silent())
+        run_experiment(self.experiment, out=out, observer=NullProgress())
 
     def start(self, out: Path, work: Callable[[], None] | None = None) -> int:
         """Run it in a fork, which starts at once because everything is imported; gives the process."""

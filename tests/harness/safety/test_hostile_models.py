@@ -42,7 +42,7 @@ def use(path: Path) -> str:
         edges = {edge.tensor for dimension in space.dimensions for edge in dimension.edges}
         ranges = dict.fromkeys(edges - set(model.constants), (-1.0, 1.0))
         if len(space):
-            Inserter(model, OPENVINO, ranges).insert(space.resolve(space.everywhere()))
+            Inserter(model, OPENVINO, ranges).insert(space.resolve(space.quantize_all()))
     except UserError:
         return "refused"
     return "used"

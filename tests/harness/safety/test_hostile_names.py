@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.report import render
 
 MODEL = "<script>.onnx"
@@ -67,7 +67,7 @@ def write_model(path: Path) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("names")
     write_model(folder / MODEL)
-    run_experiment(parse_experiment(EXPERIMENT, "names.yaml", folder), out=folder / "out", observer=Silent())
+    run_experiment(parse_experiment(EXPERIMENT, "names.yaml", folder), out=folder / "out", observer=NullProgress())
     render(folder / "out")
     return folder / "out" / "report"
 

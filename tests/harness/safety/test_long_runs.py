@@ -15,16 +15,16 @@ from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.journal import Journal
 from harness.search_loop.loop import SearchTask, run_search
 from harness.search_loop.objective import Goal
-from harness.search_loop.optuna_mirror import live_study
-from harness.search_loop.trial import attempt_with
+from harness.search_loop.optuna_mirror import mirror_to_optuna
+from harness.search_loop.trial import make_trial_fn
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import InProcess
 from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Observation, Placement
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
 pytestmark = pytest.mark.slow
-SPACE = planted_space(60, groups=10)
+SPACE = synthetic_space(60, groups=10)
 TRIALS = 500
 BYTES = 40_000
 """Of a trial at most, so that 10,000 of them stay below half a GiB."""
@@ -49,14 +49,14 @@ def candidate(placement: Placement) -> Candidate:
 
 def test_a_search_of_many_trials_stays_small(tmp_path: Path) -> None:
     use = PluginSpec(use="simulated", params={"seed": 1, "noise_seed": 1})
-    task = SearchTask(space=SPACE, searcher=Blind(), seeds=(), candidate=candidate, evaluations=TRIALS)
-    watch = live_study(tmp_path / "live.journal", "cell/blind-0", SPACE, Goal(), fresh=True)
+    task = SearchTask(space=SPACE, searcher=Blind(), initial_design=(), candidate=candidate, evaluations=TRIALS)
+    watch = mirror_to_optuna(tmp_path / "live.journal", "cell/blind-0", SPACE, Goal(), fresh=True)
     with (
         InProcess(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path / "work")) as engines,
         Journal(tmp_path / "blind-0.jsonl", {}) as journal,
     ):
         tracemalloc.start()
-        run_search(task, SyncExecutor(attempt_with(engines, Sampling(warmup_ms=0, max_samples=20))), journal, watch)
+        run_search(task, SyncExecutor(make_trial_fn(engines, Sampling(warmup_ms=0, max_samples=20))), journal, watch)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < BYTES * TRIALS

@@ -14,7 +14,7 @@ from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
 from harness.search_loop.journal_reader import iter_counted, iter_evaluations, iter_incumbents, state_at_budgets
 from harness.search_loop.objective import Goal
-from search.pareto import fronts
+from search.pareto import front_numbers
 
 LOST = Failed(stage="crash", reason="the worker was lost")
 FRONT = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
@@ -94,7 +94,7 @@ def test_best_placements_equal_those_of_a_sorted_list_and_of_the_first_front(
     fastest = [number for number, _ in sorted(within, key=lambda each: each[1][0])][:count]
     assert [trial.choices[0] for trial in state_at_budgets(told, Goal(), [budget], count)[budget].best] == fastest
     values = np.array([(ms, 0.5 - map_ / 10) for _, (ms, map_) in within]).reshape(-1, 2)
-    front = {number for (number, _), rank in zip(within, fronts(values), strict=True) if rank == 0}
+    front = {number for (number, _), rank in zip(within, front_numbers(values), strict=True) if rank == 0}
     assert {trial.choices[0] for trial in state_at_budgets(told, FRONT, [budget], 99)[budget].best} == front
 
 

@@ -10,7 +10,7 @@ from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.results_dir.journal import Journal, read_journal
 from harness.search_loop.journal_reader import iter_incumbents, state_at_budgets
-from harness.search_loop.loop import Ending, Goal, SearchTask, Seed, run_search
+from harness.search_loop.loop import Goal, InitialPlacement, SearchLoopResult, SearchTask, run_search
 from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Failure, Observation, Placement, Score
 from search.space import Dimension, Edge, Space
@@ -60,8 +60,8 @@ class Run:
         self.evaluations = evaluations
         self.attempt = attempt
         self.goal = goal
-        known = {"float": self.space.float_placement(), "all": self.space.everywhere()}
-        self.seeds = tuple(Seed(name=name, placement=known[name]) for name in seeds)
+        known = {"float": self.space.float_placement(), "all": self.space.quantize_all()}
+        self.seeds = tuple(InitialPlacement(name=name, placement=known[name]) for name in seeds)
         self.attempts = 0
 
     def go(self, *, seed=3, stop_after=None):
@@ -78,7 +78,7 @@ class Run:
             return Candidate(digest=self.space.digest(placement), edges=edges, source=lambda: Path("never"))
 
         task = SearchTask(
-            space=self.space, searcher=self.searcher, seeds=self.seeds, candidate=candidate, goal=self.goal,
+            space=self.space, searcher=self.searcher, initial_design=self.seeds, candidate=candidate, goal=self.goal,
             evaluations=self.evaluations,
         )  # fmt: skip
         trials = []
@@ -190,7 +190,7 @@ def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incum
 def test_wall_clock_is_a_budget_of_its_own(tmp_path):
     run = Run(tmp_path)
     task_seconds = SearchTask(
-        space=run.space, searcher=Uniform(run.space, 1), seeds=run.seeds,
+        space=run.space, searcher=Uniform(run.space, 1), initial_design=run.seeds,
         candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
         evaluations=1000, seconds=0.0,
     )  # fmt: skip
@@ -209,7 +209,7 @@ def test_constraint_of_a_metric_where_less_is_better():
 
 def ended(run: Run, searcher, *, evaluations=20, window=1):
     task = SearchTask(
-        space=run.space, searcher=searcher, seeds=run.seeds,
+        space=run.space, searcher=searcher, initial_design=run.seeds,
         candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
         evaluations=evaluations, window=window,
     )  # fmt: skip
@@ -266,7 +266,7 @@ def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_
     entries = list(read_journal(run.path))
     assert all(entry.result is not None or entry.proposal.duplicate_of is not None for entry in entries)
     Breaks.mended = True
-    assert ended(run, Breaks(run.space, 1), window=window)[0] == Ending(evaluations=20)
+    assert ended(run, Breaks(run.space, 1), window=window)[0] == SearchLoopResult(evaluations=20)
     ended(whole, Breaks(run.space, 1), window=window)
     assert run.choices() == whole.choices()
 
@@ -282,14 +282,14 @@ def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeat
             return []
 
     run = Run(tmp_path)
-    assert ended(run, Uniform(run.space, 1), evaluations=12, window=window)[0] == Ending(evaluations=12)
+    assert ended(run, Uniform(run.space, 1), evaluations=12, window=window)[0] == SearchLoopResult(evaluations=12)
     before = run.path.read_bytes()
     broken = True
     ending, told = ended(run, Changed(run.space, 1), window=window)
     assert told[-1].evaluations < 12 == ending.evaluations
     assert ending.reason == "LookupError: a bug"
     broken = False
-    silent = Ending(evaluations=12, reason="it had nothing more to propose")
+    silent = SearchLoopResult(evaluations=12, reason="it had nothing more to propose")
     assert ended(run, Changed(run.space, 1), window=window)[0] == silent
     assert run.path.read_bytes() == before
 
@@ -297,7 +297,7 @@ def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeat
 def test_a_searcher_that_could_not_be_made_spends_nothing(tmp_path):
     failed = Failed(stage="search", reason="ValueError: no", log_tail="where")
     ending, told = ended(Run(tmp_path), failed)
-    assert (ending, told) == (Ending(evaluations=0, reason="ValueError: no", broken=failed), [])
+    assert (ending, told) == (SearchLoopResult(evaluations=0, reason="ValueError: no", broken=failed), [])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
@@ -315,13 +315,13 @@ def test_an_interruption_and_a_mistake_of_the_user_end_the_run(tmp_path, error, 
 
 def test_why_a_search_spent_less_than_its_budget(tmp_path):
     small = Run(tmp_path / "small", size=2)
-    assert ended(small, Uniform(small.space, 1), evaluations=4)[0] == Ending(evaluations=4)
+    assert ended(small, Uniform(small.space, 1), evaluations=4)[0] == SearchLoopResult(evaluations=4)
     many = "it proposed only placements that were proposed before, 200 in a row"
-    assert ended(small, Uniform(small.space, 1), evaluations=9)[0] == Ending(evaluations=4, reason=many)
+    assert ended(small, Uniform(small.space, 1), evaluations=9)[0] == SearchLoopResult(evaluations=4, reason=many)
     silent = Uniform(small.space, 1)
     silent.ask = lambda n: []
     few = Run(tmp_path / "few")
-    assert ended(few, silent)[0] == Ending(evaluations=2, reason="it had nothing more to propose")
+    assert ended(few, silent)[0] == SearchLoopResult(evaluations=2, reason="it had nothing more to propose")
 
 
 def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_beat(tmp_path):

@@ -13,18 +13,18 @@ from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult
 from harness.results_dir.journal import JournalEntry
-from harness.search_loop.accuracy_gate import Judge, least_loss
+from harness.search_loop.accuracy_gate import AccuracyGate, loss_lower_bound
 from harness.search_loop.journal_reader import state_at_budgets
 from harness.search_loop.objective import (
-    BELIEVED,
+    PREDICTED_METRIC,
     PROXY,
     Goal,
-    Scored,
-    Standing,
-    eligible,
-    goal_facts,
-    score_of,
-    standing,
+    IncumbentState,
+    ScoredPlacement,
+    encode_goal,
+    incumbent_state,
+    is_feasible,
+    score_outcome,
 )
 from harness.statistics import Interval
 from search.api import Score
@@ -90,22 +90,22 @@ def outcome(latency_ms: float, **metrics: float) -> Measured:
 
 
 def score(goal: Goal, latency_ms: float, **metrics: float) -> Score:
-    found = score_of(outcome(latency_ms, **metrics), goal)
+    found = score_outcome(outcome(latency_ms, **metrics), goal)
     assert isinstance(found, Score)
     return found
 
 
 def test_goals_of_latency_alone_are_written_down_as_they_always_were() -> None:
-    assert goal_facts(Goal()) == {"metric": None, "reference": 0.0, "higher_is_better": True, "max_drop": 0.0}
-    assert goal_facts(Goal(metric="map", minimize="pareto", max_drop=None))["minimize"] == "pareto"
+    assert encode_goal(Goal()) == {"metric": None, "reference": 0.0, "higher_is_better": True, "max_drop": 0.0}
+    assert encode_goal(Goal(metric="map", minimize="pareto", max_drop=None))["minimize"] == "pareto"
 
 
 def test_a_front_has_latency_and_loss_and_what_was_not_scored_stands_behind() -> None:
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     found = score(goal, 4.0, map=0.4)
     assert found.objectives == pytest.approx((4.0, 0.1))
-    assert eligible(found)
-    assert not eligible(score(goal, 1.0))
+    assert is_feasible(found)
+    assert not is_feasible(score(goal, 1.0))
     bounded = Goal(metric="map", reference=0.5, max_drop=0.05, minimize="pareto", float_ms=10.0)
     assert score(bounded, 4.0, map=0.4).violation == pytest.approx(0.05)
 
@@ -115,7 +115,7 @@ def test_a_loss_that_is_the_bound_but_for_round_off_is_within(value: float, over
     goal = Goal(metric="top1", reference=0.76, max_drop=0.01)
     assert 0.76 - 0.75 > 0.01, "as floating point has it"
     assert goal.violation({"top1": value}) == pytest.approx(over)
-    assert eligible(score(goal, 1.0, top1=value)) == (over == 0.0)
+    assert is_feasible(score(goal, 1.0, top1=value)) == (over == 0.0)
 
 
 def test_accuracy_first_ranks_by_loss_among_those_fast_enough() -> None:
@@ -130,7 +130,7 @@ def test_accuracy_first_ranks_by_loss_among_those_fast_enough() -> None:
 
 def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it() -> None:
     goal = Goal(metric="map", reference=0.5, max_drop=0.01)
-    believed = score(goal, 3.0, **{PROXY: 4.0, BELIEVED: 0.3})
+    believed = score(goal, 3.0, **{PROXY: 4.0, PREDICTED_METRIC: 0.3})
     assert believed.violation == pytest.approx(0.19)
     assert not believed.assumed
     unknown = score(goal, 12.0, **{PROXY: 30.0})
@@ -140,7 +140,7 @@ def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it() -> No
 def test_errors_are_lost_where_they_grow() -> None:
     goal = Goal(metric="error", reference=0.1, higher_is_better=False, max_drop=0.02)
     assert goal.violation({"error": 0.15}) == pytest.approx(0.03)
-    assert goal.violation({BELIEVED: 0.15}) == pytest.approx(0.03)
+    assert goal.violation({PREDICTED_METRIC: 0.15}) == pytest.approx(0.03)
 
 
 class Evaluators:
@@ -165,16 +165,18 @@ GOAL = Goal(metric="map", reference=0.5, max_drop=0.01)
 INCUMBENT = Interval(value=10.0, low=9.9, high=10.1)
 
 
-def known(*pairs: tuple[float, float], latency_ms: float = 8.0) -> Standing:
+def known(*pairs: tuple[float, float], latency_ms: float = 8.0) -> IncumbentState:
     """What a search knows: proxy and metric of earlier placements."""
-    scored = [Scored(latency_ms=latency_ms, value=value, proxy=proxy) for proxy, value in pairs]
-    found = standing(INCUMBENT, scored)
-    assert isinstance(found, Standing)
+    scored = [ScoredPlacement(latency_ms=latency_ms, value=value, proxy=proxy) for proxy, value in pairs]
+    found = incumbent_state(INCUMBENT, scored)
+    assert isinstance(found, IncumbentState)
     return found
 
 
 def look(engines: Any, goal: Goal, latency_ms: float, incumbent: Interval | None, proxy: str | None = "proxy") -> Any:
-    return Judge(goal=goal, evaluator="search", proxy=proxy).look(engines, 0, outcome(latency_ms), incumbent)
+    return AccuracyGate(goal=goal, evaluator="search", proxy=proxy).evaluate_accuracy(
+        engines, 0, outcome(latency_ms), incumbent
+    )
 
 
 def metrics_of(found: Any) -> Mapping[str, float]:
@@ -192,7 +194,7 @@ def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric() -> None:
 def test_a_candidate_that_the_proxy_rules_out_is_not_scored() -> None:
     witnesses = known((30.0, 0.499), (12.0, 0.40), (11.0, 0.42), (10.0, 0.38))
     engines = Evaluators(proxy=9.0)
-    assert metrics_of(look(engines, GOAL, 5.0, witnesses)) == {PROXY: 9.0, BELIEVED: pytest.approx(0.42)}
+    assert metrics_of(look(engines, GOAL, 5.0, witnesses)) == {PROXY: 9.0, PREDICTED_METRIC: pytest.approx(0.42)}
     assert engines.diary == ["proxy"]
 
 
@@ -204,7 +206,7 @@ def test_a_candidate_that_the_proxy_rules_out_is_not_scored() -> None:
         known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38), (5.0, 0.48)),  # one further away did better: no word to trust
     ],
 )
-def test_a_proxy_that_has_not_shown_its_worth_rules_nothing_out(witnesses: Standing) -> None:
+def test_a_proxy_that_has_not_shown_its_worth_rules_nothing_out(witnesses: IncumbentState) -> None:
     engines = Evaluators(proxy=9.0)
     assert "map" in metrics_of(look(engines, GOAL, 5.0, witnesses))
 
@@ -213,9 +215,9 @@ def test_a_front_takes_in_what_no_known_placement_dominates() -> None:
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     witnesses = known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38), latency_ms=6.0)
     slower, faster = Evaluators(proxy=9.0), Evaluators(proxy=9.0)
-    assert BELIEVED in metrics_of(look(slower, goal, 7.0, witnesses))
+    assert PREDICTED_METRIC in metrics_of(look(slower, goal, 7.0, witnesses))
     assert "map" in metrics_of(look(faster, goal, 5.0, witnesses))
-    assert Judge(goal=goal).rival(INCUMBENT) is None, "a slower placement may be more accurate"
+    assert AccuracyGate(goal=goal).latency_to_beat(INCUMBENT) is None, "a slower placement may be more accurate"
 
 
 def test_accuracy_first_scores_what_is_fast_enough_and_may_lose_less() -> None:
@@ -232,7 +234,7 @@ def test_an_evaluator_that_fails_fails_the_candidate(engines: Evaluators) -> Non
 
 
 def test_without_a_proxy_nothing_is_believed() -> None:
-    assert least_loss(known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38)).scored, None, GOAL) is None
+    assert loss_lower_bound(known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38)).scored, None, GOAL) is None
 
 
 def entries(*outcomes: Measured | Failed) -> list[JournalEntry]:
@@ -273,9 +275,9 @@ def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trus
 
 def test_what_was_built_again_has_the_scatter_of_its_builds() -> None:
     """A searcher that is told 5 ms of a placement whose builds took 5 and 6 must not take 5.2 for something else."""
-    once = score_of(Measured(samples_ms=(5.0,) * 20, build_s=0.1, measure_s=0.1), Goal())
+    once = score_outcome(Measured(samples_ms=(5.0,) * 20, build_s=0.1, measure_s=0.1), Goal())
     twice = Measured(samples_ms=(5.0,) * 20, retaken_ms=((6.0,) * 20,), build_s=0.1, measure_s=0.1)
-    again = score_of(twice, Goal())
+    again = score_outcome(twice, Goal())
     assert isinstance(once, Score)
     assert isinstance(again, Score)
     assert (once.objective, once.stderr) == (5.0, 0.0)

@@ -8,18 +8,18 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from harness.records import Failed, Measured, Proposal
-from harness.search_loop.loop import Trial
+from harness.search_loop.loop import TrialEvent
 from harness.search_loop.objective import Goal
-from harness.search_loop.optuna_mirror import live_study
-from search.synthetic_problem import planted_space
+from harness.search_loop.optuna_mirror import mirror_to_optuna
+from search.synthetic_problem import synthetic_space
 
-SPACE = planted_space(6, groups=2)
+SPACE = synthetic_space(6, groups=2)
 GOAL = Goal(metric="top1", reference=0.8, max_drop=0.02)
 
 
-def trial(number: int, evaluations: int | None = None, **outcome) -> Trial:
+def trial(number: int, evaluations: int | None = None, **outcome) -> TrialEvent:
     measured = {"samples_ms": (4.0 - number / 10,) * 3, "build_s": 1.0, "measure_s": 1.0, **outcome}
-    return Trial(
+    return TrialEvent(
         asked=Proposal(number=number, choices=(1, 0, 1, 0, 0, 1), digest=f"d{number}", origin="searcher"),
         outcome=Failed(stage="build", reason="no") if outcome.get("failed") else Measured(**measured),
         evaluations=number + 1 if evaluations is None else evaluations,
@@ -35,7 +35,7 @@ def studies(path):
 
 def test_every_trial_is_there_with_what_a_reader_wants_to_plot(tmp_path):
     path = tmp_path / "optuna.journal"
-    watch = live_study(path, "cell/tpe-0", SPACE, GOAL, fresh=True)
+    watch = mirror_to_optuna(path, "cell/tpe-0", SPACE, GOAL, fresh=True)
     watch(trial(0, metrics={"top1": 0.79}))
     watch(trial(1, failed=True))
     watch(trial(2, evaluations=2))  # a duplicate: it cost nothing
@@ -53,13 +53,13 @@ def test_every_trial_is_there_with_what_a_reader_wants_to_plot(tmp_path):
 
 def test_a_resumed_search_adds_what_is_missing_and_searches_share_the_file(tmp_path):
     path = tmp_path / "optuna.journal"
-    first = live_study(path, "a", SPACE, Goal(), fresh=True)
+    first = mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)
     first(trial(0))
-    other = live_study(path, "b", SPACE, Goal(), fresh=True)
+    other = mirror_to_optuna(path, "b", SPACE, Goal(), fresh=True)
     other(trial(0))
     first(trial(1))
     path.write_bytes(path.read_bytes() + b'{"op_code": 4, "torn')
-    again = live_study(path, "a", SPACE, Goal(), fresh=False)
+    again = mirror_to_optuna(path, "a", SPACE, Goal(), fresh=False)
     for number in range(4):
         again(trial(number))
     found = studies(path)
@@ -69,20 +69,20 @@ def test_a_resumed_search_adds_what_is_missing_and_searches_share_the_file(tmp_p
 
 def test_a_search_that_begins_anew_replaces_its_study(tmp_path):
     path = tmp_path / "optuna.journal"
-    live_study(path, "a", SPACE, Goal(), fresh=True)(trial(0))
-    live_study(path, "a", SPACE, Goal(), fresh=True)(trial(5, evaluations=1))
+    mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)(trial(0))
+    mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)(trial(5, evaluations=1))
     assert [t.user_attrs["digest"] for t in studies(path)["a"].trials] == ["d5"]
 
 
 def test_a_file_that_cannot_be_written_costs_the_view_not_the_search(tmp_path, caplog):
     path = tmp_path / "nowhere" / "optuna.journal"
-    live_study(path, "a", SPACE, Goal(), fresh=True)(trial(0))
+    mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)(trial(0))
     assert "no live view of a" in caplog.text
 
 
 def test_a_full_disk_ends_the_view_with_one_warning(tmp_path, caplog, monkeypatch):
     path = tmp_path / "optuna.journal"
-    watch = live_study(path, "a", SPACE, Goal(), fresh=True)
+    watch = mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -101,7 +101,7 @@ def test_a_study_that_optuna_began_goes_on(tmp_path):
     optuna.delete_study(study_name="mine", storage=storage)
     study = optuna.create_study(storage=storage, study_name="a")
     study.add_trial(optuna.trial.create_trial(value=4.0, user_attrs={"digest": "d0"}))
-    watch = live_study(path, "a", SPACE, Goal(), fresh=False)
+    watch = mirror_to_optuna(path, "a", SPACE, Goal(), fresh=False)
     for number in range(3):
         watch(trial(number))
     found = studies(path)
@@ -119,5 +119,5 @@ def test_a_study_that_optuna_began_goes_on(tmp_path):
 def test_a_damaged_file_costs_the_view_not_the_search(tmp_path, caplog, text):
     path = tmp_path / "optuna.journal"
     path.write_bytes(text)
-    live_study(path, "a", SPACE, Goal(), fresh=False)(trial(0))
+    mirror_to_optuna(path, "a", SPACE, Goal(), fresh=False)(trial(0))
     assert "no live view of a" in caplog.text

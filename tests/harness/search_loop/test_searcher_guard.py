@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from threadpoolctl import threadpool_info
 
-from harness.search_loop.searcher_guard import Guarded
+from harness.search_loop.searcher_guard import SearcherGuard
 from search.api import Observation, Placement, Score
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
 
 def threads() -> set[int]:
@@ -33,9 +33,9 @@ class Counting:
 
 
 def test_a_searcher_has_one_thread_and_whoever_comes_after_it_has_them_all() -> None:
-    space, searcher, before = planted_space(4, groups=1), Counting(), threads()
+    space, searcher, before = synthetic_space(4, groups=1), Counting(), threads()
     placement = space.float_placement()
-    guarded = Guarded(searcher, space)
+    guarded = SearcherGuard(searcher, space)
     guarded.ask(1)
     guarded.tell(Observation(placement=placement, digest=space.digest(placement), outcome=Score(objective=1.0)))
     assert searcher.seen == [{1}, {1}]

@@ -12,16 +12,16 @@ import pytest
 from harness.api import Accuracy, Candidate
 from harness.config.sections import Sampling
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome, TrialResult, decode_line, encode_line
-from harness.search_loop.accuracy_gate import Judge
+from harness.search_loop.accuracy_gate import AccuracyGate
 from harness.search_loop.objective import Goal
-from harness.search_loop.trial import Care, attempt_with
+from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 SAMPLING = Sampling()
-JUDGE = Judge(goal=Goal(metric="map", reference=0.5))
+JUDGE = AccuracyGate(goal=Goal(metric="map", reference=0.5))
 INCUMBENT = Interval(value=10.0, low=9.9, high=10.1)
 
 
@@ -79,7 +79,7 @@ def measured(outcome: Outcome) -> Measured:
 
 def test_the_first_candidate_has_nobody_to_beat() -> None:
     bench = Bench(5.0)
-    found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, None))
+    found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, None))
     assert (found.samples_ms[1], found.retaken_ms, found.saved, found.conditions) == (5.0, (), 4, {"load": 1.0})
     assert bench.diary == ["build", "release"]
 
@@ -89,20 +89,20 @@ def test_letting_go_of_each_engine_counts_as_the_engines_time() -> None:
         def release(self, handle: int) -> None:
             time.sleep(0.01)
 
-    found = measured(attempt_with(Slow(5.0, 5.1), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(make_trial_fn(Slow(5.0, 5.1), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.release_s >= 0.02, "two builds"
 
 
 @pytest.mark.parametrize("latency_ms", [9.95, 10.0, 30.0])
 def test_what_does_not_beat_the_incumbent_by_more_than_noise_is_taken_once(latency_ms: float) -> None:
     bench = Bench(latency_ms)
-    assert measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT)).retaken_ms == ()
+    assert measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).retaken_ms == ()
     assert bench.diary == ["build", "release"]
 
 
 def test_a_surprise_that_a_fresh_build_repeats_is_believed_with_the_fresh_readings() -> None:
     bench = Bench(5.0, 5.1)
-    found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == 5.1
     assert [readings[1] for readings in found.retaken_ms] == [5.0]
     assert bench.diary == ["build", "release", "build", "release"]
@@ -111,14 +111,14 @@ def test_a_surprise_that_a_fresh_build_repeats_is_believed_with_the_fresh_readin
 
 @pytest.mark.parametrize(("third", "believed"), [(5.2, 5.2), (12.0, 12.0), (11.0, 11.0)])
 def test_where_the_fresh_build_disagrees_a_third_decides(third: float, believed: float) -> None:
-    found = measured(attempt_with(Bench(5.0, 13.0, third), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(make_trial_fn(Bench(5.0, 13.0, third), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == believed
     assert len(found.retaken_ms) == 2
     assert found.build_s == 1.5
 
 
 def test_one_lucky_reading_never_becomes_the_incumbent() -> None:
-    found = measured(attempt_with(Bench(2.0, 10.0, 10.05), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(make_trial_fn(Bench(2.0, 10.0, 10.05), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == 10.0
 
 
@@ -137,66 +137,68 @@ def test_a_disturbed_reading_never_becomes_the_incumbent_unseen(
     builds: tuple[float, ...], disturbed: tuple[int, ...], believed: float
 ) -> None:
     bench = Bench(*builds, disturbed=disturbed)
-    found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == believed
     assert bench.diary.count("build") == len(builds)
 
 
 def test_disturbed_readings_are_kept_with_the_discarded_and_widen_nothing() -> None:
-    found = measured(attempt_with(Bench(5.0, 9.0, disturbed=(0,)), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(make_trial_fn(Bench(5.0, 9.0, disturbed=(0,)), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.retaken_ms == ()
     assert found.discarded_ms[1] == 5.0
 
 
 def test_a_disturbed_reading_that_is_no_better_is_left_as_it_is() -> None:
     bench = Bench(10.0, disturbed=(0,))
-    assert not measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT)).stable
+    assert not measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).stable
     assert bench.diary.count("build") == 1
 
 
 def test_without_retakes_a_disturbed_reading_is_believed() -> None:
     bench = Bench(5.0, disturbed=(0,))
-    assert measured(attempt_with(bench, SAMPLING, care=Care(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
+    assert (
+        measured(make_trial_fn(bench, SAMPLING, care=NoisePolicy(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
+    )
     assert bench.diary.count("build") == 1
 
 
 def test_a_gain_within_the_floor_is_not_worth_a_second_look() -> None:
     bench = Bench(9.5)
-    attempt_with(bench, SAMPLING, care=Care(floor=0.1))(CANDIDATE, INCUMBENT)
+    make_trial_fn(bench, SAMPLING, care=NoisePolicy(floor=0.1))(CANDIDATE, INCUMBENT)
     assert bench.diary.count("build") == 1
 
 
 @pytest.mark.parametrize("builds", [("build",), ("sample",), (5.0, "build"), (5.0, "sample"), (5.0, 12.0, "build")])
 def test_a_failure_of_any_build_is_the_outcome_and_every_engine_is_released(builds: tuple[float | str, ...]) -> None:
     bench = Bench(*builds)
-    found = attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT)
+    found = make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)
     assert isinstance(found, Failed)
     assert bench.diary.count("release") == bench.diary.count("build") - (builds[-1] == "build")
 
 
 def test_only_what_can_win_is_scored_and_only_once() -> None:
     slow, fast = Bench(11.0), Bench(5.0, 5.0)
-    assert measured(attempt_with(slow, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)).metrics == {}
-    found = measured(attempt_with(fast, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT))
+    assert measured(make_trial_fn(slow, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)).metrics == {}
+    found = measured(make_trial_fn(fast, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT))
     assert (found.metrics, found.per_item) == ({"map": 0.5}, (1.0, 0.0))
     assert fast.diary.count("evaluate") == 1
 
 
 def test_what_breaks_the_bound_cannot_win_and_is_not_taken_again() -> None:
     bench = Bench(5.0)
-    attempt = attempt_with(bench, SAMPLING, judge=Judge(goal=Goal(metric="map", reference=0.7, max_drop=0.1)))
+    attempt = make_trial_fn(bench, SAMPLING, judge=AccuracyGate(goal=Goal(metric="map", reference=0.7, max_drop=0.1)))
     assert measured(attempt(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
     assert bench.diary == ["build", "evaluate", "release"]
 
 
 def test_an_evaluation_that_fails_is_the_outcome() -> None:
-    found = attempt_with(Bench(5.0, score=None), SAMPLING, judge=JUDGE)(CANDIDATE, None)
+    found = make_trial_fn(Bench(5.0, score=None), SAMPLING, judge=JUDGE)(CANDIDATE, None)
     assert isinstance(found, Failed)
     assert found.stage == "evaluate"
 
 
 def test_the_record_survives_the_journal() -> None:
-    outcome = attempt_with(Bench(5.0, 13.0, 6.0), SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)
+    outcome = make_trial_fn(Bench(5.0, 13.0, 6.0), SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)
     told = TrialResult(number=3, outcome=outcome, elapsed_s=1.5)
     assert decode_line(encode_line(told)) == told
 

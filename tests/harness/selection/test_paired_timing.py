@@ -10,9 +10,15 @@ from turns import Instant, Listening, row
 
 from harness.api import Candidate
 from harness.config.sections import Sampling, TurnSchedule
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
+from harness.selection.paired_timing import (
+    PairedComparison,
+    read_comparison,
+    run_comparison,
+    turn_speedups,
+    warn_if_disturbed,
+)
 from harness.timing.sampling import Samples
 from harness.timing.turn_log import TurnMatrix
 from harness.timing.workers.engines import BuiltEngine
@@ -42,15 +48,17 @@ class Failing(Busy):
 def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
     rows, plan = (row("a"), row("b")), TurnSchedule(builds=2, rounds=3, samples=3)
     path = tmp_path / "confirm.jsonl"
-    contest = Contest(name="confirmation", path=path, header={}, baseline=row("float"), rows=rows, plan=plan)
+    contest = PairedComparison(
+        name="confirmation", path=path, header={}, baseline=row("float"), rows=rows, schedule=plan
+    )
     engines = Failing("")
-    hold(contest, engines.open, Silent())
+    run_comparison(contest, engines.open, NullProgress())
     before = path.read_bytes()
     engines.mended = True
-    hold(contest, engines.open, Silent())
+    run_comparison(contest, engines.open, NullProgress())
     assert path.read_bytes() == before, "a failure is an outcome"
-    hold(contest, engines.open, Silent(), retry_failed=True)
-    readings = TurnMatrix(read_contest(path))
+    run_comparison(contest, engines.open, NullProgress(), retry_failed=True)
+    readings = TurnMatrix(read_comparison(path))
     assert not any(readings.failed.values())
     assert {name: len(readings.turns[name]) for name in ("float", "a", "b")} == {"float": 2, "a": 2, "b": 2}
     assert len(readings.paired_samples("a", "float")[0]) == 2
@@ -59,38 +67,38 @@ def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> N
 def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
     """Its builds count on, and what was timed before stays."""
     path = tmp_path / "runoff.jsonl"
-    whole = Contest(
+    whole = PairedComparison(
         name="runoff", path=path, header={}, baseline=row("float"), rows=(row("a"), row("b")),
-        plan=TurnSchedule(builds=1, rounds=3, samples=3),
+        schedule=TurnSchedule(builds=1, rounds=3, samples=3),
     )  # fmt: skip
     rest = replace(whole, rows=(row("b"),), plan=TurnSchedule(builds=2, rounds=4, samples=3), first=1)
     for contest in (whole, rest):
-        hold(contest, Busy("").open, Silent())
+        run_comparison(contest, Busy("").open, NullProgress())
     written = path.read_bytes()
     for contest in (whole, rest):
-        hold(contest, Busy("").open, Silent())
+        run_comparison(contest, Busy("").open, NullProgress())
     assert path.read_bytes() == written, "nothing is left to do"
-    ratios = ratios_of(TurnMatrix(read_contest(path)), "float")
+    ratios = turn_speedups(TurnMatrix(read_comparison(path)), "float")
     assert sorted(ratios["a"]) == [(0, turn) for turn in range(3)]
     assert sorted(ratios["b"]) == sorted(ratios["a"]) + [(build, turn) for build in (1, 2) for turn in range(4)]
 
 
 @pytest.mark.parametrize("disturbed", ["", "waited for a core 50% of the time"])
 def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp_path: Path, disturbed: str) -> None:
-    contest = Contest(
+    contest = PairedComparison(
         name="confirmation",
         path=tmp_path / "confirm.jsonl",
         header={},
         baseline=row("float"),
         rows=(row("a"),),
-        plan=TurnSchedule(builds=2, rounds=3, samples=3),
+        schedule=TurnSchedule(builds=2, rounds=3, samples=3),
     )
     observer = Listening()
-    hold(contest, Busy(disturbed).open, observer)
-    advise(contest, observer)
+    run_comparison(contest, Busy(disturbed).open, observer)
+    warn_if_disturbed(contest, observer)
     said = (
         "confirmation: 100% of the turns were disturbed, which distorts speedups, usually upwards: "
         "close other work and repeat"
     )
     assert observer.said == ([said] if disturbed else [])
-    assert {event.disturbed for event in read_contest(contest.path)} == {disturbed}  # type: ignore[union-attr]
+    assert {event.disturbed for event in read_comparison(contest.path)} == {disturbed}  # type: ignore[union-attr]

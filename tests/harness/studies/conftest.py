@@ -13,7 +13,7 @@ import pytest
 from harness.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, TableSubspace, read_table, write_table
 from harness.records import Measured, Outcome
 from search.space import Placement, Space
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
 EFFECTS = np.array([-0.4, 0.3, -0.2, 0.1, -0.05, 0.02])
 
@@ -32,7 +32,7 @@ def facts_of(space: Space, varied: tuple[int, ...], base: Placement, **changes: 
         "dimensions": space.dimensions,
         "varied": tuple(space.dimensions[index].name for index in varied),
         "base": base.choices,
-        "anchors": {"float": space.float_placement().choices, "all": space.everywhere().choices},
+        "anchors": {"float": space.float_placement().choices, "all": space.quantize_all().choices},
         "sensitivity": dict.fromkeys((d.name for d in space.dimensions), 0.1),
         "precision": "int8",
         "dialect": "openvino",
@@ -58,7 +58,7 @@ def make_table(tmp_path: Path) -> Callable[..., BenchmarkTable]:
         path: Path = tmp_path / "made-up.parquet",
         **changes: Any,
     ) -> BenchmarkTable:
-        space = planted_space(8, groups=2, seed=3)
+        space = synthetic_space(8, groups=2, seed=3)
         whole = Space(tuple(space.dimensions[i] for i in range(8)))
         subspace = TableSubspace(whole, tuple(range(dimensions)), whole.float_placement())
         rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def make_table(tmp_path: Path) -> Callable[..., BenchmarkTable]:
             samples = np.exp(log_latency(choices) + noise * rng.standard_normal(7))
             return Measured(samples_ms=tuple(samples.tolist()), build_s=0.5, measure_s=0.1, metrics={"sqnr_db": 20.0})
 
-        anchors = [whole.float_placement(), whole.everywhere()]
+        anchors = [whole.float_placement(), whole.quantize_all()]
         listed = [*anchors, *(subspace.to_full_space(placement) for placement in subspace.placements())]
         made: dict[str, TableEntry] = {}
         for placement in listed:

@@ -15,16 +15,16 @@ from harness.cli.main import main
 from harness.config.sections import TurnSchedule
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import Failed, Measured
-from harness.search_loop.loop import COLD_START
+from harness.search_loop.loop import COLD_START_EVALUATIONS
 from harness.studies.dimension_screening import most_influential, neighbours, sensitivity
 from harness.studies.record_table import record
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.study_task import make_study
 from harness.timing.workers.in_process import InProcess
 from search.space import Dimension, Edge, Placement, Space
-from search.synthetic_problem import planted_space
+from search.synthetic_problem import synthetic_space
 
 PARAMS = {"seed": 5, "noise": 0.0}
 
@@ -43,7 +43,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> BenchmarkTable:
     study = make_study(str(model), backend="simulated", params={**PARAMS, **params})
-    return read_table(record(study, out, dimensions, Silent(), search=search))
+    return read_table(record(study, out, dimensions, NullProgress(), search=search))
 
 
 def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
@@ -184,11 +184,11 @@ def test_what_has_too_many_choices_for_so_few_placements_is_refused_before_it_is
 ) -> None:
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
-        record(study, tmp_path / "mixed.parquet", 1, Silent())
+        record(study, tmp_path / "mixed.parquet", 1, NullProgress())
     assert not list(tmp_path.glob("mixed.parquet.recording/*.jsonl"))
 
 
-class Listening(Silent):
+class Listening(NullProgress):
     """Keeps what is said."""
 
     def __init__(self) -> None:
@@ -258,9 +258,9 @@ def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_
 ) -> None:
     """What a search has measured first shows that the machine works, however many single changes are refused."""
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
-    whole = read_table(record(study, tmp_path / "plain.parquet", 2, Silent())).subspace.full_space
+    whole = read_table(record(study, tmp_path / "plain.parquet", 2, NullProgress())).subspace.full_space
     refused = {whole.digest(p) for p in neighbours(whole, whole.float_placement())}
-    assert len(refused) > COLD_START
+    assert len(refused) > COLD_START_EVALUATIONS
     build = InProcess.build
 
     def some(self: InProcess, candidate: Any, *args: Any) -> Any:
@@ -269,7 +269,7 @@ def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_
         )
 
     monkeypatch.setattr(InProcess, "build", some)
-    table = read_table(record(study, tmp_path / "some.parquet", 2, Silent(), search=10))
+    table = read_table(record(study, tmp_path / "some.parquet", 2, NullProgress(), search=10))
     failed = {digest for digest, row in table.rows.items() if isinstance(row.outcome, Failed)}
     assert refused <= failed
 
@@ -282,7 +282,7 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     monkeypatch.setattr("harness.studies.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
     params = {"precision": "f32"}
     study = make_study(str(model), backend="openvino", params=params, fidelity=True)
-    table = read_table(record(study, tmp_path / "t.parquet", 2, Silent()))
+    table = read_table(record(study, tmp_path / "t.parquet", 2, NullProgress()))
     outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]
     assert len(outcomes) == 4
     for outcome in outcomes:
@@ -317,7 +317,7 @@ def test_sensitivity_is_the_typical_change_of_log_latency() -> None:
 
 
 def test_neighbours_differ_in_one_dimension() -> None:
-    space = planted_space(4, groups=2, precisions=("int8", "fp8"), seed=1)
+    space = synthetic_space(4, groups=2, precisions=("int8", "fp8"), seed=1)
     found = list(neighbours(space, Placement((0, 1, 2, 0))))
     assert len(found) == len(set(found)) == 8
     assert all(sum(a != b for a, b in zip(p.choices, (0, 1, 2, 0), strict=True)) == 1 for p in found)

@@ -176,7 +176,7 @@ def test_initial_placements_are_told_as_fast_as_the_table_has_them(make_table: M
     notes = replay_all(table, ["random"], ReplayRequest(seeds=1, budget=5, initial=("float", "all")), None)[2]
     landscape = Landscape(table)
     space = table.subspace.space
-    both = [landscape.latency_ms[landscape.index(p)] for p in (space.float_placement(), space.everywhere())]
+    both = [landscape.latency_ms[landscape.index(p)] for p in (space.float_placement(), space.quantize_all())]
     assert f"told first, with what the table fixes: float {both[0]:.3f} ms, all {both[1]:.3f} ms" in notes
 
 

@@ -14,23 +14,23 @@ from onnx import numpy_helper
 from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.random_inputs import random_feeds
 from harness.task_setup import external_tools as foreign
-from harness.task_setup.external_tools import Order, quantize_with, tool_remarks
+from harness.task_setup.external_tools import QuantizationRequest, run_external_tool, tool_remarks
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> QuantizationRequest:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3))
     x = builder.op("Relu", builder.op("Add", builder.conv(x, 8, 3), x))
     builder.output(builder.op("GlobalAveragePool", x))
-    return Order(
+    return QuantizationRequest(
         model_file=builder.save(tmp_path / "net.onnx"),
         source="net",
         data=list(random_feeds({"x": ("float", (1, 3, 8, 8))}, 2, 0)),
@@ -45,8 +45,8 @@ def activations(path: Path) -> set[str]:
     return {values[node.input[2]].dtype.name for node in graph.node if node.op_type == "QuantizeLinear"}
 
 
-def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(order: Order) -> None:
-    made = {name: quantize_with(name, order, Silent()) for name in ("ort_static", "ort_static_s8")}
+def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(order: QuantizationRequest) -> None:
+    made = {name: run_external_tool(name, order, NullProgress()) for name in ("ort_static", "ort_static_s8")}
     paths = {name: foreign.path for name, foreign in made.items() if foreign.path is not None}
     assert {name: activations(path) for name, path in paths.items()} == {
         "ort_static": {"uint8"},
@@ -54,17 +54,19 @@ def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(orde
     }
     assert made["ort_static"].pairs == made["ort_static_s8"].pairs > 0
     written = {path: path.stat().st_mtime_ns for path in paths.values()}
-    assert {name: quantize_with(name, order, Silent()) for name in made} == made
+    assert {name: run_external_tool(name, order, NullProgress()) for name in made} == made
     assert {path: path.stat().st_mtime_ns for path in paths.values()} == written, "each is made once and kept"
 
 
-def test_the_placement_of_quantize_static_is_that_of_everything_though_it_removes_activations(order: Order) -> None:
-    path = quantize_with("ort_static", order, Silent()).path
+def test_the_placement_of_quantize_static_is_that_of_everything_though_it_removes_activations(
+    order: QuantizationRequest,
+) -> None:
+    path = run_external_tool("ort_static", order, NullProgress()).path
     assert path is not None
     assert "Relu" not in {node.op_type for node in onnx.load(path).graph.node}
     model = load(order.model_file, source="net")
     space = build_space(model, ONNXRUNTIME)
-    assert space.nearest(import_qdq(path, model)) == space.everywhere()
+    assert space.nearest(import_placement(path, model)) == space.quantize_all()
 
 
 @pytest.mark.parametrize(("name", "method", "used"), [
@@ -76,7 +78,7 @@ def test_the_placement_of_quantize_static_is_that_of_everything_though_it_remove
     ("ort_static", "percentile", "percentile"),
 ])  # fmt: skip
 def test_a_tool_without_the_calibration_method_uses_its_nearest(
-    order: Order, monkeypatch: pytest.MonkeyPatch, name: str, method: Any, used: str
+    order: QuantizationRequest, monkeypatch: pytest.MonkeyPatch, name: str, method: Any, used: str
 ) -> None:
     """One that no tool has left the rows of all of them empty."""
     seen: list[str] = []
@@ -85,26 +87,30 @@ def test_a_tool_without_the_calibration_method_uses_its_nearest(
         seen.append(options["method"])
         output.write_bytes(model.read_bytes())
 
-    monkeypatch.setitem(foreign.PTQ, name, record)
-    made = quantize_with(name, replace(order, options={**order.options, "method": method}), Silent())
+    monkeypatch.setitem(foreign.PTQ_FUNCTIONS, name, record)
+    made = run_external_tool(name, replace(order, options={**order.options, "method": method}), NullProgress())
     assert seen == [used]
     assert made.path is not None
     assert made.method == ("" if used == method else used)
-    again = quantize_with(name, replace(order, options={**order.options, "method": method}), Silent())
+    again = run_external_tool(name, replace(order, options={**order.options, "method": method}), NullProgress())
     assert again == made
     assert len(seen) == 1
 
 
-def test_quantize_static_has_a_model_for_mse(order: Order) -> None:
-    made = quantize_with("ort_static", replace(order, options={**order.options, "method": "mse"}), Silent())
+def test_quantize_static_has_a_model_for_mse(order: QuantizationRequest) -> None:
+    made = run_external_tool("ort_static", replace(order, options={**order.options, "method": "mse"}), NullProgress())
     assert made.pairs > 0
 
 
-def test_a_tool_that_cannot_run_says_so_before_it_is_started(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = quantize_with("ort_static", replace(order, options={**order.options, "precision": "fp8"}), Silent())
+def test_a_tool_that_cannot_run_says_so_before_it_is_started(
+    order: QuantizationRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = run_external_tool(
+        "ort_static", replace(order, options={**order.options, "precision": "fp8"}), NullProgress()
+    )
     assert (made.path, made.reason) == (None, "quantizes to int8, not to fp8")
     monkeypatch.setitem(sys.modules, "modelopt", None)
-    made = quantize_with("modelopt_ptq", order, Silent())
+    made = run_external_tool("modelopt_ptq", order, NullProgress())
     assert made.path is None
     assert "modelopt not installed: pip install" in made.reason
 

@@ -7,8 +7,8 @@ import pytest
 
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
-from harness.progress import Silent
-from harness.task_setup.float_baseline import float_benchmarkers
+from harness.progress import NullProgress
+from harness.task_setup.float_baseline import select_float_baseline
 from harness.timing.workers.sandbox import open_engines
 
 PLUG_IN = """
@@ -31,7 +31,7 @@ def choose(tmp_path, monkeypatch):
     def choose():
         use = PluginSpec(use="plug_in_with_two:Two")
         opened = partial(open_engines, limits=Limits())
-        return float_benchmarkers(use, tmp_path / "model.onnx", tmp_path / "cell", opened, Silent())
+        return select_float_baseline(use, tmp_path / "model.onnx", tmp_path / "cell", opened, NullProgress())
 
     return choose
 

@@ -14,7 +14,7 @@ from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.task_setup.preflight import check_experiment
 
 EXPERIMENT = """
@@ -52,7 +52,7 @@ class Strange:
 MAP = "{use: coco_map, params: {data: {use: shapes, split: evaluation, count: 12}, decode: DECODE}}"
 
 
-class Told(Silent):
+class Told(NullProgress):
     """Keeps the titles of what was worked on, and what was said."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def test_a_score_of_nothing_is_said_before_the_calibration(tmp_path: Path) -> No
     def work(title: str, total: int) -> Any:
         if "calibrate" in title:
             raise Stop
-        return Silent.work(observer, title, total)
+        return NullProgress.work(observer, title, total)
 
     observer.work = work  # type: ignore[method-assign]
     with pytest.raises(Stop):

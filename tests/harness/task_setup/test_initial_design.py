@@ -11,19 +11,19 @@ from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover
-from harness.graph.pattern_cache import Origin, cache_of
+from harness.graph.partition.regions import discover_regions
+from harness.graph.pattern_cache import MeasurementOrigin, build_cache
 from harness.graph.pattern_cache_io import write_cache
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, TENSORRT
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
 from harness.report.tables.notes import main_note
 from harness.results_dir.journal import read_journal
-from harness.task_setup.external_tools import Foreign
-from harness.task_setup.initial_design import Seeding, trt_guide
+from harness.task_setup.external_tools import ExternalModel
+from harness.task_setup.initial_design import InitialDesign, tensorrt_guide_placement
 from harness.task_setup.preflight import check_experiment
 from search.api import Observation, Score
 
@@ -72,14 +72,14 @@ def seeding(folder, model, space, initial, foreign=(), observer=None):
     """The placements of what an experiment's only cell starts from."""
     text = EXPERIMENT.replace("INITIAL", initial).replace("BASELINES", "[all]")
     experiment = parse_experiment(text, "starts.yaml", folder)
-    made = Seeding(
-        spec=plan_tasks(experiment)[0], space=space, model=model, foreign=dict(foreign),
-        observer=observer or Silent(), facts={"name": "simulated", "device": "simulated"},
+    made = InitialDesign(
+        spec=plan_tasks(experiment)[0], space=space, model=model, external_models=dict(foreign),
+        observer=observer or NullProgress(), facts={"name": "simulated", "device": "simulated"},
     )  # fmt: skip
     return made.placements(experiment.initial)
 
 
-class Listening(Silent):
+class Listening(NullProgress):
     """Keeps what was said."""
 
     def __init__(self):
@@ -90,7 +90,7 @@ class Listening(Silent):
 
 
 def run(path, out):
-    run_experiment(load_experiment(path), out=out, observer=Silent())
+    run_experiment(load_experiment(path), out=out, observer=NullProgress())
     return out / "net-simulated-int8"
 
 
@@ -112,7 +112,7 @@ def test_names_quantize_the_operators_that_they_say(folder, model, space):
 
 
 def test_the_guide_quantizes_the_operand_that_skips(model, space):
-    placement = trt_guide(space, model)
+    placement = tensorrt_guide_placement(space, model)
     assert roles(space, placement) == {"linear", "add", "pool"}
     quantized = {edge for edge, _ in space.resolve(placement)}
     for node in (node for node in model.nodes if node.op == "Add"):
@@ -124,7 +124,7 @@ def test_the_guide_quantizes_the_operand_that_skips(model, space):
 
 def test_the_guide_takes_the_operand_that_the_dialect_offers(model):
     space = build_space(model, TENSORRT)
-    quantized = {edge.consumer for edge, _ in space.resolve(trt_guide(space, model))}
+    quantized = {edge.consumer for edge, _ in space.resolve(tensorrt_guide_placement(space, model))}
     assert {node.name for node in model.nodes if node.op == "Add"} <= quantized
 
 
@@ -133,7 +133,7 @@ def test_an_imported_model_gives_its_own_placement(folder, model, space):
     ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
     Inserter(model, OPENVINO, ranges).export(space.resolve(mine), folder / "mine.onnx")
     initial = "[float, {use: import, params: {path: mine.onnx}, label: mine}]"
-    foreign = {"mine": Foreign(name="mine", path=folder / "mine.onnx", pairs=1)}
+    foreign = {"mine": ExternalModel(name="mine", path=folder / "mine.onnx", pairs=1)}
     found = seeding(folder, model, space, initial, foreign)
     assert space.digest(found["mine"]["mine"]) == space.digest(mine)
     cell = run(written(folder, "imported.yaml", initial, "[mine, linear]"), folder / "imported")
@@ -147,9 +147,9 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
         Observation(placement=placement, digest=space.digest(placement), outcome=Score(objective=latency_ms))
         for placement, latency_ms in ((space.float_placement(), 9.0), (best, 4.0))
     ]
-    sizes = {pattern.signature: len(pattern.order[0]) for pattern in find_patterns(model, discover(model))}
-    origin = Origin(backend="elsewhere", precision="int8")
-    write_cache(cache_of(told, space, sizes, 9.0, origin), folder / "cache.yaml")
+    sizes = {pattern.signature: len(pattern.order[0]) for pattern in find_patterns(model, discover_regions(model))}
+    origin = MeasurementOrigin(backend="elsewhere", precision="int8")
+    write_cache(build_cache(told, space, sizes, 9.0, origin), folder / "cache.yaml")
     listening = Listening()
     initial = "[float, {use: pattern_cache, params: {path: cache.yaml, limit: 2}}]"
     found = seeding(folder, model, space, initial, observer=listening)

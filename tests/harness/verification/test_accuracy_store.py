@@ -8,13 +8,13 @@ import pytest
 from harness.api import Accuracy
 from harness.config.objective import Objective
 from harness.config.sections import PluginSpec
-from harness.graph.io.files import file_digest
-from harness.progress import Silent
+from harness.graph.io.files import digest_file
+from harness.progress import NullProgress
 from harness.results_dir.artifacts import ExportedModel, FinalistSet
 from harness.results_dir.io import read_json, write_json
 from harness.task_setup.accuracy import Scoring
 from harness.timing.workers.engines import BuiltEngine
-from harness.verification.accuracy_store import ScoreBook, read_scores
+from harness.verification.accuracy_store import AccuracyStore, read_scores
 from search.space import Space
 
 
@@ -47,11 +47,11 @@ def score(tmp_path):
         for name, content in contents.items():
             path = tmp_path / "models" / f"{name}.onnx"
             path.write_bytes(content)
-            rows.append(ExportedModel(id=name, file=path.name, sha256=file_digest(path), pairs=0))
+            rows.append(ExportedModel(id=name, file=path.name, sha256=digest_file(path), pairs=0))
         body = [{slot: getattr(row, slot) for slot in ExportedModel.__slots__} for row in rows]
         write_json(tmp_path / "rows.json", {"rows": body, "picks": []})
         engines = Engines()
-        ScoreBook(tmp_path, engines, Silent(), evaluator).score(
+        AccuracyStore(tmp_path, engines, NullProgress(), evaluator).score_rows(
             FinalistSet(folder=tmp_path, space=Space(()), rows=tuple(rows))
         )
         return engines.asked, {name: found["metrics"]["top1"] for name, found in read_scores(tmp_path).items()}
@@ -100,7 +100,7 @@ class Watcher:
 def test_a_long_scoring_has_a_bar_of_its_own(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     watcher = Watcher()
-    ScoreBook(tmp_path, Engines(words=(1, 3, 4)), watcher).float_score(tmp_path / "float.onnx")
+    AccuracyStore(tmp_path, Engines(words=(1, 3, 4)), watcher).float_score(tmp_path / "float.onnx")
     assert watcher.bars == {"score the float model": [1, 1], "inferences of the float model": [4, 4]}
     assert watcher.open == []
 
@@ -108,24 +108,24 @@ def test_a_long_scoring_has_a_bar_of_its_own(tmp_path):
 def test_a_short_one_has_none(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     watcher = Watcher()
-    ScoreBook(tmp_path, Engines(), watcher).float_score(tmp_path / "float.onnx")
+    AccuracyStore(tmp_path, Engines(), watcher).float_score(tmp_path / "float.onnx")
     assert watcher.bars == {"score the float model": [1, 1]}
 
 
 def test_what_an_evaluator_has_to_say_is_said_once_and_kept(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     watcher = Watcher()
-    book = ScoreBook(tmp_path, Engines(note="half of it was guessed"), watcher)
+    book = AccuracyStore(tmp_path, Engines(note="half of it was guessed"), watcher)
     for _ in range(2):
         assert book.float_score(tmp_path / "float.onnx").note == "half of it was guessed"
-    again = ScoreBook(tmp_path, Engines(), watcher).float_score(tmp_path / "float.onnx")
+    again = AccuracyStore(tmp_path, Engines(), watcher).float_score(tmp_path / "float.onnx")
     assert again.note == "half of it was guessed"
     assert watcher.said == ["half of it was guessed"] * 2, "once in each run"
 
 
 def test_a_score_without_a_remark_is_written_as_ever(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
-    ScoreBook(tmp_path, Engines(), Silent()).float_score(tmp_path / "float.onnx")
+    AccuracyStore(tmp_path, Engines(), NullProgress()).float_score(tmp_path / "float.onnx")
     (kept,) = read_json(tmp_path / "accuracy.json").values()
     assert kept == {"evaluator": "", "metrics": {"top1": 2.0}, "per_item": [], "evidence": ""}
 
@@ -147,7 +147,7 @@ def said_at_the_start(folder, scoring, value):
     model.write_bytes(b"1")
     engines = Engines()
     engines.evaluate = lambda handle, evaluator, watch: Accuracy(metrics={"top1": value})
-    scoring.goal(ScoreBook(model.parent, engines, watcher), model, model.parent)
+    scoring.goal(AccuracyStore(model.parent, engines, watcher), model, model.parent)
     return watcher.said
 
 

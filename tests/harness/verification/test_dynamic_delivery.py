@@ -14,14 +14,14 @@ from onnx import numpy_helper
 from harness.accuracy.calibration.ranges import calibrate, finite_ranges
 from harness.cli.main import main
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load, save
+from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_called
+from harness.graph.rules.dialect_lookup import load_dialect
 from harness.random_inputs import random_feeds
 from harness.verification.dynamic_check import other_shapes
-from harness.verification.dynamic_delivery import Delivered, deliver_dynamic
+from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
 from search.space import Placement
 
 DIM, HEADS = 16, 2
@@ -81,18 +81,18 @@ def positions(g: GraphBuilder) -> None:
     g.output(g.op("MatMul", x, cut, name="product"), ("batch", "time", "time"), name="y")
 
 
-def quantized(build: Callable[[GraphBuilder], None], folder: Path, dialect: str, **dims: int) -> Delivered | None:
+def quantized(build: Callable[[GraphBuilder], None], folder: Path, dialect: str, **dims: int) -> DynamicModel | None:
     """Quantize all insertion points of a model at fixed sizes, and deliver it with dynamic axes."""
     builder = GraphBuilder("net", seed=0)
     build(builder)
-    model, rules = load(builder.save(folder / "net.onnx"), dims=dims), dialect_called(dialect)
+    model, rules = load(builder.save(folder / "net.onnx"), dims=dims), load_dialect(dialect)
     space = build_space(model, rules)
     resolved = space.resolve(Placement(tuple(len(d.choices) - 1 for d in space.dimensions)))
     types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
     tensors = {edge.tensor for edge, _ in resolved if edge.tensor not in model.constants}
-    ranges = finite_ranges(calibrate(save(model, folder / "float"), tensors, random_feeds(types, 8)))
+    ranges = finite_ranges(calibrate(save_to_folder(model, folder / "float"), tensors, random_feeds(types, 8)))
     Inserter(model, rules, ranges).export(resolved, folder / "q.onnx")
-    return deliver_dynamic(model, folder / "q.onnx", dialect)
+    return write_dynamic_model(model, folder / "q.onnx", dialect)
 
 
 @pytest.mark.parametrize("dialect", ["openvino", "onnxruntime"])
@@ -104,13 +104,13 @@ def test_same_edges_scales_names_and_outputs(
 ) -> None:
     made = quantized(build, tmp_path, dialect, **dims)
     assert made is not None
-    assert made.file == tmp_path / "q.dynamic.onnx", made.said
-    assert all(word in made.said for word in ("checked at", "onnxruntime", "openvino"))
+    assert made.file == tmp_path / "q.dynamic.onnx", made.remark
+    assert all(word in made.remark for word in ("checked at", "onnxruntime", "openvino"))
     given, fixed, dynamic = (onnx.load(tmp_path / name) for name in ("net.onnx", "q.onnx", "q.dynamic.onnx"))
     assert list(dynamic.graph.input) == list(given.graph.input)
     assert list(dynamic.graph.output) == list(given.graph.output)
-    assert delivered(dynamic) == delivered(fixed)
-    assert delivered(fixed)
+    assert read_qdq_edges(dynamic) == read_qdq_edges(fixed)
+    assert read_qdq_edges(fixed)
     before = {tensor.name: tensor for tensor in fixed.graph.initializer if "@qdq" in tensor.name}
     after = {tensor.name: tensor for tensor in dynamic.graph.initializer if "@qdq" in tensor.name}
     positions_cut = {name for name in before if name.startswith("Slice_out@") and before[name].dims}  # computed now
@@ -127,7 +127,7 @@ def test_an_edge_that_is_a_constant_at_fixed_shapes_alone_is_named(tmp_path: Pat
     made = quantized(positions, tmp_path, "openvino", time=8)
     assert made is not None
     assert made.file is None
-    assert "-> input 1 of 'product'" in made.said
+    assert "-> input 1 of 'product'" in made.remark
     assert not (tmp_path / "q.dynamic.onnx").exists()
 
 

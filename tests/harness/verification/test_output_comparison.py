@@ -15,13 +15,13 @@ from small import qdq, save_chain
 from harness.api import Candidate
 from harness.config.sections import Limits
 from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.records import Failed
 from harness.report.load.results import load
 from harness.results_dir.artifacts import read_finalists
 from harness.timing.workers.engines import BuiltEngine
 from harness.verification.output_comparison import compare_float, compare_with_file
-from search.space import digest_of
+from search.space import edges_digest
 
 PLUGINS = """
 from harness.api import Capabilities
@@ -293,9 +293,9 @@ def test_saturation_has_a_verdict_of_its_own(tmp_path, without_vnni, broken, ver
         limits=Limits(),
         saturates=without_vnni,
     )
-    with RuntimeChecker(plan, Saturating(broken=broken), Silent()) as checker:
+    with RuntimeChecker(plan, Saturating(broken=broken), NullProgress()) as checker:
         found = checker.check(Candidate(digest="q", edges=(), source=lambda: quantized))
-        own = checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating))
+        own = checker.check(Candidate(digest=edges_digest(()), edges=(), source=lambda: floating))
     assert own.verdict == "right"
     assert found.verdict == verdict
     assert found.label == {"saturates": "saturates", "wrong result": "wrong result in openvino"}[verdict]
@@ -373,9 +373,9 @@ def test_where_every_output_is_an_index_the_scores_behind_it_are_compared(tmp_pa
         work=tmp_path / "work",
         limits=Limits(),
     )
-    with RuntimeChecker(plan, Indexing(), Silent()) as checker:
+    with RuntimeChecker(plan, Indexing(), NullProgress()) as checker:
         found = checker.check(Candidate(digest="q", edges=(), source=lambda: quantized))
-        assert checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating)).verdict == "right"
+        assert checker.check(Candidate(digest=edges_digest(()), edges=(), source=lambda: floating)).verdict == "right"
     assert (found.verdict, found.output, found.operator) == ("wrong result", "scored", "Abs 'scores'")
 
 
@@ -394,7 +394,7 @@ def test_a_model_that_the_reference_cannot_run_is_not_checked(tmp_path):
         work=tmp_path / "w",
         limits=Limits(),
     )
-    with RuntimeChecker(plan, Saturating(), Silent()) as checker:
+    with RuntimeChecker(plan, Saturating(), NullProgress()) as checker:
         found = checker.check(Candidate(digest="q", edges=(), source=lambda: tmp_path / "plugin.onnx"))
     assert found.verdict == "not checked"
     assert "Secret" in found.reason

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from harness.errors import UserError
-from harness.zoo import names, write
+from harness.zoo import model_names, write_model
 from harness.zoo.transformer import encoder
 
 NODES = {
@@ -25,7 +25,7 @@ NODES = {
     "yolo_tiny_export": 327,
 }
 LARGE = {"resnet50", "encoder48"}
-EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in names()]
+EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in model_names()]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(name: str, folder: Path) -> Path:
     path = folder / f"{name}.onnx"
-    return path if path.exists() else write(name, path)
+    return path if path.exists() else write_model(name, path)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -45,7 +45,7 @@ def test_a_model_is_valid_and_has_one_static_float_input(name: str, folder: Path
     (info,) = model.graph.input
     shape = "x".join(str(dim.dim_value) for dim in info.type.tensor_type.shape.dim)
     assert info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
-    assert names()[name].endswith(f"; {info.name} {shape}")
+    assert model_names()[name].endswith(f"; {info.name} {shape}")
     assert {opset.domain: opset.version for opset in model.opset_import} == {"": 17}
     assert len(model.graph.node) == NODES.get(name, len(model.graph.node))
 
@@ -53,7 +53,7 @@ def test_a_model_is_valid_and_has_one_static_float_input(name: str, folder: Path
 @pytest.mark.parametrize("name", EVERY)
 def test_two_writes_give_the_same_bytes(name: str, folder: Path, tmp_path: Path) -> None:
     first = hashlib.sha256(written(name, folder).read_bytes()).digest()
-    assert hashlib.sha256(write(name, tmp_path / "again" / "model.onnx").read_bytes()).digest() == first
+    assert hashlib.sha256(write_model(name, tmp_path / "again" / "model.onnx").read_bytes()).digest() == first
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -101,14 +101,14 @@ def test_an_encoder_that_cannot_be(layers: int, width: int) -> None:
 
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"zoo:resnet81: no such model; did you mean 'resnet18'"):
-        write("resnet81", tmp_path / "model.onnx")
+        write_model("resnet81", tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"zoo:shapes_detector: cannot write .*file/model.onnx: "):
-        write("shapes_detector", tmp_path / "file" / "model.onnx")
+        write_model("shapes_detector", tmp_path / "file" / "model.onnx")
 
 
 def run(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:

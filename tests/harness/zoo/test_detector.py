@@ -17,8 +17,8 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from harness.zoo.detector import TRAINED
-from harness.zoo.shapes import CLASSES, SIZE, Shapes, split
+from harness.zoo.detector import TRAINED_MODEL_PATH
+from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, ShapesSplit, draw_split
 
 Floats = npt.NDArray[np.float32]
 FEWEST = 0.001
@@ -26,18 +26,18 @@ OVERLAP = 0.65
 
 
 def test_the_committed_file_is_below_one_megabyte() -> None:
-    assert TRAINED.stat().st_size < 1_000_000
-    assert len(list(TRAINED.parent.glob("*.onnx"))) == 1
+    assert TRAINED_MODEL_PATH.stat().st_size < 1_000_000
+    assert len(list(TRAINED_MODEL_PATH.parent.glob("*.onnx"))) == 1
 
 
 def test_rows_are_cells_with_boxes_in_pixels_and_scores() -> None:
-    infer = session(TRAINED)
+    infer = session(TRAINED_MODEL_PATH)
     centres = [((np.arange(side * side) % side + 0.5) * stride, (np.arange(side * side) // side + 0.5) * stride)
                for side, stride in ((16, 8), (8, 16))]  # fmt: skip
     x, y = (np.concatenate([centre[axis] for centre in centres]) for axis in (0, 1))
-    for image in split("evaluation", 10).images:
+    for image in draw_split("evaluation", 10).images:
         found = infer(image)
-        assert found.shape == (320, 4 + len(CLASSES))
+        assert found.shape == (320, 4 + len(CLASS_NAMES))
         assert found[:, 4:].min() >= 0
         assert found[:, 4:].max() <= 1
         sure = found[:, 4:].max(1) > 0.5
@@ -45,32 +45,33 @@ def test_rows_are_cells_with_boxes_in_pixels_and_scores() -> None:
         assert np.abs(found[sure, 0] - x[sure]).max() < 40
         assert np.abs(found[sure, 1] - y[sure]).max() < 40
         assert found[sure, 2:4].min() > 8
-        assert found[sure, 2:4].max() < SIZE
+        assert found[sure, 2:4].max() < IMAGE_SIZE_PX
 
 
 def test_openvino_agrees_with_onnx_runtime() -> None:
     openvino = pytest.importorskip("openvino")
-    compiled = openvino.Core().compile_model(str(TRAINED), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    image = split("evaluation", 1).images[0]
-    np.testing.assert_allclose(compiled(blob(image))[0][0], session(TRAINED)(image), rtol=1e-3, atol=1e-3)
+    compiled = openvino.Core().compile_model(str(TRAINED_MODEL_PATH), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    image = draw_split("evaluation", 1).images[0]
+    np.testing.assert_allclose(compiled(blob(image))[0][0], session(TRAINED_MODEL_PATH)(image), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
 def test_float_finds_the_shapes_and_plain_int8_loses_measurably(tmp_path: Path) -> None:
-    shapes = split("evaluation")
+    shapes = draw_split("evaluation")
     path = tmp_path / "int8.onnx"
     quantize_static(
-        TRAINED, path, Calibration(split("calibration")), quant_format=QuantFormat.QDQ, per_channel=True,
+        TRAINED_MODEL_PATH, path, Calibration(draw_split("calibration")), quant_format=QuantFormat.QDQ,
+        per_channel=True,
         activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
         extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
     )  # fmt: skip
-    exact, plain = mean_average_precision(TRAINED, shapes), mean_average_precision(path, shapes)
+    exact, plain = mean_average_precision(TRAINED_MODEL_PATH, shapes), mean_average_precision(path, shapes)
     assert exact > 0.8
     assert plain < exact - 0.03
 
 
 class Calibration(CalibrationDataReader):  # type: ignore[misc]
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: ShapesSplit) -> None:
         self.images: Iterator[npt.NDArray[np.uint8]] = iter(shapes.images)
 
     def get_next(self) -> dict[str, Floats] | None:
@@ -89,13 +90,13 @@ def session(path: Path) -> Any:
     return lambda image: engine.run(["detections"], {"images": blob(image)})[0][0]
 
 
-def mean_average_precision(path: Path, shapes: Shapes) -> float:
+def mean_average_precision(path: Path, shapes: ShapesSplit) -> float:
     """COCO's mAP, with a decoder written apart from the one in harness.accuracy."""
     infer, found = session(path), []
     for index, image in enumerate(shapes.images):
         rows = infer(image)
         corners = np.concatenate([rows[:, :2] - rows[:, 2:4] / 2, rows[:, 2:4]], 1)
-        for category in range(len(CLASSES)):
+        for category in range(len(CLASS_NAMES)):
             for kept in suppress(corners, rows[:, 4 + category]):
                 found.append([index + 1, *corners[kept], rows[kept, 4 + category], category + 1])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -125,6 +126,6 @@ def suppress(boxes: Floats, scores: Floats) -> list[int]:
 
 
 def test_the_model_has_what_int8_stumbles_on() -> None:
-    operators = {node.op_type for node in onnx.load(TRAINED).graph.node}
+    operators = {node.op_type for node in onnx.load(TRAINED_MODEL_PATH).graph.node}
     assert {"Conv", "Sigmoid", "Mul", "Add", "Concat", "Resize", "Exp"} <= operators
     assert "BatchNormalization" not in operators

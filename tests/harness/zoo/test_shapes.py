@@ -12,55 +12,59 @@ from hypothesis import strategies as st
 from pycocotools.coco import COCO
 
 from harness.errors import UserError
-from harness.zoo.shapes import CLASSES, SIZE, split
+from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, draw_split
 
 
 def test_images_are_rgb_bytes_and_every_label_names_one() -> None:
-    shapes = split("evaluation", 12)
-    assert [(image.dtype, image.shape) for image in shapes.images] == [(np.uint8, (SIZE, SIZE, 3))] * 12
+    shapes = draw_split("evaluation", 12)
+    assert [(image.dtype, image.shape) for image in shapes.images] == [
+        (np.uint8, (IMAGE_SIZE_PX, IMAGE_SIZE_PX, 3))
+    ] * 12
     with contextlib.redirect_stdout(io.StringIO()):
         coco = COCO()
         coco.dataset = shapes.coco
         coco.createIndex()
     assert coco.getImgIds() == list(range(1, 13))
-    assert [category["name"] for category in coco.loadCats(coco.getCatIds())] == list(CLASSES)
+    assert [category["name"] for category in coco.loadCats(coco.getCatIds())] == list(CLASS_NAMES)
     assert {annotation["image_id"] for annotation in shapes.coco["annotations"]} <= set(coco.getImgIds())
     assert len({annotation["id"] for annotation in shapes.coco["annotations"]}) == len(shapes.coco["annotations"])
 
 
 @pytest.mark.parametrize(("name", "count"), [("calibration", 64), ("evaluation", 200)])
 def test_default_sizes_and_all_classes_present(name: str, count: int) -> None:
-    shapes = split(name)
+    shapes = draw_split(name)
     found = [annotation["category_id"] for annotation in shapes.coco["annotations"]]
     assert len(shapes.images) == count
     assert min(found.count(category) for category in (1, 2, 3)) > len(found) / 5
 
 
 def test_a_smaller_count_is_the_beginning_of_the_split() -> None:
-    small, large = split("train", 3), split("train", 5)
+    small, large = draw_split("train", 3), draw_split("train", 5)
     assert all(np.array_equal(a, b) for a, b in zip(small.images, large.images, strict=False))
     assert small.coco["annotations"] == [item for item in large.coco["annotations"] if item["image_id"] <= 3]
 
 
 def test_splits_share_no_image() -> None:
-    images = [image.tobytes() for name in ("train", "calibration", "evaluation") for image in split(name, 20).images]
+    images = [
+        image.tobytes() for name in ("train", "calibration", "evaluation") for image in draw_split(name, 20).images
+    ]
     assert len(set(images)) == 60
 
 
 @settings(max_examples=5, deadline=None)
 @given(st.sampled_from(["train", "calibration", "evaluation"]), st.integers(1, 8))
 def test_boxes_lie_in_the_image_and_hold_their_area(name: str, count: int) -> None:
-    for annotation in split(name, count).coco["annotations"]:
+    for annotation in draw_split(name, count).coco["annotations"]:
         x, y, width, height = annotation["bbox"]
         assert x >= 0
         assert y >= 0
-        assert x + width <= SIZE
-        assert y + height <= SIZE
+        assert x + width <= IMAGE_SIZE_PX
+        assert y + height <= IMAGE_SIZE_PX
         assert 0 < annotation["area"] <= width * height * (1 + 1e-9)
 
 
 def test_a_shape_can_be_seen_in_its_box() -> None:
-    shapes = split("evaluation", 40)
+    shapes = draw_split("evaluation", 40)
     seen = []
     for annotation in shapes.coco["annotations"]:
         image = shapes.images[annotation["image_id"] - 1].astype(float)
@@ -72,9 +76,9 @@ def test_a_shape_can_be_seen_in_its_box() -> None:
 
 def test_unknown_split() -> None:
     with pytest.raises(UserError, match=r"shapes: no split 'eval'; did you mean 'evaluation'\?"):
-        split("eval")
+        draw_split("eval")
 
 
 def test_count_below_one() -> None:
     with pytest.raises(UserError, match=r"shapes: count must be at least 1, but got 0"):
-        split("train", 0)
+        draw_split("train", 0)

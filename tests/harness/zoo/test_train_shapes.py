@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from harness.zoo.shapes import split
+from harness.zoo.shapes import draw_split
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored(torch: Any, 
 def test_a_few_steps_lower_the_loss(torch: Any, train_shapes: Any) -> None:
     torch.manual_seed(0)
     model = train_shapes.Detector().train()
-    images, targets = train_shapes._arrays(split("train", 4))
+    images, targets = train_shapes._arrays(draw_split("train", 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     values = []
     for _ in range(12):
@@ -64,7 +64,7 @@ def test_a_few_steps_lower_the_loss(torch: Any, train_shapes: Any) -> None:
 def test_the_same_seed_trains_the_same_model_and_the_export_computes_the_same(
     torch: Any, train_shapes: Any, tmp_path: Path
 ) -> None:
-    data = split("train", 4)
+    data = draw_split("train", 4)
     model, again = (train_shapes.train(data, epochs=1, batch=4, seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     image = np.random.default_rng(0).random((1, 3, 128, 128), np.float32)

@@ -12,7 +12,7 @@ from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
-from search.testing import PlantedObjective, common_seeds, drive, planted_space
+from search.testing import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 
 ALL = (RandomSearcher, RandomMutationSearcher, TPESearcher, EvolutionarySearcher, LocalSearcher)
 
@@ -58,21 +58,21 @@ def plain_space(count, group_of=lambda index: "g", role="other"):
 )
 def test_a_wrong_setting_is_refused(searcher, setting, message):
     with pytest.raises(ValueError, match=message):
-        searcher(planted_space(4, groups=2), seed=0, **setting)
+        searcher(synthetic_space(4, groups=2), seed=0, **setting)
 
 
 @pytest.mark.parametrize("searcher", ALL)
 def test_another_seed_asks_something_else(searcher):
-    space = planted_space(30, groups=6)
-    objective = PlantedObjective(space, seed=0)
+    space = synthetic_space(30, groups=6)
+    objective = SyntheticObjective(space, seed=0)
 
     def asks(seed):
-        told = drive(searcher(space, seed=seed), objective, 60 if searcher is LocalSearcher else 15)
+        told = run_search_loop(searcher(space, seed=seed), objective, 60 if searcher is LocalSearcher else 15)
         return [observation.placement for observation in told]
 
     if searcher is LocalSearcher:  # draws only when it restarts: the tour of moves is the same for all seeds
-        space = planted_space(5, groups=2)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(5, groups=2)
+        objective = SyntheticObjective(space, seed=0)
     assert asks(0) != asks(1)
 
 
@@ -81,9 +81,9 @@ def test_it_beats_random_search_on_planted_problems(searcher):
     def regret(factory):
         found = []
         for seed in range(4):
-            space = planted_space(24, groups=6, seed=seed)
-            objective = PlantedObjective(space, seed=seed)
-            told = drive(factory(space, seed=seed), objective, 60, seeds=common_seeds(space))
+            space = synthetic_space(24, groups=6, seed=seed)
+            objective = SyntheticObjective(space, seed=seed)
+            told = run_search_loop(factory(space, seed=seed), objective, 60, initial=common_initial_placements(space))
             found.append(objective.regret(min(told, key=lambda o: o.outcome.objective).placement))
         return np.mean(found)
 
@@ -94,7 +94,7 @@ def test_it_beats_random_search_on_planted_problems(searcher):
 def test_random_walks_a_small_space_to_the_end_and_then_asks_nothing(density):
     space = plain_space(6)
     searcher = RandomSearcher(space, seed=0, density=density)
-    searcher.tell(scored(space, space.everywhere(), 1.0))
+    searcher.tell(scored(space, space.quantize_all(), 1.0))
     asked = [placement for _ in range(30) for placement in searcher.ask(3)]
     assert len(asked) == len(set(asked)) == 63, "all but the one that was told"
     assert searcher.ask(1) == []
@@ -120,7 +120,7 @@ def test_random_mutation_starts_from_float_and_mutates_measured_placements():
 def test_random_mutation_draws_parents_from_the_best_tenth():
     space = plain_space(40)
     searcher = RandomMutationSearcher(space, seed=0, minimum_parents=1)
-    best = space.everywhere()
+    best = space.quantize_all()
     searcher.tell(scored(space, best, 1.0))
     for index in range(9):
         one = Placement(tuple(int(i == index) for i in range(40)))
@@ -153,7 +153,7 @@ def test_per_pattern_tries_the_schemes_of_foreign_placements_first():
     space = plain_space(8, group_of=lambda i: f"g{i // 4}")
     searcher = RandomMutationSearcher(space, seed=0, scope="per_pattern", schemes_per_pattern=5)
     searcher.tell(scored(space, space.float_placement(), 9.0))
-    searcher.tell(scored(space, space.everywhere(), 3.0))
+    searcher.tell(scored(space, space.quantize_all(), 3.0))
     assert searcher.ask(1)[0] == Placement((1, 1, 1, 1, 0, 0, 0, 0))
 
 
@@ -194,7 +194,7 @@ def test_tpe_prefers_feasible_placements():
 
 def test_tpe_believes_the_mean_of_a_placement_told_again():
     space = plain_space(10)
-    lucky = space.everywhere()
+    lucky = space.quantize_all()
     searcher = TPESearcher(space, seed=0, n_startup_trials=0)
     rng = np.random.default_rng(1)
     searcher.tell(scored(space, lucky, 1.0))
@@ -225,7 +225,7 @@ def test_tpe_leaves_the_loudness_of_optuna_as_it_was_and_is_silent(caplog):
 def test_evolution_keeps_whole_patterns_of_its_parents():
     space = plain_space(40, group_of=lambda i: f"g{i // 10}")
     searcher = EvolutionarySearcher(space, seed=0, block=0.0, crossover=1.0)
-    searcher.tell(scored(space, space.everywhere(), 1.0))
+    searcher.tell(scored(space, space.quantize_all(), 1.0))
     searcher.tell(scored(space, space.float_placement(), 1.1))
     mixed = 0
     for child in searcher.ask(30):
@@ -238,7 +238,7 @@ def test_evolution_keeps_whole_patterns_of_its_parents():
 def test_evolution_breeds_from_feasible_placements():
     space = plain_space(40)
     searcher = EvolutionarySearcher(space, seed=0, population=1, block=0.0)
-    searcher.tell(scored(space, space.everywhere(), 1.0, violation=0.5))
+    searcher.tell(scored(space, space.quantize_all(), 1.0, violation=0.5))
     searcher.tell(scored(space, space.float_placement(), 9.0))
     assert all(sum(child.choices) < 15 for child in searcher.ask(20))
 

@@ -19,7 +19,7 @@ from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
-from search.testing import planted_space
+from search.testing import synthetic_space
 
 POINTS, TOLD = 20, 40
 FASTEST = 1
@@ -84,7 +84,7 @@ def test_it_goes_on_around_what_keeps_the_bound(make, proposals):
 
 def test_under_a_bound_a_failure_stands_behind_what_nobody_looked_at_and_that_by_its_latency():
     """Of 40 told, 10 are good to Optuna's sampler: two that hold the bound, and the fastest that nobody looked at."""
-    space = planted_space(POINTS, groups=4)
+    space = synthetic_space(POINTS, groups=4)
     searcher = TPESearcher(space, seed=0)
     rng = np.random.default_rng(0)
     outcomes = [Score(objective=9.0), Score(objective=8.0, violation=0.1)]

@@ -10,8 +10,8 @@ from search.algorithms.model_based import AutoSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
-from search.heuristics import expert_rules
-from search.testing import PlantedObjective, common_seeds, drive, planted_space
+from search.heuristics import expert_placements
+from search.testing import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 
 
 def scored(space, placement, objective, **facts):
@@ -51,7 +51,7 @@ def plain_space(count, role=lambda i: "other", kind=lambda i: "node_input"):
 )
 def test_a_wrong_setting_is_refused(searcher, setting, message):
     with pytest.raises(ValueError, match=message):
-        searcher(planted_space(4, groups=2), seed=0, **setting)
+        searcher(synthetic_space(4, groups=2), seed=0, **setting)
 
 
 @pytest.mark.parametrize("searcher", [SurrogateSearcher, AutoSearcher, SensitivityGreedySearcher, PortfolioSearcher])
@@ -59,9 +59,9 @@ def test_it_beats_random_search_on_planted_problems(searcher):
     def regret(factory):
         found = []
         for seed in range(3):
-            space = planted_space(24, groups=6, seed=seed)
-            objective = PlantedObjective(space, seed=seed)
-            told = drive(factory(space, seed=seed), objective, 60, seeds=common_seeds(space))
+            space = synthetic_space(24, groups=6, seed=seed)
+            objective = SyntheticObjective(space, seed=seed)
+            told = run_search_loop(factory(space, seed=seed), objective, 60, initial=common_initial_placements(space))
             found.append(objective.regret(min(told, key=lambda o: o.outcome.objective).placement))
         return np.mean(found)
 
@@ -71,11 +71,11 @@ def test_it_beats_random_search_on_planted_problems(searcher):
 def test_auto_tries_the_rules_that_nobody_told_it_first():
     space = plain_space(8, role=lambda i: ("linear", "pool", "add", "movement")[i % 4])
     searcher = AutoSearcher(space, seed=0)
-    for placement in (space.float_placement(), space.only({"linear", "add"})):
+    for placement in (space.float_placement(), space.quantize_roles({"linear", "add"})):
         searcher.tell(scored(space, placement, 5.0))
     without_additions, heads, movers = (Placement(scheme * 2) for scheme in ((1, 1, 0, 0), (1, 0, 0, 1), (1, 1, 1, 0)))
     assert searcher.ask(3) == [without_additions, heads, movers]
-    assert space.only({"linear", "add"}) in list(expert_rules(space)), "a rule, but known already"
+    assert space.quantize_roles({"linear", "add"}) in list(expert_placements(space)), "a rule, but known already"
 
 
 def test_where_results_must_be_quantized_too_rules_take_all_their_readers_along():
@@ -109,7 +109,7 @@ def test_where_results_must_be_quantized_too_linear_operators_are_tried_without_
     ]  # fmt: skip
     end = Dimension(name="end", group="g", kind="output", choices=("float", "int8"), edges=(Edge("z", "", 0),))
     with_additions, alone = (Placement(scheme * 2 + (0,)) for scheme in ((1, 1, 1), (1, 1, 0)))
-    found = list(expert_rules(Space((*dimensions, end))))
+    found = list(expert_placements(Space((*dimensions, end))))
     assert found[:2] == [with_additions, alone]
 
 
@@ -117,9 +117,9 @@ def test_auto_leaves_out_rules_that_can_only_break_the_constraint_more():
     space = plain_space(8, role=lambda i: ("linear", "other", "add", "activation")[i % 4])
     searcher = AutoSearcher(space, seed=0)
     searcher.tell(scored(space, space.float_placement(), 9.0, metrics={"top1": 0.8}))
-    searcher.tell(scored(space, space.only({"linear"}), 5.0, violation=0.1, metrics={"top1": 0.6}))
+    searcher.tell(scored(space, space.quantize_roles({"linear"}), 5.0, violation=0.1, metrics={"top1": 0.6}))
     (asked,) = searcher.ask(1)
-    assert asked not in list(expert_rules(space))
+    assert asked not in list(expert_placements(space))
 
 
 @pytest.mark.parametrize("told_float", [True, False])
@@ -129,8 +129,8 @@ def test_auto_keeps_its_rules_where_the_float_model_is_not_known_to_hold_the_bou
     searcher = AutoSearcher(space, seed=0)
     if told_float:
         searcher.tell(scored(space, space.float_placement(), 0.0, violation=3.0, metrics={"too_slow": 3.0}))
-    searcher.tell(scored(space, space.only({"linear"}), 0.1, violation=1.0, metrics={"too_slow": 1.0}))
-    assert searcher.ask(1) == list(expert_rules(space))[:1]
+    searcher.tell(scored(space, space.quantize_roles({"linear"}), 0.1, violation=1.0, metrics={"too_slow": 1.0}))
+    assert searcher.ask(1) == list(expert_placements(space))[:1]
 
 
 @pytest.mark.parametrize("outcome", [Score(objective=9.0), Failure(stage="build", reason="no")])
@@ -161,16 +161,18 @@ def test_auto_finds_a_fast_placement_within_the_bound():
         searcher.tell(scored(space, placement, latency_ms, violation=broken, metrics={"top1": top1}))
         return latency_ms if not broken else 10.0
 
-    found = [tell(p) for p in (space.float_placement(), space.everywhere(), space.only({"linear"}))]
+    found = [tell(p) for p in (space.float_placement(), space.quantize_all(), space.quantize_roles({"linear"}))]
     found += [tell(placement) for _ in range(32) for placement in searcher.ask(1)]
     assert min(found) <= 4.8 + 1e-9, "13 of the 14 harmless points at least"
 
 
 @pytest.mark.parametrize("settings", [{"surrogate": False}, {"blocks": False}, {"rules": 0}])
 def test_auto_searches_without_each_of_its_parts(settings):
-    space = planted_space(16, groups=4, seed=0)
-    objective = PlantedObjective(space, seed=0)
-    told = drive(AutoSearcher(space, seed=0, **settings), objective, 30, seeds=common_seeds(space))
+    space = synthetic_space(16, groups=4, seed=0)
+    objective = SyntheticObjective(space, seed=0)
+    told = run_search_loop(
+        AutoSearcher(space, seed=0, **settings), objective, 30, initial=common_initial_placements(space)
+    )
     assert len(told) == 30
     assert min(o.outcome.objective for o in told) < min(o.outcome.objective for o in told[:3])
 
@@ -203,11 +205,11 @@ def test_sensitivity_greedy_waits_for_outcomes_before_it_combines():
 
 
 def test_a_portfolio_gives_turns_to_the_member_that_improves():
-    space = planted_space(30, groups=6, seed=0)
-    objective = PlantedObjective(space, seed=0)
+    space = synthetic_space(30, groups=6, seed=0)
+    objective = SyntheticObjective(space, seed=0)
     searcher = PortfolioSearcher(space, seed=0, members=["random", "local"])
     twin = RandomSearcher(space, seed=0)
-    told = drive(searcher, objective, 60, seeds=common_seeds(space))
+    told = run_search_loop(searcher, objective, 60, initial=common_initial_placements(space))
     drawn = {space.digest(p) for _ in range(60) for p in twin.ask(1)}
     by_chance = sum(o.digest in drawn for o in told)
     assert 2 <= by_chance < 30, "both had turns, the one that improves more of them"
@@ -226,6 +228,6 @@ def test_a_portfolio_credits_a_gain_over_what_no_tie_displaced():
 
 
 def test_members_of_a_portfolio_take_their_parameters():
-    space = planted_space(8, groups=2)
+    space = synthetic_space(8, groups=2)
     with pytest.raises(ValueError, match="population is at least 1, but got 0"):
         PortfolioSearcher(space, seed=0, members=["evolutionary"], params={"evolutionary": {"population": 0}})

@@ -23,7 +23,7 @@ from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.pareto import hypervolume
-from search.testing import PlantedObjective, common_seeds, drive, planted_space
+from search.testing import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 
 
 def scored(space, placement, objective, **facts):
@@ -67,23 +67,23 @@ def distance(first, second):
 )
 def test_a_wrong_setting_is_refused(searcher, settings, message):
     with pytest.raises(ValueError, match=message):
-        searcher(planted_space(4, groups=2), seed=0, **settings)
+        searcher(synthetic_space(4, groups=2), seed=0, **settings)
 
 
 @pytest.mark.skipif(find_spec("cmaes") is not None, reason="the package is there")
 def test_a_sampler_that_lacks_its_package_says_so_before_it_runs():
     with pytest.raises(ValueError, match="CmaEsSampler needs a package: pip install cmaes"):
-        OptunaSearcher(planted_space(4, groups=2), seed=0, sampler="CmaEsSampler")
+        OptunaSearcher(synthetic_space(4, groups=2), seed=0, sampler="CmaEsSampler")
 
 
 @pytest.mark.parametrize("facts", [{"violation": 0.1}, {"objectives": (1.0, 2.0)}])
 def test_a_sampler_that_knows_no_bound_and_no_front_says_which_does(monkeypatch, facts):
     monkeypatch.setattr("search.algorithms.optuna_sampler.find_spec", lambda name: object())
-    space = planted_space(4, groups=2)
+    space = synthetic_space(4, groups=2)
     searcher = OptunaSearcher(space, seed=0, sampler="CmaEsSampler")
     searcher.tell(scored(space, space.float_placement(), 1.0))
     with pytest.raises(ValueError, match="CmaEsSampler knows one objective and no bound: take GPSampler"):
-        searcher.tell(scored(space, space.everywhere(), 1.0, **facts))
+        searcher.tell(scored(space, space.quantize_all(), 1.0, **facts))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_it_beats_random_search_on_planted_problems(make):
     def regret(factory):
         found = []
         for seed in range(4):
-            space = planted_space(24, groups=6, seed=seed)
-            objective = PlantedObjective(space, seed=seed)
-            told = drive(factory(space, seed=seed), objective, 60, seeds=common_seeds(space))
+            space = synthetic_space(24, groups=6, seed=seed)
+            objective = SyntheticObjective(space, seed=seed)
+            told = run_search_loop(factory(space, seed=seed), objective, 60, initial=common_initial_placements(space))
             found.append(objective.regret(min(told, key=lambda o: o.outcome.objective).placement))
         return np.mean(found)
 
@@ -114,14 +114,14 @@ def test_per_pattern_begins_with_the_best_that_it_was_told():
     space = plain_space(12, group_of=lambda index: f"g{index // 4}")
     searcher = PerPatternSearcher(space, seed=0)
     searcher.tell(scored(space, space.float_placement(), 9.0))
-    searcher.tell(scored(space, space.everywhere(), 3.0))
+    searcher.tell(scored(space, space.quantize_all(), 3.0))
     assert {placement.choices[4:] for placement in searcher.ask(5)} == {(1,) * 8}
 
 
 @pytest.mark.parametrize("told_again", [False, True])
 def test_per_pattern_goes_on_from_a_perturbed_best_where_nothing_new_is_around_it(told_again):
-    space = planted_space(9, groups=3)
-    objective = PlantedObjective(space, seed=0)
+    space = synthetic_space(9, groups=3)
+    objective = SyntheticObjective(space, seed=0)
     searcher = PerPatternSearcher(space, seed=0)
     told, best = set(), None
     for number in range(200):  # of 256 graphs
@@ -153,10 +153,10 @@ def test_a_gaussian_process_asks_the_same_again_and_nothing_twice():
     """The short form of its contract, which would take it minutes: batches, a failure and repeated tells."""
 
     def asks():
-        space = planted_space(6, groups=2)
-        objective = PlantedObjective(space, seed=0)
+        space = synthetic_space(6, groups=2)
+        objective = SyntheticObjective(space, seed=0)
         searcher = OptunaSearcher(space, seed=7, params={"n_startup_trials": 4})
-        for placement in common_seeds(space):
+        for placement in common_initial_placements(space):
             searcher.tell(objective.observe(placement))
         asked = []
         for number in range(3):
@@ -177,7 +177,7 @@ def test_a_gaussian_process_asks_the_same_again_and_nothing_twice():
 def test_exhaustive_walks_all_placements_once_few_points_and_costly_ones_first():
     space = plain_space(5)
     searcher = ExhaustiveSearcher(space, seed=3)
-    searcher.tell(scored(space, space.everywhere(), 1.0))
+    searcher.tell(scored(space, space.quantize_all(), 1.0))
     asked = list(itertools.chain.from_iterable(iter(lambda: searcher.ask(4), [])))
     assert len(asked) == len(set(asked)) == 31, "all but the one that was told"
     weights = [sum(placement.choices) for placement in asked]
@@ -205,10 +205,10 @@ def test_exhaustive_walks_all_placements_once_few_points_and_costly_ones_first()
     ],
 )
 def test_a_batch_is_filled_so_that_no_worker_is_idle(make):
-    space = planted_space(30, groups=3)
+    space = synthetic_space(30, groups=3)
     searcher = make(space, seed=0)
-    objective = PlantedObjective(space, seed=0)
-    for placement in common_seeds(space):
+    objective = SyntheticObjective(space, seed=0)
+    for placement in common_initial_placements(space):
         searcher.tell(objective.observe(placement))
     assert len({space.digest(placement) for placement in searcher.ask(4)}) == 4
 
@@ -217,7 +217,7 @@ def test_a_batch_is_filled_so_that_no_worker_is_idle(make):
 def test_an_incumbent_that_was_lucky_is_left_once_it_was_measured_again(make):
     space = plain_space(40)
     searcher = make(space, seed=0, **({"population": 2} if hasattr(make, "_parents") else {}))
-    lucky, sound = space.everywhere(), space.float_placement()
+    lucky, sound = space.quantize_all(), space.float_placement()
     sound_too = Placement((1,) + (0,) * 39)
     searcher.tell(scored(space, lucky, 1.0, stderr=0.1))
     searcher.tell(scored(space, sound, 5.0, stderr=0.1))
@@ -246,7 +246,7 @@ def test_evolution_keeps_its_parents_against_a_tie():
     space = plain_space(40)
     searcher = EvolutionarySearcher(space, seed=0, population=1, block=0.0)
     searcher.tell(scored(space, space.float_placement(), 5.0, stderr=0.1))
-    searcher.tell(scored(space, space.everywhere(), 4.9, stderr=0.1))
+    searcher.tell(scored(space, space.quantize_all(), 4.9, stderr=0.1))
     assert all(sum(child.choices) < 20 for child in searcher.ask(10))
 
 
@@ -277,11 +277,11 @@ def test_annealing_never_goes_to_a_larger_violation():
 
 
 def front_volume(make, seed):
-    space = planted_space(24, groups=6, seed=seed)
-    objective = PlantedObjective(space, seed=seed, noise=0.0)
+    space = synthetic_space(24, groups=6, seed=seed)
+    objective = SyntheticObjective(space, seed=seed, noise=0.0)
     damage = np.random.default_rng(seed).exponential(1 / 24, size=24)
     searcher = make(space, seed=seed)
-    found, waiting = [], list(common_seeds(space))
+    found, waiting = [], list(common_initial_placements(space))
     while len(found) < 80:
         for placement in waiting:
             values = (objective.latency_ms(placement), float(damage @ np.array(placement.choices)))
@@ -305,13 +305,13 @@ def test_a_model_finds_larger_fronts_than_breeding_does():
 def test_nsga2_breeds_from_the_whole_front_and_from_what_holds_the_constraint():
     space = plain_space(40)
     searcher = NSGA2Searcher(space, seed=0, population=2, crossover=0.0)
-    searcher.tell(scored(space, space.everywhere(), 1.0, objectives=(1.0, 9.0)))
+    searcher.tell(scored(space, space.quantize_all(), 1.0, objectives=(1.0, 9.0)))
     searcher.tell(scored(space, space.float_placement(), 9.0, objectives=(9.0, 1.0)))
     assert {sum(child.choices) > 20 for child in searcher.ask(20)} == {True, False}, "both ends of the front"
     half = Placement((1,) * 20 + (0,) * 20)
     for digest_of in (half, Placement((0,) * 20 + (1,) * 20)):
         searcher.tell(scored(space, digest_of, 50.0, objectives=(50.0, 50.0)))
-    for placement in (space.everywhere(), space.float_placement()):
+    for placement in (space.quantize_all(), space.float_placement()):
         for _ in range(2):
             searcher.tell(scored(space, placement, 1.0 + _, violation=0.5, objectives=(1.0, 1.0)))
     children = searcher.ask(20)
@@ -322,7 +322,7 @@ def test_optuna_takes_failures_several_objectives_and_scores_without_them():
     space = plain_space(6)
     searcher = OptunaSearcher(space, seed=0, sampler="NSGAIISampler", params={"population_size": 4})
     searcher.tell(scored(space, space.float_placement(), 5.0))
-    searcher.tell(scored(space, space.everywhere(), 2.0, objectives=(2.0, 0.5)))
+    searcher.tell(scored(space, space.quantize_all(), 2.0, objectives=(2.0, 0.5)))
     (failing,) = searcher.ask(1)
     outcome = Failure(stage="build", reason="no")
     searcher.tell(Observation(placement=failing, digest=space.digest(failing), outcome=outcome))

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnxruntime.quantization.calibrate import HistogramCollector
 
-from harness.accuracy.calibration.histogram_calibrators import Observer
+from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
 from harness.accuracy.calibration.ptq import modelopt_ptq
 from harness.accuracy.calibration.ranges import Method, Ranges, calibrate
 from harness.graph.builder import GraphBuilder
@@ -75,7 +75,7 @@ def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(model: P
     """128 bins in float32 are the whole difference; ours are 511 in float64."""
     theirs = their_scales(model, tmp_path, QUIET_FIRST, "entropy")
     plain = Plain("entropy", symmetric=False, num_bins=128, num_quantized_bins=128, percentile=0, scenario="same")
-    observer = Observer(model, tmp_path, list(theirs), plain)
+    observer = ActivationObserver(model, tmp_path, list(theirs), plain)
     for batch in batches(QUIET_FIRST):
         observer.observe(batch)
     assert our_scales(plain.ranges()) == pytest.approx(theirs, rel=1e-6)

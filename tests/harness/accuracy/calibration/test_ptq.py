@@ -262,11 +262,13 @@ def test_a_tool_that_dies_is_said(model: Path, tmp_path: Path, monkeypatch: pyte
 def test_node_names_of_real_models_survive(
     tool: Callable[..., Path], name: str, shapes: dict[str, str], tmp_path: Path
 ) -> None:
-    from harness.graph.load import load, save
+    from harness.graph.load import load, save_to_folder
 
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     inputs = {i: (model.types[i].dtype, model.types[i].shape) for i in model.inputs}
-    path = tool(save(model, tmp_path), tmp_path / "q.onnx", list(random_feeds(inputs, 1, 0)), dialect_name="openvino")
+    path = tool(
+        save_to_folder(model, tmp_path), tmp_path / "q.onnx", list(random_feeds(inputs, 1, 0)), dialect_name="openvino"
+    )
     assert {node.name for node in model.nodes} <= {node.name for node in onnx.load(path).graph.node}
 
 

@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnxruntime.quantization.calibrate import MinMaxCalibrater
 
-from harness.accuracy.calibration.histogram_calibrators import Histograms, Magnitudes, Observer
+from harness.accuracy.calibration.histogram_calibrators import AbsMaxCalibrator, ActivationObserver, HistogramCalibrator
 from harness.accuracy.calibration.ranges import (
     METHODS,
     CalibrationKey,
     cached_ranges,
     calibrate,
     finite_ranges,
-    remarks,
+    range_warnings,
 )
-from harness.accuracy.data.batching import Batches
+from harness.accuracy.data.batching import InputBatches
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.random_inputs import random_feeds
@@ -119,7 +119,7 @@ _VALUES = hnp.arrays(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(_VALUES, min_size=1, max_size=4), st.floats(50.5, 100))
 def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: float) -> None:
-    histograms = Histograms("percentile", percentile)
+    histograms = HistogramCalibrator("percentile", percentile)
     for part in parts:
         histograms.collect({"t": [part]})
     low, high = histograms.ranges()["t"]
@@ -129,7 +129,7 @@ def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: 
 
 def test_a_quiet_first_batch_does_not_make_a_huge_histogram() -> None:
     rng = np.random.default_rng(0)
-    histograms = Histograms("entropy", 99.99)
+    histograms = HistogramCalibrator("entropy", 99.99)
     for scale in (1e-9, 1e-3, 1.0, 1.1):
         histograms.collect({"t": [rng.normal(0, scale, 1000).astype(np.float32)]})
     counts = histograms.histogram_dict["t"][0]
@@ -149,7 +149,7 @@ def test_float16_activations_have_ranges_too(tmp_path: Path) -> None:
 
 
 def test_max_takes_the_largest_magnitude_to_both_sides_and_keeps_one_sided_tensors_so() -> None:
-    magnitudes = Magnitudes()
+    magnitudes = AbsMaxCalibrator()
     for values in ([-3.0, 1.0], [2.0]):
         magnitudes.collect({"both": [np.array(values)], "up": [np.abs(values)], "down": [-np.abs(values)]})
     assert magnitudes.ranges() == {"both": (-3.0, 3.0), "up": (0.0, 3.0), "down": (-3.0, 0.0)}
@@ -172,7 +172,7 @@ def test_mse_finds_the_clipping_with_the_least_error(shape: str) -> None:
         "outlier": np.append(rng.normal(0, 1, 100_000), 90.0),
         "uniform": rng.uniform(-1, 2, 100_000),
     }[shape].astype(np.float32)
-    histograms = Histograms("mse", 99.99)
+    histograms = HistogramCalibrator("mse", 99.99)
     for part in np.array_split(values, 3):
         histograms.collect({"t": [part]})
     low, high = histograms.ranges()["t"]
@@ -202,7 +202,7 @@ def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(
     for batches in ([{"x": x}, {"x": quiet}], [{"x": quiet}, {"x": x}]):
         ranges = calibrate(path, ["x", "log"], batches, method=method)  # type: ignore[arg-type]
         assert set(finite_ranges(ranges)) == {"x"}
-        assert remarks(ranges) == ("NaN, infinite or huge on calibration data, so they stay float: 'log'",)
+        assert range_warnings(ranges) == ("NaN, infinite or huge on calibration data, so they stay float: 'log'",)
     with pytest.raises(UserError, match="every activation has NaN, infinite or huge values; check the model and"):
         calibrate(path, ["log"], [{"x": x}], method=method)  # type: ignore[arg-type]
 
@@ -225,7 +225,9 @@ def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_flo
     tensors = ["scores", "mask", "masked", "weights"]
     ranges = calibrate(path, tensors, [batch, batch], method=method)  # type: ignore[arg-type]
     assert set(finite_ranges(ranges)) == {"scores", "weights"}
-    assert remarks(ranges) == ("NaN, infinite or huge on calibration data, so they stay float: 'mask', 'masked'",)
+    assert range_warnings(ranges) == (
+        "NaN, infinite or huge on calibration data, so they stay float: 'mask', 'masked'",
+    )
 
 
 def test_data_with_nan_are_refused_with_batch_and_input(arithmetic: Path) -> None:
@@ -235,8 +237,8 @@ def test_data_with_nan_are_refused_with_batch_and_input(arithmetic: Path) -> Non
 
 
 def test_remarks_name_what_is_dead_and_count_the_rest() -> None:
-    assert remarks({"a": (0.0, 1.0)}) == ()
-    (line,) = remarks({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
+    assert range_warnings({"a": (0.0, 1.0)}) == ()
+    (line,) = range_warnings({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
     assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more; they stay float"
 
 
@@ -273,7 +275,7 @@ def test_activations_of_one_batch_are_gone_before_the_next(arithmetic: Path, tmp
             return {}
 
     watch = Watch()
-    observer = Observer(arithmetic, tmp_path, ["r", "y"], watch)  # type: ignore[arg-type]
+    observer = ActivationObserver(arithmetic, tmp_path, ["r", "y"], watch)  # type: ignore[arg-type]
     for batch in _batches(4):
         observer.observe(batch)
     assert watch.left_over == [0, 0, 0, 0]
@@ -442,9 +444,9 @@ def test_a_cache_folder_that_cannot_be_made_is_done_without(
 
 def test_mistakes_name_the_model_of_the_user_and_the_data_of_the_batch(arithmetic: Path) -> None:
     batches = [{"x": np.ones((2, 4), np.float32)}, {"x": np.full((2, 4), np.nan, np.float32)}]
-    read = Batches(count=2, make=lambda i: batches[i], place=lambda _: "feeds.npz")
+    read = InputBatches(count=2, make=lambda i: batches[i], batch_label=lambda _: "feeds.npz")
     with pytest.raises(UserError, match=r"calibration batch 2 \(feeds\.npz\): input 'x' has NaN"):
         calibrate(arithmetic, ["r"], read)
-    wrong = Batches(count=1, make=lambda _: {"x": np.zeros(7, np.float32)}, place=lambda _: "feeds.npz")
+    wrong = InputBatches(count=1, make=lambda _: {"x": np.zeros(7, np.float32)}, batch_label=lambda _: "feeds.npz")
     with pytest.raises(UserError, match=r"calibration of mine\.onnx: batch 1 \(feeds\.npz\): the float model"):
         calibrate(arithmetic, ["r"], wrong, source="mine.onnx")

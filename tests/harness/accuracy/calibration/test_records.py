@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.accuracy.calibration.ranges import narrowed
+from harness.accuracy.calibration.ranges import restrict_space
 from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from search.space import Dimension, Edge, Space
 
 POOL = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
@@ -42,7 +42,7 @@ def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float
     builder.save(tmp_path / "odd.onnx")
     said: list[str] = []
 
-    class Ears(Silent):
+    class Ears(NullProgress):
         def say(self, text: str) -> None:
             said.append(text)
 
@@ -64,7 +64,7 @@ def test_a_space_loses_the_edges_of_broken_tensors_alone() -> None:
         return Dimension(name=name, group="g", kind="node_input", choices=("float", "int8"), edges=edges)
 
     space = Space((dimension("both", "a", "b"), dimension("one", "b"), dimension("constant", "w")))
-    kept = narrowed(space, {"a": (0.0, 1.0), "b": (float("-inf"), 1.0)})
+    kept = restrict_space(space, {"a": (0.0, 1.0), "b": (float("-inf"), 1.0)})
     assert [(d.name, [e.tensor for e in d.edges]) for d in kept.dimensions] == [("both", ["a"]), ("constant", ["w"])]
 
 
@@ -78,9 +78,9 @@ def test_what_is_quantized_together_with_a_broken_tensor_stays_float_too(dialect
     builder.output(builder.op("Mul", log, builder.const(np.ones((1, 4, 1, 1), np.float32)), name="mul"), name="scaled")
     builder.output(builder.op("MatMul", x, log, name="product"), name="multiplied")
     builder.output(builder.op("Concat", log, x, axis=1, name="concat"), name="joined")
-    model = from_proto(builder.build(), source="odd", sha256="0")
+    model = load_proto(builder.build(), source="odd", sha256="0")
     activations = model.types.keys() - model.constants.keys()
     ranges = {name: (-1.0, 1.0) for name in activations} | {"log": (float("-inf"), 1.0)}
-    kept = narrowed(build_space(model, dialect), ranges)
-    read = {(edge.consumer, edge.slot) for edge, _ in kept.resolve(kept.everywhere())}
+    kept = restrict_space(build_space(model, dialect), ranges)
+    read = {(edge.consumer, edge.slot) for edge, _ in kept.resolve(kept.quantize_all())}
     assert {place for place in read if place[0] in ("conv", "mul", "product", "concat")} == {("concat", 1)}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.accuracy.data.batching import batches, image_input
+from harness.accuracy.data.batching import image_input, make_batches
 from harness.accuracy.data.datasets import open_data, open_images
 from harness.accuracy.data.preprocessings import Shapes
 from harness.errors import UserError
@@ -24,11 +24,11 @@ def arrays(folder: Path, **given: Any) -> Any:
 
 def test_images_are_batched_as_the_model_takes_them_and_the_last_one_fills_up() -> None:
     data = open_images(SPLIT)
-    found = list(batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}))
+    found = list(make_batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}))
     assert [feed["x"].shape for feed in found] == [(2, 3, 128, 128)] * 3
     images = [Shapes().prepare(data.image(i), (128, 128)).tensor for i in (0, 1, 2, 3, 4, 4)]
     np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in found]), images)
-    assert len(batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}, count=2)) == 1
+    assert len(make_batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}, count=2)) == 1
 
 
 def test_images_feed_the_one_input_that_takes_them() -> None:
@@ -40,12 +40,12 @@ def test_images_feed_the_one_input_that_takes_them() -> None:
     with pytest.raises(UserError, match="batch x 3 x height x width, but ''"):
         image_input({})
     with pytest.raises(UserError, match="images need 'preprocess'"):
-        batches(open_images(SPLIT), None, {"x": IMAGE})
+        make_batches(open_images(SPLIT), None, {"x": IMAGE})
 
 
 def test_arrays_give_one_sample_at_a_time_in_the_type_of_the_input(tmp_path: Path) -> None:
     data = arrays(tmp_path, **{"a/b": np.arange(6.0).reshape(3, 2), "mask": np.arange(3, dtype=np.int32)})
-    feeds = list(batches(data, None, {"a/b": ("float", (1, 2)), "mask": ("int64", ())}))
+    feeds = list(make_batches(data, None, {"a/b": ("float", (1, 2)), "mask": ("int64", ())}))
     assert [feed["a/b"].tolist() for feed in feeds] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]]]
     assert feeds[0]["a/b"].dtype == np.float32
     assert [(feed["mask"].dtype, feed["mask"].tolist()) for feed in feeds] == [("int64", 0), ("int64", 1), ("int64", 2)]
@@ -54,15 +54,15 @@ def test_arrays_give_one_sample_at_a_time_in_the_type_of_the_input(tmp_path: Pat
 def test_an_unnamed_array_feeds_the_only_input(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(6, dtype=np.uint8).reshape(3, 2))
     data = open_data({"use": "npy", "path": "a.npy"}, tmp_path)
-    feeds = list(batches(data, None, {"x": ("float", (1, 2))}))
+    feeds = list(make_batches(data, None, {"x": ("float", (1, 2))}))
     assert [(feed["x"].dtype, feed["x"].tolist()) for feed in feeds[:1]] == [("float32", [[0.0, 1.0]])]
     with pytest.raises(UserError, match=r"a \.npy file feeds one input, but the model has 'x', 'y'; use a \.npz file"):
-        batches(data, None, {"x": ("float", (1, 2)), "y": ("float", (1,))})
+        make_batches(data, None, {"x": ("float", (1, 2)), "y": ("float", (1,))})
 
 
 def test_arrays_are_batched_and_filled_up(tmp_path: Path) -> None:
     data = arrays(tmp_path, x=np.arange(10).reshape(5, 2))
-    feeds = list(batches(data, None, {"x": ("int64", (2, 2))}))
+    feeds = list(make_batches(data, None, {"x": ("int64", (2, 2))}))
     assert [feed["x"].tolist() for feed in feeds] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [8, 9]]]
 
 
@@ -78,7 +78,7 @@ def test_arrays_are_batched_and_filled_up(tmp_path: Path) -> None:
 )
 def test_arrays_that_do_not_fit_the_model_are_explained(tmp_path: Path, inputs: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        batches(arrays(tmp_path, x=np.zeros((4, 2)), y=np.zeros(4)), None, inputs)
+        make_batches(arrays(tmp_path, x=np.zeros((4, 2)), y=np.zeros(4)), None, inputs)
 
 
 def test_integers_for_a_float_input_and_a_single_sample_are_pointed_out(
@@ -86,7 +86,7 @@ def test_integers_for_a_float_input_and_a_single_sample_are_pointed_out(
 ) -> None:
     np.savez(tmp_path / "raw.npz", x=np.full((1, 3, 4, 4), 255, np.uint8))
     arrays = open_data({"use": "npz", "path": "raw.npz"}, tmp_path)
-    (batch,) = batches(arrays, None, {"x": ("float", (1, 3, 4, 4))})
+    (batch,) = make_batches(arrays, None, {"x": ("float", (1, 3, 4, 4))})
     assert batch["x"].max() == 255.0
     assert "array 'x' holds uint8, and goes into a float32 input as it is: is it prepared as the model" in caplog.text
     assert "there is one sample: other samples may leave its ranges" in caplog.text

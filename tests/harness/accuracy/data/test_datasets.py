@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from harness.accuracy.data import arrays
-from harness.accuracy.data.datasets import HALVES, Arrays, Dataset, half_of, open_data, open_images
+from harness.accuracy.data.datasets import HALF_NAMES, ArrayDataset, ImageDataset, half_of, open_data, open_images
 from harness.errors import UserError
 
 
@@ -32,7 +32,7 @@ def coco(**changes: Any) -> dict[str, Any]:
     }
 
 
-def open_with(folder: Path, labels: Any, **spec: Any) -> Dataset:
+def open_with(folder: Path, labels: Any, **spec: Any) -> ImageDataset:
     name = "labels.json" if isinstance(labels, dict) else "labels.txt"
     (folder / name).write_text(json.dumps(labels) if isinstance(labels, dict) else labels)
     return open_images({"use": "images", "images": "images", "labels": name, **spec}, folder)
@@ -41,7 +41,7 @@ def open_with(folder: Path, labels: Any, **spec: Any) -> Dataset:
 def test_an_unlabelled_folder_is_read_by_name(folder: Path) -> None:
     (folder / "images" / "notes.md").write_text("not an image")
     data = open_images({"use": "images", "images": "images", "start": 1}, folder)
-    assert [data.id(i) for i in range(len(data))] == ["1.png", "2.png"]
+    assert [data.sample_name(i) for i in range(len(data))] == ["1.png", "2.png"]
     assert data.image(1).shape == (4, 6, 3)
     assert data.image(1)[0, 0].tolist() == [20, 20, 30]
     assert data.labels is None
@@ -129,9 +129,9 @@ def test_rows_of_arrays_have_halves_too(folder: Path) -> None:
     np.save(folder / "a.npy", x)
     for kind, name in (("npz", "x"), ("npy", "")):
         parts = []
-        for half in HALVES:
+        for half in HALF_NAMES:
             data = open_data({"use": kind, "path": f"a.{kind}", "half": half}, folder)
-            assert isinstance(data, Arrays)
+            assert isinstance(data, ArrayDataset)
             parts.append(data.arrays[name])
         assert sorted(np.concatenate(parts)[:, 0]) == x[:, 0].tolist()
         assert min(map(len, parts)) > 3
@@ -180,7 +180,7 @@ def test_a_wrong_specification_is_explained(folder: Path, spec: dict[str, Any], 
     for suffix in ("npy", "npz"):
         (folder / f"broken.{suffix}").write_bytes(b"hello")
     if spec.get("half") == "OTHER":
-        spec = {**spec, "half": next(half for half in HALVES if half != half_of("0.png"))}
+        spec = {**spec, "half": next(half for half in HALF_NAMES if half != half_of("0.png"))}
     with pytest.raises(UserError, match=message):
         open_data(spec, folder)
 
@@ -274,7 +274,7 @@ def test_arrays_that_do_not_fit_are_explained(tmp_path: Path) -> None:
 def test_a_npy_file_is_mapped_and_no_pickle_is_read(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(12, dtype=np.float32).reshape(6, 2))
     data = open_data({"use": "npy", "path": "a.npy", "start": 1, "count": 4}, tmp_path, limit=3)
-    assert isinstance(data, Arrays)
+    assert isinstance(data, ArrayDataset)
     (array,) = data.arrays.values()
     assert isinstance(array, np.memmap)
     assert array.tolist() == [[2, 3], [4, 5], [6, 7]]
@@ -288,7 +288,7 @@ def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path: Path, save: Any)
     x, y = np.arange(300.0).reshape(10, 5, 6), np.arange(20, dtype=np.int64).reshape(10, 2)
     save(tmp_path / "a.npz", x=x, y=y, by_column=np.asfortranarray(x), single=x[:, 0, 0])
     data = open_data({"use": "npz", "path": "a.npz", "start": 3, "count": 5}, tmp_path, limit=2)
-    assert isinstance(data, Arrays)
+    assert isinstance(data, ArrayDataset)
     assert data.arrays["x"].tolist() == data.arrays["by_column"].tolist() == x[3:5].tolist()
     assert data.arrays["y"].tolist() == y[3:5].tolist()
     assert data.arrays["single"].tolist() == x[3:5, 0, 0].tolist()
@@ -297,7 +297,7 @@ def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path: Path, save: Any)
 
 def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 100)))
-    monkeypatch.setattr(arrays, "MAX_BYTES", 5 * 800)
+    monkeypatch.setattr(arrays, "MAX_ARRAY_BYTES", 5 * 800)
     with pytest.raises(UserError, match=r"10 samples take .* GiB, more than .*; use fewer \('count'\), or .*\.npy"):
         open_data({"use": "npz", "path": "a.npz"}, tmp_path)
     assert len(open_data({"use": "npz", "path": "a.npz"}, tmp_path, limit=5)) == 5
@@ -306,9 +306,9 @@ def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path: Path, monkeyp
 def test_uncompressed_arrays_of_an_archive_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.arange(1000.0).reshape(10, 100)
     np.savez(tmp_path / "a.npz", x=x, empty=np.zeros((10, 0)))
-    monkeypatch.setattr(arrays, "MAX_BYTES", 5 * 800)
+    monkeypatch.setattr(arrays, "MAX_ARRAY_BYTES", 5 * 800)
     data = open_data({"use": "npz", "path": "a.npz"}, tmp_path)
-    assert isinstance(data, Arrays)
+    assert isinstance(data, ArrayDataset)
     assert isinstance(data.arrays["x"], np.memmap)
     assert data.arrays["x"].tolist() == x.tolist()
     content = bytearray((tmp_path / "a.npz").read_bytes())
@@ -324,7 +324,7 @@ def test_uncompressed_arrays_of_an_archive_are_mapped(tmp_path: Path, monkeypatc
 def test_a_limit_takes_samples_evenly_where_asked(tmp_path: Path, count: int, rows: Any) -> None:
     np.save(tmp_path / "a.npy", np.arange(10.0).reshape(10, 1))
     data = open_data({"use": "npy", "path": "a.npy"}, tmp_path, limit=count, spread=True)
-    assert isinstance(data, Arrays)
+    assert isinstance(data, ArrayDataset)
     (array,) = data.arrays.values()
     assert array[:, 0].tolist() == list(rows)
     assert data.available == 10

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.accuracy.data import decode
-from harness.accuracy.data.decode import decode_nanodet, decode_shapes, decode_yolox, overlaps, suppress
+from harness.accuracy.data.decode import box_iou, decode_nanodet, decode_shapes, decode_yolox, suppress_overlaps
 from harness.accuracy.data.preprocess import Prepared
 from harness.errors import EvaluationFailed
 
@@ -21,7 +21,7 @@ def prepared(scale: float = 1.0, offset: tuple[float, float] = (0.0, 0.0)) -> Pr
 def test_overlaps_by_hand() -> None:
     a = np.array([[0.0, 0, 2, 2], [5, 5, 5, 9]])
     b = np.array([[1.0, 0, 3, 2], [0, 0, 2, 2], [10, 10, 11, 11], [5, 5, 5, 9]])
-    assert overlaps(a, b) == pytest.approx(np.array([[1 / 3, 1, 0, 0], [0, 0, 0, 0]]))
+    assert box_iou(a, b) == pytest.approx(np.array([[1 / 3, 1, 0, 0], [0, 0, 0, 0]]))
 
 
 def test_suppression_by_hand() -> None:
@@ -29,16 +29,16 @@ def test_suppression_by_hand() -> None:
     scores = np.array([0.8, 0.9, 0.7, 0.1, 0.6])
     classes = np.array([0, 0, 1, 0, 0])
     # 1 beats 0 (IoU 9/11) and 4 (9/11); 2 is of another class.
-    assert suppress(boxes, scores, classes, 0.65).tolist() == [1, 2, 3]
+    assert suppress_overlaps(boxes, scores, classes, 0.65).tolist() == [1, 2, 3]
     # 4 overlaps 0 by 8/12 only, and 1 by 9/11.
-    assert suppress(boxes, scores, classes, 0.85).tolist() == [1, 0, 2, 4, 3]
-    assert suppress(boxes, scores, classes, 0.65, top=2).tolist() == [1, 2]
-    assert suppress(boxes[:0], scores[:0], classes[:0], 0.65).tolist() == []
+    assert suppress_overlaps(boxes, scores, classes, 0.85).tolist() == [1, 0, 2, 4, 3]
+    assert suppress_overlaps(boxes, scores, classes, 0.65, top=2).tolist() == [1, 2]
+    assert suppress_overlaps(boxes[:0], scores[:0], classes[:0], 0.65).tolist() == []
 
 
 def test_a_dropped_box_drops_no_others() -> None:
     boxes = np.array([[0.0, 0, 10, 10], [4, 0, 14, 10], [8, 0, 18, 10]])  # each overlaps the next by 6/14
-    assert suppress(boxes, np.array([0.9, 0.8, 0.7]), np.zeros(3, np.int64), 0.4).tolist() == [0, 2]
+    assert suppress_overlaps(boxes, np.array([0.9, 0.8, 0.7]), np.zeros(3, np.int64), 0.4).tolist() == [0, 2]
 
 
 @settings(max_examples=25, deadline=None)
@@ -48,18 +48,18 @@ def test_suppression_equals_the_textbook_loop(seed: int, count: int, top: int) -
     corners = rng.uniform(0, 30, (count, 2))
     boxes = np.concatenate([corners, corners + rng.uniform(0, 15, (count, 2))], axis=1)
     scores, classes = rng.integers(0, 20, count) / 20.0, rng.integers(0, 3, count)
-    shared = overlaps(boxes, boxes)
+    shared = box_iou(boxes, boxes)
     kept: list[int] = []
     for i in np.argsort(-scores, kind="stable").tolist():
         if not any(classes[i] == classes[k] and shared[i, k] > 0.5 for k in kept):
             kept.append(i)
-    assert suppress(boxes, scores, classes, 0.5, top).tolist() == kept[:top]
+    assert suppress_overlaps(boxes, scores, classes, 0.5, top).tolist() == kept[:top]
 
 
 def test_only_the_best_candidates_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "CANDIDATES", 2)
+    monkeypatch.setattr(decode, "MAX_CANDIDATES", 2)
     boxes = np.array([[0.0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]])
-    assert suppress(boxes, np.array([0.1, 0.2, 0.3]), np.zeros(3, np.int64), 0.5).tolist() == [2, 1]
+    assert suppress_overlaps(boxes, np.array([0.1, 0.2, 0.3]), np.zeros(3, np.int64), 0.5).tolist() == [2, 1]
 
 
 def test_yolox_decodes_by_hand() -> None:

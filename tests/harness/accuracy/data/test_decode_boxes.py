@@ -118,7 +118,7 @@ def test_the_zoo_detector_turned_round_is_an_ultralytics_export(tmp_path: Any) -
 
     from harness import zoo
 
-    path = zoo.write("shapes_detector", tmp_path / "model.onnx")
+    path = zoo.write_model("shapes_detector", tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
     def infer(feeds: Mapping[str, Any]) -> dict[str, Any]:

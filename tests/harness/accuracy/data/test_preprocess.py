@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.accuracy.data.preprocess import Prepared, Preprocess, open_preprocess, preprocess_fingerprint
+from harness.accuracy.data.preprocess import ImagePreprocessor, Prepared, open_preprocess, preprocess_fingerprint
 from harness.accuracy.data.preprocessings import (
     RTDETR,
     YOLOX,
@@ -146,7 +146,7 @@ def test_shapes_never_resizes() -> None:
     corners=st.lists(st.floats(0, 1), min_size=4, max_size=4),
 )
 def test_boxes_come_back_from_the_letterbox(
-    height: int, width: int, size: tuple[int, int], preprocess: Preprocess, corners: list[float]
+    height: int, width: int, size: tuple[int, int], preprocess: ImagePreprocessor, corners: list[float]
 ) -> None:
     prepared = preprocess.prepare(plain(height, width), size)
     box = np.array([[*sorted(corners[:2]), *sorted(corners[2:])]])[:, [0, 2, 1, 3]] * [width, height, width, height]

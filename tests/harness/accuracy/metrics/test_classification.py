@@ -78,7 +78,7 @@ def test_every_metric_has_an_interval_and_top5_can_be_the_one_that_counts(folder
         estimate = metric_estimate(accuracy, metric)
         assert estimate is not None
         assert estimate.interval.low < estimate.interval.value == accuracy.metrics[metric] < estimate.interval.high
-        assert estimate.note.startswith("only 10 images")
+        assert estimate.caveat.startswith("only 10 images")
     assert top5(folder).score(logits).per_item == (1.0,) * 8 + (0.0,) * 2
     assert (Top5.metric, Top5.higher_is_better) == ("top5", True)
     with pytest.raises(UserError, match=r"top5: data.labels: classes are needed"):

@@ -77,7 +77,7 @@ def test_the_evidence_gives_the_figures_again(coco: Any) -> None:
     estimate = metric_estimate(accuracy, "map")
     assert estimate is not None
     assert estimate.interval.low <= accuracy.metrics["map"] <= estimate.interval.high
-    assert estimate.note == "only 6 images: the interval is too wide to say much; score more of them"
+    assert estimate.caveat == "only 6 images: the interval is too wide to say much; score more of them"
 
 
 def test_shifted_boxes_score_less_and_none_score_zero(coco: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_scoring_again_reads_no_image_again(coco: Any, monkeypatch: pytest.Monke
         evaluator.score(lambda _: {"boxes": empty})
     assert len(calls) == 6
     # Room for two images of 3 x 128 x 128 float32: the others are made each time.
-    monkeypatch.setattr(base, "CACHE_BYTES", 2 * 3 * 128 * 128 * 4)
+    monkeypatch.setattr(base, "MAX_CACHE_BYTES", 2 * 3 * 128 * 128 * 4)
     evaluator = open_evaluator("coco_map", PARAMS, SUPPLIED)
     calls.clear()
     for _ in range(2):

@@ -9,9 +9,9 @@ import pytest
 
 from harness import registry
 from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.closeness import closeness, layout_of
+from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.accuracy.metrics.intervals import contradiction, metric_estimate
+from harness.accuracy.metrics.intervals import check_consistency, metric_estimate
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.errors import EvaluationFailed, UserError
 
@@ -27,7 +27,7 @@ def engine(feeds: Any) -> dict[str, np.ndarray]:
 
 
 def compare(reference: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
-    return closeness([(reference, outputs)], layout_of([reference])).metrics
+    return compare_outputs([(reference, outputs)], plan_comparison([reference])).metrics
 
 
 def fidelity(folder: Path, **params: Any) -> Fidelity:
@@ -198,7 +198,7 @@ def test_the_worst_output_decides_and_is_named(tmp_path: Path) -> None:
     assert found.metrics["sqnr_db"] == pytest.approx(0)
     assert found.metrics["cosine"] == 0
     assert "worst: output 'depth': 0.0 dB" in found.note
-    assert contradiction(found, "sqnr_db") == ""
+    assert check_consistency(found, "sqnr_db") == ""
     assert len(found.per_item) == 4
     assert evaluator.score(two_heads).note == ""
 

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.metrics import intervals
-from harness.accuracy.metrics.average_precision import METRICS, map_facts, resampled_map
-from harness.accuracy.metrics.detection import _evaluated, coco_metrics
-from harness.accuracy.metrics.intervals import accuracy_of, contradiction, drop_estimate, evidence_of, metric_estimate
+from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, resampled_map
+from harness.accuracy.metrics.detection import _run_coco_eval, coco_metrics
+from harness.accuracy.metrics.intervals import (
+    check_consistency,
+    decode_accuracy,
+    drop_estimate,
+    encode_evidence,
+    metric_estimate,
+)
 from harness.api import Accuracy
 
 
@@ -70,10 +76,10 @@ def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarra
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
     labels, found = scene(seed)
-    facts = json.loads(json.dumps(map_facts(_evaluated(labels, found))))
+    facts = json.loads(json.dumps(map_facts(_run_coco_eval(labels, found))))
     rng = np.random.default_rng(seed)
     draws = np.vstack([np.ones(8, np.int64), rng.multinomial(8, [1 / 8] * 8, size=2)])
-    ours = {metric: resampled_map(facts, metric, draws) for metric in METRICS}
+    ours = {metric: resampled_map(facts, metric, draws) for metric in MAP_METRICS}
     for k, weights in enumerate(draws):
         expected = repeated(labels, found, weights)
         for metric, values in ours.items():
@@ -85,10 +91,10 @@ def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
 
 def test_a_large_draw_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     labels, found = scene(3)
-    facts = map_facts(_evaluated(labels, found))
+    facts = map_facts(_run_coco_eval(labels, found))
     draws = np.random.default_rng(0).multinomial(8, [1 / 8] * 8, size=20)
     whole = resampled_map(facts, "map", draws)
-    monkeypatch.setattr("harness.accuracy.metrics.average_precision.CELLS", 50)
+    monkeypatch.setattr("harness.accuracy.metrics.average_precision.MAX_BLOCK_CELLS", 50)
     assert resampled_map(facts, "map", draws) == pytest.approx(whole, nan_ok=True)
 
 
@@ -96,13 +102,13 @@ def detector(seed: int, *, noise: float = 0.0) -> Accuracy:
     labels, found = scene(seed, images=40)
     rng = np.random.default_rng(9)
     moved = [dataclasses.replace(f, boxes=f.boxes + rng.normal(0, noise, f.boxes.shape)) for f in found]
-    evaluation = _evaluated(labels, moved)
-    return Accuracy(metrics=coco_metrics(labels, moved), evidence=evidence_of("map", map_facts(evaluation)))
+    evaluation = _run_coco_eval(labels, moved)
+    return Accuracy(metrics=coco_metrics(labels, moved), evidence=encode_evidence("map", map_facts(evaluation)))
 
 
 def test_the_drop_of_map_has_a_paired_interval_from_stored_records() -> None:
     reference, worse = (
-        accuracy_of(json.loads(json.dumps({"metrics": a.metrics, "per_item": [], "evidence": a.evidence})))
+        decode_accuracy(json.loads(json.dumps({"metrics": a.metrics, "per_item": [], "evidence": a.evidence})))
         for a in (detector(5), detector(5, noise=6.0))
     )
     drop = drop_estimate(reference, worse, "map")
@@ -113,7 +119,7 @@ def test_the_drop_of_map_has_a_paired_interval_from_stored_records() -> None:
     assert 0 < drop.interval.low < drop.interval.value < drop.interval.high
     assert own.interval.low < own.interval.value < own.interval.high
     assert own.images == drop.images == 40
-    assert drop.note == ""
+    assert drop.caveat == ""
     same = drop_estimate(reference, reference, "map")
     assert same is not None
     assert (same.interval.low, same.interval.value, same.interval.high) == (0.0, 0.0, 0.0)
@@ -150,7 +156,7 @@ def test_the_interval_of_a_mean_is_that_of_theory() -> None:
 def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_one() -> None:
     both = {"top1": [1.0, 0.0] * 15, "top5": [1.0] * 29 + [0.0]}
     metrics = {name: float(np.mean(values)) for name, values in both.items()}
-    full = Accuracy(metrics=metrics, per_item=tuple(both["top1"]), evidence=evidence_of("mean", both))
+    full = Accuracy(metrics=metrics, per_item=tuple(both["top1"]), evidence=encode_evidence("mean", both))
     top5 = metric_estimate(full, "top5", primary="top1")
     assert top5 is not None
     assert top5.interval.high == 1.0
@@ -164,7 +170,7 @@ def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_
 def test_few_images_are_said() -> None:
     estimate = metric_estimate(hits(np.array([1.0, 0.0] * 9)), "top1")
     assert estimate is not None
-    assert estimate.note == "only 18 images: the interval is too wide to say much; score more of them"
+    assert estimate.caveat == "only 18 images: the interval is too wide to say much; score more of them"
 
 
 def test_images_that_are_not_the_same_are_no_pairs() -> None:
@@ -172,37 +178,37 @@ def test_images_that_are_not_the_same_are_no_pairs() -> None:
         drop_estimate(hits(np.ones(30)), hits(np.ones(31)), "top1")
 
 
-@pytest.mark.parametrize("evidence", ["damaged", "Wc$|", evidence_of("mean", {"top1": [1]})[:-4]])
+@pytest.mark.parametrize("evidence", ["damaged", "Wc$|", encode_evidence("mean", {"top1": [1]})[:-4]])
 def test_damaged_evidence_is_said(evidence: str) -> None:
     with pytest.raises(ValueError, match="the evidence of a score is damaged"):
         metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
 
 
 def test_evidence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    evidence = evidence_of("mean", {"top1": [0] * 100_000})
-    monkeypatch.setattr(intervals, "MAX_BYTES", 1000)
+    evidence = encode_evidence("mean", {"top1": [0] * 100_000})
+    monkeypatch.setattr(intervals, "MAX_RESAMPLING_BYTES", 1000)
     with pytest.raises(ValueError, match="damaged"):
         metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
 
 
 def test_a_figure_is_what_its_own_record_of_images_says() -> None:
     found = detector(5)
-    for metric in METRICS:
-        assert contradiction(found, metric) == ""
+    for metric in MAP_METRICS:
+        assert check_consistency(found, metric) == ""
     forged = dataclasses.replace(found, metrics={**found.metrics, "map": found.metrics["map"] + 0.01})
-    assert contradiction(forged, "map").startswith(
+    assert check_consistency(forged, "map").startswith(
         f"map is {forged.metrics['map']:.6g}, but by its own evidence it is "
     )
-    assert contradiction(dataclasses.replace(forged, evidence=""), "map") == "", "nothing is known of single images"
-    assert contradiction(hits(np.array([1.0, 0.0])), "top1") == ""
+    assert check_consistency(dataclasses.replace(forged, evidence=""), "map") == "", "nothing is known of single images"
+    assert check_consistency(hits(np.array([1.0, 0.0])), "top1") == ""
 
 
 def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of() -> None:
     kept = {"sqnr_db": [10.0, 20.0], "cosine": [0.9, 0.7]}
     metrics = {name: float(np.mean(values)) for name, values in kept.items()}
-    found = Accuracy(metrics=metrics, per_item=(10.0, 20.0), evidence=evidence_of("mean", kept))
-    assert contradiction(found, "cosine") == ""
-    assert contradiction(dataclasses.replace(found, per_item=(10.0, 30.0)), "cosine") == (
+    found = Accuracy(metrics=metrics, per_item=(10.0, 20.0), evidence=encode_evidence("mean", kept))
+    assert check_consistency(found, "cosine") == ""
+    assert check_consistency(dataclasses.replace(found, per_item=(10.0, 30.0)), "cosine") == (
         "cosine is 0.8, but by its own per_item it is 20"
     )
 
@@ -217,6 +223,6 @@ def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of() -> No
     ],
 )
 def test_evidence_that_does_not_hold_together_is_said(facts: dict[str, Any]) -> None:
-    forged = Accuracy(metrics={"map": 0.5}, evidence=evidence_of("map", facts))
+    forged = Accuracy(metrics={"map": 0.5}, evidence=encode_evidence("map", facts))
     with pytest.raises(ValueError, match="the evidence of a score is damaged"):
-        contradiction(forged, "map")
+        check_consistency(forged, "map")

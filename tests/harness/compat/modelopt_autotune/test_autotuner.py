@@ -24,7 +24,7 @@ from harness.compat.modelopt_autotune import (
 )
 from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
 from harness.errors import UserError
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 from search.algorithms.random_mutation import RandomMutationSearcher
 
 
@@ -75,7 +75,7 @@ def test_a_choice_applies_to_every_region_of_its_pattern(model):
         autotuner.generate()
         autotuner.submit(fewer_is_slower(autotuner))
     proto = onnx.ModelProto.FromString(autotuner.export_onnx(best=True))
-    consumers = {edge.consumer for edge in delivered(proto)}
+    consumers = {edge.consumer for edge in read_qdq_edges(proto)}
     assert {name.replace("0", "#").replace("1", "#") for name in consumers if "block0" in name} == {
         name.replace("0", "#").replace("1", "#") for name in consumers if "block1" in name
     }  # fmt: skip
@@ -123,10 +123,10 @@ def test_exports_carry_exactly_the_resolved_points_and_file_and_bytes_agree(mode
     proto = onnx.ModelProto.FromString(content)
     onnx.checker.check_model(proto)
     index = {node.name: node.index for node in autotuner.graph.nodes}
-    found = {(edge.tensor, index[edge.consumer], edge.slot) for edge in delivered(proto)}
+    found = {(edge.tensor, index[edge.consumer], edge.slot) for edge in read_qdq_edges(proto)}
     points = autotuner.get_resolved_insertion_points(best=False)
     assert found == {(p.tensor_name, p.node_index, p.input_index) for p in points}
-    assert delivered(onnx.ModelProto.FromString(autotuner.export_onnx(insert_qdq=False))) == {}
+    assert read_qdq_edges(onnx.ModelProto.FromString(autotuner.export_onnx(insert_qdq=False))) == {}
 
 
 def test_a_transform_sees_the_model_before_it_is_written(model, tmp_path):
@@ -143,7 +143,7 @@ def test_a_transform_sees_the_model_before_it_is_written(model, tmp_path):
 def test_fp8_is_written_as_fp8(model):
     autotuner = begun(model, default_quant_type="fp8")
     walk(autotuner, fewer_is_slower, limit=4)
-    assert set(delivered(onnx.ModelProto.FromString(autotuner.export_onnx())).values()) == {"fp8"}
+    assert set(read_qdq_edges(onnx.ModelProto.FromString(autotuner.export_onnx())).values()) == {"fp8"}
 
 
 def test_a_graph_of_graphsurgeon_is_a_model_too(model):

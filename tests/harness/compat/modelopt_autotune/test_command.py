@@ -28,7 +28,7 @@ from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.pattern_cache import PatternCache
 from harness.graph.pattern_cache_io import read_cache, read_plain_yaml
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.records import Failed
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
@@ -101,10 +101,10 @@ def test_every_file_has_its_name_and_place(folder, runtime):
     assert any(name.startswith("region_") and "_scheme_" in name for name in logs)
     assert all("_level_" in path.name for path in (out / "region_models").iterdir())
     final = confirmed(out)
-    assert delivered(onnx.load(final))
-    assert delivered(onnx.load(out / "baseline.onnx")) == {}
+    assert read_qdq_edges(onnx.load(final))
+    assert read_qdq_edges(onnx.load(out / "baseline.onnx")) == {}
     best = min((c for c in runtime.measured), key=runtime.truth_ms)
-    assert sorted(delivered(onnx.load(final)).items()) == list(best.edges)
+    assert sorted(read_qdq_edges(onnx.load(final)).items()) == list(best.edges)
     assert "speedup, 95 % interval" in (out / "logs/final.log").read_text()
     assert read_cache(out / "autotuner_state_pattern_cache.yaml").origins[0].backend == "simulated"
 
@@ -214,7 +214,7 @@ def test_a_qdq_baseline_is_one_of_the_starts(folder, runtime):
     final = "first/optimized_final.onnx"
     runtime.measured.clear()
     assert qdq("-m", "model.onnx", "--max_evals", "4", "-o", "second", "--qdq_baseline", final) == 0
-    edges = sorted(delivered(onnx.load(final)).items())
+    edges = sorted(read_qdq_edges(onnx.load(final)).items())
     assert any(list(candidate.edges) == edges for candidate in runtime.measured[:4])
 
 
@@ -233,7 +233,7 @@ def test_calibration_data_decide_the_scales(folder, runtime):
 
 
 def test_calibration_data_that_do_not_fit_are_refused_before_anything_is_timed(folder, runtime, capsys, monkeypatch):
-    monkeypatch.setattr("harness.compat.modelopt_autotune.command.float_benchmarkers", pytest.fail)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.command.select_float_baseline", pytest.fail)
     np.savez(folder / "odd.npz", x=np.zeros((2, 1, 3, 8, 8), np.float32))
     assert qdq("-m", "model.onnx", "--calibration_data", "odd.npz") == 2
     assert re.search(r"odd\.npz: a sample of array 'x' is 1 x 3 x 8 x 8, but the input takes", capsys.readouterr().err)
@@ -251,7 +251,7 @@ def test_the_fastest_meet_before_one_is_delivered(folder, runtime):
     assert max(rivals[digest] for digest in met) <= runtime.truth_ms(read[4]), "of equals any"
     fresh = SimulatedBenchmarker()  # what the worker of the fresh builds has
     truth_ms = {c.digest: fresh.truth_ms(c.edges) for c in read if c.digest in met}
-    final = sorted(delivered(onnx.load(confirmed(out))).items())
+    final = sorted(read_qdq_edges(onnx.load(confirmed(out))).items())
     (digest,) = {candidate.digest for candidate in read if list(candidate.edges) == final}
     assert truth_ms[digest] <= 1.01 * min(truth_ms.values()) < 0.98 * max(truth_ms.values())
     before = (out / "logs/runoff.jsonl").read_bytes()
@@ -271,7 +271,7 @@ def test_a_runoff_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading(fo
     assert "No runoff of the fastest 4, the lowest reading chooses: the baseline failed" in said
     fastest = max(runtime.measured[:12], key=lambda candidate: len(candidate.edges))
     final = onnx.load(confirmed(folder / "autotuner_output"))
-    assert sorted(delivered(final).items()) == list(fastest.edges)
+    assert sorted(read_qdq_edges(final).items()) == list(fastest.edges)
 
 
 def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmark_instance):
@@ -280,8 +280,8 @@ def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmar
     assert autotuner.delivered is not None
     autotuner.export_onnx(str(folder / "best.onnx"), best=True)
     final = onnx.load(folder / "out/optimized_final.onnx")
-    assert delivered(onnx.load(folder / "best.onnx")) == delivered(final)
-    assert bool(delivered(final)) == any(autotuner.placement(best=True).choices)
+    assert read_qdq_edges(onnx.load(folder / "best.onnx")) == read_qdq_edges(final)
+    assert bool(read_qdq_edges(final)) == any(autotuner.placement(best=True).choices)
 
 
 def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, capsys):
@@ -336,7 +336,7 @@ def test_what_does_not_prove_faster_is_kept_and_the_float_model_delivered(folder
     monkeypatch.setattr(procedure, "is_proven_faster", lambda summary: False)
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
-    assert delivered(onnx.load(out / "not_faster.onnx"))
+    assert read_qdq_edges(onnx.load(out / "not_faster.onnx"))
     assert not (out / "unproved.onnx").exists()
     assert "so optimized_final.onnx is that model; the one with Q/DQ pairs is kept as not_faster.onnx" in " ".join(
         capsys.readouterr().err.split()
@@ -350,7 +350,7 @@ def test_what_proves_faster_is_delivered_and_what_an_earlier_run_kept_goes(folde
     runtime.generous = True
     monkeypatch.setattr(procedure, "is_proven_faster", lambda summary: True)
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
-    assert delivered(onnx.load(out / "optimized_final.onnx"))
+    assert read_qdq_edges(onnx.load(out / "optimized_final.onnx"))
     assert not {"not_faster.onnx", "unproved.onnx"}.intersection(path.name for path in out.iterdir())
 
 
@@ -375,7 +375,7 @@ def test_a_float_model_that_cannot_be_timed_is_told_with_its_reason(folder, runt
 
 
 def test_a_qdq_baseline_that_is_none_is_refused_before_anything_is_timed(folder, runtime, capsys, monkeypatch):
-    monkeypatch.setattr("harness.compat.modelopt_autotune.command.float_benchmarkers", pytest.fail)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.command.select_float_baseline", pytest.fail)
     assert qdq("-m", "model.onnx", "--qdq_baseline", "model.onnx") == 2
     assert "model.onnx: holds no Q/DQ pair, so there is no placement to read from it" in capsys.readouterr().err
 

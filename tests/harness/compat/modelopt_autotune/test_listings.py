@@ -18,7 +18,7 @@ from harness.compat.modelopt_autotune.workflows import (
     region_pattern_autotuning_workflow,
 )
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 
 GUIDE = {"timing_cache_file": "timing.cache", "warmup_runs": 5, "timing_runs": 20}
 
@@ -82,7 +82,7 @@ def test_step_by_step_with_state_cache_and_import(tiny):
     warm.initialize(config, pattern_cache=cache)
     assert warm.pattern_cache.num_patterns == cache.num_patterns > 0
 
-    everything = autotuner.session.space.everywhere()
+    everything = autotuner.session.space.quantize_all()
     proto = autotuner.session.delivery.proto(autotuner.session.space.resolve(everything))
     onnx.save(proto, "quantized_baseline.onnx")
     fresh = QDQAutotuner(model)
@@ -98,9 +98,9 @@ def test_names_that_modelopts_own_function_gives_are_understood(tiny):
     autotuner = QDQAutotuner(onnx.load("model.onnx"))
     autotuner.initialize(Config())
     session = autotuner.session
-    proto = session.delivery.proto(session.space.resolve(session.space.everywhere()))
+    proto = session.delivery.proto(session.space.resolve(session.space.quantize_all()))
     autotuner.import_insertion_points(modelopts(proto))
-    assert autotuner.placement() == session.space.everywhere()
+    assert autotuner.placement() == session.space.quantize_all()
 
 
 def test_the_workflow_of_the_quick_start(tiny):
@@ -113,7 +113,9 @@ def test_the_workflow_of_the_quick_start(tiny):
     assert autotuner.pattern_cache
     assert autotuner.pattern_cache.num_patterns > 0
     final = onnx.load("results/optimized_final.onnx")
-    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points()} == {e.tensor for e in delivered(final)}
+    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points()} == {
+        e.tensor for e in read_qdq_edges(final)
+    }
     assert "latency" in Path("results/logs/baseline.log").read_text()
 
 

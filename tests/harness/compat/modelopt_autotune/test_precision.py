@@ -13,7 +13,7 @@ import pytest
 from harness.compat.modelopt_autotune.benchmark import current_benchmark, init_benchmark_instance
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import file_digest
+from harness.graph.io.files import digest_file
 from harness.runtimes.tensorrt import benchmarker
 
 
@@ -40,7 +40,7 @@ def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path: Path, monke
         return convert(model, **options)
 
     def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
-        read[path] = file_digest(path)
+        read[path] = digest_file(path)
         return build(library, path, *args, **options)
 
     monkeypatch.setattr(autocast, "convert_to_f16", counting)
@@ -53,7 +53,7 @@ def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path: Path, monke
     assert casts == ["fp16"], "the float model, and no candidate"
     for name in ("baseline.onnx", "optimized_final.onnx"):
         path = out / name
-        assert file_digest(path) in read.values(), "what is delivered is what was confirmed"
+        assert digest_file(path) in read.values(), "what is delivered is what was confirmed"
     assert kept.session.delivery.float_file in read
     for path in {out / "optimized_final.onnx", *read} - {out / "unproved.onnx"}:
         proto = onnx.load(path)

@@ -20,7 +20,7 @@ from harness.compat.modelopt_autotune import (
 from harness.compat.modelopt_autotune.region_inspect import main as inspect
 from harness.compat.modelopt_autotune.regions import from_graph, to_graph
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover
+from harness.graph.partition.regions import discover_regions
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def autotuner(model):
 
 def test_regions_go_to_the_engine_and_back_with_the_same_patterns(autotuner):
     model = autotuner.graph.model
-    root = discover(model)
+    root = discover_regions(model)
     again, _ = to_graph(model, [from_graph(child) for child in root.children])
     expected = [(p.signature, p.order) for p in find_patterns(model, root)]
     assert [(p.signature, p.order) for p in find_patterns(model, again)] == expected

@@ -19,7 +19,7 @@ from harness.zoo import shapes
 @pytest.fixture(scope="session")
 def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained detector with YOLO11's output."""
-    return zoo.write("shapes_yolo", tmp_path_factory.mktemp("detector") / "model.onnx")
+    return zoo.write_model("shapes_yolo", tmp_path_factory.mktemp("detector") / "model.onnx")
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "coco"
     (root / "annotations").mkdir(parents=True)
     for part, name, count in (("calibration", "train2017", 8), ("evaluation", "val2017", 24)):
-        drawn = shapes.split(part, count)
+        drawn = shapes.draw_split(part, count)
         (root / name).mkdir()
         for image, facts in zip(drawn.images, drawn.coco["images"], strict=True):
             Image.fromarray(image).save(root / name / facts["file_name"])

@@ -11,12 +11,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.compat.tao_specs import ptq as command
-from harness.compat.tao_specs.quantize import Quantized, quantize
-from harness.compat.tao_specs.sensitivity import rank
-from harness.compat.tao_specs.spec import parse_spec, section
+from harness.compat.tao_specs.quantize import QuantizationResult, quantize
+from harness.compat.tao_specs.sensitivity import rank_layers
+from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.errors import UserError
-from harness.graph.qdq.read_edges import delivered
-from harness.progress import Silent
+from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.progress import NullProgress
 
 LAYERS = "{module_name: MatMul, weights: {dtype: int8}, activations: {dtype: int8}}"
 
@@ -39,11 +39,11 @@ def tokens(path: Path, names: tuple[str, ...] = ("input_ids",), dims: Any = ("ba
     return saved(nodes, inputs, {"table": random[0], "w": random[1][:32]}, path)
 
 
-def run_quantize(model: Path, data: Path, folder: Path, loader: Any = None) -> Quantized:
+def run_quantize(model: Path, data: Path, folder: Path, loader: Any = None) -> QuantizationResult:
     text = f"quantize: {{model_path: {model}, backend: qdq, layers: [{LAYERS}]}}\n"
     text += f"dataset: {{calibration_data: {data}}}\n" if loader is None else ""
     spec = parse_spec(text, "s")
-    return quantize(section(spec.quantize, "", ""), spec.dataset, folder, folder / "results", loader)
+    return quantize(require_section(spec.quantize, "", ""), spec.dataset, folder, folder / "results", loader)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def modelopt(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(([{n: a.shape for n, a in batch.items()} for batch in batches], arguments))
         target.write_bytes(path.read_bytes())
 
-    monkeypatch.setattr(command, "by_modelopt", by_modelopt)
+    monkeypatch.setattr(command, "quantize_with_modelopt", by_modelopt)
     return found
 
 
@@ -64,9 +64,9 @@ def test_ptq_takes_dynamic_sizes_from_the_arrays(tmp_path: Path, modelopt: list[
     ids = np.ones((3, 12), np.int64)
     np.savez(tmp_path / "calib.npz", input_ids=ids, mask=ids)
     asked = ["--onnx_path", str(model), "--calibration_data", str(tmp_path / "calib.npz")]
-    command.ptq(asked)
-    command.ptq([*asked, "--calibrate_per_node"])
-    command.ptq([*asked, "--calibration_shapes", "mask:3x12,input_ids:3x12"])
+    command.run_ptq(asked)
+    command.run_ptq([*asked, "--calibrate_per_node"])
+    command.run_ptq([*asked, "--calibration_shapes", "mask:3x12,input_ids:3x12"])
     batches, arguments = modelopt[0]
     assert batches == [{"input_ids": (1, 12), "mask": (1, 12)}] * 3
     assert "calibration_shapes" not in arguments
@@ -89,7 +89,7 @@ def test_ptq_takes_the_shape_of_images(
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)
     model = saved([helper.make_node("Conv", ["x", "w"], ["y"])], [value], {"w": weight}, tmp_path / "m.onnx")
     np.save(tmp_path / "calib.npy", np.zeros(array, np.float32))
-    command.ptq(["--onnx_path", str(model), "--calibration_data", str(tmp_path / "calib.npy")])
+    command.run_ptq(["--onnx_path", str(model), "--calibration_data", str(tmp_path / "calib.npy")])
     assert {shape for each in modelopt[0][0] for shape in each.values()} == {batch}
 
 
@@ -107,7 +107,7 @@ def test_arrays_that_do_not_tell_the_sizes(
         np.savez(tmp_path / "c.npz", **zeros)
         asked += ["--calibration_data", str(tmp_path / "c.npz")]
     with pytest.raises(UserError, match=message):
-        command.ptq(asked)
+        command.run_ptq(asked)
 
 
 def test_quantize_takes_dynamic_sizes_from_arrays_and_loaders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,6 +131,6 @@ def test_layers_of_a_model_with_dynamic_inputs_are_ranked(tmp_path: Path) -> Non
         dim.dim_param = name
     del proto.graph.value_info[:]
     onnx.save(proto, tmp_path / "dynamic.onnx")
-    assert delivered(proto)
+    assert read_qdq_edges(proto)
     feeds = [{"input_ids": np.arange(24, dtype=np.int64).reshape(2, 12) + i} for i in range(3)]
-    assert [layer.node for layer in rank(tmp_path / "dynamic.onnx", feeds, Silent())] == ["fc"]
+    assert [layer.node for layer in rank_layers(tmp_path / "dynamic.onnx", feeds, NullProgress())] == ["fc"]

@@ -15,21 +15,21 @@ from typer.testing import CliRunner
 
 from harness import zoo
 from harness.api import Accuracy
-from harness.cli.common import tidy
+from harness.cli.common import short_path
 from harness.cli.main import app
 from harness.compat.tao_specs import engine as engines
 from harness.compat.tao_specs import engine_file
-from harness.compat.tao_specs.comparison import advice, compared
+from harness.compat.tao_specs.comparison import advise_native_layers, compare_evaluations
 from harness.compat.tao_specs.engine import build_engine
 from harness.compat.tao_specs.engine_file import EngineFacts, read_facts
-from harness.compat.tao_specs.evaluate import Scored, evaluate
-from harness.compat.tao_specs.layout import decoder_of
+from harness.compat.tao_specs.evaluate import EvaluationResult, evaluate
+from harness.compat.tao_specs.layout import suggest_decoder
 from harness.compat.tao_specs.quantize import quantize
-from harness.compat.tao_specs.spec import parse_spec, section
+from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.progress import Observer, Silent
+from harness.progress import NullProgress, Observer
 
 ENGINE = "gen_trt_engine: {{onnx_file: {model}, trt_engine: {engine}, tensorrt: {{data_type: FP32, {options}}}}}\n"
 
@@ -60,7 +60,7 @@ def labelled(folder: Path) -> None:
     (folder / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(5)))
 
 
-def score(text: str, folder: Path, name: str = "spec", observer: Observer | None = None) -> Scored:
+def score(text: str, folder: Path, name: str = "spec", observer: Observer | None = None) -> EvaluationResult:
     path = folder / f"{name}.yaml"
     path.write_text(text)
     return evaluate(parse_spec(text, str(path)), path, observer)
@@ -79,7 +79,7 @@ quantize:
 dataset: {{calibration_data: {calibration}}}
 """
     spec, folder = parse_spec(text, "s"), tmp_path_factory.mktemp("quantized")
-    return quantize(section(spec.quantize, "", ""), spec.dataset, folder, folder).path
+    return quantize(require_section(spec.quantize, "", ""), spec.dataset, folder, folder).path
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
@@ -88,7 +88,7 @@ def test_an_engine_is_written_and_scores_like_its_model(
 ) -> None:
     text = ENGINE.format(model=detector, engine="out/model.blob", options="workspace_size: 64") + data(coco)
     spec = parse_spec(text, "s")
-    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use=backend))
+    facts = build_engine(require_section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use=backend))
     assert facts.backend == backend
     assert read_facts(tmp_path / "out/model.blob") == facts
     engine = score(f"evaluate: {{trt_engine: out/model.blob}}\n{data(coco)}", tmp_path)
@@ -110,7 +110,7 @@ def test_another_runtimes_engine_is_not_called_as_if_it_were_tensorrts(
         assert done.exit_code == 0, done.output
         built = tmp_path / f"out/model.{backend}"
         first, second = done.stdout.splitlines()
-        assert first.startswith(f"{tidy(built)}: {backend} ")
+        assert first.startswith(f"{short_path(built)}: {backend} ")
         assert second.startswith(
             f"called model.{backend}, for no TensorRT can load it; where a spec file says model.trt"
         )
@@ -132,12 +132,12 @@ def test_a_large_drop_names_layers_and_leaving_them_native_helps(
 ) -> None:
     first = score(f"evaluate: {{onnx_file: {detector}}}\n{data(coco)}", tmp_path, "float")
     second = score(f"evaluate: {{onnx_file: {quantized}}}\n{data(coco)}", tmp_path, "int8")
-    _, line = compared([first, second])
+    _, line = compare_evaluations([first, second])
     assert line.drop is not None
     assert line.drop.low > 0.01
     assert re.fullmatch(r"\+0\.\d{4} \[\+0\.\d{4}, \+0\.\d{4}\]", line.cells()[4])
     spec = parse_spec(f"evaluate: {{onnx_file: {quantized}}}\n{data(coco)}", "s")
-    lines = advice(line, spec.dataset, tmp_path, Silent())
+    lines = advise_native_layers(line, spec.dataset, tmp_path, NullProgress())
     assert lines[0].startswith("int8: the drop, 0.")
     assert lines[1].startswith("skip_names:")
     names = [entry.split('"')[1] for entry in lines[2:]]
@@ -152,7 +152,7 @@ quantize:
 dataset: {{calibration_data: {calibration}}}
 """
     again = parse_spec(text, "s")
-    mended = quantize(section(again.quantize, "", ""), again.dataset, tmp_path, tmp_path / "mended").path
+    mended = quantize(require_section(again.quantize, "", ""), again.dataset, tmp_path, tmp_path / "mended").path
     third = score(f"evaluate: {{onnx_file: {mended}}}\n{data(coco)}", tmp_path, "mended")
     assert third.accuracy.metrics["map"] > second.accuracy.metrics["map"] + 0.05
 
@@ -177,7 +177,7 @@ def test_an_engine_stands_without_its_model(
     shutil.copy(quantized, tmp_path / "build/int8.onnx")
     spec = parse_spec(ENGINE.format(model="int8.onnx", engine="../out/int8.blob", options=""), "s")
     use = PluginSpec(use="onnxruntime", params={"optimization": "disabled"})
-    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path / "build", use)
+    facts = build_engine(require_section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path / "build", use)
     assert facts.onnx_file == "../build/int8.onnx"
     text = data(coco).replace("preprocess", "batch_size: 10\n  preprocess")
     found = score(f"evaluate: {{trt_engine: out/int8.blob}}\n{text}", tmp_path)
@@ -187,22 +187,22 @@ def test_an_engine_stands_without_its_model(
     alone = score(f"evaluate: {{trt_engine: out/int8.blob}}\n{text}", tmp_path, "alone")
     assert alone.accuracy.metrics == found.accuracy.metrics
     first = score(f"evaluate: {{onnx_file: {detector}}}\n{data(coco)}", tmp_path, "float")
-    said = advice(compared([first, alone])[1], spec.dataset, tmp_path, Silent())
+    said = advise_native_layers(compare_evaluations([first, alone])[1], spec.dataset, tmp_path, NullProgress())
     assert said[1:] == ["(which ones cannot be said: the ONNX file of out/int8.blob is not there)"]
 
 
 def test_evaluations_that_cannot_be_compared() -> None:
-    def scored(name: str, metric: str, items: tuple[float, ...]) -> Scored:
+    def scored(name: str, metric: str, items: tuple[float, ...]) -> EvaluationResult:
         accuracy = Accuracy(metrics={metric: 0.5}, per_item=items)
-        return Scored(
+        return EvaluationResult(
             name=name, what=name, metric=metric, higher_is_better=True, accuracy=accuracy, precisions=(), model=None,
             evaluate_s=0.0,
         )  # fmt: skip
 
     with pytest.raises(UserError, match=r"b: its metric is map, that of a top1"):
-        compared([scored("a", "top1", (1, 0)), scored("b", "map", ())])
+        compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "map", ())])
     with pytest.raises(UserError, match=r"b and a cannot be compared: a paired interval needs the same images"):
-        compared([scored("a", "top1", (1, 0)), scored("b", "top1", (1, 0, 1))])
+        compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "top1", (1, 0, 1))])
 
 
 def test_top1_of_a_classifier_in_batches(small: Path, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_classes_in_another_order_are_found_out(detector: Path, coco: Path, tmp_
 def test_engines_that_are_damaged_or_of_another_file(detector: Path, coco: Path, tmp_path: Path) -> None:
     text = ENGINE.format(model=detector, engine="model.blob", options="") + data(coco)
     spec = parse_spec(text, "s")
-    build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="openvino"))
+    build_engine(require_section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="openvino"))
     engine, beside = tmp_path / "model.blob", tmp_path / "model.blob.json"
     facts = beside.read_text()
     asked = f"evaluate: {{trt_engine: model.blob}}\n{data(coco)}"
@@ -271,7 +271,7 @@ def test_engines_that_are_damaged_or_of_another_file(detector: Path, coco: Path,
 
 def test_backends_without_engine_files(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = EngineFacts(backend="fake", params={}, inputs={}, onnx_file="m", precisions=(), describe={})
-    monkeypatch.setattr(engine_file, "_runtime", lambda use, params: object())
+    monkeypatch.setattr(engine_file, "_create_runtime", lambda use, params: object())
     with pytest.raises(UserError, match=r"backend 'fake' cannot write engines to a file; use openvino, onnxruntime"):
         engine_file.save_engine(small, tmp_path / "m.plan", facts)
     with pytest.raises(UserError, match=r"backend 'fake' cannot read engines from a file"):
@@ -288,7 +288,7 @@ def test_what_tensorrt_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(engines, "save_engine", record)
     options = "workspace_size: 1024, min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
     spec = parse_spec(ENGINE.format(model=small, engine="m.trt", options=options).replace("FP32", "fp16"), "s")
-    build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
+    build_engine(require_section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
     assert found[0].params == {
         "precision": "f16",
         "workspace_gb": pytest.approx(1.073741824),
@@ -298,7 +298,7 @@ def test_what_tensorrt_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.
     assert found[0].precisions == ()
     spec = parse_spec(ENGINE.format(model=small, engine="m.onnx", options=options), "s")
     with pytest.raises(UserError, match=r"trt_engine: a name that ends in .trt, .engine, .plan, but got m.onnx"):
-        build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
+        build_engine(require_section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
 
 
 SIZES = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
@@ -326,7 +326,9 @@ def test_batch_sizes_count_where_the_batch_is_dynamic_alone(
     monkeypatch.setattr(engines, "save_engine", lambda model, path, facts: facts)
     text = ENGINE.format(model=model, engine="m.trt", options=options)
     spec = parse_spec(f"{text}\ndataset: {{shapes: {{images: {given}}}}}\n", "s")
-    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
+    facts = build_engine(
+        require_section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt")
+    )
     assert facts.params["profiles"] == {"images": profile}
     assert "x".join(map(str, facts.inputs["images"][1])) == profile["opt"]
 
@@ -352,7 +354,9 @@ def test_other_runtimes_have_one_batch_size(small: Path, tmp_path: Path, caplog:
     options = "min_batch_size: 1, opt_batch_size: 2, max_batch_size: 8"
     text = ENGINE.format(model=small, engine="m.blob", options=options).replace("FP32", "FP16")
     spec = parse_spec(text, "s")
-    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="openvino"))
+    facts = build_engine(
+        require_section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="openvino")
+    )
     assert facts.inputs["images"] == ("float", (2, 3, 8, 8))
     assert "opt_batch_size, 2, is taken" in caplog.text
     assert "data_type FP16 is TensorRT's" in caplog.text
@@ -371,7 +375,7 @@ def test_other_runtimes_have_one_batch_size(small: Path, tmp_path: Path, caplog:
     ],
 )
 def test_decoders_by_the_shapes_of_outputs(outputs: dict[str, Any], decoder: str | None) -> None:
-    assert decoder_of(outputs, (640, 640)) == decoder
+    assert suggest_decoder(outputs, (640, 640)) == decoder
 
 
 def test_a_decoder_that_the_shapes_do_not_tell(coco: Path, tmp_path: Path) -> None:
@@ -384,14 +388,14 @@ def test_a_decoder_that_the_shapes_do_not_tell(coco: Path, tmp_path: Path) -> No
 
 def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path: Path, coco: Path) -> None:
     """1 x 84 x cells, as Ultralytics exports it, from random weights: what it finds is worth nothing."""
-    model = zoo.write("yolo_tiny_export", tmp_path / "yolo.onnx")
+    model = zoo.write_model("yolo_tiny_export", tmp_path / "yolo.onnx")
     labels = json.loads((coco / "annotations/instances_val2017.json").read_text())
     labels["categories"] += [{"id": number, "name": f"class {number}"} for number in range(4, 81)]
     (tmp_path / "labels.json").write_text(json.dumps(labels))
     text = data(coco).replace(f"{coco}/annotations/instances_val2017.json", str(tmp_path / "labels.json"))
     text = text.replace("  preprocess: shapes\n", "  count: 2\n")
     told: list[str] = []
-    observer = Silent()
+    observer = NullProgress()
     observer.say = told.append  # type: ignore[method-assign]
     found = score(f"evaluate: {{onnx_file: {model}, backend: openvino}}\n{text}", tmp_path, observer=observer)
     assert found.metric == "map"

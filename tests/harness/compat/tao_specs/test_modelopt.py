@@ -16,13 +16,13 @@ from harness.cli.main import app
 from harness.compat.tao_specs import modelopt_arguments as told
 from harness.compat.tao_specs import ptq as command
 from harness.compat.tao_specs.calib_data import input_size
-from harness.compat.tao_specs.presets import DEFAULT_OPS, NEVER_BY_DEFAULT, PRESETS
+from harness.compat.tao_specs.presets import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS
 from harness.compat.tao_specs.quantize import quantize
-from harness.compat.tao_specs.spec import parse_spec, section
+from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import delivered
-from harness.graph.signature import read_declared
+from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.signature import read_signature
 
 INT8 = "weights: {dtype: int8}, activations: {dtype: int8}"
 E4M3 = "weights: {dtype: fp8_e4m3fn}, activations: {dtype: fp8_e4m3fn}"
@@ -32,8 +32,8 @@ NATIVE = "weights: {dtype: native}, activations: {dtype: native}"
 
 def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:
     spec = parse_spec(f"quantize:\n  model_path: {model}\n  layers: [{layers}]\n{extra}", "s")
-    found = section(spec.quantize, "quantize", "s")
-    return told.modelopt_arguments(found, found.layers, read_declared(model).nodes)
+    found = require_section(spec.quantize, "quantize", "s")
+    return told.make_modelopt_arguments(found, found.layers, read_signature(model).nodes)
 
 
 def test_its_interface_is_read_without_importing_it() -> None:
@@ -41,7 +41,7 @@ def test_its_interface_is_read_without_importing_it() -> None:
 
     real = inspect.signature(theirs).parameters
     plain = {name: p.default for name, p in real.items() if p.kind is not p.VAR_KEYWORD}
-    found = dict(told.parameters())
+    found = dict(told.modelopt_parameters())
     assert found.keys() == plain.keys()
     for name, default in plain.items():
         assert found[name] == (None if default is inspect.Parameter.empty else default), name
@@ -51,9 +51,11 @@ def test_its_defaults_are_those_that_it_tells() -> None:
     from modelopt.onnx.quantization import quantize as theirs
 
     text = " ".join((inspect.getmodule(theirs).__doc__ or "").split())
-    for mode, ops in DEFAULT_OPS.items():
+    for mode, ops in DEFAULT_OPERATORS.items():
         assert f"{mode.upper()} mode: {', '.join(ops)}" in text
-    assert not {op for kind in ("activations", "structure") for op in NEVER_BY_DEFAULT[kind]} & set(DEFAULT_OPS["int8"])
+    assert not {op for kind in ("activations", "structure") for op in FLOAT_BY_DEFAULT[kind]} & set(
+        DEFAULT_OPERATORS["int8"]
+    )
 
 
 def test_a_section_in_its_words(small: Path) -> None:
@@ -139,7 +141,7 @@ def test_layers_that_match_nothing(small: Path) -> None:
 )  # fmt: skip
 def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(told, "describe_environment", lambda: {"gpus": gpus})
-    assert told.providers(device) == eps
+    assert told.execution_providers(device) == eps
     missing = device != "cpu" and not gpus
     assert (f"device: {device}: there is no NVIDIA GPU here" in caplog.text) == missing
 
@@ -153,13 +155,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({"target": target, "batches": len(list(batches)), **arguments})
         target.write_bytes(path.read_bytes())
 
-    monkeypatch.setattr(command, "by_modelopt", record)
+    monkeypatch.setattr(command, "quantize_with_modelopt", record)
     return found
 
 
 def test_the_command_line_of_the_how_to(small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]]) -> None:
     (tmp_path / "plugin.so").touch()
-    command.ptq([
+    command.run_ptq([
         f"--onnx_path={small}", "--quantize_mode=int8", f"--calibration_data={noise}", "--calibration_method=max",
         f"--output_path={tmp_path}/out.onnx", "--calibration_eps", "trt", "cuda:0", "cpu",
         f"--trt_plugins={tmp_path}/plugin.so", "--op_types_to_exclude=Add,Relu",
@@ -187,14 +189,14 @@ def test_the_command_line_of_the_how_to(small: Path, noise: Path, tmp_path: Path
 
 def test_presets(small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]], caplog: Any) -> None:
     base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
-    command.ptq([*base, "--preset", "rtdetr"])
+    command.run_ptq([*base, "--preset", "rtdetr"])
     assert given[-1]["nodes_to_exclude"][0] == "/head/fc/Gemm$"
     assert "preset rtdetr: '/decoder/*' matches no node" in caplog.text
-    command.ptq([*base, "--preset", "extreme_int8"])
+    command.run_ptq([*base, "--preset", "extreme_int8"])
     assert given[-1]["op_types_to_quantize"] == ["Conv", "Add"]
     assert "on YOLO11n mAP fell from 0.42 to 0.12" in caplog.text
     with pytest.raises(UserError, match=r"--preset extreme_int8 is for --quantize_mode int8, but got fp8"):
-        command.ptq([*base, "--preset", "extreme_int8", "--quantize_mode", "fp8"])
+        command.run_ptq([*base, "--preset", "extreme_int8", "--quantize_mode", "fp8"])
     assert PRESETS["classifier"].skip_names == ("/classifier/*", "/fc")
 
 
@@ -209,7 +211,7 @@ def test_the_result_lies_beside_the_model_by_default(
 ) -> None:
     model = tmp_path / "net.onnx"
     model.write_bytes(small.read_bytes())
-    command.ptq(["--onnx_path", str(model), "--calibration_data_path", str(noise)])
+    command.run_ptq(["--onnx_path", str(model), "--calibration_data_path", str(noise)])
     assert given[0]["target"] == tmp_path / "net.quant.onnx"
     assert (given[0]["quantize_mode"], given[0]["calibration_method"]) == ("int8", "entropy")
 
@@ -234,23 +236,23 @@ def test_the_result_lies_beside_the_model_by_default(
 def test_options_that_cannot_be(options: list[str], said: str, small: Path) -> None:
     whole = options if "--onnx_path" in options or not options else ["--onnx_path", str(small), *options]
     with pytest.raises(UserError, match=said):
-        command.ptq(whole)
+        command.run_ptq(whole)
 
 
 def test_operators_that_the_model_does_not_have(
     small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]], caplog: Any
 ) -> None:
     base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
-    command.ptq([*base, "--op_types_to_exclude", "Con"])
+    command.run_ptq([*base, "--op_types_to_exclude", "Con"])
     assert "--op_types_to_exclude: the model has no 'Con'; did you mean 'Conv'" in caplog.text
     with pytest.raises(UserError, match=r"is the float model itself"):
-        command.ptq([*base[:4], "--output_path", str(small)])
+        command.run_ptq([*base[:4], "--output_path", str(small)])
 
 
 def test_all_samples_of_a_file_are_used(small: Path, tmp_path: Path, given: list[dict[str, Any]]) -> None:
     np.save(tmp_path / "many.npy", np.zeros((520, 3, 8, 8), np.float32))
     asked = ["--onnx_path", str(small), "--calibration_data", str(tmp_path / "many.npy")]
-    made = command.ptq([*asked, "--output_path", str(tmp_path / "o.onnx")])
+    made = command.run_ptq([*asked, "--output_path", str(tmp_path / "o.onnx")])
     assert made.calibrated_on.startswith("520 samples")
 
 
@@ -261,9 +263,9 @@ def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"Nx3xHxW: say --dim H=640 --dim W=640, or --calibration_shapes images:1x3x640x640"
     ):
-        command.ptq(asked)
+        command.run_ptq(asked)
     with pytest.raises(UserError, match=r"--calibration_shapes image: the model has no such input; did you mean"):
-        command.ptq([*asked, "--calibration_shapes", "image:1x3x8x8"])
+        command.run_ptq([*asked, "--calibration_shapes", "image:1x3x8x8"])
     with pytest.raises(UserError, match=r"say its height and width instead, such as --size 640x640"):
         input_size("array", None, str(tmp_path / "wide.onnx"))
 
@@ -281,8 +283,8 @@ dataset: {{calibration_data: {noise}, samples: 1}}
 results_dir: out
 """
     spec = parse_spec(text, "s")
-    found = quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path / "out")
-    precisions = {edge.consumer: p for edge, p in delivered(onnx.load(found.path)).items()}
+    found = quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path / "out")
+    precisions = {edge.consumer: p for edge, p in read_qdq_edges(onnx.load(found.path)).items()}
     assert found.path == tmp_path / "out/quantized_model.onnx"
     assert precisions["/backbone/conv1/Conv"] == "int8"
     assert "/backbone/conv2/Conv" not in precisions
@@ -297,7 +299,7 @@ def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> No
     model = g.save(tmp_path / "conv.onnx")
     np.save(tmp_path / "calib.npy", np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32))
     with pytest.raises(UserError, match=r"quantized nothing in mode int4: .*; the model has Conv"):
-        command.ptq([
+        command.run_ptq([
             "--onnx_path", str(model), "--quantize_mode", "int4", "--calibration_data", str(tmp_path / "calib.npy"),
             "--output_path", str(tmp_path / "int4.onnx"),
         ])  # fmt: skip

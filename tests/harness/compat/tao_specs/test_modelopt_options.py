@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.compat.tao_specs.modelopt_arguments import INT4_ONLY, check_arguments, parameters
-from harness.compat.tao_specs.ptq import get_parser, ptq
+from harness.compat.tao_specs.modelopt_arguments import INT4_ARGUMENTS, check_arguments, modelopt_parameters
+from harness.compat.tao_specs.ptq import get_parser, run_ptq
 from harness.errors import UserError
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs/reference/compatibility.md").read_text(encoding="utf-8")
@@ -24,35 +24,35 @@ def named(test: str) -> list[str]:
 
 
 def test_every_argument_has_a_row() -> None:
-    assert {*parameters(), *INT4_ONLY} == NAMES.keys()
+    assert {*modelopt_parameters(), *INT4_ARGUMENTS} == NAMES.keys()
 
 
 @pytest.mark.parametrize("name", named("test_what_other_keys_set"))
 def test_what_other_keys_set(name: str) -> None:
     with pytest.raises(UserError, match=f"{name}: set by"):
-        check_arguments({name: parameters()[name]})
+        check_arguments({name: modelopt_parameters()[name]})
 
 
 @pytest.mark.parametrize("name", named("test_what_is_passed_on"))
 def test_what_is_passed_on(name: str) -> None:
-    default = {**parameters(), **dict.fromkeys(INT4_ONLY, 0.5)}[name]
+    default = {**modelopt_parameters(), **dict.fromkeys(INT4_ARGUMENTS, 0.5)}[name]
     check_arguments({name: default})
     options = {option for action in get_parser()._actions for option in action.option_strings}
     assert (f"--{name}" in options) == ("*" in NAMES[name][0])
     if f"--{name}" not in options:
         with pytest.raises(UserError, match=f"--{name}: .*backend_kwargs"):
-            ptq([f"--{name}"])
+            run_ptq([f"--{name}"])
 
 
 @pytest.mark.parametrize("name", named("test_what_is_refused_names_the_way"))
 def test_what_is_refused_names_the_way(name: str) -> None:
     way = "qdq autotune" if name.startswith("autotune") else "python -m modelopt"
     with pytest.raises(UserError, match=way):
-        check_arguments({name: parameters()[name]})
+        check_arguments({name: modelopt_parameters()[name]})
     with pytest.raises(UserError, match=way):
-        ptq([f"--{name}=1"])
+        run_ptq([f"--{name}=1"])
 
 
 def test_an_option_that_nobody_has() -> None:
     with pytest.raises(UserError, match="--frobnicate: no option"):
-        ptq(["--frobnicate"])
+        run_ptq(["--frobnicate"])

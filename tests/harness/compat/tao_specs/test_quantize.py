@@ -14,12 +14,12 @@ import pytest
 from onnx import TensorProto
 from typer.testing import CliRunner
 
-from harness.cli.common import tidy
+from harness.cli.common import short_path
 from harness.cli.main import app
-from harness.compat.tao_specs.quantize import Quantized, quantize
-from harness.compat.tao_specs.spec import parse_spec, section
+from harness.compat.tao_specs.quantize import QuantizationResult, quantize
+from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.errors import UserError
-from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.read_edges import read_qdq_edges
 
 INT8 = "weights: {dtype: int8}, activations: {dtype: int8}"
 E4M3 = "weights: {dtype: fp8_e4m3fn}, activations: {dtype: fp8_e4m3fn}"
@@ -29,17 +29,19 @@ NATIVE = "weights: {dtype: native}, activations: {dtype: native}"
 
 def run(
     model: Path, folder: Path, layers: str, *, extra: str = "", data: Path | None = None, loader: Any = None
-) -> Quantized:
+) -> QuantizationResult:
     text = f"quantize:\n  model_path: {model}\n  backend: qdq\n  layers: [{layers}]\n{extra}\n"
     if data is not None:
         text += f"dataset: {{calibration_data: {data}}}\n"
     spec = parse_spec(text, "spec.yaml")
-    return quantize(section(spec.quantize, "quantize", "spec.yaml"), spec.dataset, folder, folder / "results", loader)
+    return quantize(
+        require_section(spec.quantize, "quantize", "spec.yaml"), spec.dataset, folder, folder / "results", loader
+    )
 
 
-def stored(found: Quantized) -> Mapping[str, str]:
+def stored(found: QuantizationResult) -> Mapping[str, str]:
     """Precision by node."""
-    return {edge.consumer: precision for edge, precision in delivered(onnx.load(found.path)).items()}
+    return {edge.consumer: precision for edge, precision in read_qdq_edges(onnx.load(found.path)).items()}
 
 
 def layer(name: str, dtypes: str) -> str:
@@ -85,7 +87,7 @@ dataset:
     done = CliRunner().invoke(app, ["quantize", str(tmp_path / "spec.yaml")])
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[:2] == ["Conv\t2 int8", "Gemm\t1 int8"]
-    written = tidy(tmp_path / "quantized_output/quantized_model.onnx")
+    written = short_path(tmp_path / "quantized_output/quantized_model.onnx")
     assert f"{written}: calibrated on 4 samples of calib.npy" in done.output
     onnx.checker.check_model(tmp_path / "quantized_output/quantized_model.onnx", full_check=True)
 
@@ -115,7 +117,7 @@ def test_weights_alone_and_skipped_layers(small: Path, noise: Path, tmp_path: Pa
     found = run(
         small, tmp_path, "{module_name: '*', weights: {dtype: int8}}", extra="  skip_names: [/head]", data=noise
     )
-    edges = delivered(onnx.load(found.path))
+    edges = read_qdq_edges(onnx.load(found.path))
     assert {(edge.consumer, edge.slot) for edge in edges} == {
         ("/backbone/conv1/Conv", 1), ("/backbone/conv2/Conv", 1)
     }  # fmt: skip
@@ -217,7 +219,7 @@ quantize: {{model_path: {detector}, backend: qdq, layers: [{layer("Conv", INT8)}
 dataset: {{calibration_data: {coco}/train2017, preprocess: shapes, samples: 2}}
 """
     spec = parse_spec(text, "s")
-    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith(
+    assert quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith(
         "2 of the 8 sam"
     )
 
@@ -237,7 +239,7 @@ quantize: {{model_path: {detector}, backend: qdq, layers: [{layer("Conv", INT8)}
 dataset: {{test_data_sources: {{image_dir: {coco}/val2017}}, preprocess: shapes, samples: 2}}
 """
     spec = parse_spec(text, "s")
-    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith(
+    assert quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith(
         "2 of the 24 sam"
     )
     assert "the accuracy on them will look better than it is on others" in caplog.text
@@ -323,7 +325,7 @@ dataset: {{calibration_data: {tmp_path}/empty, preprocess: shapes}}
 """
     spec = parse_spec(text, "s")
     with pytest.raises(UserError, match=r"dataset.calibration_data: no images \(.*\) in"):
-        quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
+        quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
 
 
 def test_an_input_with_more_than_its_batch_dynamic(tmp_path: Path, noise: Path) -> None:
@@ -340,12 +342,16 @@ quantize: {{model_path: {model}, backend: qdq, layers: [{layer("Conv", INT8)}]}}
 dataset: {{calibration_data: {noise}, shapes: {{images: 1x3x8x8}}}}
 """
     spec = parse_spec(text, "s")
-    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).layers["Conv"] == {"int8": 1}
+    assert quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).layers["Conv"] == {
+        "int8": 1
+    }
     spec = parse_spec(text.replace("shapes: {images: 1x3x8x8}", "dims: {H: 8, W: 8}"), "s")
-    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).layers["Conv"] == {"int8": 1}
+    assert quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).layers["Conv"] == {
+        "int8": 1
+    }
     spec = parse_spec(text.replace("shapes: {images", "shapes: {image"), "s")
     with pytest.raises(UserError, match=r"dataset.shapes.image: the model has no such input; did you mean 'images'"):
-        quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
+        quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -354,5 +360,5 @@ dataset: {{calibration_data: {noise}, shapes: {{images: 1x3x8x8}}}}
 def test_what_a_limit_of_samples_did_is_said(small: Path, noise: Path, tmp_path: Path, samples: int, said: str) -> None:
     text = f"quantize: {{model_path: {small}, backend: qdq, layers: [{layer('Gemm', INT8)}]}}\n"
     spec = parse_spec(f"{text}dataset: {{calibration_data: {noise}, samples: {samples}}}", "s")
-    found = quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
+    found = quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
     assert said in found.calibrated_on

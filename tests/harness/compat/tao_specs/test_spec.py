@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.compat.tao_specs.spec import parse_spec, read_spec, section
+from harness.compat.tao_specs.spec import parse_spec, read_spec, require_section
 from harness.errors import UserError
 
 SPECS = Path(__file__).resolve().parents[4] / "experiments/specs"
@@ -50,7 +50,7 @@ quantize:
     - "/head/*"
   backend_kwargs: {use_external_data_format: true, op_types_to_quantize: [Conv], calibrate_per_node: false}
 """
-    found = section(parse_spec(text, "spec.yaml").quantize, "quantize", "spec.yaml")
+    found = require_section(parse_spec(text, "spec.yaml").quantize, "quantize", "spec.yaml")
     assert found.algorithm == "max"
     assert found.layers[0].weights.dtype == "fp8_e5m2"
     assert found.skip_names == ("/head/*",)
@@ -76,7 +76,7 @@ results_dir: "/path/to/results"
 
 
 def test_defaults_are_those_of_the_document() -> None:
-    found = section(parse_spec(quantize(), "s").quantize, "quantize", "s")
+    found = require_section(parse_spec(quantize(), "s").quantize, "quantize", "s")
     assert (found.backend, found.mode, found.algorithm) == ("modelopt.onnx", "static_ptq", "minmax")
 
 
@@ -163,7 +163,7 @@ def test_a_key_in_another_place_is_told_where_it_belongs(text: str, said: str) -
 
 def test_a_command_names_the_section_that_it_misses() -> None:
     with pytest.raises(UserError, match=r"s.yaml: there is no section 'evaluate'"):
-        section(parse_spec(quantize(), "s.yaml").evaluate, "evaluate", "s.yaml")
+        require_section(parse_spec(quantize(), "s.yaml").evaluate, "evaluate", "s.yaml")
 
 
 def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:

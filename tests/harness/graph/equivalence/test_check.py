@@ -20,7 +20,7 @@ import harness.graph.passes.fold_batch_norm as fold_batch_norm
 from harness.errors import UserError
 from harness.graph.equivalence.compare import EquivalenceVerdict, deviation_db, threshold_db
 from harness.graph.io.helper_process import call_in_helper_process
-from harness.graph.load import from_proto, load
+from harness.graph.load import load, load_proto
 
 # Nodes after r, and outputs, which show rounding noise and changes of earlier nodes to different degrees.
 ENDS: dict[str, tuple[str, str]] = {
@@ -57,7 +57,7 @@ def network(end: str = "float", *, depth: int = 4, half: bool = False) -> onnx.M
 
 
 def ready(proto: onnx.ModelProto, **options: Any) -> list[str]:
-    return [node.op for node in from_proto(proto, source="m.onnx", sha256="0", **options).nodes]
+    return [node.op for node in load_proto(proto, source="m.onnx", sha256="0", **options).nodes]
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path: Path, comp
     onnx.save(network(), tmp_path / "m.onnx")
     for _ in range(3):
         load(tmp_path / "m.onnx")
-        from_proto(network(), source="m.onnx", sha256="0")
+        load_proto(network(), source="m.onnx", sha256="0")
     assert len(compared) == 2, "one of the file, one of the model in memory"
     load(tmp_path / "m.onnx", shapes={"x": "2x4x8x8"})
     load(tmp_path / "m.onnx", min_opset=21)

@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.equivalence.reduce_model import ModelGraph, index_outputs, narrow
+from harness.graph.equivalence.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
 
 
 @pytest.fixture
@@ -58,24 +58,24 @@ def test_a_part_computes_what_the_whole_does(product, feeds, tmp_path):
     assert graph.longest_path("y") == ["t", "u", "td", "m", "y"]
     assert graph.sources("m") == ("xd", "td")
     assert graph.sources("td") == ("u",)
-    assert graph.boundary("y", 1) == ("m",)
-    assert graph.boundary("m", 1) == ("x", "u")
+    assert graph.boundary_tensors("y", 1) == ("m",)
+    assert graph.boundary_tensors("m", 1) == ("x", "u")
     assert graph.operator("td") == "Tanh 'tanh'"
-    graph.write_part(tmp_path / "front.onnx", ["m"])
+    graph.write_submodel(tmp_path / "front.onnx", ["m"])
     middle = run(tmp_path / "front.onnx", feeds)
     assert list(middle) == ["m"]
-    graph.write_part(tmp_path / "back.onnx", ["y"], middle)
+    graph.write_submodel(tmp_path / "back.onnx", ["y"], middle)
     assert [value.name for value in onnx.load(tmp_path / "back.onnx").graph.input] == ["m"]
     np.testing.assert_array_equal(run(tmp_path / "back.onnx", middle)["y"], whole["y"])
 
 
 def test_outputs_that_depend_on_indices_are_told_from_values(product):
-    assert index_outputs(product) == (frozenset({"as_float"}), ("y",))
+    assert find_index_outputs(product) == (frozenset({"as_float"}), ("y",))
 
 
 @pytest.mark.parametrize("what", ["weights", "data"])
 def test_integers_of_7_bits_say_nearly_the_same(product, feeds, tmp_path, what):
-    assert narrow(product, tmp_path / "narrow.onnx", what)
+    assert write_7bit_copy(product, tmp_path / "narrow.onnx", what)
     whole, found = run(product, feeds)["y"], run(tmp_path / "narrow.onnx", feeds)["y"]
     assert 0 < np.abs(found - whole).max() < 0.03 * np.abs(whole).max()
     proto = onnx.load(tmp_path / "narrow.onnx")
@@ -87,5 +87,5 @@ def test_a_float_model_has_nothing_to_narrow(tmp_path):
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
     onnx.save(helper.make_model(graph), tmp_path / "float.onnx")
-    assert not narrow(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "weights")
-    assert not narrow(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "data")
+    assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "weights")
+    assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "data")

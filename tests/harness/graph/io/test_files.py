@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import copy_model, file_digest, move_model, parts
+from harness.graph.io.files import copy_model, digest_file, model_files, move_model
 
 BESIDE, BELOW = "model.onnx.data", "weights/model.bin"
 
@@ -53,7 +53,7 @@ def test_models_that_are_copied_into_one_folder_keep_their_own_data(tmp_path: Pa
         copy_model(written(tmp_path / name, number), models, f"{name}.onnx")
     assert names(models) == ["a.onnx", "a.onnx.data", "b.onnx", "b.onnx.data"]
     assert [added(models / "a.onnx"), added(models / "b.onnx")] == [1.0, 2.0]
-    assert file_digest(models / "a.onnx") != file_digest(models / "b.onnx")
+    assert digest_file(models / "a.onnx") != digest_file(models / "b.onnx")
 
 
 @pytest.mark.parametrize("location", [BESIDE, BELOW])
@@ -62,7 +62,7 @@ def test_external_data_come_along_wherever_they_lie(location: str, tmp_path: Pat
     (tmp_path / "in" / "bystander.txt").write_text("")
     (tmp_path / "out").mkdir()
     copy = copy_model(path, tmp_path / "out", "copy.onnx")
-    assert parts(copy) == [copy, tmp_path / "out" / "copy.onnx.data"]
+    assert model_files(copy) == [copy, tmp_path / "out" / "copy.onnx.data"]
     assert added(copy) == 1.0
     move_model(copy, tmp_path / "there" / "moved.onnx")
     assert names(tmp_path / "out") == []
@@ -74,15 +74,15 @@ def test_a_copy_has_the_digest_of_its_model_whatever_their_data_are_called(tmp_p
     path = written(tmp_path / "in", 1.0, BELOW)
     copy = copy_model(path, tmp_path, "copy.onnx")
     again = copy_model(copy, tmp_path, "again.onnx")
-    assert file_digest(path) == file_digest(copy) == file_digest(again)
+    assert digest_file(path) == digest_file(copy) == digest_file(again)
 
 
 @pytest.mark.parametrize("location", [BESIDE, BELOW])
 def test_a_digest_tells_models_apart_that_differ_in_their_data_alone(location: str, tmp_path: Path) -> None:
     one, same, other = (written(tmp_path / str(n), number, location) for n, number in enumerate((1.0, 1.0, 2.0)))
     assert one.read_bytes() == other.read_bytes()
-    assert file_digest(one) == file_digest(same)
-    assert file_digest(one) != file_digest(other)
+    assert digest_file(one) == digest_file(same)
+    assert digest_file(one) != digest_file(other)
 
 
 def test_a_copy_under_the_same_name_is_the_same_file(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_copy_under_the_same_name_is_the_same_file(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     copy = copy_model(path, tmp_path / "out")
     assert copy.read_bytes() == path.read_bytes()
-    assert file_digest(copy) == file_digest(path)
+    assert digest_file(copy) == digest_file(path)
 
 
 def test_a_model_without_external_data_is_its_file_alone(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_a_model_without_external_data_is_its_file_alone(tmp_path: Path) -> None
     builder.output(builder.op("Relu", builder.input("x", (4,))))
     path = builder.save(tmp_path / "in" / "model.onnx")
     (tmp_path / "in" / BESIDE).write_bytes(b"of somebody else")
-    assert parts(path) == [path]
-    assert file_digest(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert model_files(path) == [path]
+    assert digest_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
     (tmp_path / "out").mkdir()
     assert copy_model(path, tmp_path / "out").read_bytes() == path.read_bytes()
     assert names(tmp_path / "out") == ["model.onnx"]
@@ -109,7 +109,7 @@ def test_a_model_without_external_data_is_its_file_alone(tmp_path: Path) -> None
 def test_data_outside_of_the_folder_are_neither_copied_nor_read(tmp_path: Path) -> None:
     for location in ("../secret.bin", str(tmp_path / "secret.bin")):
         path = written(tmp_path / "in", 1.0, location)
-        for work in (file_digest, parts, lambda given: copy_model(given, tmp_path)):
+        for work in (digest_file, model_files, lambda given: copy_model(given, tmp_path)):
             with pytest.raises(UserError, match="outside of the model's folder, which is refused; save"):
                 work(path)
     assert names(tmp_path) == ["in", "secret.bin"]

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
 from harness.graph.partition.patterns import Pattern, find_patterns
-from harness.graph.partition.regions import Region, RegionType, discover
-from harness.graph.rules.operator_sets import LINEAR
+from harness.graph.partition.regions import Region, RegionType, discover_regions
+from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.zoo import transformer
 
 Make = Callable[..., Model]
@@ -65,7 +65,7 @@ def kinds(model: Model, node: Node) -> list[str]:
     found = []
     for slot, name in enumerate(node.inputs):
         if name in model.constants:
-            rank = len(model.constants[name].dims) if node.op in LINEAR and slot < 2 else ""
+            rank = len(model.constants[name].dims) if node.op in LINEAR_OPS and slot < 2 else ""
             found.append(f"constant {rank}")
         else:
             found.append(model.types[name].dtype if name else "")
@@ -174,7 +174,9 @@ def test_one_edge_or_operator_of_a_network_changes_the_signature_unless_the_grap
 
 def assert_names_and_order_do_not_matter(first: Model, second: Model) -> None:
     assert signature(first) == signature(second)
-    found = [Counter({p.signature: len(p.regions) for p in find_patterns(m, discover(m))}) for m in (first, second)]
+    found = [
+        Counter({p.signature: len(p.regions) for p in find_patterns(m, discover_regions(m))}) for m in (first, second)
+    ]
     assert found[0] == found[1]
 
 
@@ -232,7 +234,7 @@ def conv_model(x: str = "x", **attributes: Any) -> Model:
     given = {"kernel": 3, "groups": 1, "stride": 1, **attributes}
     y = g.conv(g.input(x, (1, 8, 8, 8)), given.pop("channels", 8), given.pop("kernel"), **given)
     g.output(g.op("Relu", y))
-    return from_proto(g.build(), source="conv", sha256="0")
+    return load_proto(g.build(), source="conv", sha256="0")
 
 
 @pytest.mark.parametrize("attributes", [{"channels": 16}, {"pad": 0}, {"dilations": [1, 1]}, {"x": "other"}])
@@ -265,8 +267,8 @@ def test_what_leaves_the_region_matters(make_model: Make) -> None:
 
 def patterns_of(layers: int) -> tuple[Model, tuple[Pattern, ...]]:
     g = transformer.encoder(layers, width=8, heads=2, tokens=4)
-    model = from_proto(g.build(), source=g.name, sha256="0")
-    return model, find_patterns(model, discover(model))
+    model = load_proto(g.build(), source=g.name, sha256="0")
+    return model, find_patterns(model, discover_regions(model))
 
 
 BRANCH = """
@@ -285,7 +287,7 @@ NAMES = {"p": "p", "q": "q", "s": "s", "u": "u", "v": "v"}
 def branching(text: str = BRANCH, **names: str) -> str:
     for name, own in {**NAMES, **names}.items():
         text = text.replace(f"{{{name}}}", own)
-    return signature(from_proto(onnx.parser.parse_model(text), source="branching", sha256="0"))
+    return signature(load_proto(onnx.parser.parse_model(text), source="branching", sha256="0"))
 
 
 def test_names_and_order_inside_of_a_subgraph_do_not_matter() -> None:
@@ -318,15 +320,15 @@ def test_the_number_of_patterns_does_not_grow_with_depth() -> None:
 
 def test_patterns_cover_the_tree_and_carry_matching_orders() -> None:
     model, patterns = patterns_of(3)
-    root = discover(model)
+    root = discover_regions(model)
     assert sorted(r.id for p in patterns for r in p.regions) == [r.id for r in root.walk()]
     for pattern in patterns:
         for region, order, children in zip(pattern.regions, pattern.order, pattern.children, strict=True):
-            assert sorted(order) == list(region.members())
+            assert sorted(order) == list(region.node_indices())
             assert tuple(model.nodes[index].op for index in order) == pattern.operators
             assert sorted(child.id for child in children) == [child.id for child in region.children]
-            first = [[pattern.order[0].index(n) for n in child.members()] for child in pattern.children[0]]
-            other = [[order.index(n) for n in child.members()] for child in children]
+            first = [[pattern.order[0].index(n) for n in child.node_indices()] for child in pattern.children[0]]
+            other = [[order.index(n) for n in child.node_indices()] for child in children]
             assert [sorted(c) for c in first] == [sorted(c) for c in other]
 
 
@@ -335,7 +337,7 @@ def test_composites_of_other_children_differ() -> None:
     model, _ = patterns_of(1)
     found = []
     for size in (4, 10):
-        root = discover(model, maximum_sequence_region_size=size)
+        root = discover_regions(model, maximum_sequence_region_size=size)
         pattern = next(p for p in find_patterns(model, root) if p.regions[0] is root.children[0])
         found.append((pattern.signature, sorted(pattern.order[0])))
     assert found[0][1] == found[1][1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.graph.partition.post_dominators import flow_of
+from harness.graph.partition.post_dominators import find_branch_structure
 
 graphs = st.integers(1, 12).flatmap(
     lambda size: st.tuples(*[st.frozensets(st.integers(vertex + 1, size), max_size=4) for vertex in range(size)])
@@ -31,7 +31,7 @@ def post_dominators(successors: list[list[int]], vertex: int) -> list[int]:
 @given(graphs)
 def test_every_vertex_flows_into_its_immediate_post_dominator(drawn: tuple[frozenset[int], ...]) -> None:
     sink = len(drawn)
-    flow = flow_of([sorted(found) for found in drawn])
+    flow = find_branch_structure([sorted(found) for found in drawn])
     whole = [sorted(found) or [sink] for found in drawn] + [[]]
     parents = {}
     for vertex in range(sink + 1):
@@ -45,7 +45,7 @@ def test_every_vertex_flows_into_its_immediate_post_dominator(drawn: tuple[froze
 @given(graphs)
 def test_the_vertex_in_series_feeds_every_branch_and_no_branch_feeds_it(drawn: tuple[frozenset[int], ...]) -> None:
     sink = len(drawn)
-    flow = flow_of([sorted(found) for found in drawn])
+    flow = find_branch_structure([sorted(found) for found in drawn])
     whole = [sorted(found) or [sink] for found in drawn] + [[]]
     for vertex, before in enumerate(flow.series):
         if before >= 0:
@@ -56,15 +56,17 @@ def test_the_vertex_in_series_feeds_every_branch_and_no_branch_feeds_it(drawn: t
 
 
 def test_a_residual_block_is_a_branch_between_divergence_and_convergence() -> None:
-    flow = flow_of([[1, 3], [2], [3], [4]])  # 0 diverges, 1 and 2 are the branch, 3 converges
+    flow = find_branch_structure([[1, 3], [2], [3], [4]])  # 0 diverges, 1 and 2 are the branch, 3 converges
     assert flow.chain(flow.series[flow.sink]) == [0, 3]
     assert flow.branches[3] == (2,)
-    assert sorted(flow.section(3)) == [1, 2]
+    assert sorted(flow.branch_vertices(3)) == [1, 2]
     assert flow.branches[flow.sink] == ()
 
 
 def test_deep_nesting_needs_no_recursion() -> None:
     depth = 20_000  # vertex i skips to its mirror image: as many convergences inside each other
-    flow = flow_of([sorted({i + 1, 2 * depth - 1 - i}) if i < depth else [i + 1] for i in range(2 * depth)])
+    flow = find_branch_structure(
+        [sorted({i + 1, 2 * depth - 1 - i}) if i < depth else [i + 1] for i in range(2 * depth)]
+    )
     assert flow.series[flow.sink] == 2 * depth - 1
     assert flow.branches[2 * depth - 1] == (2 * depth - 2,)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, load
+from harness.graph.load import load, load_proto
 from harness.graph.model import Model
-from harness.graph.partition.regions import Region, RegionType, discover
+from harness.graph.partition.regions import Region, RegionType, discover_regions
 from harness.zoo import cnn, transformer
 
 ARITY = {"Relu": 1, "Conv": 1, "Split": 1, "Add": 2, "MatMul": 2, "Concat": 3}
@@ -27,24 +27,24 @@ specs = st.lists(node, min_size=1, max_size=40)
 
 
 def loaded(builder: GraphBuilder) -> Model:
-    return from_proto(builder.build(), source=builder.name, sha256="0")
+    return load_proto(builder.build(), source=builder.name, sha256="0")
 
 
 def operators(model: Model, region: Region) -> str:
-    return " ".join(model.nodes[index].op for index in region.members())
+    return " ".join(model.nodes[index].op for index in region.node_indices())
 
 
 def leaves(model: Model, root: Region) -> list[str]:
-    return [operators(model, leaf) for leaf in root.leaves()]
+    return [operators(model, leaf) for leaf in root.iter_leaves()]
 
 
 def assert_sound(model: Model, root: Region) -> None:
     """Every node in exactly one LEAF, leaves connected, boundaries right, ids in pre-order."""
-    assert sorted(index for leaf in root.leaves() for index in leaf.nodes) == list(range(len(model.nodes)))
+    assert sorted(index for leaf in root.iter_leaves() for index in leaf.nodes) == list(range(len(model.nodes)))
     regions = list(root.walk())
     assert [region.id for region in regions] == list(range(-1, len(regions) - 1))
     for region in regions:
-        inside = set(region.members())
+        inside = set(region.node_indices())
         assert region.nodes == tuple(sorted(region.nodes))
         assert bool(region.nodes) == (region.type is RegionType.LEAF)
         assert all(child.level == region.level + 1 for child in region.children)
@@ -54,7 +54,7 @@ def assert_sound(model: Model, root: Region) -> None:
         assert set(region.inputs) == {name for name in read - made if name not in model.constants}
         outside = {n for other in model.nodes if other.index not in inside for n in (*other.inputs, *other.captures)}
         assert set(region.outputs) == made & (outside | set(model.outputs))
-    for leaf in root.leaves():
+    for leaf in root.iter_leaves():
         assert is_connected(model, leaf)
 
 
@@ -78,9 +78,9 @@ def test_any_model_is_covered_by_connected_leaves(
     make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], longest: int, smallest: int
 ) -> None:
     model = make_model(spec)
-    root = discover(model, maximum_sequence_region_size=longest, minimum_topdown_search_size=smallest)
+    root = discover_regions(model, maximum_sequence_region_size=longest, minimum_topdown_search_size=smallest)
     assert_sound(model, root)
-    assert root == discover(model, maximum_sequence_region_size=longest, minimum_topdown_search_size=smallest)
+    assert root == discover_regions(model, maximum_sequence_region_size=longest, minimum_topdown_search_size=smallest)
 
 
 @settings(deadline=None)
@@ -90,7 +90,7 @@ def test_order_and_names_in_the_file_do_not_move_a_cut(
 ) -> None:
     found = []
     for model in (make_model(spec), make_model(spec, seed)):
-        found.append(sorted(sorted(operators(model, leaf).split()) for leaf in discover(model).leaves()))
+        found.append(sorted(sorted(operators(model, leaf).split()) for leaf in discover_regions(model).iter_leaves()))
     assert found[0] == found[1]
 
 
@@ -113,7 +113,7 @@ def test_a_small_residual_block_is_a_leaf_with_its_epilogue() -> None:
         x = g.op("Relu", g.op("Add", g.conv(conv_relu(g, x), 8, 3), x))
     g.output(x)
     model = loaded(g)
-    assert leaves(model, discover(model)) == ["Conv Relu Conv Add Relu"] * 3
+    assert leaves(model, discover_regions(model)) == ["Conv Relu Conv Add Relu"] * 3
 
 
 def test_a_large_residual_block_is_a_composite() -> None:
@@ -125,7 +125,7 @@ def test_a_large_residual_block_is_a_composite() -> None:
         x = g.op("Relu", g.op("Add", y, x))
     g.output(x)
     model = loaded(g)
-    root = discover(model)
+    root = discover_regions(model)
     assert [child.type for child in root.children] == [RegionType.COMPOSITE] * 2
     assert [operators(model, child) for child in root.children] == ["Conv Relu " * 6 + "Add Relu"] * 2
     assert_sound(model, root)
@@ -140,7 +140,7 @@ def test_inception_branches_are_children_and_the_concat_stands_behind_them() -> 
     branches.append(conv_relu(g, g.op("MaxPool", y, kernel_shape=[1, 1]), kernel=1))
     g.output(conv_relu(g, g.op("Concat", *branches, axis=1)))
     model = loaded(g)
-    root = discover(model)
+    root = discover_regions(model)
     composite = root.children[1]
     assert composite.type is RegionType.COMPOSITE
     assert sorted(operators(model, child) for child in composite.children) == [
@@ -152,7 +152,7 @@ def test_silu_stays_with_its_convolution() -> None:
     g, x = image("silu")
     g.output(silu(g, g.conv(silu(g, g.conv(x, 8, 3)), 8, 1)))
     model = loaded(g)
-    assert leaves(model, discover(model)) == ["Conv Sigmoid Mul Conv Sigmoid Mul"]
+    assert leaves(model, discover_regions(model)) == ["Conv Sigmoid Mul Conv Sigmoid Mul"]
 
 
 def test_squeeze_and_excite_is_one_leaf() -> None:
@@ -162,12 +162,12 @@ def test_squeeze_and_excite_is_one_leaf() -> None:
     g.output(g.conv(g.op("Mul", y, gate), 8, 1))
     model = loaded(g)
     expected = ["Conv Relu", "GlobalAveragePool Conv Relu Conv Sigmoid Mul", "Conv"]
-    assert leaves(model, discover(model)) == expected
+    assert leaves(model, discover_regions(model)) == expected
 
 
 def test_attention_has_its_projections_as_children() -> None:
     model = loaded(transformer.encoder(1, width=16, heads=2, tokens=4))
-    root = discover(model)
+    root = discover_regions(model)
     attention, feed_forward = root.children[:2]
     assert [operators(model, child) for child in attention.children] == [
         "ReduceMean Sub Pow ReduceMean Add Sqrt Div Mul Add",
@@ -205,7 +205,7 @@ def test_gelu_by_erf_stays_with_the_layer_before_it() -> None:
         x = erf_gelu(g, g.linear(x, 8))
     g.output(x)
     model = loaded(g)
-    assert leaves(model, discover(model)) == [f"MatMul Add {GELU}"] * 4
+    assert leaves(model, discover_regions(model)) == [f"MatMul Add {GELU}"] * 4
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
@@ -217,11 +217,11 @@ def test_a_layer_norm_is_never_cut_in_two(decomposed: bool) -> None:
         x = g.op("Add", x, g.linear(erf_gelu(g, g.linear(y, 16)), 8))
     g.output(x)
     model = loaded(g)
-    root = discover(model)
+    root = discover_regions(model)
     norm = NORM if decomposed else "LayerNormalization"
     assert all(norm in text for text in leaves(model, root) if norm.partition(" ")[0] in text)
     # Each block is the same: the norm, then both layers around the activation.
-    blocks = [[operators(model, leaf) for leaf in child.leaves()] for child in root.children]
+    blocks = [[operators(model, leaf) for leaf in child.iter_leaves()] for child in root.children]
     assert blocks == [blocks[0]] * 4
     assert " ".join(blocks[0]) == f"{norm} MatMul Add {GELU} MatMul Add Add"
 
@@ -236,15 +236,15 @@ def test_attention_without_decomposed_parts() -> None:
         x = g.op("Add", x, g.linear(g.op("MatMul", weights, g.linear(h, 8)), 8))
     g.output(x)
     model = loaded(g)
-    root = discover(model)
+    root = discover_regions(model)
     assert_sound(model, root)
     assert [child.type for child in root.children] == [RegionType.COMPOSITE] * 3
-    found = [sorted(operators(model, leaf) for leaf in child.leaves()) for child in root.children]
+    found = [sorted(operators(model, leaf) for leaf in child.iter_leaves()) for child in root.children]
     assert found == [found[0]] * 3
     assert "MatMul Add" in found[0]  # a projection alone
-    whole = discover(model, minimum_topdown_search_size=11)
+    whole = discover_regions(model, minimum_topdown_search_size=11)
     # All three projections with the products between them are ten nodes: fewer than that stay together.
-    assert sorted(operators(model, leaf) for leaf in whole.children[0].leaves()) == [
+    assert sorted(operators(model, leaf) for leaf in whole.children[0].iter_leaves()) == [
         "LayerNormalization", "MatMul Add Add", "MatMul Add Transpose MatMul Add MatMul Softmax MatMul Add MatMul",
     ]  # fmt: skip
 
@@ -263,9 +263,9 @@ def test_a_mask_from_a_second_input_leaves_the_layers_alone() -> None:
         return loaded(g)
 
     plain, model = masked(3, False), masked(3, True)
-    root = discover(model)
+    root = discover_regions(model)
     assert_sound(model, root)
-    bare = [text.replace("Relu", "Add") for text in leaves(plain, discover(plain))]
+    bare = [text.replace("Relu", "Add") for text in leaves(plain, discover_regions(plain))]
     assert leaves(model, root) == ["Mul", *bare]
 
 
@@ -275,7 +275,7 @@ def test_repetitions_in_a_plain_chain_are_a_leaf_each() -> None:
         x = conv_relu(g, g.op("Relu", g.conv(x, 8, 3, groups=8)), kernel=1)
     g.output(x)
     model = loaded(g)
-    assert leaves(model, discover(model)) == ["Conv Relu Conv Relu"] * 9
+    assert leaves(model, discover_regions(model)) == ["Conv Relu Conv Relu"] * 9
 
 
 def test_the_sizes_are_limits() -> None:
@@ -284,26 +284,26 @@ def test_the_sizes_are_limits() -> None:
         x = g.op("Tanh", x)
     g.output(x)
     model = loaded(g)
-    sizes = [len(leaf.nodes) for leaf in discover(model, maximum_sequence_region_size=7).leaves()]
+    sizes = [len(leaf.nodes) for leaf in discover_regions(model, maximum_sequence_region_size=7).iter_leaves()]
     assert max(sizes) == 7
     residual = loaded(cnn.resnet18())
-    split = discover(residual, minimum_topdown_search_size=3)
+    split = discover_regions(residual, minimum_topdown_search_size=3)
     assert any(region.type is RegionType.COMPOSITE for region in split.walk())
-    whole = discover(residual, minimum_topdown_search_size=100)
+    whole = discover_regions(residual, minimum_topdown_search_size=100)
     assert not any(region.type is RegionType.COMPOSITE for region in whole.walk())
 
 
 @pytest.mark.parametrize("name", ["maximum_sequence_region_size", "minimum_topdown_search_size"])
 def test_a_size_below_one_is_refused(make_model: Callable[..., Model], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: at least 1, but got 0"):
-        discover(make_model([("Relu", [0], True)]), **{name: 0})
+        discover_regions(make_model([("Relu", [0], True)]), **{name: 0})
 
 
 def test_repeated_layers_are_found_at_any_depth() -> None:
     counts = {}
     for layers in (2, 6, 12):
         model = loaded(transformer.encoder(layers, width=8, heads=2, tokens=4))
-        root = discover(model)
+        root = discover_regions(model)
         counts[layers] = {operators(model, region) for region in root.walk() if region is not root}
         assert len(list(root.walk())) <= 0.35 * len(model.nodes)
     assert counts[2] == counts[6] == counts[12]
@@ -314,8 +314,8 @@ def test_deep_nesting_is_cut_without_recursion(make_model: Callable[..., Model])
     spec = [("Relu", [0 if i == 0 else 2 + i], False) for i in range(depth)]
     spec += [("Add", [2 + depth + i, 2 + depth - i], False) for i in range(depth)]
     model = make_model(spec)
-    root = discover(model)
-    assert sum(len(leaf.nodes) for leaf in root.leaves()) == 2 * depth
+    root = discover_regions(model)
+    assert sum(len(leaf.nodes) for leaf in root.iter_leaves()) == 2 * depth
     assert max(region.level for region in root.walk()) <= 33
 
 
@@ -329,7 +329,7 @@ def test_subgraphs_count_as_readers() -> None:
     y = g.op("If", g.input("flag", (), "bool"), then_branch=inner.graph(), else_branch=other.graph(), outputs=["y"])[0]
     g.output(g.op("Relu", y), (1, 4))
     model = loaded(g)
-    assert_sound(model, discover(model))
+    assert_sound(model, discover_regions(model))
 
 
 def recurrent(sequence: str) -> Model:
@@ -342,15 +342,15 @@ def recurrent(sequence: str) -> Model:
     g.output(g.op("Clip", g.op("Relu", last), "", g.const(6.0)))
     proto = g.build()
     next(node for node in proto.graph.node if node.op_type == "LSTM").output[0] = sequence
-    return from_proto(proto, source="recurrent", sha256="0")
+    return load_proto(proto, source="recurrent", sha256="0")
 
 
 @pytest.mark.parametrize("longest", [1, 10])
 def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest: int) -> None:
     model, named = recurrent(""), recurrent("sequence")
-    root = discover(model, maximum_sequence_region_size=longest)
+    root = discover_regions(model, maximum_sequence_region_size=longest)
     assert_sound(model, root)
-    assert leaves(model, root) == leaves(named, discover(named, maximum_sequence_region_size=longest))
+    assert leaves(model, root) == leaves(named, discover_regions(named, maximum_sequence_region_size=longest))
 
 
 @pytest.mark.assets
@@ -368,7 +368,7 @@ def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest: int) -
 )
 def test_real_models(name: str, shapes: dict[str, str]) -> None:
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
-    root = discover(model)
+    root = discover_regions(model)
     assert_sound(model, root)
     assert len(list(root.walk())) <= 0.35 * len(model.nodes)
-    assert np.mean([len(leaf.nodes) for leaf in root.leaves()]) >= 3
+    assert np.mean([len(leaf.nodes) for leaf in root.iter_leaves()]) >= 3

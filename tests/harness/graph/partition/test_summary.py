@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import Region, discover
-from harness.graph.partition.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
+from harness.graph.partition.regions import Region, discover_regions
+from harness.graph.partition.summary import (
+    TreeOptions,
+    describe_phases,
+    describe_summary,
+    describe_tree,
+    summarize_discovery,
+    to_json,
+)
 
 
 def inception() -> tuple[Model, Region]:
@@ -19,13 +26,13 @@ def inception() -> tuple[Model, Region]:
     for _ in range(2):
         branches = [g.op("Relu", g.conv(y, 8, 3)) for y in branches]
     g.output(g.op("Concat", *branches, axis=1))
-    model = from_proto(g.build(), source="inception", sha256="0")
-    return model, discover(model)
+    model = load_proto(g.build(), source="inception", sha256="0")
+    return model, discover_regions(model)
 
 
 def test_figures() -> None:
     model, root = inception()
-    figures = summary(model, root, find_patterns(model, root))
+    figures = summarize_discovery(model, root, find_patterns(model, root))
     assert (figures.nodes, figures.covered, figures.coverage) == (14, 14, 1.0)
     assert (figures.top, figures.refined) == (2, 1)
     assert (figures.leaves, figures.composites) == (5, 1)
@@ -35,7 +42,7 @@ def test_figures() -> None:
 
 def test_lines() -> None:
     model, root = inception()
-    figures = summary(model, root, find_patterns(model, root))
+    figures = summarize_discovery(model, root, find_patterns(model, root))
     assert describe_phases(figures) == [
         "Phase 1 complete: 2 regions, 14/14 nodes (100.0%)",
         "Phase 2 complete: refined 1 regions, skipped 1",
@@ -53,7 +60,9 @@ def test_lines() -> None:
 def test_tree() -> None:
     model, root = inception()
     patterns = find_patterns(model, root)
-    lines = [line for line in describe_tree(root, model, patterns, TreeView(include_all=True)) if "Pattern" not in line]
+    lines = [
+        line for line in describe_tree(root, model, patterns, TreeOptions(include_all=True)) if "Pattern" not in line
+    ]
     assert lines[:5] == [
         "├─ Region 0 (Level 0, Type: LEAF)",
         "│  ├─ Direct nodes: 1",
@@ -75,7 +84,7 @@ def test_tree() -> None:
 
 def test_regions_without_quantizable_operators_are_left_out_and_counted() -> None:
     model, root = inception()
-    lines = describe_tree(root, model, find_patterns(model, root), TreeView())
+    lines = describe_tree(root, model, find_patterns(model, root), TreeOptions())
     assert "├─ Region 0 (Level 0, Type: LEAF)" not in lines
     assert lines[-1] == "2 LEAF regions without quantizable operators are left out: --include-all-regions"
 
@@ -84,9 +93,9 @@ def test_verbose_names_nodes_tensors_and_how_a_leaf_is_made() -> None:
     g = GraphBuilder("silu")
     x = g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)
     g.output(g.op("Mul", x, g.op("Sigmoid", x)), name="y")
-    model = from_proto(g.build(), source="silu", sha256="0")
-    root = discover(model)
-    lines = describe_tree(root, model, find_patterns(model, root), TreeView(verbose=True))
+    model = load_proto(g.build(), source="silu", sha256="0")
+    root = discover_regions(model)
+    lines = describe_tree(root, model, find_patterns(model, root), TreeOptions(verbose=True))
     assert any("a convergence of branches: Conv, Sigmoid, Mul" in line for line in lines)
     assert any(line.endswith("- Node 0: Conv (Conv)") for line in lines)
     assert any(line.endswith("- y") for line in lines)
@@ -109,7 +118,10 @@ def test_json() -> None:
 
 def test_a_model_without_nodes() -> None:
     empty = Model(proto=inception()[0].proto, source="empty", sha256="0", nodes=(), types={})
-    figures = summary(empty, discover(empty), find_patterns(empty, discover(empty)))
+    figures = summarize_discovery(empty, discover_regions(empty), find_patterns(empty, discover_regions(empty)))
     assert figures.coverage == 1.0
     assert describe_phases(figures)[0] == "Phase 1 complete: 0 regions, 0/0 nodes (100.0%)"
-    assert describe_tree(discover(empty), empty, find_patterns(empty, discover(empty)), TreeView()) == []
+    assert (
+        describe_tree(discover_regions(empty), empty, find_patterns(empty, discover_regions(empty)), TreeOptions())
+        == []
+    )

@@ -10,7 +10,7 @@ import pytest
 from onnx import numpy_helper
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 
 
 def run(proto: onnx.ModelProto, x: npt.NDArray[np.generic]) -> list[npt.NDArray[np.generic]]:
@@ -25,7 +25,7 @@ def run(proto: onnx.ModelProto, x: npt.NDArray[np.generic]) -> list[npt.NDArray[
 def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
     """Return the operators after loading, which must not change the outputs."""
     proto = builder.build()
-    model = from_proto(proto, source="m", sha256="0")
+    model = load_proto(proto, source="m", sha256="0")
     kind = model.types["x"]
     x = np.random.default_rng(1).normal(size=kind.shape)
     x = x.astype(np.float16 if kind.dtype == "float16" else np.float32)
@@ -121,7 +121,7 @@ def test_half_precision_stays_half_precision() -> None:
     x = builder.op("Conv", builder.input("x", (1, 3, 4, 4), "float16"), weight)
     builder.output(builder.op("BatchNormalization", x, *statistics))
     proto = builder.build()
-    model = from_proto(proto, source="m", sha256="0")
+    model = load_proto(proto, source="m", sha256="0")
     assert [node.op for node in model.nodes] == ["Conv"]
     assert {numpy_helper.to_array(t).dtype for t in model.constants.values()} == {np.dtype(np.float16)}
 

@@ -10,7 +10,7 @@ from onnx import parser
 
 import harness.graph.passes.pipeline as pipeline
 from harness.errors import UserError
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.passes.upgrade_opset import upgrade_opset
 
 
@@ -59,11 +59,11 @@ def test_a_changed_interface_is_refused(
         change(proto)
         return proto
 
-    assert from_proto(model(), source="m.onnx", sha256="0").outputs == ("y", "z")
+    assert load_proto(model(), source="m.onnx", sha256="0").outputs == ("y", "z")
     monkeypatch.setattr(pipeline, "upgrade_opset", broken)
     monkeypatch.setattr("harness.graph.load.check_equivalent", lambda *_: None)
     with pytest.raises(UserError, match=r"m\.onnx: preparing the model would change .*newer opset"):
-        from_proto(model(), source="m.onnx", sha256="0")
+        load_proto(model(), source="m.onnx", sha256="0")
 
 
 def test_names_of_data_dependent_dimensions_are_kept() -> None:
@@ -72,7 +72,7 @@ def test_names_of_data_dependent_dimensions_are_kept() -> None:
         { z = NonZero(x)  r = Relu(x)  f = Flatten<axis=0>(r)  k = Cast<to=9>(f)  o = Squeeze(k)
         y = Compress(r, o) }"""
     )
-    outputs = from_proto(proto, source="m.onnx", sha256="0").proto.graph.output
+    outputs = load_proto(proto, source="m.onnx", sha256="0").proto.graph.output
     assert [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in outputs] == [
         ["hits"],
         [2, "found"],

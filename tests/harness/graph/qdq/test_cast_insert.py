@@ -14,15 +14,15 @@ from harness import registry
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, load
+from harness.graph.load import load, load_proto
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import CastInserter, carried
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
-from harness.runtimes.tensorrt.model_checks import cast_model, float_type, read_structure
-from search.space import Edge, digest_of
+from harness.runtimes.tensorrt.model_checks import cast_model, dominant_float_type, read_structure
+from search.space import Edge, edges_digest
 
 FEEDS = {"x": np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32)}
 
@@ -47,7 +47,7 @@ def answer(path: Path) -> Any:
 def test_the_same_points_of_the_cast_model(precision: str, kind: int, tmp_path: Path) -> None:
     model = net(tmp_path / "net.onnx")
     space = build_space(model, TENSORRT)
-    resolved = space.resolve(space.everywhere())
+    resolved = space.resolve(space.quantize_all())
     ranges = {edge.tensor: (-4.0, 4.0) for d in space.dimensions for edge in d.edges}
     cast = load(cast_model(tmp_path / "net.onnx", precision, tmp_path), min_opset=19)
     plain, inserter = Inserter(model, TENSORRT, ranges), CastInserter(cast, TENSORRT, ranges)
@@ -56,11 +56,11 @@ def test_the_same_points_of_the_cast_model(precision: str, kind: int, tmp_path: 
     kinds = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     pairs = [node for node in proto.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
     assert {kinds[node.input[1]] for node in pairs} == {kind}
-    assert import_qdq(path, model) == dict(resolved)
-    assert inserter.pairs(resolved) == plain.pairs(resolved)
-    assert inserter.write(resolved, tmp_path / "out").name == f"{digest_of(resolved)}.onnx"
+    assert import_placement(path, model) == dict(resolved)
+    assert inserter.count_pairs(resolved) == plain.count_pairs(resolved)
+    assert inserter.write(resolved, tmp_path / "out").name == f"{edges_digest(resolved)}.onnx"
     # All its weights are INT8, and still nobody casts it again.
-    assert float_type(read_structure(path)) == precision
+    assert dominant_float_type(read_structure(path)) == precision
     assert cast_model(path, precision, tmp_path / "again") == path
     if precision == "f16":  # ONNX Runtime's CPU runs no BF16
         expected = answer(plain.export(resolved, tmp_path / "plain.onnx"))
@@ -69,9 +69,9 @@ def test_the_same_points_of_the_cast_model(precision: str, kind: int, tmp_path: 
 
 def test_a_node_that_casting_took_away_is_named(tmp_path: Path) -> None:
     model = net(tmp_path / "net.onnx")
-    kept = from_proto(model.proto, source="net", sha256="")
+    kept = load_proto(model.proto, source="net", sha256="")
     with pytest.raises(UserError, match=r"net: casting it took node 'gone' away; use precision: f32"):
-        carried(((Edge("x", "gone", 0), "int8"),), kept)
+        map_edges_to_cast_model(((Edge("x", "gone", 0), "int8"),), kept)
 
 
 def test_a_cast_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

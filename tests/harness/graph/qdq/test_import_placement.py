@@ -15,9 +15,9 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, save
+from harness.graph.load import load_proto, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
@@ -43,7 +43,7 @@ def model() -> Model:
     y = g.op("Add", g.conv(y, 32, 3, name="outer"), x, name="residual")
     y = g.op("Flatten", g.op("GlobalAveragePool", y, name="pool"), name="flatten")
     g.output(g.gemm(y, 32, name="head"), name="logits")
-    return from_proto(g.build(), source="residual", sha256="0")
+    return load_proto(g.build(), source="residual", sha256="0")
 
 
 def images() -> list[np.ndarray]:
@@ -68,10 +68,10 @@ def ends(edges: dict[Edge, str]) -> set[tuple[str, int]]:
 def test_quantize_static_is_read_back(model: Model, tmp_path: Path, per_channel: bool) -> None:
     path = tmp_path / "static.onnx"
     quantize_static(
-        save(model, tmp_path), path, Reader(), quant_format=QuantFormat.QDQ, per_channel=per_channel,
+        save_to_folder(model, tmp_path), path, Reader(), quant_format=QuantFormat.QDQ, per_channel=per_channel,
         activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
     )  # fmt: skip
-    edges = import_qdq(path, model)
+    edges = import_placement(path, model)
     linear = {(name, slot) for name in ("stem", "inner", "outer", "head") for slot in (0, 1)}
     assert linear <= ends(edges)
     assert {("residual", 0), ("residual", 1), ("pool", 0), ("", 0)} <= ends(edges)
@@ -85,15 +85,15 @@ def test_quantize_static_is_read_back(model: Model, tmp_path: Path, per_channel:
 def test_modelopt_ptq_is_read_back_and_can_be_inserted(model: Model, tmp_path: Path) -> None:
     path, data = tmp_path / "ptq.onnx", tmp_path / "data.npy"
     np.save(data, np.concatenate(images()))
-    arguments = [sys.executable, "-c", MODELOPT, str(save(model, tmp_path)), str(data), str(path)]
+    arguments = [sys.executable, "-c", MODELOPT, str(save_to_folder(model, tmp_path)), str(data), str(path)]
     subprocess.run(arguments, check=True, capture_output=True, timeout=300)
-    edges = import_qdq(path, model)
+    edges = import_placement(path, model)
     assert {(name, slot) for name in ("inner", "outer") for slot in (0, 1)} <= ends(edges)
     assert ("residual", 1) in ends(edges)  # the branch that the convolution is not fused with
     assert ("residual", 0) not in ends(edges)
     ranges = {name: (-4.0, 4.0) for name in model.types}
     asked = tuple(sorted(edges.items()))
-    assert import_qdq(Inserter(model, OPENVINO, ranges).insert(asked), model) == edges
+    assert import_placement(Inserter(model, OPENVINO, ranges).insert(asked), model) == edges
 
 
 def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> None:
@@ -101,7 +101,7 @@ def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> 
     proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(asked)
     for node in proto.graph.node:
         node.name = ""
-    assert import_qdq(proto, model) == dict(asked)
+    assert import_placement(proto, model) == dict(asked)
 
 
 def test_nodes_of_one_name_are_read_back_one_by_one() -> None:
@@ -109,14 +109,14 @@ def test_nodes_of_one_name_are_read_back_one_by_one() -> None:
     g = GraphBuilder("twice", opset=19, seed=5)
     x = g.conv(g.input("x", (1, 4, 8, 8)), 4, 3, name="conv")
     g.output(g.conv(x, 4, 3, name="conv"), name="y")
-    model = from_proto(g.build(), source="twice", sha256="0")
+    model = load_proto(g.build(), source="twice", sha256="0")
     space = build_space(model, OPENVINO)
-    asked = space.resolve(space.everywhere())
+    asked = space.resolve(space.quantize_all())
     proto = Inserter(model, OPENVINO, {name: (-1.0, 1.0) for name in model.types}).insert(asked)
     for node in proto.graph.node:
         if node.op_type == "Conv":
             node.name = "conv"
-    assert import_qdq(proto, model) == dict(asked)
+    assert import_placement(proto, model) == dict(asked)
 
 
 def renamed(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -143,12 +143,12 @@ def renamed(proto: onnx.ModelProto) -> onnx.ModelProto:
 @pytest.mark.parametrize("name", ["residual", "encoder"])
 def test_a_model_whose_names_all_changed_is_read_back(name: str, dialect: Dialect, model: Model) -> None:
     if name == "encoder":
-        model = from_proto(transformer.encoder(2, width=16, heads=2, tokens=4).build(), source="encoder", sha256="0")
+        model = load_proto(transformer.encoder(2, width=16, heads=2, tokens=4).build(), source="encoder", sha256="0")
     space = build_space(model, dialect)
     inserter = Inserter(model, dialect, {tensor: (-1.0, 2.0) for tensor in model.types})
     for seed in range(4):
         asked = space.resolve(space.random(np.random.default_rng(seed)))
-        assert import_qdq(renamed(inserter.insert(asked)), model) == dict(asked)
+        assert import_placement(renamed(inserter.insert(asked)), model) == dict(asked)
 
 
 def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model: Model) -> None:
@@ -162,32 +162,32 @@ def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model: Mo
     assert stored[dequantize.input[0]].data_type == onnx.TensorProto.INT8
     assert list(stored[dequantize.input[1]].dims) == [32]
     assert dequantize.input[0] not in makers
-    assert import_qdq(proto, model) == import_qdq(renamed(proto), model) == dict(asked)
+    assert import_placement(proto, model) == import_placement(renamed(proto), model) == dict(asked)
 
 
 def test_qoperator_models_are_refused(model: Model, tmp_path: Path) -> None:
     path = tmp_path / "qoperator.onnx"
-    quantize_static(save(model, tmp_path), path, Reader(), quant_format=QuantFormat.QOperator)
+    quantize_static(save_to_folder(model, tmp_path), path, Reader(), quant_format=QuantFormat.QOperator)
     with pytest.raises(
         UserError, match=r"qoperator\.onnx: QLinearConv '.*' is of the QOperator format.*QuantFormat\.QDQ"
     ):
-        import_qdq(path, model)
+        import_placement(path, model)
 
 
 def test_a_model_without_matching_pairs_is_refused(model: Model) -> None:
     with pytest.raises(UserError, match="the Q/DQ model: holds no Q/DQ pair, so there is no placement"):
-        import_qdq(model.proto, model)
+        import_placement(model.proto, model)
     builder = GraphBuilder("stranger")
     x, scale, zero = builder.input("other", (1, 4)), builder.const(np.float32(0.1)), builder.const(np.uint8(0))
     x = builder.op("DequantizeLinear", builder.op("QuantizeLinear", x, scale, zero), scale, zero)
     builder.output(builder.op("Relu", x))
     with pytest.raises(UserError, match="the Q/DQ model: none of its 1 quantized edges belongs to residual"):
-        import_qdq(builder.build(), model)
+        import_placement(builder.build(), model)
 
 
 def test_what_is_no_onnx_file_is_refused(model: Model, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        import_qdq(tmp_path / "missing.onnx", model)
+        import_placement(tmp_path / "missing.onnx", model)
 
 
 def test_edges_of_added_operators_are_left_out(model: Model) -> None:
@@ -195,4 +195,4 @@ def test_edges_of_added_operators_are_left_out(model: Model) -> None:
     dequantized = next(node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear")
     proto.graph.node.append(helper.make_node("Identity", [dequantized], ["spare"], name="extra"))
     proto.graph.output.append(helper.make_tensor_value_info("spare", onnx.TensorProto.FLOAT, [1, 3, 16, 16]))
-    assert ends(import_qdq(proto, model)) == {("stem", 0)}
+    assert ends(import_placement(proto, model)) == {("stem", 0)}

@@ -16,12 +16,12 @@ from machine import SATURATES, exact_int8
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, load
+from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import delivered, diff
+from harness.graph.qdq.read_edges import diff_edges, read_qdq_edges
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
-from search.space import Edge, Resolved, digest_of
+from search.space import Edge, Resolved, edges_digest
 
 DIALECTS = (OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, TENSORRT)
 
@@ -58,7 +58,7 @@ def attention_net() -> GraphBuilder:
 @cache
 def ready(net: str) -> tuple[Model, dict[str, tuple[float, float]]]:
     """A small model and the range of each of its tensors on four random inputs."""
-    model = from_proto({"conv": conv_net, "attention": attention_net}[net]().build(), source=net, sha256="0" * 64)
+    model = load_proto({"conv": conv_net, "attention": attention_net}[net]().build(), source=net, sha256="0" * 64)
     probe = onnx.ModelProto()
     probe.CopyFrom(model.proto)
     names = [name for node in model.nodes for name in node.outputs if model.types[name].dtype == "float"]
@@ -134,7 +134,7 @@ def test_any_subset_of_edges_is_delivered_and_runs(net: str, dialect: Dialect, d
     asked = tuple(sorted((edge, precision) for edge, precision in choices.items() if precision))
     proto = Inserter(model, dialect, ranges).insert(asked)
     onnx.checker.check_model(proto, full_check=True)
-    assert delivered(proto) == dict(asked)
+    assert read_qdq_edges(proto) == dict(asked)
     assert [v.name for v in proto.graph.input] == list(model.inputs)
     assert [v.name for v in proto.graph.output] == list(model.outputs)
     # ONNX Runtime runs FP8 only without its optimizers.
@@ -181,17 +181,17 @@ def test_selected_consumers_share_a_pair_and_float_consumers_keep_the_float_tens
     reads = {node.name: node.input[0] for node in proto.graph.node}
     assert reads["q"] == reads["k"] != reads["v"] == asked[0][0].tensor
     assert [node.op_type for node in proto.graph.node].count("QuantizeLinear") == 1
-    assert inserter.pairs(asked) == 1
+    assert inserter.count_pairs(asked) == 1
 
 
 def test_pairs_count_activations_once_and_quantized_constants_once() -> None:
     model, ranges = ready("attention")
     weights = [edge(model, name, 1) for name in ("q", "k")]
     asked = tuple(sorted([edge(model, "q"), edge(model, "k"), *weights, (Edge("features", "", 0), "int8")]))
-    assert Inserter(model, OPENVINO, ranges).pairs(asked) == 4
+    assert Inserter(model, OPENVINO, ranges).count_pairs(asked) == 4
     conv, ranges = ready("conv")
     with_bias = tuple(sorted([edge(conv, "stem"), edge(conv, "stem", 1)]))
-    assert Inserter(conv, ONNXRUNTIME, ranges).pairs(with_bias) == 2
+    assert Inserter(conv, ONNXRUNTIME, ranges).count_pairs(with_bias) == 2
 
 
 def test_a_quantized_output_keeps_its_name_and_float_consumers_read_past_it() -> None:
@@ -237,7 +237,7 @@ def test_openvino_computes_what_the_model_says_behind_a_concat(dialect: Dialect,
     x = g.input("x", (1, 16, 12, 12))
     x = g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1, name="join")
     g.output(g.conv(x, 16, 1, name="last"), name="y")
-    model = from_proto(g.build(), source="join", sha256="0")
+    model = load_proto(g.build(), source="join", sha256="0")
     bounds = {name: (-6.0, 6.0) for name in model.types}
     path = Inserter(model, dialect, bounds).write(
         tuple(sorted([edge(model, "last"), edge(model, "last", 1)])), tmp_path
@@ -275,7 +275,7 @@ def test_pools_whose_second_result_is_left_out_have_a_scale_each() -> None:
     proto = g.build()
     for pool in (node for node in proto.graph.node if node.op_type == "MaxPool"):
         pool.output.append("")
-    model = from_proto(proto, source="pools", sha256="0")
+    model = load_proto(proto, source="pools", sha256="0")
     ranges = {name: (-1.0, 1.0) for name in model.types} | {name: (-100.0, 100.0) for name in ("large", "pooled")}
     asked = tuple(sorted([edge(model, "concat", 0), edge(model, "concat", 1)]))
     proto = Inserter(model, TENSORRT, ranges).insert(asked)
@@ -289,7 +289,7 @@ def test_a_constant_that_no_scale_holds_leaves_the_scales_around_it_alone(none: 
     x, y = (g.input(name, (1, 4, 8)) for name in "xy")
     g.output(g.op("Concat", x, g.const(np.full((1, 4, 8), none, np.float32)), axis=1), name="hidden")
     g.output(g.op("Concat", x, y, axis=1, name="concat"), name="joined")
-    model = from_proto(g.build(), source="masked", sha256="0")
+    model = load_proto(g.build(), source="masked", sha256="0")
     asked = tuple(sorted([edge(model, "concat", 0), edge(model, "concat", 1)]))
     proto = Inserter(model, TENSORRT, {"x": (-1.0, 1.0), "y": (-2.0, 2.0), "joined": (-2.0, 2.0)}).insert(asked)
     assert grid_of(proto, "concat", 0) == grid_of(proto, "concat", 1) == (pytest.approx(2 / 127), 0)
@@ -317,7 +317,7 @@ def test_a_bias_behind_a_dead_channel_survives_int32() -> None:
     weight = np.array([1e-12, 1.0], np.float32).reshape(2, 1, 1, 1) * np.ones((2, 2, 1, 1), np.float32)
     bias = np.array([0.75, -0.5], np.float32)
     g.output(g.op("Conv", x, g.const(weight), g.const(bias), name="conv"), name="y")
-    model = from_proto(g.build(), source="dead", sha256="0")
+    model = load_proto(g.build(), source="dead", sha256="0")
     asked = tuple(sorted([edge(model, "conv"), edge(model, "conv", 1)]))
     proto = Inserter(model, ONNXRUNTIME, {"x": (-3.0, 3.0)}).insert(asked)
     got, want = run_ort(proto, model, optimize=False)[0], run_ort(model.proto, model)[0]
@@ -334,7 +334,7 @@ def test_onnx_runtime_adds_the_whole_bias_to_a_product_that_is_scaled(dialect: D
     weight, bias = np.random.default_rng(0).normal(size=(32, 16)), np.full(16, 8.0)
     parameters = [g.const(values.astype(np.float32)) for values in (weight, bias)]
     g.output(g.op("Gemm", g.input("x", (4, 32)), *parameters, alpha=alpha, name="gemm"), name="y")
-    model = from_proto(g.build(), source="scaled", sha256="0")
+    model = load_proto(g.build(), source="scaled", sha256="0")
     proto = Inserter(model, dialect, {"x": (-4.0, 4.0), "y": (-8.0, 24.0)}).insert(everything(model, dialect))
     exact = run_ort(model.proto, model)[0]
     for optimize in (False, True):
@@ -345,14 +345,14 @@ def test_candidates_are_small_and_share_their_weights(tmp_path: Path) -> None:
     g = GraphBuilder("wide", opset=19)
     x = g.op("Relu", g.linear(g.input("x", (4, 256)), 512, name="up"))
     g.output(g.linear(x, 256, name="down"), name="y")
-    model = from_proto(g.build(), source="wide", sha256="0")
+    model = load_proto(g.build(), source="wide", sha256="0")
     inserter = Inserter(model, OPENVINO, {name: (-4.0, 4.0) for name in model.types})
     half = tuple(sorted([edge(model, "up"), edge(model, "up", 1)]))
     full = everything(model, OPENVINO)
     first = inserter.write(half, tmp_path)
     written = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.weights")}
     second = inserter.write(full, tmp_path, name="second")
-    assert first.name == f"{digest_of(half)}.onnx"
+    assert first.name == f"{edges_digest(half)}.onnx"
     assert second.name == "second.onnx"
     assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.weights")} == written
     assert len(written) == 2
@@ -360,7 +360,7 @@ def test_candidates_are_small_and_share_their_weights(tmp_path: Path) -> None:
     for path, asked in ((first, half), (second, full)):
         proto = onnx.load(path)
         onnx.checker.check_model(str(path))
-        assert delivered(proto) == dict(asked)
+        assert read_qdq_edges(proto) == dict(asked)
         np.testing.assert_array_equal(run_ort(path, model)[0], run_ort(inserter.insert(asked), model)[0])
         assert np.isfinite(run_openvino(path, model)[0]).all()
 
@@ -370,10 +370,10 @@ def test_integers_that_are_multiplied_keep_no_candidate_from_being_written(tmp_p
     g = GraphBuilder("coordinates", opset=19)
     g.output(g.op("MatMul", g.input("cells", (4, 2), "int64"), g.const(np.array([[16], [1]]))), name="places")
     g.output(g.linear(g.input("x", (4, 32)), 32, name="layer"), name="y")
-    model = from_proto(g.build(), source="coordinates", sha256="0")
+    model = load_proto(g.build(), source="coordinates", sha256="0")
     asked = tuple(sorted([edge(model, "layer"), edge(model, "layer", 1)]))
     path = Inserter(model, OPENVINO, {"x": (-4.0, 4.0)}).write(asked, tmp_path)
-    assert delivered(onnx.load(path)) == dict(asked)
+    assert read_qdq_edges(onnx.load(path)) == dict(asked)
 
 
 def test_the_same_placement_gives_the_same_bytes_whatever_came_before(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_an_exported_model_stands_alone(tmp_path: Path) -> None:
     asked = everything(model, OPENVINO)
     path = Inserter(model, OPENVINO, ranges).export(asked, tmp_path / "out" / "model.onnx")
     assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]
-    assert diff(asked, onnx.load(path)) == ((), ())
+    assert diff_edges(asked, onnx.load(path)) == ((), ())
     assert load(path).outputs == model.outputs
 
 
@@ -431,7 +431,7 @@ def test_half_precision_scales_may_be_subnormal(data: float, weight: float, tmp_
     x = g.input("x", (1, 4, 32), dtype="float16")
     values = rng.uniform(-weight, weight, (32, 8)).astype(np.float16)
     g.output(g.op("MatMul", x, g.const(values), name="mm"), name="y")
-    model = from_proto(g.build(), source="small", sha256="0")
+    model = load_proto(g.build(), source="small", sha256="0")
     asked = tuple(sorted([edge(model, "mm"), edge(model, "mm", 1)]))
     path = Inserter(model, OPENVINO_7BIT, {"x": (-data, data)}).export(asked, tmp_path / "small.onnx")
     scales = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer if t.name.endswith(".scale")]
@@ -448,7 +448,7 @@ def test_half_precision_tensors_get_half_precision_scales() -> None:
     g = GraphBuilder("half", opset=19)
     x = g.input("x", (1, 8), dtype="float16")
     g.output(g.op("MatMul", x, g.const(np.ones((8, 4), np.float16)), name="mm"), name="y")
-    model = from_proto(g.build(), source="half", sha256="0")
+    model = load_proto(g.build(), source="half", sha256="0")
     proto = Inserter(model, TENSORRT, {"x": (-1.0, 1.0)}).insert(
         tuple(sorted([edge(model, "mm"), edge(model, "mm", 1)]))
     )
@@ -485,7 +485,7 @@ def test_what_stays_float_is_refused() -> None:
 
 
 def test_fp8_below_opset_19_is_refused() -> None:
-    model = from_proto(conv_net(opset=17).build(), source="old", sha256="0")
+    model = load_proto(conv_net(opset=17).build(), source="old", sha256="0")
     with pytest.raises(UserError, match="'fp8' is not among those that openvino takes at opset 17: int8"):
         Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(((edge(model, "stem")[0], "fp8"),))
 
@@ -495,7 +495,7 @@ def test_integer_tensors_are_refused() -> None:
     ids = g.input("ids", (1, 4), dtype="int64")
     table = g.const(np.ones((10, 8), np.float32))
     g.output(g.op("Gather", table, ids, name="embed"), name="y")
-    model = from_proto(g.build(), source="ids", sha256="0")
+    model = load_proto(g.build(), source="ids", sha256="0")
     with pytest.raises(UserError, match="'ids' -> input 1 of 'embed' cannot be quantized: its type is int64"):
         Inserter(model, OPENVINO, {}).insert(((Edge("ids", "embed", 1), "int8"),))
 
@@ -511,6 +511,6 @@ def test_a_missing_or_infinite_range_names_its_tensor() -> None:
 
 def test_a_model_with_inserted_pairs_is_refused() -> None:
     model, ranges = ready("conv")
-    quantized = from_proto(Inserter(model, OPENVINO, ranges).insert((edge(model, "stem"),)), source="q", sha256="0")
+    quantized = load_proto(Inserter(model, OPENVINO, ranges).insert((edge(model, "stem"),)), source="q", sha256="0")
     with pytest.raises(UserError, match=r"q: tensor 'x@qdq\.int8\.q' says that Q/DQ pairs are inserted already"):
         Inserter(quantized, OPENVINO, ranges)

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.qdq.read_edges import delivered, diff
+from harness.graph.qdq.read_edges import diff_edges, read_qdq_edges
 from search.space import Edge
 
 
@@ -37,7 +37,7 @@ def matmul(left: str, right: str) -> onnx.NodeProto:
 
 def test_chains_of_pairs_and_casts_lead_to_the_first_tensor() -> None:
     nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), helper.make_node("Cast", ["d"], ["e"], to=1)]
-    assert delivered(model([*nodes, matmul("e", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})) == {
+    assert read_qdq_edges(model([*nodes, matmul("e", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})) == {
         Edge("x", "mm", 0): "int8"
     }
 
@@ -47,22 +47,24 @@ def test_weights_are_found_stored_quantized_and_as_float_behind_a_pair() -> None
     paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], SCALE | {"w": np.eye(2, dtype=np.float32)})
     constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
     node = model([constant, dq("w", "b"), matmul("x", "b")], SCALE)
-    assert delivered(stored) == delivered(paired) == delivered(node) == {Edge("w", "mm", 1): "int8"}
+    assert read_qdq_edges(stored) == read_qdq_edges(paired) == read_qdq_edges(node) == {Edge("w", "mm", 1): "int8"}
 
 
 def test_a_missing_zero_point_means_uint8_unless_an_attribute_says_otherwise() -> None:
     plain = model([q("x", "a", "s"), dq("a", "b", "s"), matmul("b", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})
-    assert delivered(plain) == {Edge("x", "mm", 0): "int8"}
+    assert read_qdq_edges(plain) == {Edge("x", "mm", 0): "int8"}
     typed = q("x", "a", "s")
     typed.attribute.append(helper.make_attribute("output_dtype", TensorProto.FLOAT8E4M3FN))
     proto = model([typed, dq("a", "b", "s"), matmul("b", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})
-    assert delivered(proto) == {Edge("x", "mm", 0): "fp8"}
+    assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "fp8"}
 
 
 def test_int32_biases_and_plain_tensors_are_no_edges() -> None:
     bias = dq("w_quantized", "b", "s", "n")
     assert (
-        delivered(model([bias, matmul("x", "b")], SCALE | {"n": np.int32(0), "w_quantized": np.eye(2, dtype=np.int32)}))
+        read_qdq_edges(
+            model([bias, matmul("x", "b")], SCALE | {"n": np.int32(0), "w_quantized": np.eye(2, dtype=np.int32)})
+        )
         == {}
     )
 
@@ -70,19 +72,19 @@ def test_int32_biases_and_plain_tensors_are_no_edges() -> None:
 def test_an_output_behind_a_pair_is_an_edge_without_consumer() -> None:
     mm = helper.make_node("MatMul", ["x", "w"], ["raw"], name="mm")
     proto = model([mm, q("raw", "a"), dq("a", "y")], SCALE | {"w": np.eye(2, dtype=np.float32)})
-    assert delivered(proto) == {Edge("y", "", 0): "int8"}
+    assert read_qdq_edges(proto) == {Edge("y", "", 0): "int8"}
 
 
 def test_nodes_of_one_name_have_their_own_edges() -> None:
     first = helper.make_node("MatMul", ["b", "w"], ["h"], name="mm")
     nodes = [q("x", "a"), dq("a", "b"), first, q("h", "c"), dq("c", "d"), matmul("d", "w")]
     proto = model(nodes, SCALE | {"w": np.eye(2, dtype=np.float32)})
-    assert delivered(proto) == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
+    assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
 
 
 def test_diff_names_what_is_missing_and_what_is_extra() -> None:
     proto = model([q("x", "a"), dq("a", "b"), matmul("b", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})
     got, other = (Edge("x", "mm", 0), "int8"), (Edge("w", "mm", 1), "int8")
-    assert diff((got,), proto) == ((), ())
-    assert diff((other,), proto) == ((other,), (got,))
-    assert diff(((got[0], "fp8"),), proto) == (((got[0], "fp8"),), (got,))
+    assert diff_edges((got,), proto) == ((), ())
+    assert diff_edges((other,), proto) == ((other,), (got,))
+    assert diff_edges(((got[0], "fp8"),), proto) == (((got[0], "fp8"),), (got,))

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
-from harness.graph.qdq.remove_pairs import Bypass
+from harness.graph.qdq.remove_pairs import PairRemover
 
 
 def saved(nodes: list[onnx.NodeProto], shape: list[int], path: Path) -> Path:
@@ -42,8 +42,8 @@ def test_nodes_beside_constants_and_optional_outputs(tmp_path: Path) -> None:
         helper.make_node("Dropout", ["square"], ["kept", ""], name="dropout"),
         helper.make_node("Clip", ["kept", "", "scale"], ["y"], name="clip"),
     ]
-    bypass = Bypass(saved(nodes, [2, 2], tmp_path / "model.onnx"))
-    assert bypass.nodes == ("reshape",)
+    bypass = PairRemover(saved(nodes, [2, 2], tmp_path / "model.onnx"))
+    assert bypass.quantized_nodes == ("reshape",)
     read = {kept: onnx.load(bypass.write(kept, tmp_path / "v.onnx")) for kept in (frozenset(), frozenset({"reshape"}))}
     assert [model.graph.node[3].input[0] for model in read.values()] == ["x", "dq"]
 
@@ -55,10 +55,10 @@ def test_nodes_of_one_name_keep_their_own_inputs(tmp_path: Path) -> None:
         *pair("h", "second"),
         helper.make_node("Relu", ["second"], ["y"], name="relu"),
     ]
-    bypass = Bypass(saved(nodes, [4], tmp_path / "model.onnx"))
-    assert bypass.nodes == ("relu", "relu_1")
+    bypass = PairRemover(saved(nodes, [4], tmp_path / "model.onnx"))
+    assert bypass.quantized_nodes == ("relu", "relu_1")
     read = {}
-    for kept in bypass.nodes:
+    for kept in bypass.quantized_nodes:
         graph = onnx.load(bypass.write(frozenset({kept}), tmp_path / "v.onnx")).graph
         read[kept] = [node.input[0] for node in graph.node if node.op_type == "Relu"]
     assert read == {"relu": ["first", "h"], "relu_1": ["x", "second"]}

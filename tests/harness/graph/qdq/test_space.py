@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto, load
+from harness.graph.load import load, load_proto
 from harness.graph.model import Model
-from harness.graph.partition.regions import discover
+from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.rules.points import points_of
+from harness.graph.rules.points import find_points
 from harness.zoo import transformer
 from search.space import Edge, Space
 
@@ -32,7 +32,7 @@ node = st.sampled_from(sorted(ARITY)).flatmap(
 
 def encoder(layers: int) -> Model:
     g = transformer.encoder(layers, width=8, heads=2, tokens=4)
-    return from_proto(g.build(), source=g.name, sha256="0")
+    return load_proto(g.build(), source=g.name, sha256="0")
 
 
 def residuals(count: int) -> Model:
@@ -41,7 +41,7 @@ def residuals(count: int) -> Model:
     for _ in range(count):
         x = g.op("Relu", g.op("Add", g.conv(g.op("Relu", g.conv(x, 8, 3)), 8, 3), x))
     g.output(g.gemm(g.op("Flatten", g.op("GlobalAveragePool", x)), 10), name="logits")
-    return from_proto(g.build(), source="residuals", sha256="0")
+    return load_proto(g.build(), source="residuals", sha256="0")
 
 
 def edges_of(space: Space) -> set[Edge]:
@@ -54,7 +54,7 @@ def test_node_inputs_partition_the_legal_edges(
     make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], dialect: Dialect
 ) -> None:
     model = make_model(spec)
-    legal = [edge for points in points_of(model, dialect) for point in points for edge in point.edges]
+    legal = [edge for points in find_points(model, dialect) for point in points for edge in point.edges]
     for sharing in ("pattern", "region"):
         space = build_space(model, dialect, sharing=sharing, kinds=("node_input",))
         acted = [edge for dimension in space.dimensions for edge in dimension.edges]
@@ -66,7 +66,7 @@ def test_node_inputs_partition_the_legal_edges(
 
 def meaning(model: Model, size: int = 2) -> list[tuple[object, ...]]:
     """Every dimension by name with what it acts on, said without names of the file."""
-    root = discover(model, maximum_sequence_region_size=size, minimum_topdown_search_size=size)
+    root = discover_regions(model, maximum_sequence_region_size=size, minimum_topdown_search_size=size)
     op = {node.name: node.op for node in model.nodes}
     return sorted(
         (d.name, d.role, d.choices, sorted((op.get(edge.consumer, ""), edge.slot) for edge in d.edges))
@@ -95,7 +95,7 @@ def gates(first: str) -> Model:
             y = g.linear(y, 8)
         x = g.op("Add", y, x)
     g.output(x)
-    return from_proto(g.build(), source="gates", sha256="0")
+    return load_proto(g.build(), source="gates", sha256="0")
 
 
 def test_inputs_of_a_child_are_counted_as_its_pattern_has_them_and_not_as_the_file() -> None:
@@ -112,8 +112,8 @@ def test_sharing() -> None:
     assert len({d.group for d in blocks}) == 1
     assert len([d for d in apart.dimensions if d.role == "linear"]) == 1 + 2 * 3 + 1
     assert edges_of(shared) == edges_of(apart)
-    assert shared.digest(shared.everywhere()) == apart.digest(apart.everywhere())
-    assert len(apart.groups) == len(list(discover(model).leaves()))
+    assert shared.digest(shared.quantize_all()) == apart.digest(apart.quantize_all())
+    assert len(apart.groups) == len(list(discover_regions(model).iter_leaves()))
 
 
 def test_names_groups_and_order() -> None:
@@ -170,7 +170,7 @@ def test_an_output_that_a_subgraph_reads_stays_float_at_the_end_of_the_model() -
         branches.append(inner.graph())
     flag = g.input("flag", (), "bool")
     g.output(g.op("If", flag, then_branch=branches[0], else_branch=branches[1], outputs=["y"])[0], (1, 4))
-    model = from_proto(g.build(), source="captured", sha256="0")
+    model = load_proto(g.build(), source="captured", sha256="0")
     assert "shared" in model.captured
     assert Edge("shared", "", 0) not in edges_of(build_space(model, ONNXRUNTIME))
 
@@ -187,7 +187,7 @@ def test_precisions_of_a_point_are_the_legal_ones() -> None:
     g = GraphBuilder("grouped")
     x = g.conv(g.input("x", (1, 8, 4, 4)), 8, 3, groups=8)
     g.output(g.conv(x, 8, 1))
-    model = from_proto(g.build(), source="grouped", sha256="0")
+    model = load_proto(g.build(), source="grouped", sha256="0")
     space = build_space(model, TENSORRT, precisions=("fp8", "int8"))
     assert [d.choices for d in space.dimensions] == [("float", "int8"), ("float", "fp8", "int8")]
     assert len(build_space(model, TENSORRT, precisions=("fp8",))) == 1
@@ -197,13 +197,13 @@ def test_precisions_of_a_point_are_the_legal_ones() -> None:
 def test_a_model_without_points_has_an_empty_space() -> None:
     g = GraphBuilder("integers")
     g.output(g.op("Neg", g.input("x", (4,), "int64")))
-    model = from_proto(g.build(), source="integers", sha256="0")
+    model = load_proto(g.build(), source="integers", sha256="0")
     assert len(build_space(model, OPENVINO)) == 0
 
 
 def test_regions_of_ones_own() -> None:
     model = residuals(3)
-    root = discover(model, maximum_sequence_region_size=1, minimum_topdown_search_size=1)
+    root = discover_regions(model, maximum_sequence_region_size=1, minimum_topdown_search_size=1)
     space = build_space(model, OPENVINO, root=root)
     assert edges_of(space) == edges_of(build_space(model, OPENVINO))
     assert len(space) < len(build_space(model, OPENVINO))

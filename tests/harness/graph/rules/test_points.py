@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, Dialect
-from harness.graph.rules.placement_rules import RULES, broken_rule
-from harness.graph.rules.points import Point, points_of, refusals, why_none
+from harness.graph.rules.placement_rules import PLACEMENT_RULES, first_violated_rule
+from harness.graph.rules.points import QuantizationPoint, explain_no_points, find_points, float_inputs_with_rule
 from search.space import Edge
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
@@ -28,7 +28,7 @@ def start(shape: tuple[int, ...] = (1, 8, 4, 4), dtype: str = "float") -> tuple[
 def finish(g: GraphBuilder, *outputs: str) -> Model:
     for output in outputs:
         g.output(output)
-    return from_proto(g.build(), source="m", sha256="0")
+    return load_proto(g.build(), source="m", sha256="0")
 
 
 def only(model: Model, op: str, number: int = 0) -> Node:
@@ -36,12 +36,12 @@ def only(model: Model, op: str, number: int = 0) -> Node:
 
 
 def rule(model: Model, dialect: Dialect, op: str, slot: int = 0, *, number: int = 0, precision: str = "int8") -> str:
-    broken = broken_rule(model, dialect, only(model, op, number), slot, precision)
+    broken = first_violated_rule(model, dialect, only(model, op, number), slot, precision)
     return broken.name if broken else "legal"
 
 
-def found(model: Model, dialect: Dialect, op: str, number: int = 0) -> tuple[Point, ...]:
-    return points_of(model, dialect, sorted(dialect.precisions, reverse=True))[only(model, op, number).index]
+def found(model: Model, dialect: Dialect, op: str, number: int = 0) -> tuple[QuantizationPoint, ...]:
+    return find_points(model, dialect, sorted(dialect.precisions, reverse=True))[only(model, op, number).index]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
@@ -114,7 +114,7 @@ def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, capl
     weight = g.const(np.ones((8, 4), np.float16))
     model = finish(g, g.op("Gemm", g.op("Relu", x), weight, g.const(np.ones(4, np.float16))))
     assert rule(model, dialect, "Gemm") == "float16"
-    assert {broken.name for _, broken in refusals(model, dialect)} == {"float16", "together", "bias"}
+    assert {broken.name for _, broken in float_inputs_with_rule(model, dialect)} == {"float16", "together", "bias"}
     assert not len(build_space(model, dialect))
     assert f"m: its tensors in float16 stay as they are in dialect {dialect.name}; to quantize" in caplog.text
     assert rule(model, OPENVINO, "Gemm") == "legal"
@@ -130,19 +130,19 @@ def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, capl
 def test_a_model_without_points_is_told_why_and_what_helps(dtype: str, dialect: Dialect, says: str) -> None:
     g, x = start((4, 8), dtype)
     model = finish(g, g.op("MatMul", x, g.const(np.ones((8, 4), {"float16": np.float16, "double": np.float64}[dtype]))))
-    text = why_none(model, dialect)
+    text = explain_no_points(model, dialect)
     assert text.startswith(f"m: no insertion point that dialect '{dialect.name}' allows at int8: {says}")
     assert f"its tensors are in {dtype}: export the model in float32, or take a backend of another dialect" in text
 
 
 def test_a_model_without_floating_point_is_told_where_each_rule_stands() -> None:
     g, x = start((4, 4), "int64")
-    text = why_none(finish(g, g.op("Neg", x)), OPENVINO)
+    text = explain_no_points(finish(g, g.op("Neg", x)), OPENVINO)
     assert "rule 'operator' keeps them float (The dialect offers no point at this operator)" in text
     assert text.endswith("; see 'qdq regions m --dialect openvino --verbose' for the rule of each input")
     g, x = start((4, 4))
     empty = replace(finish(g, g.op("Relu", x)), nodes=())
-    assert why_none(empty, OPENVINO).endswith("at int8: it has no operator that reads a tensor")
+    assert explain_no_points(empty, OPENVINO).endswith("at int8: it has no operator that reads a tensor")
 
 
 def test_unknown_types_stay_float() -> None:
@@ -261,7 +261,7 @@ def test_opaque_nodes_stay_float() -> None:
     other.output(other.op("Relu", x, outputs=["q"])[0], (1, 4))
     g.op("If", g.input("flag", (), "bool"), then_branch=inner.graph(), else_branch=other.graph(), outputs=["y"])
     g.output(g.op("Relu", "y"), (1, 4))
-    model = from_proto(g.build(), source="m", sha256="0")
+    model = load_proto(g.build(), source="m", sha256="0")
     assert rule(model, OPENVINO, "If") == "opaque"
     assert found(model, OPENVINO, "If") == ()
 
@@ -375,7 +375,7 @@ def test_roles(op: str, role: str) -> None:
 
 
 def test_rules_have_distinct_names_and_a_sentence_and_a_row_in_the_docs() -> None:
-    assert len({r.name for r in RULES}) == len(RULES)
-    assert all(r.text.endswith(".") for r in RULES)
+    assert len({r.name for r in PLACEMENT_RULES}) == len(PLACEMENT_RULES)
+    assert all(r.text.endswith(".") for r in PLACEMENT_RULES)
     page = (Path(__file__).resolve().parents[4] / "docs/reference/regions.md").read_text(encoding="utf-8")
-    assert [r.name for r in RULES if f"\n| `{r.name}` |" not in page] == []
+    assert [r.name for r in PLACEMENT_RULES if f"\n| `{r.name}` |" not in page] == []

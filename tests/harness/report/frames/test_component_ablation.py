@@ -10,7 +10,7 @@ from harness.report.frames.searcher_statistics import pair_frame
 from harness.report.load.results import load
 from harness.report.render import write_tables
 from harness.report.statistics import geometric_mean
-from harness.report.trace import trace
+from harness.report.trace import trace_cell
 from harness.statistics import Interval, block_ci
 
 SEARCHERS = "auto, {use: auto, label: bare, params: {rules: 0}}, {use: surrogate, label: model_alone}"
@@ -116,10 +116,10 @@ def test_the_table_names_budget_and_cell_and_says_what_few_seeds_can_tell(cells,
 
 def test_a_line_is_traced_to_its_cell_and_budget_and_a_mean_to_all_cells(cells):
     results = cells(2)
-    one = trace(results, "2:ratio", "ablation")
+    one = trace_cell(results, "2:ratio", "ablation")
     assert "net-0-int8, bare, seed 0 at 10 evaluations: bb" in "\n".join(one.lines)
     assert not any("net-1-int8" in line or "at 25" in line for line in one.lines)
-    mean = "\n".join(trace(results, "1:ratio", "ablation").lines)
+    mean = "\n".join(trace_cell(results, "1:ratio", "ablation").lines)
     assert "net-0-int8, bare, seed 0 at 10" in mean
     assert "net-1-int8, bare, seed 0 at 10" in mean
 

@@ -8,13 +8,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from harness.cli.common import tidy
+from harness.cli.common import short_path
 from harness.cli.main import app
 from harness.errors import UserError
-from harness.report.frames.folder_comparison import compare_frame, differences
+from harness.report.frames.folder_comparison import compare_frame, describe_differences
 from harness.report.load.results import load
-from harness.report.tables.table_layouts import tables_of
-from harness.report.trace import trace
+from harness.report.tables.table_layouts import build_tables
+from harness.report.trace import trace_cell
 
 CELL = "net-openvino-int8"
 
@@ -61,7 +61,9 @@ def test_the_interval_covers_the_scatter_of_builds(folder, other):
 
 
 def test_what_differs_is_named(folder, other):
-    assert list(differences(load(folder), load(other))) == ["environment.packages.openvino: '2026.3' -> '2026.4'"]
+    assert list(describe_differences(load(folder), load(other))) == [
+        "environment.packages.openvino: '2026.3' -> '2026.4'"
+    ]
     text = CliRunner().invoke(app, ["compare", str(folder), str(other)]).stdout
     assert "environment.packages.openvino: '2026.3' -> '2026.4'" in text
     assert "| 2.00 [2.00, 2.00]" in text
@@ -76,7 +78,7 @@ def test_keys_of_the_experiment_that_differ_are_named_entry_by_entry(folder, oth
     document["confirmation"]["builds"] = 9
     document["description"] = "other words"
     path.write_text(yaml.safe_dump(document))
-    lines = list(differences(load(folder), load(other)))[1:]
+    lines = list(describe_differences(load(folder), load(other)))[1:]
     assert lines[0] == "experiment.confirmation.builds: 3 -> 9"
     assert lines[1].startswith("experiment.searchers.tpe: {")
     assert lines[1].endswith(" -> None")
@@ -88,7 +90,7 @@ def test_a_busier_machine_is_a_likely_cause(folder, other, one, two, said):
     for path, load_average in ((folder, one), (other, two)):
         facts = {"load_average": [load_average, 0.5, 0.5]}
         (path / CELL / "env.json").write_text(json.dumps(facts))
-    lines = list(differences(load(folder), load(other)))
+    lines = list(describe_differences(load(folder), load(other)))
     expected = (
         f"environment.load_average: {one:g} -> {two:g}: {abs(two - one):.1f} more busy cores when the {said} began"
     )
@@ -112,14 +114,14 @@ def test_a_side_on_which_something_else_worked_is_said_with_the_table(folder, ot
 
 def test_cells_of_one_folder_alone_are_named_and_none_in_common_is_an_error(folder, other, cell_maker):
     cell_maker(folder, "net-openvino-fp8", precision="fp8")
-    assert f"only in {folder}: net-openvino-fp8" in list(differences(load(folder), load(other)))
+    assert f"only in {folder}: net-openvino-fp8" in list(describe_differences(load(folder), load(other)))
     (other / CELL).rename(other / "mine-openvino-int8")
     with pytest.raises(UserError, match=r"no cell in common \(cells: net-openvino-int8, net.*; mine-openvino-int8\)"):
         compare_frame(load(folder), load(other))
 
 
 def test_a_latency_is_traced_to_lines_of_the_confirmation(folder):
-    found = trace(load(folder), "random:lat")
+    found = trace_cell(load(folder), "random:lat")
     assert (found.column, found.shown) == ("latency ms [CI]", "4.000 [4.000, 4.000]")
     path = folder / CELL / "confirm.jsonl"
     assert found.lines[0].startswith(str(path))
@@ -147,7 +149,7 @@ def test_a_latency_is_traced_to_lines_of_the_confirmation(folder):
     ],
 )
 def test_every_column_has_a_source(folder, address, expected):
-    assert any(expected in line for line in trace(load(folder), address).lines)
+    assert any(expected in line for line in trace_cell(load(folder), address).lines)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_every_column_has_a_source(folder, address, expected):
 )
 def test_an_address_that_names_nothing_is_explained(folder, address, message):
     with pytest.raises(UserError, match=message):
-        trace(load(folder), address)
+        trace_cell(load(folder), address)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +185,14 @@ def test_an_address_that_names_nothing_is_explained(folder, address, message):
     ],
 )
 def test_other_tables_are_traced_too(folder, table, address, expected):
-    assert any(expected in line for line in trace(load(folder), address, table).lines)
+    assert any(expected in line for line in trace_cell(load(folder), address, table).lines)
 
 
 def test_every_column_of_every_table_has_a_source(folder):
     results = load(folder)
-    for table in tables_of(results):
+    for table in build_tables(results):
         for head in table.cells.columns:
-            found = trace(results, f"1:{head}", table.name)
+            found = trace_cell(results, f"1:{head}", table.name)
             assert found.lines, f"{table.name}: {head}"
             assert found.shown == str(table.cells[head].iloc[0])
 
@@ -202,29 +204,29 @@ def test_the_readings_add_up_to_the_cell(folder):
         if line["kind"] == "block" and line["row"] == "aa":
             line["samples_ms"] = [ms * 2 ** line["build"] for ms in line["samples_ms"]]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    latency, speedup = (trace(load(folder), f"random:{column}") for column in ("latency", "speedup"))
+    latency, speedup = (trace_cell(load(folder), f"random:{column}") for column in ("latency", "speedup"))
     assert latency.lines[-1] == "geometric mean of the median turns of 3 builds (4, 8, 16): 8 ms"
     assert latency.shown.startswith("8.000 [")
     assert speedup.lines[-1] == "geometric mean of the median ratios of 3 builds (2, 1, 0.5): 1"
     assert speedup.shown.startswith("1.00 [")
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if line.get("build", 0) == 0))
-    single = trace(load(folder), "random:latency")
+    single = trace_cell(load(folder), "random:latency")
     assert single.lines[-1] == "geometric mean of the turns of the one build (4, 4): 4 ms"
 
 
 def test_a_table_that_is_not_there_is_named(folder):
     with pytest.raises(UserError, match="no table 'budgets'; did you mean 'budget'"):
-        trace(load(folder), "1:latency", "budgets")
+        trace_cell(load(folder), "1:latency", "budgets")
 
 
 def test_the_command_prints_the_cell_and_its_source(folder):
     text = CliRunner().invoke(app, ["trace", str(folder), "random:speedup"]).stdout
-    place = tidy(folder / CELL / "confirm.jsonl")
+    place = short_path(folder / CELL / "confirm.jsonl")
     assert text.startswith(f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]\n{place}")
 
 
 def test_what_has_not_begun_has_no_source(folder):
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("models:\n", "models:\n- use: new.onnx\n"))
-    assert trace(load(folder), "new-openvino-int8/tpe:latency").lines == ("the cell has not begun",)
+    assert trace_cell(load(folder), "new-openvino-int8/tpe:latency").lines == ("the cell has not begun",)
     assert pd.isna(compare_frame(load(folder), load(folder)).set_index("method").loc["tpe", "ratio"])

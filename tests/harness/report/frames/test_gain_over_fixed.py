@@ -9,10 +9,10 @@ import pytest
 
 import harness.report
 from harness.report.load.results import load
-from harness.report.page.index_page import index
+from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
-from harness.report.tables.table_layouts import tables_of
-from harness.report.trace import trace
+from harness.report.tables.table_layouts import build_tables
+from harness.report.trace import trace_cell
 from harness.results_dir.io import write_json
 from harness.search_loop.objective import Goal
 
@@ -119,7 +119,7 @@ def test_a_fixed_row_beyond_the_bound_is_not_the_best_and_a_choice_beyond_it_is_
 def test_without_fixed_rows_or_searchers_there_is_no_table(tmp_path, choices_maker, fixed, choices):
     choices_maker(CELL, fixed, choices, {"all": 5.0, "bb": 4.0, "aa": 2.0}, goal=FREE)
     assert lines_of(tmp_path).empty, "what was brought over from another cell is no fixed row"
-    assert "fixed" not in {table.name for table in tables_of(load(tmp_path))}
+    assert "fixed" not in {table.name for table in build_tables(load(tmp_path))}
 
 
 def test_two_baselines_of_one_placement_are_named_together(tmp_path, choices_maker):
@@ -179,7 +179,7 @@ def test_over_several_cells_stands_their_geometric_mean_with_an_interval_from_th
     assert mean["10 evaluations"].endswith("] of 3"), "no verdict without a floor"
     frame = harness.report.load(tmp_path).fixed
     assert frame[frame["cell"].isna()]["ratio"].tolist() == pytest.approx([(2.0 * 1.0 * 0.8) ** (1 / 3)])
-    sources = trace(load(tmp_path), "geometric mean/auto:10", "fixed").lines
+    sources = trace_cell(load(tmp_path), "geometric mean/auto:10", "fixed").lines
     assert f"{third}, auto, seed 0 at 10 evaluations: all" in sources
 
 
@@ -188,10 +188,10 @@ def test_it_is_on_the_page_in_every_markup_and_can_be_traced(tmp_path, choices_m
     write_json(cell / "floor.json", {"floor": 0.337})
     results = load(tmp_path)
     tables = write_tables(results, tmp_path / "report")
-    assert "What a search adds to the best fixed row" in index(results, tables, {})
+    assert "What a search adds to the best fixed row" in render_index(results, tables, {})
     assert all((tmp_path / "report" / f"fixed.{kind}").exists() for kind in ("md", "csv", "tex"))
     assert text_of(tmp_path).partition("\n\n")[2].startswith(f"Noisy machine, {CELL}: the A/A floor is 33.7%")
-    lines = trace(results, "auto:10 evaluations", "fixed").lines
+    lines = trace_cell(results, "auto:10 evaluations", "fixed").lines
     assert f"{CELL}, auto, seed 0 at 10 evaluations: aa" in lines
     assert f"{CELL}, the best fixed row: bb" in lines
     assert sum(line.startswith("geometric mean of the median ratios") for line in lines) == 2

@@ -10,17 +10,17 @@ import pytest
 
 from harness.api import Layer
 from harness.records import Measured, Proposal, TrialResult
-from harness.report.frames.budget_frames import early_ends
+from harness.report.frames.budget_frames import early_end_notes
 from harness.report.frames.component_ablation import ablation_frame
-from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.hypervolume import hypervolume_frame
 from harness.report.frames.layer_waterfall import waterfall_frame
-from harness.report.frames.searcher_statistics import pair_frame, ranks, score_frame
-from harness.report.frames.transfer import likeness_frame, transfer_frame
+from harness.report.frames.searcher_statistics import pair_frame, rank_searchers, score_frame
+from harness.report.frames.transfer import similarity_frame, transfer_frame
 from harness.report.load.results import load
-from harness.report.page.graph_snapshots import graph_of
-from harness.report.plots.plot_files import draw
+from harness.report.page.graph_snapshots import load_task_graph
+from harness.report.plots.plot_files import draw_plots
 from harness.report.render import render, write_tables
-from harness.report.tables.table_layouts import tables_of
+from harness.report.tables.table_layouts import build_tables
 from harness.results_dir.artifacts import Choice
 from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
@@ -122,13 +122,13 @@ def test_a_table_that_has_no_row_any_more_goes_and_nothing_else(study):
 
 def test_a_search_that_ended_early_is_named_though_it_did_not_say_why(study):
     """Those of before ends were noted."""
-    assert early_ends(load(study)) == []
+    assert early_end_notes(load(study)) == []
     path = study / "net-one-int8" / "runs" / "tpe-1.jsonl"
     path.unlink()
     write_search(path, [8.0, 4.0])
-    assert early_ends(load(study)) == ["net-one-int8: tpe-1 ended at 2 of 3."]
+    assert early_end_notes(load(study)) == ["net-one-int8: tpe-1 ended at 2 of 3."]
     (study / "net-one-int8" / "rows.json").unlink()
-    assert early_ends(load(study)) == [], "it goes on, or was interrupted"
+    assert early_end_notes(load(study)) == [], "it goes on, or was interrupted"
 
 
 @pytest.mark.parametrize("name", ["main", "overview", "budget", "fixed", "targets", "pairs", "ablation"])
@@ -145,7 +145,7 @@ def test_pairs_and_ranks_go_over_cells(study):
     assert pairs.loc[("random", "tpe"), "blocks"] == 2
     assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(np.sqrt(4 / 6 * 2 / 4.5))
     assert pairs.loc[("random", "tpe"), "chance"] == 0.0
-    found = ranks(load(study))
+    found = rank_searchers(load(study))
     assert list(found.mean) == ["tpe", "bare", "random"]
     assert found.blocks == 2
 
@@ -169,7 +169,7 @@ def test_figures_of_a_backend_with_a_note_are_in_no_mean_with_others(study):
     assert pairs.loc[("random", "tpe"), "blocks"] == 1
     assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(4 / 6)
     assert ablation_frame(results)["cells"].tolist() == [1]
-    for table in tables_of(results):
+    for table in build_tables(results):
         assert table.note.splitlines().count(f"tensorrt_rtx: {note}.") == 1, table.name
 
 
@@ -179,7 +179,7 @@ def test_placements_are_followed_to_the_other_backend(study):
     assert found.loc[("one", "two"), "speedup"] == pytest.approx(4.0)
     assert found.loc[("two", "one"), "speedup"] == pytest.approx(2.0)
     assert set(found["row"]) == {"aa"}
-    alike = likeness_frame(load(study))
+    alike = similarity_frame(load(study))
     assert alike["rows"].item() == 4
     assert alike["spearman"].item() == pytest.approx(1.0)
 
@@ -190,10 +190,10 @@ def test_ranks_go_over_placements_and_not_over_what_a_tool_makes_of_each_runtime
     body = json.loads(path.read_text())
     changed = [row if row["id"] == "all" else {**row, "sha256": f"{row['sha256']} in 7 bits"} for row in body["rows"]]
     write_json(path, {**body, "rows": changed})
-    assert likeness_frame(load(study))["rows"].item() == 4, "a placement is one whatever its files are"
+    assert similarity_frame(load(study))["rows"].item() == 4, "a placement is one whatever its files are"
     changed = [{**row, "sha256": "of another tool's file"} if row["id"] == "all" else row for row in body["rows"]]
     write_json(path, {**body, "rows": changed})
-    assert likeness_frame(load(study)).empty, "three that both have are too few"
+    assert similarity_frame(load(study)).empty, "three that both have are too few"
 
 
 def test_what_a_tool_made_for_one_runtime_is_not_found_on_another(study):
@@ -236,7 +236,7 @@ def test_a_placement_that_was_brought_over_by_name_is_found(study):
 
 
 def test_the_front_grows_and_stays_a_share_of_its_box(study):
-    found = volume_frame(load(study).cells)
+    found = hypervolume_frame(load(study).cells)
     part = found[(found["cell"] == "net-one-int8") & (found["searcher"] == "random") & (found["seed"] == 0)]
     assert part["volume"].is_monotonic_increasing
     assert part["volume"].tolist() == pytest.approx([0.0, 1 / 8 * 2 / 3, 1 / 8 * 2 / 3 + 1 / 8 * 1 / 3, 1 / 8])
@@ -252,7 +252,7 @@ def test_every_table_and_picture_of_a_study_is_written(study):
     transfer = (study / "report" / "transfer.md").read_text()
     assert "run on two" in transfer
     assert "rank correlation of latencies on one and two: +1.00 over 4 placements" in transfer
-    pictures = draw(load(study), study / "report")
+    pictures = draw_plots(load(study), study / "report")
     names = [picture.path.name for picture in pictures]
     assert names == ["overview.svg", "overview-2.svg", "ranks.svg", "transfer-net-int8.svg"]
     assert pictures[2].title == (
@@ -279,7 +279,7 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
 def test_a_damaged_graph_costs_the_graph_alone(folder, text):
     (folder / CELL / "graph.json").write_text(text)
-    assert graph_of(load(folder).cells[0]) is None
+    assert load_task_graph(load(folder).cells[0]) is None
 
 
 def layer(name, time_ms, *origin, kind="Convolution"):

@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 
 import harness.report
-from harness.report.frames.speedup_overview import MEAN
+from harness.report.frames.speedup_overview import MEAN_LABEL
 from harness.report.load.results import load
 from harness.report.plots import study_plots
-from harness.report.plots.plot_files import draw
-from harness.report.plots.study_plots import speedups
+from harness.report.plots.plot_files import draw_plots
+from harness.report.plots.study_plots import draw_speedups
 from harness.report.render import write_tables
-from harness.report.trace import trace
+from harness.report.trace import trace_cell
 from harness.results_dir.io import write_json
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN
@@ -71,8 +71,8 @@ def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
 
 def test_the_picture_shows_every_model_and_method(models, monkeypatch):
     keys = []
-    monkeypatch.setattr(study_plots, "key", lambda axes: keys.append(axes))
-    (picture,) = [each for each in draw(load(models), models / "report") if each.path.stem == "overview"]
+    monkeypatch.setattr(study_plots, "add_legend", lambda axes: keys.append(axes))
+    (picture,) = [each for each in draw_plots(load(models), models / "report") if each.path.stem == "overview"]
     assert picture.title.startswith("Speedups at a glance, int8, ")
     assert picture.path.with_suffix(".png").exists()
     axes = next(axes for axes in keys if "float baseline, log scale" in axes.get_xlabel())
@@ -89,10 +89,10 @@ def test_no_mean_and_no_picture_goes_over_two_backends_of_a_machine(tmp_path, ce
             cell = cell_maker(tmp_path, f"{model}-{label}-int8", model=model)
             confirmation_maker(cell, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
     frame = harness.report.load(tmp_path).overview
-    means = frame[(frame["model"] == MEAN) & (frame["column"] == "all")].set_index("device")["speedup"]
+    means = frame[(frame["model"] == MEAN_LABEL) & (frame["column"] == "all")].set_index("device")["speedup"]
     devices = ["one on A CPU, 2 threads", "two on A CPU, 2 threads"]
     assert means.to_dict() == pytest.approx(dict(zip(devices, (4.0, 2.0), strict=True)))
-    titles = [picture.title for picture in draw(load(tmp_path), tmp_path / "report") if not picture.cell]
+    titles = [picture.title for picture in draw_plots(load(tmp_path), tmp_path / "report") if not picture.cell]
     assert [title for title in titles if "glance" in title] == [
         f"Speedups at a glance, int8, {device}" for device in devices
     ]
@@ -104,22 +104,22 @@ def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
         {"cell": str(n), "model": "m", "column": "all", "speedup": 1.5, "speedup_low": low, "speedup_high": high}
         for n, (low, high) in enumerate(limits)
     ]
-    speedups(pd.DataFrame(lines).assign(beyond=False), "t", tmp_path / "picture")
+    draw_speedups(pd.DataFrame(lines).assign(beyond=False), "t", tmp_path / "picture")
     assert (tmp_path / "picture.svg").exists()
     nothing = pd.DataFrame(lines).assign(speedup=None, speedup_low=None, speedup_high=None, beyond=False)
-    speedups(nothing, "nothing is confirmed yet", tmp_path / "empty")
+    draw_speedups(nothing, "nothing is confirmed yet", tmp_path / "empty")
     assert (tmp_path / "empty.svg").exists()
 
 
 def test_its_figures_can_be_traced(models):
     results = load(models)
-    one = trace(results, "other:all", "overview")
+    one = trace_cell(results, "other:all", "overview")
     assert one.shown == "2.00 [2.00, 2.00] beyond"
     assert len(one.sources) == 1
-    seeds = trace(results, "other:random", "overview")
+    seeds = trace_cell(results, "other:random", "overview")
     assert f"{OTHER}, random, seed 0 at 3 evaluations: aa" in seeds.lines
     assert f"{OTHER}, random, seed 1 at 3 evaluations: bb" in seeds.lines
-    both = trace(results, "geometric mean:all", "overview")
+    both = trace_cell(results, "geometric mean:all", "overview")
     assert [CELL in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
 
 

@@ -13,7 +13,7 @@ from harness.report.frames.budget_frames import cost_frame, curve_frame, ratio_o
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.load.search_logs import read_search
-from harness.report.tables.table_layouts import tables_of
+from harness.report.tables.table_layouts import build_tables
 from harness.results_dir.journal import RETRY_ORIGIN, Journal
 from harness.search_loop.objective import Goal
 from harness.statistics import Interval
@@ -91,7 +91,7 @@ def test_letting_go_of_engines_counts_with_their_builds_and_not_as_overhead(fold
 
 def test_the_searchers_own_work_is_told_from_the_harness(folder):
     """Its time over duplicates is in it, which are no evaluations."""
-    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
     assert "search" not in table.cells, "a run of a version that did not record it"
     with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
         journal.append(Proposal(number=0, choices=(0,), digest="0", origin="searcher", searcher_s=0.25))
@@ -101,7 +101,7 @@ def test_the_searchers_own_work_is_told_from_the_harness(folder):
         journal.append(TrialResult(number=2, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=10.0))
     cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
     assert (cost["evaluations"], cost["harness_s"], cost["search_s"]) == (2, 4.0, 1.0)
-    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
     shown = table.cells.set_index("searcher")
     assert shown.loc["tpe", ["harness", "search"]].tolist() == ["40.0%", "10.0%"]
     assert shown.loc["random", "search"] == "-"
@@ -116,7 +116,7 @@ def test_builds_that_were_recorded_elsewhere_take_no_share_of_the_time(folder):
     cost = cost_frame(load(folder))
     assert cost["build_s"].isna().all()
     assert cost["harness_s"].tolist() == pytest.approx((plain["harness_s"] + plain["build_s"]).tolist())
-    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
     assert table.cells["build"].tolist() == ["-"]
     assert table.cells["sampling"].item() != "-"
     assert table.note.splitlines()[0].endswith("A dash: builds that are replayed took their time elsewhere.")

@@ -9,21 +9,21 @@ from typer.testing import CliRunner
 from harness.cli.main import app
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import from_proto
+from harness.graph.load import load_proto
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import RegionType, discover
+from harness.graph.partition.regions import RegionType, discover_regions
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-from harness.report.page.graph_layout import marks_of, picture_page, scene_of
+from harness.report.page.graph_layout import build_scene, edge_marks, render_graph_page
 from harness.zoo.transformer import encoder
 
 
 def scene(builder: GraphBuilder):
-    model = from_proto(builder.build(), source="m", sha256="0")
-    root = discover(model)
+    model = load_proto(builder.build(), source="m", sha256="0")
+    root = discover_regions(model)
     patterns = find_patterns(model, root)
     space = build_space(model, OPENVINO, root=root)
-    return model, root, patterns, space, scene_of(model, root, patterns, space.dimensions)
+    return model, root, patterns, space, build_scene(model, root, patterns, space.dimensions)
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +78,17 @@ def test_every_leaf_has_a_colour_of_its_pattern_and_its_points(made):
 def test_quantized_edges_are_found_by_node_and_slot(made):
     model, _, _, space, picture = made
     edges = dict(space.resolve(space.everywhere()))
-    marks = marks_of(model, edges)
+    marks = edge_marks(model, edges)
     assert len(marks) == len(edges)
     assert all(slot < picture["nodes"][node][5] and precision == "int8" for node, slot, precision in marks)
-    assert marks_of(model, {}) == []
+    assert edge_marks(model, {}) == []
 
 
 def test_a_hostile_name_stays_text():
     g = GraphBuilder("m")
     name = "</script><script>alert(1)</script>"
     g.output(g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 4, 3, name=name), name=name))
-    text = picture_page(scene(g)[-1], "<script>.onnx & <b>")
+    text = render_graph_page(scene(g)[-1], "<script>.onnx & <b>")
     assert "<script>alert" not in text
     assert "<title>&lt;script&gt;.onnx &amp; &lt;b&gt;: regions</title>" in text
     data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
@@ -144,7 +144,7 @@ def test_the_command_prints_phases_hierarchy_coverage_and_sizes(net):
 
 def test_a_click_tells_the_pattern_and_its_points(browser, tmp_path, made):
     page = tmp_path / "regions.html"
-    page.write_text(picture_page(made[-1], "six layers"))
+    page.write_text(render_graph_page(made[-1], "six layers"))
     browser.open(page)
     assert "Click a region" in browser.run("document.getElementById('facts').textContent")
     box = browser.run(

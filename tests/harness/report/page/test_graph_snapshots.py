@@ -6,13 +6,13 @@ import logging
 import pytest
 
 from harness.report.load.results import load
-from harness.report.page.graph_snapshots import graph_of
+from harness.report.page.graph_snapshots import load_task_graph
 
 CELL = "net-openvino-int8"
 
 
 def points(folder) -> int:
-    scene = graph_of(load(folder).cells[0])["scene"]
+    scene = load_task_graph(load(folder).cells[0])["scene"]
     return sum(len(pattern["points"]) for pattern in scene["patterns"])
 
 

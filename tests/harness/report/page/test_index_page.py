@@ -7,11 +7,11 @@ import shutil
 import pytest
 
 from harness.report import render
-from harness.report.load.attribution_store import Effect, Explanation, write_explanation
+from harness.report.load.attribution_store import AttributionReport, PartEffect, write_attribution
 from harness.report.load.results import load
-from harness.report.page.graph_snapshots import graph_of
-from harness.report.page.index_page import index
-from harness.report.tables.table_layouts import tables_of
+from harness.report.page.graph_snapshots import load_task_graph
+from harness.report.page.index_page import render_index
+from harness.report.tables.table_layouts import build_tables
 from harness.statistics import Interval
 
 CELL = "net-openvino-int8"
@@ -22,8 +22,8 @@ def page_of(folder):
     """Write the page alone."""
     results = load(folder)
     path = folder / "index.html"
-    graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
-    path.write_text(index(results, list(tables_of(results)), graphs), encoding="utf-8")
+    graphs = {cell.name: graph for cell in results.cells if (graph := load_task_graph(cell)) is not None}
+    path.write_text(render_index(results, list(build_tables(results)), graphs), encoding="utf-8")
     return path
 
 
@@ -230,16 +230,16 @@ def test_names_in_charts_are_no_markup(folder):
 
 
 def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
-    scene = graph_of(load(with_models).cells[0])["scene"]
+    scene = load_task_graph(load(with_models).cells[0])["scene"]
     place, pattern = next((i, p) for i, p in enumerate(scene["patterns"]) if p["points"])
     known = {"pattern": pattern["signature"], "operators": "Conv", "pairs": 2}
     ratio = Interval(value=1.25, low=1.2, high=1.3)
-    found = Explanation(
+    found = AttributionReport(
         row="aa", sha256="sha of aa", method="random", pairs=5, speedup=ratio, floor=0.01, minimal=None,
-        patterns=(Effect(part=pattern["signature"], ratio=ratio, **known),),
-        points=(Effect(part=pattern["points"][0]["name"], ratio=None, reason="<b>gone</b>", **known),),
+        patterns=(PartEffect(part=pattern["signature"], ratio=ratio, **known),),
+        points=(PartEffect(part=pattern["points"][0]["name"], ratio=None, reason="<b>gone</b>", **known),),
     )  # fmt: skip
-    write_explanation(found, with_models / CELL)
+    write_attribution(found, with_models / CELL)
     browser.open(page_of(with_models))
     region = next(i for i, region in enumerate(scene["regions"]) if region[4] == place)
     facts = f"regionFacts(cells[0].graph.scene, {region}, cells[0].graph.marks.{{0}}, cells[0].effects.{{0}})"

@@ -10,14 +10,14 @@ import pytest
 from harness.report.frames.budget_frames import budget_frame
 from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.display_names import labels_of
+from harness.report.load.display_names import row_labels
 from harness.report.load.results import load
-from harness.report.page.interactive_charts import charts_of
+from harness.report.page.interactive_charts import build_charts
 from harness.report.plots import result_plots
-from harness.report.plots.plot_files import draw
-from harness.report.plots.result_plots import anytime, envelope, front, latencies, look
+from harness.report.plots.plot_files import draw_plots
+from harness.report.plots.result_plots import draw_anytime, draw_latencies, median_band, pareto_front, series_style
 from harness.report.render import write_tables
-from harness.report.report_table import Table, write_table
+from harness.report.report_table import ReportTable, write_table
 
 CELL = "net-openvino-int8"
 CURVES = pd.DataFrame(
@@ -32,7 +32,7 @@ CURVES = pd.DataFrame(
 
 
 def test_the_envelope_is_the_median_over_seeds_and_carries_what_was_known(tmp_path):
-    found = envelope(CURVES, "evaluations")
+    found = median_band(CURVES, "evaluations")
     assert found["value"].tolist() == [1.0, 1.25, 2.5]
     assert found["low"].tolist() == [1.0, 1.0, 2.0]
     assert found["high"].tolist() == [1.0, 1.5, 3.0]
@@ -40,7 +40,7 @@ def test_the_envelope_is_the_median_over_seeds_and_carries_what_was_known(tmp_pa
 
 def test_same_results_same_bytes_and_both_formats(tmp_path):
     for name in ("one", "two"):
-        anytime(CURVES, "<t> $\\frac", tmp_path / name)
+        draw_anytime(CURVES, "<t> $\\frac", tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert "<t>" not in (tmp_path / "one.svg").read_text()
@@ -49,11 +49,11 @@ def test_same_results_same_bytes_and_both_formats(tmp_path):
 @pytest.mark.parametrize(("higher", "expected"), [(True, ["b", "c"]), (False, ["b", "a"])])
 def test_the_front_holds_what_nothing_beats(higher, expected):
     points = pd.DataFrame({"latency_ms": [3.0, 1.0, 2.0, 2.0], "score": [0.1, 0.5, 0.9, 0.9]}, index=[*"abcd"])
-    assert list(front(points, higher).index) == expected
+    assert list(pareto_front(points, higher).index) == expected
 
 
 def test_no_two_of_many_series_look_the_same():
-    looks = [look(index) for index in range(24)]
+    looks = [series_style(index) for index in range(24)]
     assert (
         len({(colour, line) for colour, line, _ in looks}) == len({(colour, mark) for colour, _, mark in looks}) == 24
     )
@@ -62,7 +62,7 @@ def test_no_two_of_many_series_look_the_same():
 def test_latencies_need_no_floor(tmp_path):
     part = pd.DataFrame({"build": [0, 0, 1], "latency_ms": [1.0, 1.1, 1.2]})
     long = "a very long name of many methods at once, and more"
-    latencies({"float": part, long: part}, {"float": 1.1, long: 1.12}, None, "t", tmp_path / "l")
+    draw_latencies({"float": part, long: part}, {"float": 1.1, long: 1.12}, None, "t", tmp_path / "l")
     assert (tmp_path / "l.png").exists()
 
 
@@ -72,7 +72,7 @@ def test_latex_compiles_hostile_names_included(folder, tmp_path):
     name = "a_b%<script>|x*y* [z](u) \\input{p} `c` ~^#$&é"
     cells = pd.DataFrame([{"model": name, "[n]": "1"}, {"model": "[q]", "[n]": "*"}])
     write_table(
-        Table(name="hostile", cells=cells, raw=cells, note=name, underlined=frozenset({(0, "model")})), tmp_path
+        ReportTable(name="hostile", cells=cells, raw=cells, note=name, underlined=frozenset({(0, "model")})), tmp_path
     )
     inputs = "".join(f"\\input{{{path.stem}}}\n\n" for path in sorted(tmp_path.glob("*.tex")))
     (tmp_path / "all.tex").write_text(
@@ -97,10 +97,10 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
     table_ms = main.set_index("method").loc["random", "latency_ms"]
     assert table_ms == pytest.approx(4 ** (2 / 3) * 16 ** (1 / 3)), "the median of all samples is 4"
     drawn = {}
-    monkeypatch.setattr(result_plots, "latencies", lambda samples, table_ms, *_: drawn.update(table_ms))
-    draw(results, folder / "report")
+    monkeypatch.setattr(result_plots, "draw_latencies", lambda samples, table_ms, *_: drawn.update(table_ms))
+    draw_plots(results, folder / "report")
     assert drawn["random"] == pytest.approx(table_ms)
-    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    charts = build_charts(cell, main, budget_frame(results), sample_frame(results), row_labels(cell, main))
     chart = next(chart for chart in charts if chart["title"].startswith("Latency of the confirmation"))
     marks = next(trace for trace in chart["data"] if trace["name"] == "latency as in the tables")
     assert marks["x"][marks["text"].index("random")] == pytest.approx(table_ms, rel=1e-5)
@@ -109,7 +109,7 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
 def test_marks_that_lie_together_show_each_other(folder):
     results = load(folder)
     cell, main = results.cells[0], main_frame(results)
-    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    charts = build_charts(cell, main, budget_frame(results), sample_frame(results), row_labels(cell, main))
     chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
     rows = [trace for trace in chart["data"] if "error_x" in trace]
     assert len(rows) == 4

@@ -14,7 +14,7 @@ from small import qdq
 from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.report.tables.next_steps import next_steps, winners
+from harness.report.tables.next_steps import describe_next_steps, describe_winners
 from harness.results_dir.termination import write_termination
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN
@@ -28,7 +28,7 @@ Maker = Callable[..., Path]
 
 def told(folder: Path) -> str:
     results = load(folder)
-    return "\n".join(next_steps(results, main_frame(results)))
+    return "\n".join(describe_next_steps(results, main_frame(results)))
 
 
 def change(cell: Path, name: str, **facts: Any) -> None:
@@ -45,17 +45,17 @@ def test_the_file_to_take_is_named_as_long_as_it_is_there(folder: Path) -> None:
     change(folder / CELL, "cell.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
     results = load(folder)
     main = main_frame(results)
-    assert list(winners(results, main)) == []
+    assert list(describe_winners(results, main)) == []
     best = main[main["best"].eq(True)].iloc[0]
     path = folder / CELL / "models" / results.cells[0].rows[best["row"]].file
     path.parent.mkdir(exist_ok=True)
     path.touch()
-    (line,) = winners(results, main)
+    (line,) = describe_winners(results, main)
     floating = main[main["method"].eq("float") & main["precision"].eq("bf16")].index[0]
     main["best"] = main.index == floating
     main.loc[floating, "decision"] = "fastest, accuracy unknown"
     path.with_name(results.cells[0].rows[main.loc[floating, "row"]].file).touch()
-    (bare,) = winners(results, main)
+    (bare,) = describe_winners(results, main)
     assert "precision bf16: deploy it so" in bare, "not that of the baseline"
     assert line.startswith(f"{CELL}: take {path} ({best['method']}, {best['speedup']:.2f}x, ")
 

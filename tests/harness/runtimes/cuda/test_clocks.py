@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.runtimes.cuda.clocks import Clocks
+from harness.runtimes.cuda.clocks import GpuMonitor
 
 
 class Nvml(SimpleNamespace):
@@ -49,7 +49,7 @@ class Nvml(SimpleNamespace):
 @pytest.mark.parametrize("old", [False, True])
 def test_clocks_heat_and_what_holds_them_back(old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(reasons=0x1 | 0x4 | 0x40, old=old))
-    assert Clocks("GPU-1").facts() == {
+    assert GpuMonitor("GPU-1").take_facts() == {
         "gpu_mhz": 1980.0,
         "gpu_memory_mhz": 2619.0,
         "gpu_temperature_c": 41.0,
@@ -64,21 +64,21 @@ def test_the_worst_since_it_was_asked_last_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     now_s = [0.0]
     monkeypatch.setattr("harness.runtimes.cuda.clocks.time.monotonic", lambda: now_s[0])
-    clocks = Clocks("GPU-1")
+    clocks = GpuMonitor("GPU-1")
 
     def look(after_s: float, mhz: int, reasons: int = 0) -> None:
         now_s[0] += after_s
         nvml.nvmlDeviceGetClockInfo = lambda handle, kind: mhz
         nvml.nvmlDeviceGetCurrentClocksEventReasons = lambda handle: reasons
-        clocks.look()
+        clocks.sample()
 
     look(0, 1900)
     look(1, 1500, 0x20)
     look(0.001, 100)  # too soon: looks take time
     look(1, 1980)
-    facts = clocks.facts()
+    facts = clocks.take_facts()
     assert (facts["gpu_mhz"], facts["gpu_held_back_heat_software"]) == (1500.0, 1.0)
-    assert clocks.facts() == {
+    assert clocks.take_facts() == {
         "gpu_mhz": 1980.0,
         "gpu_memory_mhz": 1980.0,
         "gpu_temperature_c": 41.0,
@@ -89,7 +89,7 @@ def test_the_worst_since_it_was_asked_last_is_told(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("module", [None, Nvml()])
 def test_nothing_is_told_without_nvml_or_of_another_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert Clocks("GPU-2").facts() == {}
+    assert GpuMonitor("GPU-2").take_facts() == {}
 
 
 def test_the_real_module_has_these_names() -> None:
@@ -98,4 +98,4 @@ def test_the_real_module_has_these_names() -> None:
              "nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons", "NVML_CLOCK_SM", "NVML_CLOCK_MEM",
              "NVML_TEMPERATURE_GPU", "NVMLError")  # fmt: skip
     assert [name for name in names if not hasattr(pynvml, name)] == []
-    assert Clocks("GPU-none").facts() == {}
+    assert GpuMonitor("GPU-none").take_facts() == {}

@@ -12,7 +12,7 @@ from fake_cuda import FakeCuda, Status
 
 from harness.errors import MeasureFailed, UserError
 from harness.runtimes.cuda import device, timing
-from harness.runtimes.cuda.device import Cuda, import_runtime, open_device
+from harness.runtimes.cuda.device import CudaRuntime, import_runtime, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
 from harness.runtimes.tensorrt import session
 
@@ -37,7 +37,7 @@ def model(api: FakeCuda, kernels: int = 3) -> Callable[[int], None]:
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph: bool, n: int) -> None:
     api = FakeCuda(host_us=8)
-    with GpuTimer(Cuda(api), model(api), graph=graph) as timer:
+    with GpuTimer(CudaRuntime(api), model(api), graph=graph) as timer:
         readings = timer.read(n)
     assert readings.gpu_ms == pytest.approx([KERNEL_MS] * n)
     assert len(readings.enqueue_ms) == n
@@ -46,8 +46,11 @@ def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph: bool, n: int) -
 
 def test_a_single_query_between_events_would_hold_them() -> None:
     api = FakeCuda(host_us=8)
-    with GpuTimer(Cuda(api), model(api), graph=False) as timer:
-        call, (begin, end) = Cuda(api).call, (Cuda(api).call("cudaEventCreateWithFlags", 0) for _ in range(2))
+    with GpuTimer(CudaRuntime(api), model(api), graph=False) as timer:
+        call, (begin, end) = (
+            CudaRuntime(api).call,
+            (CudaRuntime(api).call("cudaEventCreateWithFlags", 0) for _ in range(2)),
+        )
         stream = timer._stream  # type: ignore[attr-defined]
         call("cudaEventRecord", begin, stream)
         model(api)(stream)
@@ -60,7 +63,7 @@ def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_wit
     readings = {}
     for graph in (True, False):
         api = FakeCuda(host_us=10)
-        with GpuTimer(Cuda(api), model(api, kernels=40), graph=graph) as timer:
+        with GpuTimer(CudaRuntime(api), model(api, kernels=40), graph=graph) as timer:
             readings[graph] = timer.read(5)
     assert max(readings[True].gpu_ms) == pytest.approx(KERNEL_MS)
     assert min(readings[False].gpu_ms) > 3 * KERNEL_MS
@@ -69,7 +72,7 @@ def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_wit
 
 def test_a_cold_cache_is_made_outside_of_the_readings() -> None:
     api = FakeCuda()
-    with GpuTimer(Cuda(api), model(api), flush_bytes=flush_bytes(2**20, True)) as timer:
+    with GpuTimer(CudaRuntime(api), model(api), flush_bytes=flush_bytes(2**20, True)) as timer:
         assert timer.read(4).gpu_ms == pytest.approx([KERNEL_MS] * 4)
     assert api.calls.count("cudaMemsetAsync") >= 4
     assert flush_bytes(2**20, False) == 0
@@ -79,7 +82,7 @@ def test_a_cold_cache_is_made_outside_of_the_readings() -> None:
 
 def test_nothing_is_left_on_the_device() -> None:
     api = FakeCuda()
-    with GpuTimer(Cuda(api), model(api), flush_bytes=4096) as timer:
+    with GpuTimer(CudaRuntime(api), model(api), flush_bytes=4096) as timer:
         timer.read(2)
         timer.end_to_end(2)
     assert (api.memory, api.streams, api.events, api.graphs, api.captured) == ({}, {}, {}, {}, {})
@@ -94,7 +97,7 @@ def test_what_cannot_be_captured_is_timed_as_it_is_and_says_so(caplog: pytest.Lo
             raise MeasureFailed("operation not permitted when stream is capturing")
         plain(stream)
 
-    with GpuTimer(Cuda(api), enqueue) as timer:
+    with GpuTimer(CudaRuntime(api), enqueue) as timer:
         assert timer.why_eager == "operation not permitted when stream is capturing", "its words, not those of the end"
         assert timer.read(3).gpu_ms == pytest.approx([KERNEL_MS] * 3)
     assert "no CUDA graph" in caplog.text
@@ -108,7 +111,7 @@ def test_what_cannot_be_captured_is_timed_as_it_is_and_says_so(caplog: pytest.Lo
 def test_a_graph_that_cuda_refuses_leaves_nothing_behind(function: str) -> None:
     api = FakeCuda()
     api.failing[function] = Status.cudaErrorStreamCaptureUnsupported
-    with GpuTimer(Cuda(api), model(api)) as timer:
+    with GpuTimer(CudaRuntime(api), model(api)) as timer:
         assert f"{function}: cudaErrorStreamCaptureUnsupported" in timer.why_eager
         api.captured.clear()  # the end of a capture that failed ends it all the same
         assert timer.read(2).gpu_ms == pytest.approx([KERNEL_MS] * 2)
@@ -127,7 +130,7 @@ def test_an_error_among_the_readings_leaves_nothing_behind() -> None:
         plain(stream)
 
     def measure() -> None:
-        with GpuTimer(Cuda(api), enqueue, graph=False, flush_bytes=4096) as timer:
+        with GpuTimer(CudaRuntime(api), enqueue, graph=False, flush_bytes=4096) as timer:
             timer.read(5)
 
     with pytest.raises(MeasureFailed, match="refused"):
@@ -146,7 +149,7 @@ def test_what_fails_at_the_end_keeps_nothing_else_from_being_released(function: 
 
 
 def fail_at_the_end(api: FakeCuda, function: str) -> None:
-    with GpuTimer(Cuda(api), model(api), flush_bytes=4096):
+    with GpuTimer(CudaRuntime(api), model(api), flush_bytes=4096):
         api.failing[function] = Status.cudaErrorMemoryAllocation
 
 
@@ -154,8 +157,8 @@ def test_errors_that_were_dealt_with_are_taken_away() -> None:
     """Or TensorRT's next launch would find them, and fail."""
     api = FakeCuda(memory_bytes=10)
     with pytest.raises(MeasureFailed, match="out of memory"):
-        Cuda(api).call("cudaMalloc", 100)
-    with GpuTimer(Cuda(api), model(api)) as timer:
+        CudaRuntime(api).call("cudaMalloc", 100)
+    with GpuTimer(CudaRuntime(api), model(api)) as timer:
         timer.read(3)
         assert "cudaEventQuery" in api.calls
         assert not api.last
@@ -164,7 +167,7 @@ def test_errors_that_were_dealt_with_are_taken_away() -> None:
 def test_errors_have_cudas_own_words_and_release_what_was_made() -> None:
     api = FakeCuda(memory_bytes=10)
     with pytest.raises(MeasureFailed, match=r"cudaMalloc: cudaErrorMemoryAllocation \(out of memory\)"):
-        GpuTimer(Cuda(api), model(api), flush_bytes=4096).__enter__()
+        GpuTimer(CudaRuntime(api), model(api), flush_bytes=4096).__enter__()
     assert not api.streams
 
 
@@ -172,12 +175,12 @@ def test_an_error_that_leaves_no_usable_device_ends_the_process() -> None:
     api = FakeCuda()
     api.failing["cudaStreamSynchronize"] = Status.cudaErrorIllegalAddress
     with pytest.raises(SystemExit, match=r"this process can use the GPU no more"):
-        Cuda(api).call("cudaStreamSynchronize", 0)
+        CudaRuntime(api).call("cudaStreamSynchronize", 0)
 
 
 def test_warm_up_goes_by_time() -> None:
     api = FakeCuda()
-    with GpuTimer(Cuda(api), model(api)) as timer:
+    with GpuTimer(CudaRuntime(api), model(api)) as timer:
         assert timer.warm_up(2.0) > 1
 
 

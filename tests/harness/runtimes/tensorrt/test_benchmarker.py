@@ -44,7 +44,7 @@ def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     cuda = FakeCuda()
     fake = FakeTensorRT(request.param, cuda)
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: cuda)
-    monkeypatch.setattr("harness.runtimes.tensorrt.library._import", lambda: fake)
+    monkeypatch.setattr("harness.runtimes.tensorrt.library._import_tensorrt", lambda: fake)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return fake
 
@@ -71,7 +71,7 @@ def quantized(path: Path, folder: Path, precision: str = "int8", *, wide: bool =
         node = nodes.get(edge.consumer)
         return node is not None and node.op == "Conv" and min(model.types[node.inputs[1]].shape[:2]) <= 16
 
-    resolved = tuple(pair for pair in space.resolve(space.everywhere()) if not (wide and narrow(pair[0])))
+    resolved = tuple(pair for pair in space.resolve(space.quantize_all()) if not (wide and narrow(pair[0])))
     folder.mkdir(exist_ok=True)
     return Inserter(model, TENSORRT, ranges).export(resolved, folder / "q.onnx")
 
@@ -383,7 +383,7 @@ def test_evaluators_run_at_the_batch_of_the_profile(trt: FakeTensorRT, tmp_path:
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_detector_scores_the_same_at_every_batch(batch: int, trt: FakeTensorRT, tmp_path: Path) -> None:
     """It is exported for one image; seven images fill the second batch of five up."""
-    file = zoo.write("shapes_detector", tmp_path / "d.onnx")
+    file = zoo.write_model("shapes_detector", tmp_path / "d.onnx")
     one = load(file)
     (name,) = one.inputs
     model = load(file, shapes={name: (batch, *one.types[name].shape[1:])})
@@ -506,7 +506,11 @@ def test_real_engines(name: str, kind: str, tmp_path: Path) -> None:
     assets = os.environ.get("QDQ_ASSETS", "")
     if name == "yolox_nano" and not assets:
         pytest.skip("QDQ_ASSETS is not set")
-    path = zoo.write(name, tmp_path / "m.onnx") if name == "resnet18" else Path(assets) / "models" / "yolox_nano.onnx"
+    path = (
+        zoo.write_model(name, tmp_path / "m.onnx")
+        if name == "resnet18"
+        else Path(assets) / "models" / "yolox_nano.onnx"
+    )
     _, device = open_device()
     if kind == "fp8" and device.capability < FP8_CAPABILITY:
         pytest.skip(f"FP8 needs compute capability 8.9, {device.name} has less")

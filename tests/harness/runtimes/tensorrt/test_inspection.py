@@ -7,7 +7,7 @@ import json
 import pytest
 
 from harness.errors import MeasureFailed
-from harness.explain.layer_kinds import is_low, kind_of
+from harness.explain.layer_kinds import classify_layer, is_low_precision
 from harness.runtimes.tensorrt.inspection import read_layers
 
 CONV = "Conv_0 + Relu_0"
@@ -52,9 +52,9 @@ def test_both_spellings_give_the_same_table(answer: object) -> None:
     assert (convolution.kind, convolution.precision, convolution.time_ms) == ("Convolution", "int8", 0.2)
     assert convolution.origin == ("x_quantize", "x_dequantize", "Conv_0", "Relu_0")
     assert convolution.kernel.startswith("sm80_xmma")
-    assert is_low(convolution.precision)
+    assert is_low_precision(convolution.precision)
     pairs, nodes = {"x_quantize", "x_dequantize"}, {"x_quantize", "x_dequantize", "Conv_0", "Relu_0"}
-    assert [kind_of(layer, pairs, nodes) for layer in (reformat, convolution)] == ["reformat", "compute"]
+    assert [classify_layer(layer, pairs, nodes) for layer in (reformat, convolution)] == ["reformat", "compute"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,13 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
 from harness.runtimes.tensorrt import model_checks as models
-from harness.runtimes.tensorrt.model_checks import cast_model, float_type, has_qdq, read_structure, refuse_unusable
+from harness.runtimes.tensorrt.model_checks import (
+    cast_model,
+    check_tensorrt_qdq,
+    dominant_float_type,
+    has_qdq,
+    read_structure,
+)
 from harness.runtimes.tensorrt.profiles import read_profiles
 
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -55,13 +61,13 @@ def zero_of(kind: int, value: int = 0) -> TensorProto:
 def test_what_is_refused_before_a_build(zero: TensorProto | None, scale: float, message: str, tmp_path: Path) -> None:
     path = pair(tmp_path / "m.onnx", zero, scale)
     with pytest.raises(BuildFailed, match=message):
-        refuse_unusable(read_structure(path), path, AMPERE)
+        check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
 
 def test_what_is_taken(tmp_path: Path) -> None:
     for kind in (TensorProto.INT8, TensorProto.FLOAT8E4M3FN):
         path = pair(tmp_path / "m.onnx", zero_of(kind))
-        refuse_unusable(read_structure(path), path, HOPPER)
+        check_tensorrt_qdq(read_structure(path), path, HOPPER)
         assert has_qdq(read_structure(path))
 
 
@@ -72,7 +78,7 @@ def test_a_zero_point_that_is_computed_is_left_to_tensorrt(tmp_path: Path) -> No
     model.graph.initializer[1].CopyFrom(helper.make_tensor("wide", TensorProto.INT32, [], [0]))
     model.graph.node.insert(0, helper.make_node("Cast", ["wide"], ["zero"], to=TensorProto.INT8))
     onnx.save(model, path)
-    refuse_unusable(read_structure(path), path, AMPERE)
+    check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
 
 def test_what_a_file_says_of_its_inputs_and_types(tmp_path: Path) -> None:
@@ -80,8 +86,8 @@ def test_what_a_file_says_of_its_inputs_and_types(tmp_path: Path) -> None:
     model = onnx.load(path)
     model.graph.input.append(helper.make_tensor_value_info("zero", TensorProto.FLOAT8E4M3FN, []))  # as before IR 4
     model.graph.input.append(helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", 7]))
-    assert models.shapes_of_inputs(model) == {"x": (2,), "ids": (-1, 7)}
-    assert list(models.types_of_ends(model)[0]) == ["x", "ids"]
+    assert models.read_input_shapes(model) == {"x": (2,), "ids": (-1, 7)}
+    assert list(models.read_io_dtypes(model)[0]) == ["x", "ids"]
     assert models.has_fp8(model)
     assert not models.has_fp8(read_structure(quantized(tmp_path)))
 
@@ -92,12 +98,12 @@ def test_quantized_biases_are_refused(tmp_path: Path) -> None:
     builder.output(builder.op("Add", builder.input("x", (1, 4)), bias), name="y")
     path = builder.save(tmp_path / "m.onnx")
     with pytest.raises(BuildFailed, match=r"is INT32, the form of quantized biases"):
-        refuse_unusable(read_structure(path), path, HOPPER)
+        check_tensorrt_qdq(read_structure(path), path, HOPPER)
 
 
 def test_what_our_dialect_writes_is_taken(tmp_path: Path) -> None:
     path = quantized(tmp_path)
-    refuse_unusable(read_structure(path), path, AMPERE)
+    check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
 
 def quantized(folder: Path) -> Path:
@@ -107,7 +113,7 @@ def quantized(folder: Path) -> Path:
     model = load(builder.save(folder / "net.onnx"), min_opset=19)
     space = build_space(model, TENSORRT)
     ranges = {edge.tensor: (-4.0, 4.0) for d in space.dimensions for edge in d.edges}
-    return Inserter(model, TENSORRT, ranges).export(space.resolve(space.everywhere()), folder / "q.onnx")
+    return Inserter(model, TENSORRT, ranges).export(space.resolve(space.quantize_all()), folder / "q.onnx")
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("f16", TensorProto.FLOAT16), ("bf16", TensorProto.BFLOAT16)])
@@ -123,18 +129,18 @@ def test_casting_keeps_inputs_and_outputs_and_makes_scales_of_that_type(
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     pairs = [node for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
     assert {types[node.input[1]] for node in pairs} == {kind}
-    assert float_type(read_structure(cast)) == precision
+    assert dominant_float_type(read_structure(cast)) == precision
     assert cast_model(cast, precision, tmp_path / "again") == cast  # what is delivered is what is built
     assert cast_model(path, "f32", tmp_path) == path
 
 
 def test_too_much_weight_is_not_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = quantized(tmp_path)
-    monkeypatch.setattr(models, "LARGEST_BYTES", 100)
+    monkeypatch.setattr(models, "MAX_PROTOBUF_BYTES", 100)
     with pytest.raises(BuildFailed, match=r"larger than 2 GiB, which protobuf cannot read"):
         read_structure(path)
-    monkeypatch.setattr(models, "_weight_bytes", lambda _: 3 * 10**9)
-    monkeypatch.setattr(models, "LARGEST_BYTES", 2**31)
+    monkeypatch.setattr(models, "_external_weight_bytes", lambda _: 3 * 10**9)
+    monkeypatch.setattr(models, "MAX_PROTOBUF_BYTES", 2**31)
     with pytest.raises(
         BuildFailed, match=r"more than 2 GB of weights cannot be cast to f16 here; cast the model before"
     ):

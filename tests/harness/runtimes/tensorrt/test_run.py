@@ -13,10 +13,10 @@ import pytest
 from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import file_digest
+from harness.graph.io.files import digest_file
 from harness.pipeline.runner import run_experiment
 from harness.pipeline.verify import verify
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.runtimes.tensorrt import benchmarker
 from harness.runtimes.tensorrt.model_checks import read_structure
 from harness.task_setup.preflight import check_experiment
@@ -47,7 +47,7 @@ def run(folder: Path, **choices: str) -> Path:
     out = folder / "out"
     out.mkdir(exist_ok=True)
     (out / "experiment.yaml").write_text(text)
-    run_experiment(parse_experiment(text, "test", folder), out=out, observer=Silent())
+    run_experiment(parse_experiment(text, "test", folder), out=out, observer=NullProgress())
     (cell,) = [path for path in out.iterdir() if (path / "rows.json").exists()]
     return cell
 
@@ -78,7 +78,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
     build = benchmarker.build_plan
 
     def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
-        found.append((path, file_digest(path)))
+        found.append((path, digest_file(path)))
         return build(library, path, *args, **options)
 
     monkeypatch.setattr(benchmarker, "build_plan", noting)
@@ -105,7 +105,7 @@ def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
     assert confirmed == {row["sha256"] for row in rows.values()}
     for name, row in rows.items():
         file = cell / "models" / row["file"]
-        assert file_digest(file) == row["sha256"]
+        assert digest_file(file) == row["sha256"]
         proto = read_structure(file)
         kinds = {t.data_type for t in proto.graph.initializer} - {onnx.TensorProto.INT8, onnx.TensorProto.INT64}
         assert kinds == {onnx.TensorProto.FLOAT if name == "float-f32" else onnx.TensorProto.FLOAT16}, name
@@ -116,7 +116,7 @@ def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
 def test_a_delivered_fp16_file_can_be_verified(tmp_path: Path) -> None:
     cell = run(tmp_path, backend="TensorRT11", precision="f16", baselines="all")
     row = next(row for row in rows_of(cell).values() if row["choices"] and any(row["choices"]))
-    checks = verify(cell / "models" / row["file"], Silent(), base=tmp_path)
+    checks = verify(cell / "models" / row["file"], NullProgress(), base=tmp_path)
     assert {check.what: check.holds for check in checks} == dict.fromkeys([c.what for c in checks], True), checks
     assert {"file", "edges", "accuracy"} <= {check.what for check in checks}
 

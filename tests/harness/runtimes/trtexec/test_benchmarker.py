@@ -17,7 +17,7 @@ from harness.api import Candidate
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.runtimes.trtexec.benchmarker import TrtexecBenchmarker
-from harness.runtimes.trtexec.flags import Trace, read_times, read_version
+from harness.runtimes.trtexec.flags import InferenceTrace, parse_version, read_times
 
 FAKE = Path(__file__).parents[3] / "fakes" / "fake_trtexec.py"
 
@@ -228,7 +228,7 @@ def test_options_that_cannot_be_are_refused(params: dict[str, Any], message: str
     ],
 )
 def test_versions_are_read(text: str, version: str) -> None:
-    assert read_version(text) == version
+    assert parse_version(text) == version
 
 
 def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path: Path) -> None:
 ]
 """
     )
-    assert read_times(file, 200) == (Trace(start_ms=205.6, compute_ms=1.5, latency_ms=2.4),)
+    assert read_times(file, 200) == (InferenceTrace(start_ms=205.6, compute_ms=1.5, latency_ms=2.4),)
     assert len(read_times(file, 0)) == 2
 
 
@@ -260,7 +260,7 @@ def test_damaged_times_are_a_failed_measurement(tmp_path: Path) -> None:
         with pytest.raises(MeasureFailed, match=message):
             read_times(file, 200)
     with pytest.raises(BuildFailed, match=r"does not tell its version: 'hello'"):
-        read_version("hello")
+        parse_version("hello")
 
 
 @pytest.mark.gpu
