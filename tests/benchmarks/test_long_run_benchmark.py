@@ -69,12 +69,12 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from harness.config.experiment import load_experiment
 from harness.pipeline.runner import run_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from timed import SPENT
 folder, out = Path(sys.argv[1]), Path(sys.argv[2])
 
 def run(name, out):
-    run_experiment(load_experiment(folder / name), out=out, observer=Silent())
+    run_experiment(load_experiment(folder / name), out=out, observer=NullProgress())
 
 run("short.yaml", out.with_suffix(".short"))  # imports what it needs
 SPENT[0] = 0.0

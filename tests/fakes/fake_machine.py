@@ -57,7 +57,7 @@ class Trtexec11(trtexec.TrtexecBenchmarker):
     capabilities = Capabilities(dialect="tensorrt", in_process=True, interleaved=False)
 
     @cached_property
-    def _tool(self) -> Any:
+    def _trtexec_handle(self) -> Any:
         program, version = find_trtexec(None)
         return trtexec._TrtexecHandle(program=program, version=version, device=GPU)
 

@@ -359,16 +359,16 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from harness.errors import UserError
-from harness.task_setup.task import compose
+from harness.task_setup.task import compose_task
 from harness.config.experiment import load_experiment
-from harness.progress import Silent
+from harness.progress import NullProgress
 from harness.config.plan import plan_tasks
 
 config, work = load_experiment(Path(sys.argv[1])), Path(sys.argv[2])
-cell = compose(config, plan_tasks(config)[0], work, Silent())
+cell = compose_task(config, plan_tasks(config)[0], work, NullProgress())
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
-    cell.candidate(cell.space.everywhere()).source()
+    cell.candidate(cell.space.quantize_all()).source()
 except UserError as error:
     print(error)
 """

@@ -13,13 +13,13 @@ import os, resource, sys
 from pathlib import Path
 from harness.accuracy.calibration.ranges import calibrate
 from harness.random_inputs import random_feeds
-from harness.graph.load import load, save
+from harness.graph.load import load, save_to_folder
 import tempfile
 
 method, count = sys.argv[1], int(sys.argv[2])
 with tempfile.TemporaryDirectory() as folder:
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / "yolox_nano.onnx")
-    path = save(model, Path(folder))
+    path = save_to_folder(model, Path(folder))
     types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
     outputs = {name for node in model.nodes for name in node.outputs}
     tensors = [n for n in (*model.inputs, *outputs) if n in model.types and model.types[n].dtype == "float"]

@@ -226,7 +226,7 @@ def test_a_tool_ends_with_the_process_that_started_it(model: Path, tmp_path: Pat
     slow.write_text(f"import os, pathlib, time\n{note}\ntime.sleep(60)")
     driver = (
         "import numpy, pathlib, harness.accuracy.calibration.ptq as ptq\n"
-        f"ptq._BOOT = ptq._BOOT.replace('sys.argv[0]', repr({str(slow)!r}))\n"
+        f"ptq._CHILD_BOOTSTRAP = ptq._CHILD_BOOTSTRAP.replace('sys.argv[0]', repr({str(slow)!r}))\n"
         f"ptq.ort_static(pathlib.Path({str(model)!r}), pathlib.Path({str(tmp_path / 'q.onnx')!r}), "
         "[{'x': numpy.zeros(1)}], dialect_name='onnxruntime')"
     )
