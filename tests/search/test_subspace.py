@@ -18,7 +18,7 @@ class Recorder:
         self.space, self.told = space, []
 
     def ask(self, n):
-        return [self.space.everywhere()][:n]
+        return [self.space.quantize_all()][:n]
 
     def tell(self, observation):
         self.told.append(observation)

@@ -87,7 +87,7 @@ class Idle(Plain):
 
 class Again(Plain):
     def ask(self, n):
-        return [self.space.everywhere()]
+        return [self.space.quantize_all()]
 '''
 NAMES = ("Asks", "Tells", "Makes", "Wrong", "Greedy", "Idle", "Again", "Plain")
 EXPERIMENT = f"""

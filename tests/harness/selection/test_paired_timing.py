@@ -71,7 +71,7 @@ def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
         name="runoff", path=path, header={}, baseline=row("float"), rows=(row("a"), row("b")),
         schedule=TurnSchedule(builds=1, rounds=3, samples=3),
     )  # fmt: skip
-    rest = replace(whole, rows=(row("b"),), plan=TurnSchedule(builds=2, rounds=4, samples=3), first=1)
+    rest = replace(whole, rows=(row("b"),), schedule=TurnSchedule(builds=2, rounds=4, samples=3), first_build=1)
     for contest in (whole, rest):
         run_comparison(contest, Busy("").open, NullProgress())
     written = path.read_bytes()

@@ -129,7 +129,7 @@ def test_the_guide_takes_the_operand_that_the_dialect_offers(model):
 
 
 def test_an_imported_model_gives_its_own_placement(folder, model, space):
-    mine = space.only({"linear", "pool"})
+    mine = space.quantize_roles({"linear", "pool"})
     ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
     Inserter(model, OPENVINO, ranges).export(space.resolve(mine), folder / "mine.onnx")
     initial = "[float, {use: import, params: {path: mine.onnx}, label: mine}]"
@@ -142,7 +142,7 @@ def test_an_imported_model_gives_its_own_placement(folder, model, space):
 
 
 def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
-    best = space.only({"linear", "add"})
+    best = space.quantize_roles({"linear", "add"})
     told = [
         Observation(placement=placement, digest=space.digest(placement), outcome=Score(objective=latency_ms))
         for placement, latency_ms in ((space.float_placement(), 9.0), (best, 4.0))

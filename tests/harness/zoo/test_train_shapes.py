@@ -29,7 +29,7 @@ def train_shapes(torch: Any) -> Any:
 def test_overlaps_of_equal_shifted_and_apart(torch: Any, train_shapes: Any) -> None:
     box = torch.tensor([[50.0, 50.0, 20.0, 20.0]])
     other = torch.tensor([[50.0, 50.0, 20.0, 20.0], [60.0, 50.0, 20.0, 20.0], [90.0, 90.0, 10.0, 10.0]])
-    iou, ciou = train_shapes.overlaps(box, other)
+    iou, ciou = train_shapes.iou_and_ciou(box, other)
     assert iou.tolist() == pytest.approx([1.0, 1 / 3, 0.0])
     # 10 pixels apart in a hull of 30 by 20: the penalty is 100 / 1300 (arXiv:1911.08287, eq. 7).
     assert ciou.tolist()[:2] == pytest.approx([1.0, 1 / 3 - 100 / 1300])

@@ -77,7 +77,7 @@ def test_every_leaf_has_a_colour_of_its_pattern_and_its_points(made):
 
 def test_quantized_edges_are_found_by_node_and_slot(made):
     model, _, _, space, picture = made
-    edges = dict(space.resolve(space.everywhere()))
+    edges = dict(space.resolve(space.quantize_all()))
     marks = edge_marks(model, edges)
     assert len(marks) == len(edges)
     assert all(slot < picture["nodes"][node][5] and precision == "int8" for node, slot, precision in marks)
