@@ -1,7 +1,9 @@
 """README and docs say what is true today."""
 
+import importlib
 import inspect
 import re
+import shlex
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -50,6 +52,37 @@ def test_every_command_shown_exists():
     assert shown <= set(COMMANDS)
     help_text = CliRunner().invoke(app, ["--help"]).output
     assert all(f" {command} " in help_text for command in COMMANDS)
+
+
+@pytest.mark.slow
+def test_every_command_of_the_tutorial_runs(tmp_path, monkeypatch):
+    """The budget and the measurements are smaller than those of the page."""
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    (experiment,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    commands = re.findall(r"^\$ qdq (.+)", page, flags=re.MULTILINE)
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    shorter = {
+        "use: openvino,": "use: 'here:OpenVINO', label: openvino,",
+        "count: 40": "count: 8",
+        "initial: [float, all, linear]": "initial: [float, linear]",
+        "baselines: [all, linear]": "baselines: [linear]",
+        "evaluations: [10]": "evaluations: [3]",
+        "{max_ms: 50}": "{warmup_ms: 5, min_samples: 3, max_ms: 10}",
+        "rounds: 6, contenders: 2": "rounds: 2, contenders: 1",
+    }
+    for shown, ours in shorter.items():
+        assert shown in experiment
+        experiment = experiment.replace(shown, ours)
+    (tmp_path / "detector.yaml").write_text(experiment, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda results, out: [])
+    assert len(commands) == 8
+    for command in commands:
+        done = CliRunner().invoke(app, shlex.split(command))
+        assert done.exit_code == 0, f"{command}: {done.output}"
+    values = {}
+    exec(program, values)
+    assert values["detections"].ndim == 3
 
 
 def test_experiments_shown_in_the_docs_are_valid():
