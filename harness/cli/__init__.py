@@ -1,5 +1,4 @@
-"""Subcommands of `qdq`: parameters, help text, and the call into the harness.
+"""Subcommands of `qdq`: options, help text, and the call into the harness.
 
-May import everything, inside functions where that keeps the start short.
-Must not hold logic that a Python user would miss.
+May import every package, inside functions if that keeps the start fast. Must not contain logic that Python users need.
 """

@@ -1,4 +1,4 @@
-"""What several commands share: options in text form, tables on the terminal, paths, modules beside the experiment."""
+"""Options, path handling and terminal output that several commands share."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from harness.errors import UserError
 from harness.paths import RelativePathMissing
-from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
+
+if TYPE_CHECKING:
+    from harness.config.sections import PluginSpec
+    from harness.studies.study_task import StudyTask
 
 __all__ = [
-    "DimOption",
-    "ShapeOption",
-    "SizeOptions",
-    "add_parent_to_sys_path",
-    "add_to_sys_path",
-    "explain_relative_paths",
-    "parse_param",
-    "parse_shape_option",
-    "parse_sizes",
-    "print_rich_or_text",
-    "print_table",
-    "rewrite_advice",
-    "short_path",
+    "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
+    "StudyArgument", "StudyBackendOption", "add_to_sys_path", "backend_spec", "explain_relative_paths", "parse_sizes",
+    "print_rich_or_text", "print_table", "replace_change_advice", "short_path", "study_of",
 ]  # fmt: skip
 
+ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.", show_default=False)]
+StudyArgument = Annotated[
+    str,
+    typer.Argument(
+        help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one task.", show_default=False
+    ),
+]
+ResultsArgument = Annotated[Path, typer.Argument(help="Results folder of an experiment.", show_default=False)]
 ShapeOption = Annotated[
     list[str] | None, typer.Option("--shape", help="Input shape as NAME:1x3x224x224; repeat per input.")
 ]
@@ -42,26 +42,28 @@ DimOption = Annotated[
     list[str] | None,
     typer.Option("--dim", help="Size of a dynamic dimension as SYMBOL=128; repeat per symbol; the batch is 1."),
 ]
+ParamOption = Annotated[
+    list[str] | None, typer.Option("--param", help="Parameter of the backend as NAME=VALUE; repeat per parameter.")
+]
+StudyBackendOption = Annotated[
+    str | None, typer.Option("--backend", help="Benchmarker [default: openvino].", show_default=False)
+]
+BaseOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--base", help="Folder that relative paths of the experiment start from [default: the working directory]."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
-
-class SizeOptions(TypedDict):
-    """What --shape and --dim give."""
-
-    shapes: dict[str, str]
-    dims: dict[str, int]
-
-
-OTHER_FOLDER_ADVICE = "use another --out, or move away what is there to begin anew"
-"""What to do about changes where a command has no --accept-changes."""
+OTHER_FOLDER_ADVICE = "use another --out, or move the existing results away to start over"
 
 
 @contextmanager
-def rewrite_advice() -> Iterator[None]:
-    """Advise on changes what a command without --accept-changes offers.
+def replace_change_advice() -> Iterator[None]:
+    """Remove --accept-changes from the advice of errors, for commands without that option."""
+    from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
 
-    Raises:
-        UserError: As it was raised within, with that advice.
-    """
     try:
         yield
     except UserError as error:
@@ -72,11 +74,7 @@ def rewrite_advice() -> Iterator[None]:
 
 @contextmanager
 def explain_relative_paths(folder: Path) -> Iterator[None]:
-    """Say where relative paths of an experiment start from, where one of them leads to nothing.
-
-    Raises:
-        UserError: As it was raised within, with that.
-    """
+    """Add to errors about a missing relative path the folder that relative paths start from."""
     try:
         yield
     except UserError as error:
@@ -86,86 +84,110 @@ def explain_relative_paths(folder: Path) -> Iterator[None]:
         if cause is None:
             raise
         raise UserError(
-            f"{error}; relative paths of the experiment were looked for from {short_path(folder)}: name the "
-            "folder of its "
-            "file by --base"
+            f"{error}; relative paths of the experiment start from {short_path(folder)}: set the folder of its file "
+            "by --base"
         ) from error
 
 
 def add_to_sys_path(folder: Path) -> None:
-    """Let `use: module:Class` find modules in a folder; last, so that they never hide an installed one."""
+    """Append a folder to `sys.path` for `use: module:Class`; last, so that its modules hide no installed one."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def add_parent_to_sys_path(text: str) -> None:
-    """Let `use: module:Class` find modules beside an experiment file, where a command is given one and no model."""
-    if Path(text).suffix in (".yaml", ".yml"):
-        add_to_sys_path(Path(text).resolve().parent)
+def study_of(
+    model: str,
+    backend: str | None,
+    param: Sequence[str] | None,
+    shape: Sequence[str] | None,
+    dim: Sequence[str] | None,
+    **more: Any,
+) -> StudyTask:
+    """Return the study of a model or of an experiment file, from the text of a command's options.
 
-
-def parse_param(text: str) -> tuple[str, Any]:
-    """NAME=VALUE as a pair; the value is read as in an experiment file.
+    Args:
+        more: Further arguments of `make_study`.
 
     Raises:
-        UserError: No equals sign, or a value that is no YAML.
+        UserError: An option or the file is invalid.
     """
-    name, equals, value = text.partition("=")
-    try:
-        if not equals:
-            raise ValueError("no '='")
-        return name, yaml.safe_load(value)
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
+    from harness.studies.study_task import make_study
+
+    if Path(model).suffix in (".yaml", ".yml"):
+        add_to_sys_path(Path(model).resolve().parent)
+    return make_study(model, backend=backend, params=_parse_params(param), **parse_sizes(shape, dim), **more)
 
 
-def parse_shape_option(text: str) -> tuple[str, str]:
-    """NAME:SHAPE as a pair.
+def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
+    """Return the backend with its parameters.
 
     Raises:
-        UserError: No colon.
+        UserError: A parameter is not NAME=VALUE.
     """
-    name, colon, shape = text.rpartition(":")
-    if not colon:
-        raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
-    return name, shape
+    from harness.config.sections import PluginSpec
+
+    return PluginSpec(use=backend, params=_parse_params(param))
 
 
-def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> SizeOptions:
-    """Return what --shape and --dim give, as keyword arguments.
+def _parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Return --param as a mapping; values are YAML, as in an experiment file."""
+    import yaml
+
+    params = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        try:
+            if not equals:
+                raise ValueError("no '='")
+            params[name] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError) as error:
+            raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
+    return params
+
+
+def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> dict[str, Any]:
+    """Return --shape and --dim as keyword arguments `shapes` and `dims`.
 
     Raises:
-        UserError: One of them has another form, or a symbol has two sizes.
+        UserError: A value is malformed, or a symbol has two sizes.
     """
     from harness.graph.passes.dimension_errors import parse_dims
 
-    return {"shapes": dict(map(parse_shape_option, shapes or ())), "dims": parse_dims(dims or ())}
+    sizes = {}
+    for text in shapes or ():
+        name, colon, shape = text.rpartition(":")
+        if not colon:
+            raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
+        sizes[name] = shape
+    return {"shapes": sizes, "dims": parse_dims(dims or ())}
 
 
 def short_path(path: Path) -> Path:
-    """The same place without `..` inside, relative to the working directory where that is shorter; for messages.
+    """Return the path without `..` inside, relative to the working directory if that is shorter; for messages.
 
-    A path that goes through a symbolic link keeps its name unless it leaves again by `..`, which leads elsewhere there.
+    A symbolic link keeps its name, except before `..`, which leads to the parent of its target.
     """
     whole = path.resolve() if ".." in path.parts else path.absolute()
     return min((whole, Path(os.path.relpath(whole))), key=lambda found: len(str(found)))
 
 
 def print_rich_or_text(text: str, drawing: RenderableType) -> None:
-    """A drawing for people, or the text where the output is no terminal."""
+    """Print the drawing on a terminal, and the text elsewhere."""
     if sys.stdout.isatty():
         Console().print(drawing)
     else:
         typer.echo(text)
 
 
-def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table on a terminal, or tab-separated lines with the headings first elsewhere; cells are plain text."""
-    if not sys.stdout.isatty():
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """Print a table and its notes; without a terminal as tab-separated lines. Cells are plain text, not markup."""
+    if sys.stdout.isatty():
+        drawn = Table(*header)
+        for row in rows:
+            drawn.add_row(*map(Text, row))
+        Console().print(drawn)
+    else:
         for row in (header, *rows):
             typer.echo("\t".join(row))
-        return
-    drawn = Table(*header)
-    for row in rows:
-        drawn.add_row(*map(Text, row))
-    Console().print(drawn)
+    for line in notes:
+        typer.echo(line)

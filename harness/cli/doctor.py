@@ -2,16 +2,147 @@
 
 from __future__ import annotations
 
-from harness.cli.common import print_table
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-__all__ = ["doctor"]
+from harness.cli.common import print_table
+from harness.errors import CandidateError, UserError
+
+__all__ = ["doctor", "examine_machine"]
+
+#: Name: module to look for, and the command that installs it.
+INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "openvino": ("openvino", "pip install openvino"),
+    "onnxruntime": ("onnxruntime", "pip install 'nvidia-modelopt[onnx]' (never together with onnxruntime)"),
+    "modelopt": ("modelopt", "pip install 'nvidia-modelopt[onnx]'"),
+    "tensorrt": ("tensorrt", "pip install -e '.[tensorrt]' (needs an NVIDIA GPU)"),
+    "cuda-python": ("cuda.bindings", "pip install -e '.[tensorrt]'"),
+    "ray": ("ray", "pip install -e '.[ray]'"),
+}
+TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")  # they decide whether timings are stable, so always listed
+NO_VNNI_WARNING = (
+    "no VNNI: INT8 gains little, and products with weights of 8 bits saturate in 16-bit sums, so weights are stored in "
+    "7 bits here (reduce_range); results do not transfer to processors with VNNI (docs/reference/accuracy.md)"
+)
+
+Row = tuple[str, str, str]
 
 
 def doctor() -> None:
-    """Say what this machine can run, and what to install for the rest.
+    """Show which runtimes work on this machine, and how to install the others.
 
     Example: `qdq doctor`
     """
-    from harness.cli.environment import examine_machine
-
     print_table(("what", "state", "detail"), examine_machine())
+
+
+def examine_machine() -> list[Row]:
+    """Return rows (name, state, detail) about runtimes, plug-ins, data and the machine."""
+    return [*_packages(), *_duplicate_packages(), *_benchmarkers(), *_broken_plugins(), *_tools(), *_machine()]
+
+
+def _packages() -> Iterator[Row]:
+    for name, (module, remedy) in INSTALL_COMMANDS.items():
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except (ImportError, ValueError):
+            found = False
+        yield (name, "ok" if found else "missing", "" if found else remedy)
+
+
+def _duplicate_packages() -> Iterator[Row]:
+    """Yield a warning if two distributions install the same files: the last one decides the available providers."""
+    both = {name: found for name in ("onnxruntime", "onnxruntime-gpu") if (found := _version(name))}
+    if len(both) > 1:
+        shown = " and ".join(f"{name} {found}" for name, found in both.items())
+        remedy = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+        yield ("onnxruntime twice", "warning", f"{shown} overwrite each other: {remedy}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _benchmarkers() -> Iterator[Row]:
+    from harness import registry
+
+    for plugin in registry.installed_plugins("benchmarker"):
+        what = f"benchmarker {plugin.name}"
+        try:
+            facts = registry.call_plugin(what, partial(_describe, plugin.name))
+        except (UserError, CandidateError) as error:
+            yield (what, "not usable", _one_line(error, what))
+            continue
+        shown = ", ".join(f"{key} {facts[key]}" for key in ("version", "device", "float_precision") if key in facts)
+        yield (what, "ok", shown)
+
+
+def _describe(benchmarker: str) -> dict[str, Any]:
+    from harness import registry
+
+    return dict(registry.create_plugin("benchmarker", benchmarker, {}).describe())
+
+
+def _broken_plugins() -> Iterator[Row]:
+    """Yield the plug-ins of other kinds that cannot be loaded."""
+    from harness import registry
+
+    for kind in registry.ENTRY_POINT_GROUPS:
+        for plugin in registry.installed_plugins(kind):
+            try:
+                if kind != "benchmarker":
+                    registry.load_plugin(kind, plugin.name)
+            except UserError as error:
+                yield (f"{kind} {plugin.name}", "not usable", _one_line(error))
+
+
+def _one_line(error: Exception, prefix: str = "") -> str:
+    return " ".join(str(error).removeprefix(f"{prefix}: ").split())
+
+
+def _tools() -> Iterator[Row]:
+    trtexec = shutil.which("trtexec")
+    yield ("trtexec", "ok" if trtexec else "missing", trtexec or "part of TensorRT's archive, not of its pip package")
+    assets = os.environ.get("QDQ_ASSETS", "")
+    state = "not set" if not assets else "ok" if os.path.isdir(assets) else "no such folder"
+    yield ("QDQ_ASSETS", state, assets or "folder with models and images for assets: paths")
+
+
+def _machine() -> Iterator[Row]:
+    from harness.timing.provenance import describe_environment, lacks_vnni
+
+    facts = describe_environment()
+    gpus = facts.pop("gpus", [])
+    if not gpus:
+        yield ("gpu", "none found", "nvidia-smi is missing or lists none; not needed for CPU backends")
+    for index, gpu in enumerate(gpus):
+        yield (f"gpu {index}", "ok", ", ".join(f"{field} {value}" for field, value in gpu.items()))
+    if lacks_vnni(facts):
+        yield ("int8 on this cpu", "warning", NO_VNNI_WARNING)
+    flat = dict(_flatten(facts))
+    for key in TIMING_FACTS:
+        yield (key, "" if key in flat else "not readable", _format_value(flat.pop(key, "")))
+    for key, value in flat.items():
+        yield (key, "", _format_value(value))
+
+
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

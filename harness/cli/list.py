@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.cli.common import print_table
 from harness.errors import UserError
-from harness.registry import Plugin
+
+if TYPE_CHECKING:
+    from harness.registry import Plugin
 
 __all__ = ["list_plugins", "plugin_purpose"]
 
@@ -26,14 +29,14 @@ def list_plugins() -> None:
         for kind in ENTRY_POINT_GROUPS
         for plugin in installed_plugins(kind)
     ]
-    rows += [("zoo model", name, "", what) for name, what in zoo.model_names().items()]
+    rows += [("zoo model", name, "", purpose) for name, purpose in zoo.model_names().items()]
     print_table(("kind", "name", "origin", "what it does"), rows)
 
 
 def plugin_purpose(plugin: Plugin) -> str:
-    """Return what a plug-in does: the first line of its docstring, or the form of a dialect; "" where nothing says.
+    """Return the first line of a plug-in's docstring, the form of a dialect, or "" without a docstring.
 
-    Its source is read and not imported, so that one that is slow or broken hides no other.
+    The source is parsed, not imported, so that a slow or broken plug-in does not affect the others.
     """
     if plugin.kind == "dialect":
         return _dialect_form(plugin.name)
@@ -42,15 +45,14 @@ def plugin_purpose(plugin: Plugin) -> str:
         spec = importlib.util.find_spec(point.module)
         tree = ast.parse(Path(spec.origin or "").read_text(encoding="utf-8")) if spec else ast.Module([], [])
     except (ImportError, OSError, SyntaxError, ValueError):
-        return "cannot be read: its module is not there or is no Python"
+        return "cannot be read: its module is missing or is not valid Python"
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == point.attr:
             return (ast.get_docstring(node) or "").partition("\n")[0]
-    return (ast.get_docstring(tree) or "").partition("\n")[0]  # it is made, or imported, there
+    return (ast.get_docstring(tree) or "").partition("\n")[0]  # the attribute is assigned or imported
 
 
 def _dialect_form(name: str) -> str:
-    """Return the form of a dialect's Q/DQ pairs in words."""
     from harness.graph.rules.dialect_lookup import load_dialect
     from harness.graph.rules.dialects import INT8_MAX_LEVEL
 

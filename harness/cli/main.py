@@ -1,4 +1,4 @@
-"""The command `qdq`: its options, its subcommands by name, and what becomes of errors."""
+"""The command `qdq`: global options, subcommands, logging and error messages."""
 
 from __future__ import annotations
 
@@ -11,33 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.autotune import autotune
-from harness.cli.calib_data import calib_data
 from harness.cli.common import add_to_sys_path
-from harness.cli.compare import compare
+from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
 from harness.cli.doctor import doctor
-from harness.cli.evaluate import evaluate
-from harness.cli.explain import explain
-from harness.cli.gen_trt_engine import gen_trt_engine
 from harness.cli.list import list_plugins
-from harness.cli.noise import noise
-from harness.cli.ptq import ptq
-from harness.cli.quantize import quantize
-from harness.cli.record import record
-from harness.cli.regions import regions
-from harness.cli.replay import replay
-from harness.cli.report import report
-from harness.cli.reproduce import reproduce
-from harness.cli.run import run
-from harness.cli.sensitivity import sensitivity
-from harness.cli.study import study
-from harness.cli.trace import trace
-from harness.cli.verify import verify
-from harness.cli.zoo import zoo
+from harness.cli.models import explain, regions, zoo
+from harness.cli.report import compare, report, trace
+from harness.cli.run import reproduce, run, verify
+from harness.cli.studies import noise, record, replay, sensitivity, study
 from harness.errors import UserError
 
 __all__ = ["app", "main"]
 
+#: In the order of the help text. Commands import what they need inside their functions, to keep `qdq --help` fast.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": run,
     "autotune": autotune,
@@ -62,23 +48,20 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "list": list_plugins,
     "doctor": doctor,
 }
-"""In the order of the help text. A command imports what it needs inside its function, so that `qdq --help` is quick."""
-
-RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study")
-"""Given again after an interruption, these go on; autotune does too, and says so itself."""
+RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study")  # autotune resumes too, and prints a message itself
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="qdq",
-    help="Finds where Q/DQ pairs belong in an ONNX model, by measured latency and measured accuracy.",
+    help="Find the best placement of Q/DQ pairs in an ONNX model, by measured latency and accuracy.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings=HELP_SETTINGS,
 )
+#: For commands that parse their arguments themselves.
 PASSTHROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-"""For a command that reads its own arguments."""
 for _name, _function in COMMANDS.items():
     app.command(name=_name, context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS)(
         _function
@@ -96,9 +79,9 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _global_options(
     context: typer.Context,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the parts log.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show log messages.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     add_to_sys_path(Path.cwd())
@@ -108,18 +91,20 @@ def _global_options(
 
 @contextmanager
 def _report_interrupt(command: str | None) -> Iterator[None]:
-    """Say of Ctrl-C what becomes of the work; typer would end without a word."""
+    """Print after Ctrl-C whether the work can be continued; typer prints nothing."""
     try:
         yield
     except KeyboardInterrupt:
-        kept = "; what was measured is kept: the same command goes on" if command in RESUMABLE_COMMANDS else ""
+        kept = (
+            "; measurements are kept: run the same command again to continue" if command in RESUMABLE_COMMANDS else ""
+        )
         typer.echo(f"qdq: interrupted{kept}", err=True)
         raise
 
 
 @contextmanager
 def _log_to_stderr(verbose: bool) -> Iterator[None]:
-    """Show what the parts log while a command runs: our own warnings, others' errors; with `verbose` all."""
+    """Print log messages of a command: our warnings and the errors of other packages; with `verbose` everything."""
     root, handler = logging.getLogger(), _StderrHandler()
     before = root.level
     if verbose:
@@ -137,24 +122,24 @@ def _log_to_stderr(verbose: bool) -> Iterator[None]:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what standard error is at the time: progress bars put themselves in its place. Says nothing twice."""
+    """Handler that writes each message once, to the current `sys.stderr`, which progress bars replace."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             typer.echo(text, err=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: returns after success; mistakes of the user end with one message and exit code 2."""
+    """Run the command; mistakes of the user end with one message and exit code 2."""
     try:
         app(args=arguments)
-    except SystemExit as end:  # typer ends so after success too
+    except SystemExit as end:  # typer raises it after success too
         if end.code:
             raise
     except UserError as error:

@@ -1,25 +1,21 @@
-"""`qdq report`."""
+"""`qdq report`, `qdq compare` and `qdq trace`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from harness.cli.common import print_rich_or_text, short_path
-from harness.results_dir.termination import SearcherFailures
+from harness.cli.common import ResultsArgument, print_rich_or_text, short_path
 
-__all__ = ["report", "report_afterwards", "report_run", "show_report"]
+__all__ = ["compare", "report", "report_afterwards", "show_report", "trace"]
 
 
-def report(
-    folder: Annotated[Path, typer.Argument(help="Results folder of an experiment.", show_default=False)],
-) -> None:
-    """Make tables and curves of a results folder again, where anything has changed since, and print the main table.
+def report(folder: ResultsArgument) -> None:
+    """Write the tables and curves of a results folder again if anything has changed, and print the main table.
 
     Example: `qdq report out/quickstart`
     """
@@ -27,23 +23,20 @@ def report(
 
 
 @contextmanager
-def report_afterwards(show_found: Callable[[], None]) -> Iterator[None]:
-    """Show what is found by what is run within; searches that broke are no reason not to, and are said behind it."""
+def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
+    """Call `show` after the body, even if some searchers failed; raise their error afterwards."""
+    from harness.results_dir.termination import SearcherFailures
+
     try:
         yield
     except SearcherFailures:
-        show_found()
+        show()
         raise
-    show_found()
-
-
-def report_run(folder: Path) -> AbstractContextManager[None]:
-    """Show the report of what is run within; see `report_afterwards`."""
-    return report_afterwards(partial(show_report, folder))
+    show()
 
 
 def show_report(folder: Path) -> None:
-    """Render the report of a results folder, where it is not there already, print its main table and what may help."""
+    """Write the report of a results folder unless it is up to date; print its main table and the next steps."""
     from harness.report.render import current_report, report_renderable, report_text, write_report
     from harness.report.tables.next_steps import describe_next_steps, describe_winners
 
@@ -56,4 +49,52 @@ def show_report(folder: Path) -> None:
             typer.echo(f"\n{line}")
     typer.echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
     if current:
-        typer.echo("Nothing has changed since they were drawn; to draw them again all the same, remove that folder.")
+        typer.echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Results of another machine or version, or after a change.")],
+) -> None:
+    """Compare two results folders: matching rows, ratio with interval, differences of the environment.
+
+    Example: `qdq compare results/quickstart out/quickstart`
+    """
+    from harness.report.frames.folder_comparison import comparison_table, describe_differences
+    from harness.report.load.results import load
+    from harness.report.report_table import render_plain_text
+    from harness.report.tables.terminal_table import TerminalTable
+
+    first, second = short_path(first), short_path(second)
+    one, two = load(first), load(second)
+    table = comparison_table(one, two)
+    print_rich_or_text(f"{render_plain_text(table)}\n", TerminalTable(table=table))
+    lines = list(describe_differences(one, two))
+    typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
+    for line in lines:
+        typer.echo(f"  {line}")
+
+
+def trace(
+    folder: ResultsArgument,
+    cell: Annotated[str, typer.Argument(help="ROW:COLUMN of the table.", show_default=False)],
+    table: Annotated[str, typer.Option(help="Table, by the name of its files.")] = "main",
+    last: Annotated[int, typer.Option(min=1, help="Number of turns or trials shown of each source, from the end.")] = 5,
+    raw: Annotated[bool, typer.Option("--raw", help="Show each sample of each turn and trial.")] = False,
+) -> None:
+    """Show the samples from which a table cell is computed, the file and line of each, and the computation.
+
+    ROW is a row's number (the first is 1), its method, its id, or CELL/METHOD; COLUMN is the start of the heading.
+
+    Example: `qdq trace results/quickstart linear:speedup`
+    """
+    from harness.report import trace as tracing
+    from harness.report.load.results import load
+
+    found = tracing.trace_cell(load(short_path(folder)), cell, table)
+    typer.echo(f"{found.row}, {found.column}: {found.shown}")
+    for source in found.sources:
+        for line in source.lines() if raw else source.brief(last):
+            typer.echo(line)
+    if found.measured and not raw:
+        typer.echo("--raw shows every single reading.")

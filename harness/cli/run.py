@@ -1,17 +1,31 @@
-"""`qdq run`."""
+"""`qdq run`, `qdq reproduce` and `qdq verify`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli.common import add_to_sys_path
-from harness.cli.report import report_run
-from harness.errors import prefix_file
+from harness.cli.common import (
+    BaseOption,
+    ResultsArgument,
+    add_to_sys_path,
+    explain_relative_paths,
+    replace_change_advice,
+    short_path,
+)
+from harness.cli.report import compare, report_afterwards, show_report
+from harness.errors import UserError, prefix_file
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from harness.config.experiment import Experiment
+
+__all__ = ["reproduce", "run", "verify"]
+
+VERDICT_WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
+BROKEN_BOUND_WORD = "BROKEN"  # no recorded value differs if only the bound on accuracy is violated
 
 
 def run(
@@ -21,54 +35,147 @@ def run(
         bool,
         typer.Option(
             "--accept-changes",
-            help="Where a cell was begun with something else (model, keys, versions, device), keep that beside it and "
-            "begin a new section of the table. What only asks for more (a larger budget, one more searcher, seed or "
-            "baseline at the end) needs no flag.",
+            help="If inputs changed (model, keys, versions, device), archive the old results of the task and start it "
+            "over. An extension (a larger budget; one more searcher, seed or baseline at the end) needs no flag.",
         ),
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Attempt what failed once more; costs no budget.")
+        bool, typer.Option("--retry-failed", help="Try failed candidates again; this costs no budget.")
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check the file and show the plan; run nothing.")] = False,
 ) -> None:
-    """Run an experiment and print its tables. Run the same command again to go on after an interruption.
+    """Run an experiment and print its tables. After an interruption, run the same command again to continue.
 
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
     from harness.config.experiment import load_experiment
-    from harness.config.plan import plan_tasks
     from harness.pipeline.runner import run_experiment
-    from harness.results_dir.ownership import check_ownership
-    from harness.task_setup.accuracy_bound import bound_lines
-    from harness.task_setup.preflight import check_experiment, check_models
-    from harness.task_setup.workload import describe_workload
+    from harness.task_setup.preflight import check_experiment
     from harness.terminal_progress import TerminalProgress
 
     config = load_experiment(experiment)
     add_to_sys_path(config.base_dir)
     with prefix_file(experiment):
-        remarks = check_experiment(config)
-    for remark in remarks:
-        typer.echo(remark, err=True)
+        _print_remarks(check_experiment(config))
     folder = out or Path("results") / config.experiment
     if check:
-        with prefix_file(experiment):
-            remarks = check_models(config)
-        for remark in remarks:
-            typer.echo(remark, err=True)
-        if grown := check_ownership(folder, config, accept_changes):
-            typer.echo(f"{folder}: {grown}: would go on with what is there")
-        for cell in plan_tasks(config):
-            typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
-        for line in bound_lines(config):
-            typer.echo(line)
-        typer.echo(describe_workload(config))
+        _show_plan(experiment, config, folder, accept_changes)
         return
-    with report_run(folder), TerminalProgress() as terminal:
-        run_experiment(
-            config,
-            out=folder,
-            observer=terminal,
-            accept_changes=accept_changes,
-            retry_failed=retry_failed,
-        )
+    with report_afterwards(lambda: show_report(folder)), TerminalProgress() as terminal:
+        run_experiment(config, out=folder, observer=terminal, accept_changes=accept_changes, retry_failed=retry_failed)
+
+
+def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: bool) -> None:
+    """Check the models and the results folder, and print the tasks and their amount of work."""
+    from harness.config.plan import plan_tasks
+    from harness.results_dir.ownership import check_ownership
+    from harness.task_setup.accuracy_bound import bound_lines
+    from harness.task_setup.preflight import check_models
+    from harness.task_setup.workload import describe_workload
+
+    with prefix_file(file):
+        _print_remarks(check_models(config))
+    if extension := check_ownership(folder, config, accept_changes):
+        typer.echo(f"{folder}: {extension}: would continue from the existing results")
+    for task in plan_tasks(config):
+        typer.echo(f"{task.name}: {', '.join(search.name for search in task.runs)}")
+    for line in bound_lines(config):
+        typer.echo(line)
+    typer.echo(describe_workload(config))
+
+
+def _print_remarks(remarks: Iterable[str]) -> None:
+    for remark in remarks:
+        typer.echo(remark, err=True)
+
+
+def reproduce(
+    folder: ResultsArgument,
+    out: Annotated[Path | None, typer.Option(help="Results folder of the repetition [default: FOLDER-again].")] = None,
+    base: BaseOption = None,
+) -> None:
+    """Run the experiment of a results folder again, into a new folder, and print a comparison of both.
+
+    Calibration, searches and confirmation are done again. After an interruption, run the same command again to
+    continue.
+
+    Example: `qdq reproduce results/quickstart --out out/again`
+    """
+    from harness.config.experiment import load_experiment
+    from harness.pipeline.runner import run_experiment
+    from harness.report.load.results import load
+    from harness.task_setup.preflight import check_experiment
+    from harness.terminal_progress import TerminalProgress
+
+    load(folder)  # fails before hours are spent on results that cannot be compared
+    again = folder.resolve().with_name(f"{folder.resolve().name}-again") if out is None else out
+    if again.resolve() == folder.resolve():
+        raise UserError(f"--out {again}: is the folder to be reproduced; use another one")
+    file = folder / "experiment.yaml"
+    config = load_experiment(file, (base or Path.cwd()).resolve())
+    add_to_sys_path(config.base_dir)
+    with explain_relative_paths(config.base_dir), prefix_file(file):
+        _print_remarks(check_experiment(config))
+
+    def show_reports() -> None:
+        show_report(again)
+        typer.echo("")
+        compare(folder, again)
+
+    with replace_change_advice(), report_afterwards(show_reports), TerminalProgress() as terminal:
+        run_experiment(config, out=again, observer=terminal)
+
+
+def verify(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Exported model, RESULTS/CELL/models/NAME.onnx; or a results folder, followed by a row.",
+            show_default=False,
+        ),
+    ],
+    row: Annotated[
+        str | None, typer.Argument(help="Row of the results folder's main table.", show_default=False)
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Results folder, if the file is outside of it.", show_default=False)
+    ] = None,
+    base: BaseOption = None,
+    max_drop: Annotated[
+        str | None,
+        typer.Option(
+            help="Largest allowed loss of the metric, 0.01 or '1%' of the float model's, instead of the experiment's "
+            "bound.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measure an exported model again and compare it with the tables: hash, Q/DQ edges, accuracy, speedup.
+
+    The exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound.
+
+    Example: `qdq verify out/mine auto`, or `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
+    """
+    from harness.config.objective import parse_bound
+    from harness.pipeline.verify import find_exported_row
+    from harness.pipeline.verify import verify as check_model
+    from harness.terminal_progress import TerminalProgress
+
+    model = find_exported_row(short_path(file), row) if file.is_dir() else file
+    if not file.exists():
+        raise UserError(f"{file}: no such file or folder")
+    if model is file and row is not None:
+        raise UserError(f"{file} {row}: a row needs a results folder, but this is a file")
+    try:
+        bound = None if max_drop is None else parse_bound(max_drop)
+    except ValueError as error:
+        raise UserError(f"--max-drop: {error}, but got {max_drop!r}") from error
+    start = (base or Path.cwd()).resolve()
+    add_to_sys_path(start)
+    with explain_relative_paths(start), TerminalProgress() as terminal:
+        checks = check_model(model, terminal, results=results, base=start, max_drop=bound)
+    for check in checks:
+        word = BROKEN_BOUND_WORD if check.what == "bound" and check.holds is False else VERDICT_WORDS[check.holds]
+        typer.echo(f"{check.what}: {word}: {check.found}")
+    if any(check.holds is False for check in checks):
+        raise typer.Exit(1)

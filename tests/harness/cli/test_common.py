@@ -1,4 +1,4 @@
-"""What commands make of paths and tables before they print them."""
+"""Paths and tables in the output of commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small import qdq, save_small
 
 from harness.cli.common import print_table, short_path
 
@@ -17,45 +18,53 @@ from harness.cli.common import print_table, short_path
         ("here/out", "here/out"),
         ("here/specs/../out", "here/out"),
         ("{root}/work/here/specs/../out", "here/out"),
-        ("../beside", "../beside"),
-        ("here/../../beside/x", "../beside/x"),
+        ("../next", "../next"),
+        ("here/../../next/x", "../next/x"),
         ("{root}/work/here", "here"),
         ("here/", "here"),
+        ("link", "link"),
+        ("link/..", "here"),
+        ("/x/../y", "/y"),
     ],
 )
-def test_a_path_is_shown_without_detours(tmp_path, monkeypatch, given, shown):
-    root = tmp_path / "a long name that nobody wants to read twice"
-    (root / "work" / "here" / "specs").mkdir(parents=True)
-    monkeypatch.chdir(root / "work")
+def test_a_path_is_short_and_without_dots(tmp_path, monkeypatch, given, shown):
+    root = tmp_path / "a long name of the parent folder"
+    work = root / "work"
+    (work / "here" / "specs").mkdir(parents=True)
+    (work / "link").symlink_to(work / "here" / "specs")
+    monkeypatch.chdir(work)
     assert short_path(Path(given.format(root=root))) == Path(shown)
 
 
-def test_what_is_far_away_stays_absolute(tmp_path, monkeypatch):
-    deep = tmp_path / "a" / "b" / "c" / "d" / "e"
-    deep.mkdir(parents=True)
-    monkeypatch.chdir(deep)
-    assert short_path(Path("/x/../y")) == Path("/y")
-
-
-def test_a_link_keeps_its_name_and_is_followed_where_it_is_left_by_dots(tmp_path, monkeypatch):
-    (tmp_path / "real" / "deep").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "real" / "deep")
+def test_an_engine_is_reported_by_its_short_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "specs").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert short_path(Path("link")) == Path("link")
-    assert short_path(Path("link/..")) == Path("real")
+    save_small(tmp_path / "net.onnx")
+    Path("specs/engine.yaml").write_text(
+        "gen_trt_engine: {onnx_file: ../net.onnx, trt_engine: ../built/net.openvino}\n"
+    )
+    assert qdq("gen-trt-engine", "specs/engine.yaml", "--backend", "openvino") == 0
+    assert capsys.readouterr().out.startswith("built/net.openvino: openvino ")
+    assert Path("built/net.openvino").exists()
 
 
-def test_a_pipe_gets_the_headings_too(capsys):
-    print_table(("name", "value"), [("a", "1"), ("b", "2")])
-    assert capsys.readouterr().out.splitlines() == ["name\tvalue", "a\t1", "b\t2"]
+def test_so_is_a_results_folder_without_a_row(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "specs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert qdq("explain", "specs/../out") == 2
+    assert capsys.readouterr().err.startswith("qdq: out: a results folder needs a row: qdq explain out ROW")
 
 
-def test_cells_are_text_and_no_markup_on_a_terminal(monkeypatch):
-    class Screen(io.StringIO):
-        def isatty(self):
-            return True
+def test_a_pipe_gets_headings_and_notes(capsys):
+    print_table(("name", "value"), [("a", "1"), ("b", "2")], ["note"])
+    assert capsys.readouterr().out.splitlines() == ["name\tvalue", "a\t1", "b\t2", "note"]
 
-    monkeypatch.setattr(sys, "stdout", Screen())
+
+def test_a_terminal_shows_markup_in_cells_as_text(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", screen)
     print_table(("what", "state"), [("tensorrt", "pip install '.[tensorrt]'"), ("[bold]x[/]", "ok")])
-    assert "'.[tensorrt]'" in sys.stdout.getvalue()
-    assert "[bold]x[/]" in sys.stdout.getvalue()
+    assert "'.[tensorrt]'" in screen.getvalue()
+    assert "[bold]x[/]" in screen.getvalue()

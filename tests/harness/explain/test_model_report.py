@@ -188,7 +188,7 @@ def test_a_results_folder_needs_a_row(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as end:
         main(["explain", str(tmp_path)])
     assert end.value.code == 2
-    assert "a results folder needs a row beside it" in capsys.readouterr().err
+    assert "a results folder needs a row" in capsys.readouterr().err
 
 
 def test_a_matmul_is_found_that_openvino_calls_by_what_quantizes_its_sum(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[
     marks("mended")
     marks("other")
     marks("interrupted")
-    assert "interrupted; what was measured is kept" in again(copy)[1]
+    assert "interrupted; measurements are kept" in again(copy)[1]
     end = read_termination(journal(copy, "Asks"))
     assert end is not None
     assert end.reason.startswith("broke at 4 of 8")

@@ -39,7 +39,7 @@ def test_an_unchanged_report_is_not_drawn_again_and_its_tables_are_shown(folder,
     assert page.read_text() == "as it was"
     assert SAID not in first
     assert second.startswith(first.rstrip())
-    assert f"{SAID}; to draw them again all the same, remove that folder." in second
+    assert f"{SAID}; to draw them again, remove that folder." in second
 
 
 @pytest.mark.parametrize(

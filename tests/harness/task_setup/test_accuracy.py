@@ -373,7 +373,7 @@ def test_a_row_stands_for_its_file(front: Path, folder: Path, capsys: Any) -> No
     assert "name a row, or its file; there are:" in said
     assert all(str(path) in said for path in models(front).values() if path.is_file())
     assert qdq("verify", str(models(front)["float"]), "1") == 2
-    assert "a row is of a results folder, and this is no folder" in capsys.readouterr().err
+    assert "a row needs a results folder" in capsys.readouterr().err
 
 
 def test_a_row_is_checked_in_its_own_cell_though_another_has_the_same_file(
@@ -407,7 +407,7 @@ def test_where_relative_paths_start_is_said_where_one_leads_nowhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert qdq("verify", str(models(front)["float"])) == 2
-    assert "were looked for from .: name the folder of its file by --base" in capsys.readouterr().err
+    assert "start from .: set the folder of its file by --base" in capsys.readouterr().err
 
 
 def test_a_file_of_nobodys_results_is_refused(front: Path, folder: Path, capsys: Any) -> None:

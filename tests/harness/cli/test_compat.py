@@ -1,4 +1,4 @@
-"""The example of `qdq evaluate --help` for a classifier is one that works."""
+"""The classifier example in `qdq evaluate --help` works."""
 
 from __future__ import annotations
 

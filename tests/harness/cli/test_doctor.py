@@ -1,67 +1,63 @@
-"""The doctor always answers: for what is there, for what is missing, and for what is broken."""
+"""`qdq doctor` reports what works, what is missing and what is broken."""
 
 import pytest
 
 from harness import registry
-from harness.cli import environment
+from harness.cli import doctor
 
 GPU = {"name": "NVIDIA H100", "driver_version": "570.1", "memory.total": "81559 MiB"}
+TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
 
 
 @pytest.fixture
 def rows(monkeypatch):
-    """What the doctor says on a machine with these facts."""
+    """Examine a machine with the given facts; rows by name."""
 
     def examine(**facts):
-        monkeypatch.setattr(environment, "describe_environment", lambda: facts)
-        return {what: (state, detail) for what, state, detail in environment.examine_machine()}
+        monkeypatch.setattr("harness.timing.provenance.describe_environment", lambda: facts)
+        return {what: (state, detail) for what, state, detail in doctor.examine_machine()}
 
     return examine
 
 
-def test_a_machine_without_gpu_and_readings_says_so(rows):
+def test_a_machine_without_gpu_and_clock_readings(rows):
     found = rows(cpu={"model": "x", "flags": ["avx2", "amx_int8"]})
     assert found["gpu"][0] == "none found"
-    assert [found[name][0] for name in ("cpu.governor", "cpu.mhz", "cpu.turbo")] == ["not readable"] * 3
+    assert [found[name][0] for name in TIMING_FACTS] == ["not readable"] * 3
     assert found["cpu.flags"] == ("", "avx2, amx_int8")
+
+
+def test_gpus_and_clocks_are_readable(rows):
+    found = rows(cpu={"governor": "performance", "mhz": 2100, "turbo": False}, gpus=[GPU])
+    assert found["gpu 0"] == ("ok", "name NVIDIA H100, driver_version 570.1, memory.total 81559 MiB")
+    assert [found[name][1] for name in TIMING_FACTS] == ["performance", "2100", "off"]
 
 
 @pytest.mark.parametrize(
     ("flags", "warned"),
     [(["avx2"], True), (["avx2", "avx512f"], True), (["avx2", "avx_vnni"], False), (["asimddp"], False), ([], False)],
 )
-def test_processors_whose_integer_products_saturate_are_a_warning(rows, flags, warned):
-    found = rows(cpu={"model": "x", "flags": flags})
-    assert ("int8 on this cpu" in found) == warned
-    if warned:
-        state, detail = found["int8 on this cpu"]
-        assert state == "warning"
-        assert "no VNNI" in detail
-        assert "saturate" in detail
-
-
-def test_gpus_and_clocks_are_readable(rows):
-    found = rows(cpu={"governor": "performance", "mhz": 2100, "turbo": False}, gpus=[GPU])
-    assert found["gpu 0"] == ("ok", "name NVIDIA H100, driver_version 570.1, memory.total 81559 MiB")
-    assert [found[name][1] for name in ("cpu.governor", "cpu.mhz", "cpu.turbo")] == ["performance", "2100", "off"]
+def test_saturating_integer_products_are_a_warning(rows, flags, warned):
+    state, detail = rows(cpu={"model": "x", "flags": flags}).get("int8 on this cpu", ("", ""))
+    assert (state == "warning") is ("no VNNI" in detail) is ("saturate" in detail) is warned
 
 
 def test_two_onnx_runtimes_are_a_warning(rows, monkeypatch):
     assert "onnxruntime twice" not in rows()
-    monkeypatch.setattr(environment, "_version", lambda name: "1.24")
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.24")
     state, detail = rows()["onnxruntime twice"]
     assert state == "warning"
     assert "onnxruntime 1.24 and onnxruntime-gpu 1.24 overwrite each other: pip uninstall" in detail
 
 
 def test_remedies_are_commands_for_a_checkout(rows, monkeypatch):
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     found = rows()
     assert found["tensorrt"] == ("missing", "pip install -e '.[tensorrt]' (needs an NVIDIA GPU)")
     assert found["ray"] == ("missing", "pip install -e '.[ray]'")
 
 
-def test_broken_plug_ins_stand_beside_the_working_ones(rows, monkeypatch):
+def test_broken_plug_ins_are_listed_and_the_others_work(rows, monkeypatch):
     def plugins(kind):
         points = [p.entry_point for p in real(kind)]
         if kind in ("benchmarker", "searcher"):

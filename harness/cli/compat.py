@@ -1,0 +1,162 @@
+"""Commands with ModelOpt's options (`autotune`, `ptq`) or spec files (`quantize`, `evaluate`, `gen-trt-engine`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.common import ParamOption, add_to_sys_path, backend_spec, print_table, short_path
+from harness.errors import prefix_file
+
+__all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
+
+
+def autotune(context: typer.Context) -> None:
+    """Optimize one model with the command line, files and defaults of ModelOpt's autotune; no GPU is needed.
+
+    Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
+    """
+    from harness.compat.modelopt_autotune.command import autotune as run
+    from harness.terminal_progress import TerminalProgress
+
+    with TerminalProgress() as terminal:
+        try:
+            run(context.args, "qdq autotune", terminal)
+        except KeyboardInterrupt as stop:  # it has printed what is kept
+            raise typer.Exit(130) from stop
+
+
+def quantize(
+    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.", show_default=False)],
+) -> None:
+    """Quantize a model by a spec file (TAO's static PTQ), with ModelOpt or, layer by layer, with the built-in engine.
+
+    Example: `qdq quantize experiments/specs/quantize.yaml`
+    """
+    from harness.compat.tao_specs.quantize import quantize as run
+    from harness.compat.tao_specs.spec import read_spec, require_section
+
+    found, base = read_spec(spec), spec.resolve().parent
+    add_to_sys_path(base)
+    section = require_section(found.quantize, "quantize", str(spec))
+    with prefix_file(spec):
+        done = run(section, found.dataset, base, base / (section.results_dir or found.results_dir))
+    _print_layers(done.layers)
+    typer.echo(f"{short_path(done.path)}: calibrated on {done.calibrated_on}")
+
+
+def ptq(context: typer.Context) -> None:
+    """Quantize a model with the options of ModelOpt's command line, without a search and without timing.
+
+    Example: `qdq ptq --onnx_path model.onnx --calibration_data calib.npy --output_path model-int8.onnx`
+    """
+    from harness.compat.tao_specs.ptq import run_ptq
+
+    done = run_ptq(context.args)
+    if isinstance(done, list):
+        typer.echo("\n".join(done))
+        return
+    _print_layers(done.layers)
+    typer.echo(f"{done.path}: calibrated on {done.calibrated_on}")
+
+
+def _print_layers(layers: Mapping[str, Mapping[str, int]]) -> None:
+    for op, counts in layers.items():
+        typer.echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
+
+
+def calib_data(
+    images: Annotated[Path, typer.Argument(help="Folder of images.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .npy file to write.", show_default=False)],
+    preprocess: Annotated[
+        str, typer.Option(help="Preprocessing of the model at run time; see qdq list.", show_default=False)
+    ],
+    samples: Annotated[int, typer.Option(min=1, help="Maximum number of images; 500 or more are advised.")] = 512,
+    size: Annotated[
+        str | None, typer.Option(help="Height and width of the inputs, 640x640 [default: that of PREPROCESS].")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="ONNX file whose input gives the size.")] = None,
+) -> None:
+    """Make a calibration file from a folder of images.
+
+    Example: `qdq calib-data coco/train2017 -o calib.npy --preprocess ultralytics --samples 500`
+    """
+    from harness.compat.tao_specs.calib_data import ADVISED_SAMPLE_COUNT, input_size, write_calibration
+
+    found = input_size(preprocess, size, model)
+    count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, found, samples)
+    typer.echo(f"{output}: {count} of {total} images, {count} x 3 x {found[0]} x {found[1]} float32, {preprocess}")
+    if count < ADVISED_SAMPLE_COUNT:
+        typer.echo(f"{count} samples are few: {ADVISED_SAMPLE_COUNT} or more are advised for CNNs and ViTs", err=True)
+
+
+def gen_trt_engine(
+    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'gen_trt_engine'.", show_default=False)],
+    backend: Annotated[
+        str, typer.Option(help="Runtime that builds: tensorrt, or without TensorRT openvino or onnxruntime.")
+    ] = "tensorrt",
+    param: ParamOption = None,
+) -> None:
+    """Build an engine from an ONNX file, float or with Q/DQ pairs, by a spec file, and save it.
+
+    If the spec file gives a file name for TensorRT, another runtime's engine gets its own suffix (model.openvino).
+
+    Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
+    """
+    from harness.compat.tao_specs.engine import build_engine
+    from harness.compat.tao_specs.engine_file import TENSORRT, engine_path
+    from harness.compat.tao_specs.spec import read_spec, require_section
+
+    found, base = read_spec(spec), spec.resolve().parent
+    add_to_sys_path(base)
+    section = require_section(found.gen_trt_engine, "gen_trt_engine", str(spec))
+    with prefix_file(spec):
+        facts = build_engine(section, found.dataset, base, backend_spec(backend, param))
+    kind = f"Q/DQ found ({', '.join(facts.precisions)})" if facts.precisions else "float"
+    typed = ": strongly typed" if facts.precisions and facts.backend == TENSORRT else ""
+    requested = base / section.trt_engine
+    path = engine_path(requested, backend)
+    typer.echo(f"{short_path(path)}: {facts.backend} {facts.describe.get('version', '')}, {kind}{typed}")
+    if path != requested:
+        typer.echo(
+            f"written as {path.name}, because TensorRT cannot load it; qdq evaluate uses it if a spec file names "
+            f"{requested.name} and that file is missing"
+        )
+
+
+def evaluate(
+    specs: Annotated[
+        list[Path], typer.Argument(help="Spec files with a section 'evaluate'; the first is the baseline.")
+    ],
+    suggest: Annotated[bool, typer.Option(help="Suggest layers to leave native if the drop is above 0.01.")] = True,
+) -> None:
+    """Score an engine or a model on labelled images; with several spec files, print the drops against the first.
+
+    Labels of boxes (.json in COCO format) give mAP; labels of classes (.txt, lines "FILENAME CLASS") give top-1.
+
+    Example: `qdq evaluate baseline.yaml quantized.yaml`
+
+    A classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
+    """
+    from harness.compat.tao_specs.comparison import advise_native_layers, compare_evaluations
+    from harness.compat.tao_specs.evaluate import evaluate as run
+    from harness.compat.tao_specs.spec import read_spec
+    from harness.terminal_progress import TerminalProgress
+
+    found = {path: read_spec(path) for path in specs}
+    for path in specs:
+        add_to_sys_path(path.resolve().parent)
+    with TerminalProgress() as terminal:
+        rows = compare_evaluations([run(spec, path, terminal) for path, spec in found.items()])
+    header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
+    print_table(header, [row.cells() for row in rows])
+    models: set[Path | None] = set()
+    for row, (path, spec) in zip(rows, found.items(), strict=True):
+        if suggest and row.scored.model not in models:
+            with TerminalProgress() as terminal:
+                lines = advise_native_layers(row, spec.dataset, path.resolve().parent, terminal)
+            typer.echo("\n".join(lines), nl=bool(lines))
+        models.add(row.scored.model)

@@ -1,0 +1,230 @@
+"""`qdq sensitivity`, `qdq record`, `qdq replay`, `qdq study` and `qdq noise`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from harness.cli.common import (
+    DimOption,
+    ParamOption,
+    ShapeOption,
+    StudyArgument,
+    StudyBackendOption,
+    add_to_sys_path,
+    print_table,
+    replace_change_advice,
+    short_path,
+    study_of,
+)
+from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.studies.study_file import BudgetStudy
+
+__all__ = ["noise", "record", "replay", "sensitivity", "study"]
+
+
+def sensitivity(
+    model: StudyArgument,
+    by: Annotated[
+        Literal["pattern", "point"], typer.Option(help="What is quantized, or left out, at a time.")
+    ] = "pattern",
+    backend: StudyBackendOption = None,
+    param: ParamOption = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    precision: Annotated[
+        str | None, typer.Option(help="int8, fp8 or mixed [default: int8].", show_default=False)
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples that outputs are compared on.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder [default: sensitivity-MODEL-BACKEND-PRECISION].", show_default=False)
+    ] = None,
+) -> None:
+    """Show the effect of each pattern, or each point, on latency and fidelity: alone, and left out of a full model.
+
+    Writes a plot, and sensitivity.json, from which searches can start: {use: sensitivity, params: {path: ...}}.
+    A model alone gets random data, so do not trust its fidelity; an experiment file with one task brings real data.
+
+    Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
+    """
+    from harness.analysis.sensitivity_report import sensitivity_report
+    from harness.terminal_progress import TerminalProgress
+
+    made = study_of(model, backend, param, shape, dim, precision=precision)
+    folder = short_path(out or Path(f"sensitivity-{made.spec.name}"))
+    with replace_change_advice(), TerminalProgress() as terminal:
+        table = sensitivity_report(made, by, folder, terminal, samples)
+    print_table(*table)
+
+
+def record(
+    model: StudyArgument,
+    dimensions: Annotated[
+        int | None,
+        typer.Option(
+            help="At most 2^N placements of the most influential dimensions [default: 11, or those of a finished "
+            "table].",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Parquet file [default: MODEL-BACKEND-PRECISION.parquet].")] = None,
+    backend: StudyBackendOption = None,
+    param: ParamOption = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    fidelity: Annotated[
+        bool, typer.Option("--fidelity", help="Compare outputs with those of the float model too.")
+    ] = False,
+    search: Annotated[
+        int, typer.Option(help="Evaluations of a search first; neighbours of its best are screened too.", min=0)
+    ] = 0,
+) -> None:
+    """Measure every placement of a model's most influential dimensions: a table to replay searchers on.
+
+    After an interruption, run the same command again to continue. 1,024 placements of a small model take 20 to 30
+    minutes; leave the machine idle.
+
+    The other dimensions are fixed at the fastest placement seen. If single changes find none that is fast, as for a
+    Transformer on ONNX Runtime, start with a search: `--search 100`.
+
+    Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
+    """
+    from harness.benchmark_table import read_table
+    from harness.studies.record_table import record as record_table
+    from harness.studies.replay_report import table_lines
+    from harness.terminal_progress import TerminalProgress
+
+    made = study_of(model, backend, param, shape, dim, fidelity=fidelity)
+    path = out or Path(f"{made.spec.name}.parquet")
+    with replace_change_advice(), TerminalProgress() as terminal:
+        record_table(made, path, dimensions, terminal, search=search)
+    typer.echo("\n".join(table_lines(read_table(path))))
+
+
+def replay(
+    recorded: Annotated[Path, typer.Argument(metavar="TABLE", help="Parquet file of qdq record.", show_default=False)],
+    searcher: Annotated[list[str] | None, typer.Option(help="Searcher; repeat to compare.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of searches of each searcher.")] = 100,
+    budget: Annotated[int, typer.Option(min=1, help="Evaluations of each search.")] = 100,
+    initial: Annotated[
+        list[str] | None, typer.Option(help="Initial placement of each search (float, all, linear); repeat.")
+    ] = None,
+    at_least: Annotated[
+        str | None, typer.Option(help="Only placements that reach METRIC=VALUE, for instance sqnr_db=20.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Reject a table that was not recorded on this model.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for curves.csv and curves.png.")] = None,
+) -> None:
+    """Replay searchers on a recorded table, and ten thousand random searches from the same start.
+
+    Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
+    """
+    from harness.benchmark_table import read_table
+    from harness.studies.replay_report import ReplayRequest, replay_all, table_lines
+
+    table = read_table(recorded)
+    request = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
+    typer.echo("\n".join(table_lines(table)))
+    print_table(*replay_all(table, tuple(searcher or ()), request, out))
+
+
+def study(
+    what: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="STUDY.yaml|TABLE...", help="A study file, or Parquet files of qdq record.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder for the tables, the plots and the search paths.", show_default=False)
+    ],
+    searcher: Annotated[
+        list[str] | None, typer.Option(help="Searcher; repeat. [default: all but exhaustive and optuna]")
+    ] = None,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=5_000, help="Budget in evaluations; repeat to compare. [default: 10 to 200]"),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Number of searches of each searcher on each table. [default: 100]"),
+    ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Start searches without an initial design.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of replay processes. [default: one per core]")
+    ] = None,
+) -> None:
+    """Compare every searcher on every recorded table at every budget, with statistics over seeds and tables.
+
+    Replays in memory; after an interruption, run the same command again to continue.
+
+    Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
+    """
+    from harness.report.report_table import render_markdown, render_note_markdown
+    from harness.studies.budget_study import study_budgets
+    from harness.terminal_progress import TerminalProgress
+    from harness.timing.provenance import count_cores
+
+    options: dict[str, Mapping[str, Any]] = {
+        "--searcher": {"searchers": [{"use": name} for name in searcher]} if searcher else {},
+        "--budget": {"budgets": sorted(set(budget))} if budget else {},
+        "--seeds": {"seeds": seeds} if seeds else {},
+        "--cold": {"initial": []} if cold else {},
+    }
+    planned = _load_budget_study(what, {name: keys for name, keys in options.items() if keys})
+    with TerminalProgress() as terminal:
+        found = study_budgets(planned, out, terminal, workers=workers or count_cores())
+    for table in found:
+        typer.echo(f"{render_markdown(table)}\n\n{render_note_markdown(table)}\n")
+
+
+def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:
+    """Return the study of a file, or a study of tables with the keys that options set."""
+    from harness.studies.study_file import BudgetStudy, load_study
+
+    if what[0].suffix not in (".yaml", ".yml"):
+        keys = {key: value for option in options.values() for key, value in option.items()}
+        return BudgetStudy.model_validate({"study": "tables", "tables": [str(path) for path in what], **keys})
+    if len(what) > 1 or options:
+        others = ", ".join([*map(str, what[1:]), *options])
+        raise UserError(f"{what[0]} is a study file, which is complete; leave out {others}, or change the file")
+    add_to_sys_path(what[0].resolve().parent)
+    return load_study(what[0])
+
+
+def noise(
+    model: StudyArgument,
+    backend: StudyBackendOption = None,
+    param: ParamOption = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    placement: Annotated[str, typer.Option(help="Measured placement: float, all or linear.")] = "float",
+    processes: Annotated[int, typer.Option(help="Number of fresh processes.")] = 6,
+    builds: Annotated[int, typer.Option(help="Number of fresh builds in each process.")] = 4,
+    readings: Annotated[int, typer.Option(help="Number of inferences of each build.")] = 30,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT].")
+    ] = None,
+) -> None:
+    """Show the sources of a latency's noise: within a run, between builds, between processes.
+
+    A model alone gets random data; an experiment file with one task brings calibration data and its own sampling.
+
+    Example: `qdq noise zoo:resnet18 --param precision=f32`
+    """
+    from harness.analysis.noise import NestedDesign
+    from harness.analysis.noise_report import noise_report
+    from harness.studies.study_task import study_name
+    from harness.terminal_progress import TerminalProgress
+
+    made = study_of(model, backend, param, shape, dim)
+    design = NestedDesign(processes=processes, builds=builds, readings=readings)
+    folder = out or Path(f"noise-{study_name(made, placement)}")
+    with replace_change_advice(), TerminalProgress() as terminal:
+        table = noise_report(made, placement, design, folder, terminal)
+    print_table(*table)
