@@ -31,6 +31,31 @@ def test_tables_shown_are_those_of_committed_runs(source, block):
     assert block.strip() == table.strip()
 
 
+def test_readme_fits_on_a_landing_page():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    experiments = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert [len(shown.splitlines()) for shown in experiments] == [10]
+
+
+def test_evidence_of_the_readme_is_that_of_committed_runs():
+    """Each cell is a column of the linked table and its mean; the second column is the best of the fixed rows."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[[^\]]+\]\((results/\S+/overview\.md)\) \|(.+)\|$", page, flags=re.MULTILINE)
+    assert 5 <= len(rows) <= 7
+    for source, cells in rows:
+        table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / source).read_text().splitlines()]
+        shown = dict(re.findall(r"`(\w+)` ([^|]+?) \|", f"{cells}|"))
+        means = [dict(zip(table[0], row, strict=True)) for row in table if row[:1] == ["geometric mean"]]
+        (found,) = [mean for mean in means if shown.items() <= mean.items()]
+        fixed = [
+            name
+            for name in table[0][3:]
+            if not name.startswith(("float", "modelopt", "auto")) or name == "modelopt_ptq"
+        ]
+        assert float(shown[next(iter(shown))].split()[0]) == max(float(found[name].split()[0]) for name in fixed)
+
+
 def anchors(page: Path) -> set[str]:
     """Fragments of a page's headings, by GitHub's rule."""
     titles = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -50,6 +75,10 @@ def test_every_command_shown_exists():
     shown = set(re.findall(r"^(?:\$ )?qdq ([a-z-]+)", pages, flags=re.MULTILINE))
     assert {"run", "report", "regions", "autotune"} <= shown
     assert shown <= set(COMMANDS)
+    listed = re.findall(
+        r"^\| `qdq ([a-z-]+)", (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(COMMANDS)
     help_text = CliRunner().invoke(app, ["--help"]).output
     assert all(f" {command} " in help_text for command in COMMANDS)
 
