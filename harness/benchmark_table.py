@@ -119,7 +119,7 @@ class TableSubspace:
 
     @cached_property
     def space(self) -> Space:
-        """Space of the varied dimensions."""
+        """Return the space of the varied dimensions."""
         return Space(tuple(self.full_space.dimensions[index] for index in self.varied))
 
     def to_full_space(self, placement: Placement) -> Placement:
@@ -153,7 +153,7 @@ class BenchmarkTable:
 
     @cached_property
     def subspace(self) -> TableSubspace:
-        """Subspace that the table enumerates."""
+        """Return the subspace that the table enumerates."""
         space = Space(self.metadata.dimensions)
         names = [dimension.name for dimension in space.dimensions]
         varied = tuple(names.index(name) for name in self.metadata.varied)

@@ -13,19 +13,19 @@ class ProgressTask(Protocol):
     """A piece of work under way."""
 
     def advance(self, note: str = "") -> None:
-        """One more of its parts is done; `note` says what came of it."""
+        """Mark one more part as done; `note` describes its result."""
         ...
 
 
 class Observer(Protocol):
-    """Shows what a run does. Never raises, never changes what is measured."""
+    """Displays the progress of a run. Never raises and never affects measurements."""
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Show one line."""
         ...
 
     def work(self, title: str, total: int) -> AbstractContextManager[ProgressTask]:
-        """A piece of work with `total` parts."""
+        """Start a task with `total` parts."""
         ...
 
 
@@ -33,7 +33,7 @@ class NullProgress:
     """An observer for tests and for use as a library."""
 
     def say(self, text: str) -> None:
-        """Say nothing."""
+        """Ignore the line."""
 
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:

@@ -48,7 +48,7 @@ class Interval:
 
     @property
     def relative_width(self) -> float:
-        """Width as a share of the value."""
+        """Return the width as a share of the value."""
         return (self.high - self.low) / abs(self.value) if self.value else float("inf")
 
 

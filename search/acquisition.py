@@ -1,9 +1,9 @@
 """Acquisition of candidates: expected improvement under constraints and failures.
 
 Jones, Schonlau, Welch 1998 (J. Global Optim. 13, eq. 15) for the improvement; Gardner et al. 2014 ("Bayesian
-optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. Where scores
-have two objectives, the improvement is that of the hypervolume (Emmerich, Deutz, Klinkenberg 2011, "Hypervolume-based
-expected improvement: monotonicity properties and exact computation", IEEE CEC). Proposals without an outcome count as
+optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. With two
+objectives, the improvement is that of the hypervolume (Emmerich, Deutz, Klinkenberg 2011, "Hypervolume-based
+expected improvement: monotonicity properties and exact computation", IEEE CEC). Pending proposals count as
 measured at their expected value ("kriging believer", Ginsbourger et al. 2010), so that a batch spreads.
 """
 
@@ -38,11 +38,11 @@ REFERENCE_MARGIN_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ParetoFront:
-    """What a search has attained in two objectives.
+    """Pareto front attained so far in two objectives.
 
     Attributes:
-        steps: The points that no other dominates, shape (points, 2), the first objective rising and the second falling.
-        reference: Up to where a growth counts, in both objectives.
+        steps: Non-dominated points, shape (points, 2), the first objective ascending and the second descending.
+        reference: Reference point of the hypervolume, in both objectives.
     """
 
     points: Vector
@@ -51,14 +51,14 @@ class ParetoFront:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcquisitionScores:
-    """What the models say of some candidates.
+    """Predictions of the models for a list of candidates.
 
     Attributes:
-        keys: Identity of the resolved edges of each.
-        worth: Expected improvement, or growth of the hypervolume, times the probabilities that it builds and that it
-            keeps the constraint.
-        objective: Expected logarithm of the objective (the objective itself where one was not positive).
-        violation: Expected signed violation, negative where the constraint holds; zeros where none was ever broken.
+        keys: Identity of the resolved edges of each candidate.
+        acquisition: Expected improvement, or expected growth of the hypervolume, times the probabilities that the
+            candidate builds and that it satisfies the constraint.
+        objective: Expected logarithm of the objective, or the objective itself if one was not positive.
+        violation: Expected signed violation, negative inside the bound; zeros if no score violated it.
     """
 
     keys: list[bytes]
@@ -67,23 +67,23 @@ class AcquisitionScores:
     violation: Vector
 
     def best_new_index(self, known: Set[bytes]) -> int | None:
-        """Number of the worthiest candidate whose edges are not known; None where all are."""
+        """Return the index of the best candidate whose resolved edges are not in `known`, or None if all are."""
         return next((index for index in self.ranking if self.keys[index] not in known), None)
 
     @property
     def ranking(self) -> list[int]:
-        """Numbers of the candidates, the worthiest first, equals in their order; last bits do not count."""
+        """Return the candidate indices, best first; values that differ in the last bits only keep their order."""
         largest = max(float(self.acquisition.max(initial=0.0)), 1e-300)
         return [int(index) for index in np.argsort(-np.round(self.acquisition / largest, 9), kind="stable")]
 
 
 class SurrogateModel:
-    """Models of the objectives, violation and failure, learned from an archive; one for each search.
+    """Models of the objectives, the violation and the failures, fitted to an archive; one per search.
 
     Args:
-        space: What is searched.
-        model: Makes the regressors of objective and failure; violations, and a second objective (the loss of accuracy),
-            always have a Gaussian process. Of more objectives the first two count.
+        space: Space of the search.
+        model: Makes the regressors of objective and failure. The violation and a second objective (loss of accuracy)
+            always have a Gaussian process. Of more than two objectives, the first two count.
     """
 
     def __init__(self, space: Space, model: Callable[[], Regressor] = GaussianProcess) -> None:
@@ -100,12 +100,12 @@ class SurrogateModel:
         self.known: set[bytes] = set()
 
     def fit(self, archive: Archive) -> None:
-        """Fit all models to what an archive holds, at least one score; what it awaits counts as told."""
+        """Fit all models to an archive with at least one score; pending placements count as evaluated."""
         entries, pending = list(archive), list(archive.pending.values())
         failed = [observation.placement for observation in archive.failures.values()]
-        told = [*failed, *(entry.placement for entry in entries)]
-        tried = self._features([*told, *pending])
-        rows, awaited = tried[len(failed) : len(told)], tried[len(told) :]
+        scored = [*failed, *(entry.placement for entry in entries)]
+        tried = self._features([*scored, *pending])
+        rows, awaited = tried[len(failed) : len(scored)], tried[len(scored) :]
         self.known = set(tried.keys())
         scores = [entry.score for entry in entries]
         values, errors = _log_objectives(scores)
@@ -125,17 +125,19 @@ class SurrogateModel:
         self._failing = bool(failed)
         if failed:
             outcomes = np.array([1.0] * len(failed) + [0.0] * len(entries))
-            self._failure.fit(tried[: len(told)], outcomes, np.zeros(len(outcomes)))
+            self._failure.fit(tried[: len(scored)], outcomes, np.zeros(len(outcomes)))
 
     def _predicted_feasible(self, awaited: FeatureRows) -> npt.NDArray[np.bool_]:
-        """Which of these are expected to keep the constraint."""
+        """Return a mask of the pending rows that are expected to satisfy the constraint."""
         if not self.constrained or not len(awaited):
             return np.ones(len(awaited), dtype=bool)
         holding: npt.NDArray[np.bool_] = self._violation.predict(awaited)[0] <= 0
         return holding
 
     def _fit_front(self, rows: FeatureRows, scores: Sequence[Score], firsts: Vector, awaited: FeatureRows) -> None:
-        """Fit the second objective; what holds the constraint makes the front, with what is awaited and expected to."""
+        """Fit the second objective and set the front of feasible scores and of pending rows that are expected to be
+        feasible.
+        """
         rated = [n for n, score in enumerate(scores) if len(score.values) > 1]
         holding = [n for n in rated if scores[n].violation == 0]
         self._front = None
@@ -156,7 +158,7 @@ class SurrogateModel:
             self._violation.fit(rows[known], signed[known], np.zeros(len(known)))
 
     def score(self, candidates: Sequence[Placement]) -> AcquisitionScores:
-        """What the models say; after `fit`."""
+        """Return the predictions for the candidates; call `fit` first."""
         rows = self._features(candidates)
         mean, deviation = self._objective.predict(rows)
         worth = self._acquisition(rows, mean, deviation)
@@ -179,12 +181,12 @@ class SurrogateModel:
 
 
 def signed_violations(scores: Sequence[Score]) -> Vector:
-    """By how much each score breaks the constraint; negative: by how much it stays within; NaN: nobody looked.
+    """Return by how much each score breaks the constraint: negative inside the bound, NaN if it was not checked.
 
-    A score tells how much is too much only where it is. But the metric behind the constraint is among its metrics,
-    and is the one whose distance from the violation is the same for all that break it; that distance is the bound.
-    One violation alone does not tell which of several metrics that is. Where there is no such metric, or it is not
-    known yet, the violations are taken as told; so are those of scores that lack it, such as what a proxy ruled out.
+    A violation alone gives the distance to the bound only for scores beyond it. The metric behind the constraint is the
+    one in `Score.metrics` whose distance from the violation is the same for all violating scores; that distance is the
+    bound. One violating score cannot identify the metric if there are several. If no metric qualifies, or a score lacks
+    it (for instance because a proxy excluded the placement), its violation is returned unchanged.
     """
     plain = np.array([math.nan if score.assumed else score.violation for score in scores])
     broken = [score for score in scores if not score.assumed and score.violation > 0]
@@ -212,11 +214,11 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
 
 
 def front_with_reference(attained: Vector, seen: Vector) -> ParetoFront:
-    """The front of some points; its reference point lies a little behind its worst in both objectives.
+    """Return the Pareto front of points and a reference point slightly worse than the front in both objectives.
 
     Args:
-        attained: Shape (points, 2).
-        seen: All that was measured, likewise: it tells the scale where the front is a single point.
+        attained: Feasible points, shape (points, 2).
+        seen: All measured points, shape (points, 2); they set the scale if the front is a single point.
     """
     ordered = attained[np.lexsort((attained[:, 1], attained[:, 0]))]
     lowest = np.minimum.accumulate(ordered[:, 1])
@@ -227,16 +229,16 @@ def front_with_reference(attained: Vector, seen: Vector) -> ParetoFront:
 
 
 def expected_hypervolume_improvement(front: ParetoFront, mean: Vector, deviation: Vector) -> Vector:
-    """By how much the hypervolume of a front is expected to grow by one more point.
+    """Return the expected growth of the hypervolume for each candidate.
 
-    The plane left of the reference point falls into strips between the steps; in each of them the growth is a width
-    times a height, which are independent, and each is an expected improvement (Yang, Emmerich, Deutz, Baeck 2019,
-    "Efficient computation of expected hypervolume improvement using box decomposition algorithms", J. Global Optim. 75,
-    section 3).
+    The area left of the reference point is divided into strips between the steps of the front. In each strip the growth
+    is a width times a height, which are independent, and each is an expected improvement (Yang, Emmerich, Deutz, Baeck
+    2019, "Efficient computation of expected hypervolume improvement using box decomposition algorithms", J. Global
+    Optim. 75, section 3).
 
     Args:
         mean: Expected objectives of the candidates, shape (2, candidates), normal and independent.
-        deviation: Their standard deviations, likewise.
+        deviation: Their standard deviations, shape (2, candidates).
     """
     ends = np.append(front.points[:, 0], front.reference[0])
     heights = np.append(front.reference[1], front.points[:, 1])
@@ -252,7 +254,7 @@ def _log_objectives(scores: Sequence[Score]) -> tuple[Vector, Vector]:
 
 
 def _expected_improvement(gain: Vector, deviation: Vector) -> Vector:
-    """Expected improvement over the incumbent for minimisation."""
+    """Return the expected improvement over the incumbent, for minimization."""
     z = gain / deviation
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
     improvement: Vector = np.maximum(gain * ndtr(z) + deviation * density, 0.0)

@@ -1,29 +1,28 @@
-"""The contract between the harness and a searcher; the only module that a searcher's author needs.
+"""Contract between the harness and a searcher; the only module that the author of a searcher needs.
 
-Promises of a searcher (`search.testing` tests each one, as far as asks and tells show it):
+Guarantees of a searcher (`search.testing` tests each one, as far as `ask` and `tell` show it):
 
-1. `ask(n)` returns at most n placements, all valid for the space and all of different digests, and none
-   that was asked before and still waits for its outcome: parallel workers never build one graph twice.
-   None means: nothing left to propose or, while outcomes are awaited, nothing until one of them is told.
-2. `ask` after the same tells gives the same placements, bit for bit, for the same seed, in any process.
-3. `tell` takes placements that were never asked (the common seeds, replayed runs), failures, and the
-   same placement more than once (a re-measured incumbent).
-4. `tell` changes nothing that it is given, and neither method touches files, clocks or global state.
-5. Smaller `Score.objective` is better; among scores with a violation the smaller violation is better,
-   and any score without one beats any score with one. A placement told again has the pooled score
-   (`search.archive.Archive`).
+1. `ask(n)` returns at most n placements, all valid for the space, all of different digests, and none that is still
+   pending: parallel workers never build one model twice. An empty result means that nothing is left to propose or,
+   while outcomes are pending, that nothing can be proposed before one of them arrives.
+2. `ask` after the same observations gives the same placements, bit for bit, for the same seed, in any process.
+3. `tell` accepts placements that were never proposed (initial placements, replayed runs), failures, and the same
+   placement more than once (a re-measured incumbent).
+4. `tell` does not modify its argument, and neither method touches files, clocks or global state.
+5. A smaller `Score.objective` is better; among violating scores the smaller violation is better, and any feasible score
+   beats any violating one. Repeated scores of a placement are pooled (`search.archive.Archive`).
 
-One more is for those that go on from an incumbent; of ours `local`, `sensitivity_greedy`, `evolutionary` and
-`per_pattern`, with one of these inside, give it:
+Searchers that continue from an incumbent give one more guarantee: `local`, `sensitivity_greedy`, `evolutionary`, and
+`per_pattern` with one of these inside:
 
-6. A difference within the standard errors is a tie, and a tie displaces nothing: the asks are those that equal
+6. A difference within the standard errors is a tie, and a tie displaces nothing: the proposals are those that equal
    readings would lead to (`search.archive.Archive.incumbents`, `search.archive.improves`).
 
-The others: `random` and `exhaustive` go by no reading. `annealing` begins each cycle from such an incumbent, but
-its walk may go to a tie, as it may to a loss. `nsga2` lets a tie dominate nothing, but of those that tie the fastest
-and the slowest reading breed first. `portfolio` gives no credit for a tie; the rest is up to its members.
-`random_mutation` goes by the lowest reading, as ModelOpt does; `tpe` and `optuna` by the readings as they are; `auto`
-and `surrogate` make candidates from the lowest readings, and choose by what their model makes of all of them.
+The others: `random` and `exhaustive` use no reading. `annealing` begins each cycle from such an incumbent, but may move
+to a tie as it may to a loss. In `nsga2` a tie dominates nothing, but of ties the fastest and the slowest
+reading breed first. `portfolio` gives no credit for a tie; its members decide the rest. `random_mutation` uses the
+lowest reading, as ModelOpt does; `tpe` and `optuna` use the readings unchanged; `auto` and `surrogate` make candidates
+from the lowest readings and choose by a model of all readings.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a placement was worth.
+    """Result of a measured placement.
 
     Attributes:
-        objective: To be minimised; a latency in milliseconds unless the experiment says otherwise.
-        stderr: Standard error of the objective, in its unit; 0 where unknown.
-        violation: By how much a constraint is broken, in the constraint's unit; 0 where it holds.
-        assumed: Nobody looked whether the constraint holds, because the placement is no faster than the
-            incumbent and so cannot win; `violation` is 0 then, and it ranks behind all that are known to hold it.
-        metrics: Further figures by name (accuracy, fidelity), for searchers that use them.
-        objectives: All that a search for a Pareto front minimises at once, `objective` first; as many and in
-            the same order in every score of a run. Empty: `objective` alone counts.
+        objective: Value to minimize; a latency in milliseconds unless the experiment sets another objective.
+        stderr: Standard error of the objective, in its unit; 0 if unknown.
+        violation: Amount by which a constraint is broken, in the constraint's unit; 0 if it holds.
+        assumed: The constraint was not checked, because the placement is no faster than the incumbent and cannot win.
+            `violation` is 0 then, and the score ranks after all scores that are known to satisfy the constraint.
+        metrics: Further values by name (accuracy, fidelity), for searchers that use them.
+        objectives: All values that a search for a Pareto front minimizes, `objective` first; same length and order in
+            every score of a run. Empty: only `objective` counts.
     """
 
     objective: float
@@ -65,12 +64,12 @@ class Score:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """What is minimised: `objectives`, or `objective` alone where there are none."""
+        """Return the values to minimize: `objectives`, or `objective` alone if it is empty."""
         return self.objectives or (self.objective,)
 
     @property
     def rank(self) -> tuple[float, bool, float]:
-        """Sort key, smaller is better: feasible first, what is only assumed to be behind it, then by objective."""
+        """Return the sort key, smaller is better: feasible first, then assumed feasible, then by objective."""
         return (self.violation, self.assumed, self.objective)
 
 
@@ -84,7 +83,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What became of one placement."""
+    """Outcome of one placement."""
 
     placement: Placement
     digest: str
@@ -93,10 +92,10 @@ class Observation:
 
 @runtime_checkable
 class Searcher(Protocol):
-    """Proposes placements and learns from what became of them. See the module's promises."""
+    """Proposes placements and learns from their outcomes. See the module's guarantees."""
 
     def ask(self, n: int) -> Sequence[Placement]:
-        """Up to n placements to evaluate next; empty when the searcher has nothing left."""
+        """Return up to n placements to evaluate next; empty if the searcher has nothing left."""
         ...
 
     def tell(self, observation: Observation) -> None:
@@ -105,11 +104,11 @@ class Searcher(Protocol):
 
 
 CONTRACT = ("ask(n)", "tell(observation)")
-"""What a searcher is asked for."""
+"""Methods of a searcher, for error messages."""
 
 
 class SearcherFactory(Protocol):
-    """What an entry point of the group `qdq.searchers` names: a class or a function."""
+    """Class or function that an entry point of the group `qdq.searchers` names."""
 
     def __call__(self, space: Space, *, seed: int, **params: object) -> Searcher: ...
 

@@ -1,10 +1,11 @@
-"""Archive of a searcher: every placement asked or told, the scored ones best first."""
+"""Archive of a searcher: all proposed and observed placements, the scored ones ranked."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,7 +14,7 @@ import numpy as np
 from search.api import Failure, Observation, Placement, Score, Space
 from search.pareto import nsga_ranking
 
-__all__ = ["Archive", "ArchiveEntry", "improves"]
+__all__ = ["Archive", "ArchiveEntry", "ArchiveSearcher", "improves"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,8 @@ class ArchiveEntry:
     """One scored placement.
 
     Attributes:
-        score: Mean over the tells, see `Archive.tell`; the metrics are those told last.
-        tells: How many different scores were told.
+        score: Pooled score, see `Archive.tell`; its metrics are the latest ones.
+        tells: Number of different scores.
     """
 
     placement: Placement
@@ -43,7 +44,7 @@ class Archive:
     """
 
     def __init__(self) -> None:
-        self._told: dict[str, list[Score]] = {}
+        self._scores: dict[str, list[Score]] = {}
         self._entries: dict[str, ArchiveEntry] = {}
         self._failures: dict[str, Observation] = {}
         self._pending: dict[str, Placement] = {}
@@ -53,18 +54,19 @@ class Archive:
         return digest in self._entries or digest in self._failures or digest in self._pending
 
     def __len__(self) -> int:
-        """Number of scored placements."""
+        """Return the number of scored placements."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[ArchiveEntry]:
-        """The scored placements in the order of their first tells."""
+        """Iterate over the scored placements in the order of their first scores."""
         return iter(self._entries.values())
 
     def ask(self, n: int, propose: Callable[[], Placement | None], space: Space) -> list[Placement]:
-        """Up to n proposals, fewer where there are no more (None); each is noted before the next one is made.
+        """Return up to n proposals, fewer if `propose` returns None.
 
-        A proposal counts as seen from now on, before and after its outcome is told. To propose nothing that is known is
-        up to `propose`, see `search.moves.unseen`.
+        Each proposal is recorded before the next one is made and counts as seen from then on. `propose` must return
+        unseen
+        placements, see `search.moves.first_unseen`.
         """
         asked: list[Placement] = []
         while len(asked) < n and (placement := propose()) is not None:
@@ -73,14 +75,17 @@ class Archive:
         return asked
 
     def tell(self, observation: Observation) -> None:
-        """Learn one outcome.
+        """Record one outcome.
 
-        A placement told again gets the mean of what was told. Scores that all have a standard error
-        are weighted by its inverse square; the error of their mean is then widened by the Birge ratio
-        where they disagree by more than their errors explain (Birge 1932, Phys. Rev. 40, 207), as
-        rebuilds of one engine do. Where an error is not known, that of the mean comes from their scatter.
-        An equal score is the same measurement told twice and changes nothing. A score replaces a failure;
-        a later failure leaves a score standing.
+        Repeated scores of a placement are averaged. If all have a standard error, they are weighted by its inverse
+        square, and
+        the error of the mean is widened by the Birge ratio if they disagree by more than their errors explain (Birge
+        1932,
+        Phys. Rev. 40, 207), as rebuilds of one engine do. If an error is unknown, the error of the mean comes from the
+        scatter.
+        An equal score is a repeated report of one measurement and changes nothing. A score replaces a failure; a later
+        failure
+        does not replace a score.
         """
         digest = observation.digest
         self._pending.pop(digest, None)
@@ -89,53 +94,53 @@ class Archive:
                 self._failures[digest] = observation
             return
         self._failures.pop(digest, None)
-        told = self._told.setdefault(digest, [])
-        if observation.outcome in told:
+        scores = self._scores.setdefault(digest, [])
+        if observation.outcome in scores:
             return
-        told.append(observation.outcome)
+        scores.append(observation.outcome)
         known = self._entries.get(digest)
         self._entries[digest] = ArchiveEntry(
             placement=known.placement if known else observation.placement,
             digest=digest,
-            score=_pool_scores(told),
-            tells=len(told),
+            score=_pool_scores(scores),
+            tells=len(scores),
         )
         self._ranked = None
 
     def get(self, digest: str) -> ArchiveEntry | None:
-        """The scored placement with this digest, or None."""
+        """Return the scored placement with this digest, or None."""
         return self._entries.get(digest)
 
     @property
     def failures(self) -> Mapping[str, Observation]:
-        """Placements that failed and were never scored, by digest, in the order of the tells."""
+        """Return the outcomes of placements that failed and were never scored, by digest, in the order reported."""
         return self._failures
 
     @property
     def pending(self) -> Mapping[str, Placement]:
-        """What was asked and not yet told, by digest, in the order of the asks."""
+        """Return the placements that were proposed and have no outcome yet, by digest, in the order proposed."""
         return self._pending
 
     @property
     def ranked(self) -> tuple[ArchiveEntry, ...]:
-        """All scored placements, best first by `Score.rank`; equals stay in the order of the tells."""
+        """Return all scored placements, best first by `Score.rank`; ties keep the order of their first scores."""
         if self._ranked is None:
             self._ranked = tuple(sorted(self._entries.values(), key=lambda entry: entry.score.rank))
         return self._ranked
 
     def best(self, k: int) -> tuple[ArchiveEntry, ...]:
-        """The k best scored placements, or as many as there are."""
+        """Return the k best scored placements, or as many as there are."""
         return self.ranked[:k]
 
     @property
     def is_multi_objective(self) -> bool:
-        """Whether a front is searched: some score has more than one objective."""
+        """Return whether some score has more than one objective."""
         return any(len(entry.score.values) > 1 for entry in self)
 
     def nsga_order(self, k: int) -> tuple[ArchiveEntry, ...]:
-        """Up to k scored placements: by violation, then front by front, and on each front the lonelier first.
+        """Return up to k scored placements by violation, then front by front, least crowded first within a front.
 
-        What has fewer objectives than others have stands behind its like: one of its coordinates is not known.
+        Among scores of equal violation, those with fewer objectives than others come last: a coordinate is unknown.
         """
         most = max((len(entry.score.values) for entry in self), default=1)
 
@@ -153,14 +158,15 @@ class Archive:
         return tuple(found[:k])
 
     def base_entries(self, k: int) -> tuple[ArchiveEntry, ...]:
-        """What to go on from: the k best, or where a front is searched those of `spread`."""
+        """Return the placements to continue from: the k best, or `nsga_order(k)` with several objectives."""
         return self.nsga_order(k) if self.is_multi_objective else self.best(k)
 
     def incumbents(self, k: int, significance: float = 1.0) -> tuple[ArchiveEntry, ...]:
-        """Up to k scored placements, best first, where ties are ties.
+        """Return up to k scored placements, best first, where differences within the noise are ties.
 
-        In the order of their first tells, each goes before the first that it beats by more than the noise
-        (`improves`), else to the end: so no lucky reading displaces an equal that was there before.
+        In the order of their first scores, each placement is inserted before the first one that it beats by more than
+        the
+        noise (`improves`), else appended. So a low reading by chance does not displace an equal, earlier placement.
         """
         standing: list[ArchiveEntry] = []
         for entry in self:
@@ -171,55 +177,81 @@ class Archive:
         return tuple(standing)
 
 
-def improves(new: Score, old: Score, significance: float = 1.0) -> bool:
-    """Whether `new` beats `old` by more than the noise; a tie is no improvement.
+class ArchiveSearcher(ABC):
+    """Base class of searchers that propose one placement at a time from an archive.
 
     Args:
-        new: The challenger.
-        old: What it has to beat.
-        significance: How many combined standard errors the objective has to gain.
+        space: Space to search.
+        seed: Seed of all draws.
+    """
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._archive = Archive()
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        """Return up to n placements to evaluate next; see `search.api.Searcher`."""
+        return self._archive.ask(n, self._propose, self._space)
+
+    def tell(self, observation: Observation) -> None:
+        """Record the outcome of one placement."""
+        self._archive.tell(observation)
+
+    @abstractmethod
+    def _propose(self) -> Placement | None:
+        """Return an unseen placement, or None if there is none until an outcome arrives."""
+
+
+def improves(new: Score, old: Score, significance: float = 1.0) -> bool:
+    """Return whether `new` beats `old` by more than the noise; a tie is no improvement.
+
+    Args:
+        new: Score of the challenger.
+        old: Score of the incumbent.
+        significance: Number of combined standard errors that the objective must gain.
     """
     if (new.violation, new.assumed) != (old.violation, old.assumed):
         return (new.violation, new.assumed) < (old.violation, old.assumed)
     return old.objective - new.objective > significance * math.hypot(new.stderr, old.stderr)
 
 
-def _pool_scores(told: list[Score]) -> Score:
-    looked_at = [score for score in told if not score.assumed]
-    told = looked_at or told  # what was looked at once is known
-    if len(told) == 1:
-        return told[0]
-    weights = [1.0] * len(told)
-    errors_known = all(score.stderr > 0 for score in told)
-    stderr = 0.0 if errors_known else _stderr_of_mean(told)
+def _pool_scores(scores: list[Score]) -> Score:
+    checked = [score for score in scores if not score.assumed]
+    scores = checked or scores  # one check of the constraint is enough
+    if len(scores) == 1:
+        return scores[0]
+    weights = [1.0] * len(scores)
+    errors_known = all(score.stderr > 0 for score in scores)
+    stderr = 0.0 if errors_known else _stderr_of_mean(scores)
     if errors_known:
-        weights = [score.stderr**-2 for score in told]
+        weights = [score.stderr**-2 for score in scores]
         stderr = sum(weights) ** -0.5
     total = sum(weights)
-    objective = sum(w * score.objective for w, score in zip(weights, told, strict=True)) / total
+    objective = sum(w * score.objective for w, score in zip(weights, scores, strict=True)) / total
     if errors_known:
-        chi2 = sum(w * (score.objective - objective) ** 2 for w, score in zip(weights, told, strict=True))
-        stderr *= max(1.0, math.sqrt(chi2 / (len(told) - 1)))
+        chi2 = sum(w * (score.objective - objective) ** 2 for w, score in zip(weights, scores, strict=True))
+        stderr *= max(1.0, math.sqrt(chi2 / (len(scores) - 1)))
     return Score(
         objective=objective,
         stderr=stderr,
-        violation=sum(w * score.violation for w, score in zip(weights, told, strict=True)) / total,
-        assumed=not looked_at,
-        metrics=told[-1].metrics,
-        objectives=_pool_objectives(told, weights),
+        violation=sum(w * score.violation for w, score in zip(weights, scores, strict=True)) / total,
+        assumed=not checked,
+        metrics=scores[-1].metrics,
+        objectives=_pool_objectives(scores, weights),
     )
 
 
-def _stderr_of_mean(told: list[Score]) -> float:
-    """From the scatter of what was told, and no less than the errors that are known give."""
-    scatter = statistics.stdev(score.objective for score in told)
-    return max(scatter, *(score.stderr for score in told)) / math.sqrt(len(told))
+def _stderr_of_mean(scores: list[Score]) -> float:
+    """Return the standard error from the scatter of the scores, at least that of the known errors."""
+    scatter = statistics.stdev(score.objective for score in scores)
+    return max(scatter, *(score.stderr for score in scores)) / math.sqrt(len(scores))
 
 
-def _pool_objectives(told: list[Score], weights: list[float]) -> tuple[float, ...]:
-    """Their weighted mean, one by one; the latest where not all scores have as many."""
-    if len({len(score.objectives) for score in told}) > 1:
-        return told[-1].objectives
+def _pool_objectives(scores: list[Score], weights: list[float]) -> tuple[float, ...]:
+    """Return the weighted mean of each objective, or the latest objectives if their number differs."""
+    if len({len(score.objectives) for score in scores}) > 1:
+        return scores[-1].objectives
     total = sum(weights)
-    columns = zip(*(score.objectives for score in told), strict=True)
+    columns = zip(*(score.objectives for score in scores), strict=True)
     return tuple(sum(w * v for w, v in zip(weights, values, strict=True)) / total for values in columns)

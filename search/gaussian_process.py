@@ -35,20 +35,20 @@ class Regressor(Protocol):
     """Learns values of placements and says how sure it is."""
 
     def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
-        """Forget what was learned, learn values with their standard errors, and say what is expected of them now."""
+        """Fit values with their standard errors, discarding earlier data; return the expected values of the rows."""
         ...
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
-        """Expected value and standard deviation of each row."""
+        """Return the expected value and the standard deviation of each row."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Posterior:
-    """What a fit leaves for predictions, and for the next fit.
+    """State of a fit that predictions and the next fit use.
 
     Attributes:
-        kernel: Of the rows, before it is scaled to explain the variance of the values.
+        kernel: Kernel of the rows before it is scaled to the variance of the values.
     """
 
     rows: FeatureRows
@@ -85,7 +85,7 @@ class GaussianProcess:
         return smooth
 
     def _extend_kernel(self, rows: FeatureRows) -> Matrix:
-        """The kernel of the rows; those that the last fit began with as well are not multiplied again."""
+        """Return the kernel of the rows, reusing the block of rows that the last fit started with."""
         kernel, same = np.empty((len(rows), len(rows))), 0
         if (last := self._fitted) is not None:
             most = min(len(last.rows), len(rows))
@@ -116,7 +116,7 @@ def _solve(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
 
 
 def _kernel(a: FeatureRows, b: FeatureRows, mix: Vector) -> Matrix:
-    """The kernel [rows of a, rows of b]: a mixture of parts, each of about unit variance."""
+    """Return the kernel [rows of a, rows of b]: a mixture of parts, each of about unit variance."""
     roles, points = a.roles @ b.roles.T, a.points @ b.points.T
     kernel: Matrix = mix[0] * np.exp(-0.5 * _squared_distances(a.roles, b.roles, roles))
     kernel += mix[2] * points
@@ -126,13 +126,13 @@ def _kernel(a: FeatureRows, b: FeatureRows, mix: Vector) -> Matrix:
 
 
 def _weighted_features(rows: FeatureRows, mix: Vector) -> Matrix:
-    """Scopes, pairs and borders, by their prior variances: one product of matrices instead of three."""
+    """Return scope, pair and border features weighted by their prior variances, for one matrix product."""
     borders = mix[4] / max(rows.borders.shape[1], 1)
     return np.concatenate([mix[1] * rows.scopes, mix[3] * rows.pairs, borders * rows.borders], axis=1)
 
 
 def _squared_distances(a: Matrix, b: Matrix, products: Matrix) -> Matrix:
-    """Squared distances of the rows, from their inner products."""
+    """Return the squared distances of the rows, computed from their inner products."""
     distances: Matrix = np.maximum(_squared_norms(a)[:, None] + _squared_norms(b) - 2 * products, 0.0)
     return distances
 

@@ -21,7 +21,7 @@ def _quantize_inputs(*roles: str) -> HeuristicRule:
 
 
 def _quantize_inputs_and_results(*roles: str) -> HeuristicRule:
-    """The points of some roles, and those that read the results of `FUSED_ROLES` among them."""
+    """Return a rule that quantizes the points of some roles, and the readers of the results of `FUSED_ROLES`."""
     moved = FUSED_ROLES.intersection(roles)
 
     def rule(space: Space, precision: str | None) -> Placement:

@@ -12,7 +12,7 @@ __all__ = ["move_sets", "next_inputs", "result_readers", "singletons"]
 
 
 def next_inputs(space: Space) -> Mapping[int, int]:
-    """For each node input the next one of another node in graph order: most often it reads what its node computes."""
+    """Map each node input to the next one of another node in graph order, which usually reads that node's result."""
     inputs = [index for index, dimension in enumerate(space.dimensions) if dimension.kind == "node_input"]
     consumers = {index: {edge.consumer for edge in space.dimensions[index].edges} - {""} for index in inputs}
     found: dict[int, int] = {}
@@ -26,7 +26,9 @@ def next_inputs(space: Space) -> Mapping[int, int]:
 
 
 def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
-    """For each node input the points that read what its node computes: the next one, and all that share its tensors."""
+    """Map each node input to the points that read its node's result: the next input and all points that share its
+    tensors.
+    """
     sharing: dict[str, set[int]] = defaultdict(set)
     for index, dimension in enumerate(space.dimensions):
         for edge in dimension.edges:
@@ -38,15 +40,18 @@ def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
 
 
 def singletons(space: Space) -> tuple[tuple[int, ...], ...]:
-    """Every dimension as a set of its own, those with larger shares of the model's cost first."""
+    """Return each dimension as a set of its own, larger shares of the model's cost first."""
     return _sort_new_sets(([index] for index in range(len(space))), set(), space)
 
 
 def move_sets(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Sets of dimensions to move together, coarse to fine, no set twice: across patterns, within them, points.
+    """Return sets of dimensions to move together, coarse to fine, without repeats: across patterns, within them,
+    points.
 
-    Across patterns: a role, what reads its results, both, and the outputs. Within: a pattern, a role in it, what reads
-    its results, both, and the inputs of one node. A point that is such a set by itself is not among the points again.
+    Across patterns: a role, the readers of its results, both, and the outputs. Within patterns: a pattern, a role in
+    it, the
+    readers of its results, both, and the inputs of one node. The points are the dimensions that are not such a set
+    already.
     """
     after = result_readers(space)
     wide: dict[str, list[int]] = defaultdict(list)

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def assign(placement: Placement, indices: Iterable[int], choice: int, space: Space) -> Placement:
-    """The placement with one choice at all these dimensions, or their last one where they have fewer."""
+    """Return the placement with one choice at all `indices`, or a dimension's last choice if it has fewer."""
     choices = list(placement.choices)
     for index in indices:
         choices[index] = choice if choice < 2 else min(choice, space.sizes[index] - 1)  # every dimension has two
@@ -34,7 +34,7 @@ def assign(placement: Placement, indices: Iterable[int], choice: int, space: Spa
 
 
 def random_with_density(space: Space, rng: np.random.Generator, density: float) -> Placement:
-    """Each dimension quantized with probability `density`, in one of its precisions drawn uniformly."""
+    """Return a placement that quantizes each dimension with probability `density`, in a precision drawn uniformly."""
     choices = [0] * len(space)
     for index in np.flatnonzero(rng.random(len(space)) < density):
         size = space.sizes[index]
@@ -93,7 +93,7 @@ def mutate_per_kind(
 
 
 def crossover_by_group(first: Placement, second: Placement, space: Space, rng: np.random.Generator) -> Placement:
-    """A child that takes the whole scheme of each pattern from either parent with equal probability."""
+    """Return a child that takes the whole scheme of each pattern from either parent with equal probability."""
     choices = list(first.choices)
     for indices in space.groups.values():
         if rng.random() < 0.5:
@@ -103,7 +103,7 @@ def crossover_by_group(first: Placement, second: Placement, space: Space, rng: n
 
 
 def dimension_blocks(space: Space) -> tuple[tuple[int, ...], ...]:
-    """Sets of dimensions worth moving together: each role, each pattern, each role within a pattern.
+    """Return sets of dimensions to move together: each role, each pattern, each role within a pattern.
 
     Sets of one dimension and repeated sets are left out; larger shares of the model's cost come first.
     """
@@ -118,7 +118,7 @@ def dimension_blocks(space: Space) -> tuple[tuple[int, ...], ...]:
 def first_unseen(
     propose: Callable[[], Placement], space: Space, seen: Container[str], attempts: int
 ) -> Placement | None:
-    """The first of up to `attempts` proposals whose digest is not in `seen`; None where all are."""
+    """Return the first of up to `attempts` proposals whose digest is not in `seen`, or None if all are."""
     for _ in range(attempts):
         placement = propose()
         if space.digest(placement) not in seen:
@@ -129,14 +129,14 @@ def first_unseen(
 def random_neighbour(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], attempts: int = 200
 ) -> Placement | None:
-    """A new placement few flips away: one with probability 1/2, two with 1/4 and so on."""
+    """Return an unseen placement a few flips away, or None: one flip with probability 1/2, two with 1/4 and so on."""
     return first_unseen(lambda: flip(placement, space, rng, int(rng.geometric(0.5))), space, seen, attempts)
 
 
 def random_kick(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], count: int
 ) -> Placement | None:
-    """A new placement `count` flips away, and few more where that one is known; None where nothing new is near."""
+    """Return an unseen placement `count` flips away, slightly more if that one was seen, or None if none is near."""
     found = flip(placement, space, rng, count)
     return random_neighbour(found, space, rng, seen) if space.digest(found) in seen else found
 

@@ -13,15 +13,15 @@ Values = npt.NDArray[np.float64]
 
 
 def front_numbers(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
-    """The front of each point: 0 where no other dominates it, 1 where only those of front 0 do, and so on.
+    """Return the front number of each point: 0 if no other dominates it, 1 if only points of front 0 do, and so on.
 
-    One point dominates another where it is nowhere larger and somewhere smaller (Deb et al. 2002, "A fast and elitist
+    One point dominates another if it is nowhere larger and somewhere smaller (Deb et al. 2002, "A fast and elitist
     multiobjective genetic algorithm: NSGA-II", section III A); in the first coordinate by more than the noise.
 
     Args:
         values: Shape (points, coordinates).
         noise: Standard error of each point's first coordinate, shape (points,); None: exact.
-        enough: Once so many points have their front, all others share the next number; None: none do.
+        stop_after: Once this number of points has a front, all others share the next number; None: no limit.
     """
     first, second = values[:, None, :], values[None, :, :]
     error = np.zeros(len(values)) if noise is None else noise
@@ -42,7 +42,7 @@ def front_numbers(values: Values, noise: Values | None = None, stop_after: int |
 
 
 def crowding_distance(values: Values) -> Values:
-    """How much room each point has on its front, larger is lonelier; the ends of the front have all of it (inf).
+    """Return the crowding distance of each point on its front; infinite at both ends.
 
     The sum over the coordinates of the gap between both neighbours, as a share of the whole range (Deb et al. 2002,
     section III B).
@@ -61,12 +61,12 @@ def crowding_distance(values: Values) -> Values:
 
 
 def nsga_ranking(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
-    """Numbers of the points, front by front and on each the lonelier first; equals stay as they are.
+    """Return point indices front by front, the least crowded first within a front; ties keep their order.
 
     Args:
         values: Shape (points, coordinates).
         noise: See `front_numbers`.
-        enough: See `front_numbers`; those behind come last.
+        stop_after: See `front_numbers`; points without a front come last.
     """
     front = front_numbers(values, noise, stop_after)
     room = np.empty(len(values))
@@ -76,10 +76,11 @@ def nsga_ranking(values: Values, noise: Values | None = None, stop_after: int | 
 
 
 def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """Volume that the points dominate below a reference point; exact, meant for small fronts.
+    """Return the exact volume that points dominate below a reference point; meant for small fronts.
 
-    By slices along the last coordinate (Zitzler 1999, dissertation, section 3.1); points that do not lie below the
-    reference in every coordinate count for nothing.
+    Computed by slices along the last coordinate (Zitzler 1999, dissertation, section 3.1). Points that are not below
+    the
+    reference in every coordinate add nothing.
     """
     inside = [tuple(point) for point in points if all(p < r for p, r in zip(point, reference, strict=True))]
     if not inside:

@@ -46,7 +46,7 @@ class FeatureRows:
     borders: Matrix
 
     def __getitem__(self, rows: slice | list[int] | npt.NDArray[np.int64]) -> FeatureRows:
-        """Some of the rows; a slice copies nothing."""
+        """Return some of the rows; a slice copies nothing."""
         return FeatureRows(
             states=self.states[rows],
             roles=self.roles[rows],
@@ -60,7 +60,7 @@ class FeatureRows:
         return len(self.states)
 
     def keys(self) -> list[bytes]:
-        """Identity of each row: equal exactly where the resolved edges are."""
+        """Return the identity of each row: equal exactly if the resolved edges are equal."""
         return [row.tobytes() for row in self.states]
 
 
@@ -111,9 +111,9 @@ class FeatureExtractor:
         self._borders = _share_matrix(kinds, instances)
 
     def __call__(self, placements: Sequence[Placement]) -> FeatureRows:
-        """Features of these placements, in their order."""
-        told = b"".join(bytes(placement.choices) for placement in placements)  # many times as fast as from tuples
-        choices = np.frombuffer(told, dtype=np.uint8).reshape(len(placements), len(self._space))
+        """Return the features of the placements, in their order."""
+        encoded = b"".join(bytes(placement.choices) for placement in placements)  # many times as fast as from tuples
+        choices = np.frombuffer(encoded, dtype=np.uint8).reshape(len(placements), len(self._space))
         coded = np.zeros((len(placements), len(self._space) + 1), dtype=np.int8)  # the last column is the padding's
         coded[:, :-1] = self._states[np.arange(len(self._space)), choices]
         states = np.zeros((len(placements), len(self._atoms.count)), dtype=np.int8)
@@ -156,7 +156,7 @@ def _edge_indicators(space: Space) -> _EdgeIndicators:
 def _adjacent_indicators(
     space: Space, atoms: _EdgeIndicators
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Matrix]:
-    """Both atoms of each pair, and how often it occurs."""
+    """Return both indicators of each adjacent pair and the number of times it occurs."""
     together: dict[tuple[str, str], set[int]] = defaultdict(set)
     found: Counter[tuple[int, int]] = Counter()
     for edge, atom in atoms.members.items():
@@ -176,7 +176,7 @@ def _adjacent_indicators(
 
 
 def _share_matrix(names: Sequence[str], weights: Matrix) -> Matrix:
-    """Weights that turn indicators into shares: one column a name, each of which sums to one."""
+    """Return weights that turn indicators into shares: one column per name, each with sum one."""
     columns = {name: number for number, name in enumerate(dict.fromkeys(names))}
     sums = np.zeros((len(names), len(columns)))
     for row, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""The space of Q/DQ placements, as searchers see it: named dimensions over resolved edges.
+"""Space of Q/DQ placements: named dimensions over resolved edges.
 
 A `Dimension` is one insertion point of one pattern. It resolves to the edges of every region that
 has this pattern, so one choice quantizes the same place in all of them. Several dimensions may
@@ -52,12 +52,12 @@ class Dimension:
 
     Attributes:
         name: Unique and stable, for instance "a1b2c3/node_input/4.0".
-        group: The pattern that the point belongs to; crossover and per-pattern search go by it.
-        kind: Which of the three kinds of insertion point it is.
+        group: Pattern of the point; crossover and per-pattern search use it.
+        kind: Kind of insertion point.
         choices: Allowed precisions, first "float", then for instance "int8", "fp8".
         edges: All edges that the choice acts on, in every region that has the pattern.
-        role: What consumes the tensor: "linear", "add", "mul", "pool", "concat", "activation",
-            "normalization", "movement" or "other". Seeds and heuristics go by it.
+        role: Kind of consumer of the tensor: "linear", "add", "mul", "pool", "concat", "activation", "normalization",
+            "movement" or "other"; heuristics use it.
         cost: Share of the model's multiply-accumulates behind this point, 0 to 1.
     """
 
@@ -97,12 +97,12 @@ class Space:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of choices of each dimension."""
+        """Return the number of choices of each dimension."""
         return tuple(len(dimension.choices) for dimension in self.dimensions)
 
     @cached_property
     def groups(self) -> Mapping[str, tuple[int, ...]]:
-        """Indices of the dimensions of each group (pattern), in order of first appearance."""
+        """Return the indices of the dimensions of each group (pattern), in order of first appearance."""
         members: dict[str, list[int]] = defaultdict(list)
         for index, dimension in enumerate(self.dimensions):
             members[dimension.group].append(index)
@@ -122,7 +122,7 @@ class Space:
         return placement
 
     def resolve(self, placement: Placement) -> Resolved:
-        """The quantized edges of a placement, sorted.
+        """Return the quantized edges of a placement, sorted.
 
         Where two dimensions quantize one edge differently, the earlier dimension decides.
         """
@@ -136,38 +136,38 @@ class Space:
 
     @cached_property
     def _edge_table(self) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
-        """All edges in order, and of each dimension the places of its own."""
+        """Return all edges in order, and the positions of each dimension's edges in that order."""
         edges = tuple(sorted({edge for dimension in self.dimensions for edge in dimension.edges}))
         place = {edge: number for number, edge in enumerate(edges)}
         return edges, tuple(tuple(place[edge] for edge in dimension.edges) for dimension in self.dimensions)
 
     def digest(self, placement: Placement) -> str:
-        """Identity of what a placement builds: equal exactly when the resolved edges are equal."""
+        """Return the identity of the model that a placement produces: equal exactly if the resolved edges are equal."""
         known = self._digests.get(placement)
         if known is None:
             known = self._digests[placement] = edges_digest(self.resolve(placement))
         return known
 
     def float_placement(self) -> Placement:
-        """The placement without any Q/DQ pair."""
+        """Return the placement without any Q/DQ pair."""
         return Placement((0,) * len(self))
 
     def quantize_all(self, precision: str | None = None) -> Placement:
-        """Every point quantized: to `precision` where offered, by default to its first alternative."""
+        """Quantize every point, to `precision` if it is offered, by default to the point's first precision."""
         return self._quantize_where(lambda _: True, precision)
 
     def quantize_roles(self, roles: Iterable[str], precision: str | None = None) -> Placement:
-        """The points with one of these roles quantized, all others float."""
+        """Quantize the points with one of these roles; all others stay float."""
         wanted = frozenset(roles)
         return self._quantize_where(lambda dimension: dimension.role in wanted, precision)
 
     def quantize_dimensions(self, indices: Iterable[int], precision: str | None = None) -> Placement:
-        """The points with these numbers, positions in `dimensions`, quantized, all others float."""
+        """Quantize the points with these indices into `dimensions`; all others stay float."""
         wanted, choices = frozenset(indices), self.quantize_all(precision).choices
         return Placement(tuple(choice if index in wanted else 0 for index, choice in enumerate(choices)))
 
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
-        """The placement that agrees with most of the given quantized edges.
+        """Return the placement that agrees with most of the given quantized edges.
 
         Where these are the edges of a placement of this space, the result has just these edges. Else a
         dimension is quantized when more than half of its edges are; it takes the precision that most
@@ -186,7 +186,7 @@ class Space:
         return Placement(tuple(choices))
 
     def random(self, rng: np.random.Generator) -> Placement:
-        """A placement drawn uniformly."""
+        """Return a placement drawn uniformly."""
         return Placement(tuple(int(rng.integers(size)) for size in self.sizes))
 
     def _quantize_where(self, wanted: Callable[[Dimension], bool], precision: str | None) -> Placement:
@@ -201,13 +201,13 @@ class Space:
 
 
 def _common_choice(dimension: Dimension, edges: Mapping[Edge, str]) -> int:
-    """The choice that all edges of a dimension agree on; 0 where they differ or it is none of the dimension's."""
+    """Return the choice that all edges of a dimension share, or 0 if they differ or it is not one of its choices."""
     found = {edges.get(edge, FLOAT) for edge in dimension.edges}
     precision = found.pop() if len(found) == 1 else FLOAT
     return dimension.choices.index(precision) if precision in dimension.choices else 0
 
 
 def edges_digest(resolved: Resolved) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of resolved edges."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of resolved edges."""
     text = "\n".join(f"{e.tensor}\t{e.consumer}\t{e.slot}\t{precision}" for e, precision in resolved)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -14,10 +14,10 @@ ENTRY_POINT_GROUP = "qdq.searchers"
 
 
 def load_searcher(use: str) -> SearcherFactory:
-    """The class or factory of an installed searcher, or of `package.module:Class`.
+    """Return the class or factory of an installed searcher, or of `package.module:Class`.
 
     Raises:
-        ValueError: No searcher is called so; the text lists those that are.
+        ValueError: No searcher has this name; the message lists the installed ones.
     """
     points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if ":" in use:
@@ -29,7 +29,7 @@ def load_searcher(use: str) -> SearcherFactory:
 
 
 def known_outcome(archive: Archive, placement: Placement, digest: str) -> Observation | None:
-    """What became of a placement as far as it is known, to be told to a searcher that asks for it anew."""
+    """Return the known outcome of a placement, for a searcher that proposes it again, or None."""
     entry, failed = archive.get(digest), archive.failures.get(digest)
     if entry is not None:
         return Observation(placement=placement, digest=digest, outcome=entry.score)
@@ -37,13 +37,13 @@ def known_outcome(archive: Archive, placement: Placement, digest: str) -> Observ
 
 
 class SubspaceSearcher:
-    """Some dimensions of a space, searched on their own while all others stay as they are.
+    """Search of some dimensions of a space while all others keep the values of a base placement.
 
     Args:
         space: The whole space.
-        indices: The dimensions of this part.
-        base: What all others stay like.
-        make: Makes the searcher of this part from its space.
+        indices: Dimensions to search.
+        base: Values of all other dimensions.
+        make: Makes the searcher of the subspace from its space.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class SubspaceSearcher:
         self._searcher = make(self._inside)
 
     def ask(self, n: int) -> list[Placement]:
-        """What the searcher of this part proposes, as placements of the whole space."""
+        """Return the proposals of the inner searcher as placements of the whole space."""
         return [self._extend(proposal.choices) for proposal in self._searcher.ask(n)]
 
     def tell(self, observation: Observation) -> None:
-        """Tell the searcher of this part, unless something differs outside: then it would learn the wrong thing."""
+        """Report an outcome to the inner searcher, unless the placement differs from the base outside the subspace."""
         inside = self._restrict(observation.placement)
         if self._extend(inside) == observation.placement:
             part = Placement(inside)
@@ -68,7 +68,7 @@ class SubspaceSearcher:
             )
 
     def embed(self, placement: Placement) -> Placement:
-        """The base with this part as in another placement."""
+        """Return the base with the dimensions of the subspace as in another placement."""
         return self._extend(self._restrict(placement))
 
     def _restrict(self, placement: Placement) -> tuple[int, ...]:

@@ -19,13 +19,13 @@ ROLES = ("linear", "linear", "linear", "add", "activation", "movement", "pool", 
 def synthetic_space(
     dimensions: int = 40, *, groups: int = 8, precisions: Sequence[str] = ("int8",), seed: int = 0
 ) -> Space:
-    """A made-up space with the traits of real ones: roles, costs, all three kinds, edges that overlap.
+    """Return a random space with the traits of real ones: roles, costs, all three kinds of points, shared edges.
 
     Args:
         dimensions: Number of insertion points.
         groups: Number of patterns; each occurs in one to three regions.
-        precisions: What a point may be besides "float".
-        seed: Another seed, another space.
+        precisions: Choices of a point other than "float".
+        seed: Seed of the space.
     """
     rng = np.random.default_rng(seed)
     regions = rng.integers(1, 4, size=groups)
@@ -54,7 +54,7 @@ def synthetic_space(
 
 
 def common_initial_placements(space: Space) -> tuple[Placement, ...]:
-    """What an experiment tells every searcher first: float, all points, linear operators only."""
+    """Return the placements that every experiment evaluates first: float, all points, linear operators only."""
     return space.float_placement(), space.quantize_all(), space.quantize_roles({"linear"})
 
 
@@ -82,7 +82,7 @@ class SyntheticObjective:
         self._pairs = coupling * rng.normal(-0.005, 0.03, size=max(len(space) - 1, 0))
 
     def latency_ms(self, placement: Placement) -> float:
-        """The noise-free latency."""
+        """Return the noise-free latency."""
         edges = dict(self._space.resolve(placement))
         shares = np.zeros_like(self._points)
         for index, dimension in enumerate(self._space.dimensions):
@@ -93,7 +93,7 @@ class SyntheticObjective:
         return float(10.0 * math.exp((self._points * shares).sum() + (self._pairs * on[:-1] * on[1:]).sum()))
 
     def observe(self, placement: Placement) -> Observation:
-        """One noisy measurement, as the harness would tell it."""
+        """Return one noisy measurement as an observation."""
         latency_ms = self.latency_ms(placement)
         measured_ms = latency_ms * math.exp(self._noise * self._rng.normal())
         score = Score(objective=measured_ms, stderr=self._noise * latency_ms)
@@ -101,10 +101,11 @@ class SyntheticObjective:
 
     @cached_property
     def optimum(self) -> Placement:
-        """The best placement, exact, by dynamic programming over the patterns.
+        """Return the exact best placement, by dynamic programming over the patterns.
 
-        What follows a pattern depends on it only through whether its last point is quantized, so the
-        best beginnings of both kinds are kept, and the options of each pattern are enumerated.
+        The part behind a pattern depends on it only through whether its last point is quantized, so the best beginning
+        of
+        either kind is kept, and all options of each pattern are enumerated.
         """
         best = {False: self._space.float_placement()}
         for members in self._space.groups.values():
@@ -122,7 +123,7 @@ class SyntheticObjective:
         return min(best.values(), key=self.latency_ms)
 
     def regret(self, placement: Placement) -> float:
-        """How much slower than the optimum a placement is, noise aside: 0.1 is 10 %."""
+        """Return the noise-free latency loss relative to the optimum: 0.1 is 10 %."""
         return self.latency_ms(placement) / self.latency_ms(self.optimum) - 1.0
 
 
@@ -134,9 +135,10 @@ def run_search_loop(
     batch: int = 1,
     initial: Sequence[Placement] = (),
 ) -> list[Observation]:
-    """Tell the seeds, then ask and tell until so many placements were told, seeds included.
+    """Evaluate the initial placements, then ask and tell until `evaluations` placements are known, initial ones
+    included.
 
-    A known placement is told again with its known outcome and costs nothing, as in the harness.
+    A known placement is reported again with its known outcome and costs nothing, as in the harness.
     """
     known: dict[str, Observation] = {}
     for placement in initial:

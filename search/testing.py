@@ -43,11 +43,13 @@ class SearcherContract:
     """Tests of the promises that every searcher gives (`search.api`). Subclass it, define `make`, run pytest."""
 
     def make(self, space: Space, seed: int) -> Searcher:
-        """A fresh searcher; the only thing that a subclass has to supply."""
+        """Return a new searcher; the only method that a subclass must implement."""
         raise NotImplementedError("a subclass of SearcherContract defines make(self, space, seed)")
 
     def transcript(self) -> list[list[int]]:
-        """The asks of one fixed run with foreign tells, batches, a failure and a repeated tell."""
+        """Return the proposals of one fixed run with foreign observations, batches, a failure and a repeated
+        observation.
+        """
         space = synthetic_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
         objective = SyntheticObjective(space, seed=3)
         searcher = self.make(space, 7)
@@ -120,8 +122,8 @@ class SearcherContract:
 
     def test_another_process_gives_the_same_asks(self) -> None:
         code = (
-            "import sys, json; from search.testing import _transcript_of; "
-            "print('asks:' + json.dumps(_transcript_of(sys.argv[1], sys.argv[2])))"
+            "import sys, json; from search.testing import _load_transcript; "
+            "print('asks:' + json.dumps(_load_transcript(sys.argv[1], sys.argv[2])))"
         )
         child = subprocess.run(
             [sys.executable, "-c", code, inspect.getfile(type(self)), type(self).__qualname__],
@@ -159,14 +161,14 @@ class SearcherContract:
         searcher = self.make(space, 0)
         searcher.tell(given)
         searcher.ask(3)
-        assert given == before[0], "a searcher changed an observation that it was told"
+        assert given == before[0], "a searcher changed an observation that it was given"
         assert _global_random_state() == before[1], "a searcher draws from the global random state"
 
     def test_finds_better_placements_than_chance(self) -> None:
         space = synthetic_space(24, groups=6, seed=1)
         objective = SyntheticObjective(space, seed=1)
-        told = run_search_loop(self.make(space, 0), objective, 60, initial=common_initial_placements(space))
-        best_ms = min(objective.latency_ms(observation.placement) for observation in told)
+        observations = run_search_loop(self.make(space, 0), objective, 60, initial=common_initial_placements(space))
+        best_ms = min(objective.latency_ms(observation.placement) for observation in observations)
         rng = np.random.default_rng(0)
         chance_ms = statistics.median(objective.latency_ms(space.random(rng)) for _ in range(200))
         assert best_ms < chance_ms, f"after 60 evaluations {best_ms:.2f} ms, a random placement has {chance_ms:.2f} ms"
@@ -190,15 +192,15 @@ class SearcherContract:
         space = synthetic_space(12, groups=3)
         objective = SyntheticObjective(space, seed=0)
         searcher = self.make(space, 0)
-        told = [objective.observe(placement) for placement in common_initial_placements(space)]
+        observations = [objective.observe(placement) for placement in common_initial_placements(space)]
         for _ in range(4):
-            for observation in told:
+            for observation in observations:
                 searcher.tell(observation)
-            lucky = min(told, key=_objective_of)
+            lucky = min(observations, key=_objective_of)
             again = Score(objective=2 * _objective_of(lucky), stderr=0.1)
             searcher.tell(Observation(placement=lucky.placement, digest=lucky.digest, outcome=again))
-            told = [objective.observe(space.validate(placement)) for placement in searcher.ask(3)]
-            assert told, "the searcher stopped after its incumbent was measured again"
+            observations = [objective.observe(space.validate(placement)) for placement in searcher.ask(3)]
+            assert observations, "the searcher stopped after its incumbent was measured again"
 
     def test_takes_several_objectives(self) -> None:
         space = synthetic_space(12, groups=3)

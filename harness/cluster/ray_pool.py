@@ -159,7 +159,7 @@ class RayPool:
             raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
 
     def release(self, worker: RayWorkerHandle, load: int) -> None:
-        """Subtract from the load of a worker."""
+        """Subtract a trial from the load of a worker."""
         with self._lock:
             worker.load -= load
 

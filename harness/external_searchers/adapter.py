@@ -39,7 +39,7 @@ class ModelSequenceSpace(Space):
     found: list[str] = field(default_factory=list)
 
     def add(self, digest: str) -> Placement:
-        """The number of one more model."""
+        """Return the placement of one more model, its number in the sequence."""
         self.found.append(digest)
         return Placement((len(self.found) - 1,))
 
@@ -54,24 +54,25 @@ class ModelSequenceSpace(Space):
         return placement
 
     def resolve(self, placement: Placement) -> Resolved:
-        """Nothing: what a peer quantizes stands in its file alone."""
+        """Return no edges: the quantization of an external searcher is in its file only."""
         return ()
 
     def digest(self, placement: Placement) -> str:
-        """Identity of the model's file."""
+        """Return the identity of the model's file."""
         return self.found[placement.choices[0]]
 
 
 def external_model_path(folder: Path, digest: str) -> Path:
-    """Where the model with this digest is kept; one folder each, because models may have data beside them."""
+    """Return the path of the model with this digest, in a folder of its own because of external data."""
     return folder / digest / "model.onnx"
 
 
 class ExternalSearcherAdapter:
-    """Asks a peer for one model at a time; a context manager, which the peer lives in.
+    """Ask an external searcher for one model at a time; a context manager that owns it.
 
-    A peer that breaks gives one more candidate, whose build fails with the reason, and then nothing: so the reason is
-    in the journal, and the other methods of the table go on.
+    An external searcher that fails gives one more candidate, whose build fails with the reason, and then nothing: so
+    the
+    reason is in the journal, and the other methods of the table continue.
 
     Args:
         make: Calls the peer's factory; it is made and entered when it is first asked.
@@ -137,7 +138,7 @@ class ExternalSearcherAdapter:
         self._peer.tell(None if isinstance(outcome, Failure) else outcome.objective)
 
     def candidate(self, placement: Placement) -> Candidate:
-        """The model as something that can be built."""
+        """Return the model as a candidate."""
         digest = self.space.digest(placement)
         return Candidate(digest=digest, edges=(), source=lambda: self._source(digest))
 

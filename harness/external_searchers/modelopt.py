@@ -29,9 +29,10 @@ _BOOT = (
 class ModelOptAutotune:
     """Run NVIDIA ModelOpt's own ONNX autotuner, in its regions, points, mutations and Q/DQ form.
 
-    Every model that it wants timed, its baseline and its final one among them, comes out of `ask`; what is told is the
-    answer that its benchmark gives. Nothing of its search is done here. Its Q/DQ pairs all have the scale 0.1 (user
-    guide "Autotune (ONNX)"), so its models have a latency and no accuracy.
+    `ask` returns every model that ModelOpt wants to time, its baseline and final model included; `tell` answers its
+    benchmark.
+    No part of its search is reimplemented. All its Q/DQ pairs have the scale 0.1 (user guide "Autotune (ONNX)"), so its
+    models have a latency but no accuracy.
 
     Args:
         task: See `ExternalSearchTask`.
@@ -90,7 +91,7 @@ class ModelOptAutotune:
             self._process.stdin.close()
 
     def ask(self) -> Path | None:
-        """The next model that ModelOpt wants timed; None once its workflow is through.
+        """Return the next model that ModelOpt wants to time, or None once its workflow has ended.
 
         Raises:
             BuildFailed: It broke, in its own words, or took too long.
@@ -107,7 +108,7 @@ class ModelOptAutotune:
         return None if message.get("through") else self._task.workdir / message["model"]
 
     def tell(self, latency_ms: float | None) -> None:
-        """What ModelOpt's benchmark answers; a failure is its infinity."""
+        """Answer ModelOpt's benchmark; a failure is reported as its infinity."""
         with suppress(OSError):  # a child that is gone shows in `ask`
             self._connection.write(json.dumps({"latency_ms": latency_ms}) + "\n")
             self._connection.flush()

@@ -31,7 +31,7 @@ class _Benchmark:
         self._count = 0
 
     def run(self, path_or_bytes: str | bytes, log_file: str | None = None, flush_timing_cache: bool = False) -> float:
-        """Median latency in milliseconds, or what ModelOpt has for a failure."""
+        """Return the median latency in milliseconds, or ModelOpt's value for a failure."""
         model = Path(f"model-{self._count}.onnx")
         self._count += 1
         if isinstance(path_or_bytes, bytes):
@@ -47,7 +47,7 @@ class _Benchmark:
 
 
 def main(request_path: str, descriptor: str) -> None:
-    """Run the workflow on what a request file asks; an exception's words go to the driver."""
+    """Run the workflow of a request file; an exception's message is sent to the driver."""
     request: dict[str, Any] = json.loads(Path(request_path).read_text(encoding="utf-8"))
     with socket.socket(fileno=int(descriptor)) as ours:
         connection = ours.makefile("rw", encoding="utf-8", newline="\n")

@@ -35,7 +35,7 @@ def export_finalists(
     others: Sequence[str],
     brought: Mapping[str, TransferredPlacement] | None = None,
 ) -> FinalistSet:
-    """Pick and export the finalists of a cell; the same journals and the same runoff give the same files.
+    """Select and export the finalists of a task; deterministic for the same journals and the same final selection.
 
     Args:
         found: What its searches came to, see `harness.pipeline.final_selection`.
@@ -64,11 +64,11 @@ class _Exporter:
         models.mkdir(parents=True, exist_ok=True)
 
     def export_placement(self, placement: Placement) -> str:
-        """Row of a placement."""
+        """Return the row of a placement."""
         return self.export_edges(self._cell.space.resolve(placement))
 
     def export_edges(self, resolved: Resolved) -> str:
-        """Row of quantized edges; its choices are known where a placement of the cell's space says the same."""
+        """Return the row of quantized edges; its choices are known if a placement of the space has the same edges."""
         space, digest = self._cell.space, edges_digest(resolved)
         if not resolved:
             return self.export_file(FLOAT_ROW, self._cell.model_file, 0)
@@ -82,7 +82,7 @@ class _Exporter:
         return digest
 
     def export_file(self, row: str, path: Path, pairs: int) -> str:
-        """Row of a model that is there already."""
+        """Return the row of an existing model file."""
         if row not in self.rows:
             with explain_write_errors(self._models / f"{row}.onnx"):
                 target = copy_model(self._cell.runtime_input_file(path), self._models, f"{row}.onnx")
@@ -90,7 +90,7 @@ class _Exporter:
         return row
 
     def export_float(self, precision: str) -> str:
-        """Row of the float model at another precision than the baseline's."""
+        """Return the row of the float model at another precision than the baseline's."""
         name, path = f"{FLOAT_ROW}-{precision}", self._cell.runtime_input_file(self._cell.float_file, precision)
         row = replace(self.rows[FLOAT_ROW], id=name, benchmarker=precision)
         if path != self._cell.model_file:  # a runtime that reads files of another type at each precision
@@ -126,7 +126,7 @@ def _transferred_rows(brought: Mapping[str, TransferredPlacement], exporter: _Ex
 
 
 def _baseline_row(name: str, cell: Task, exporter: _Exporter) -> tuple[str, str]:
-    """Row of a fixed baseline, or why there is none."""
+    """Return the row of a fixed baseline, or the reason for its absence."""
     foreign, precision = cell.external_models.get(name), split_rule_precision(name)[1]
     if foreign is not None:
         return (
@@ -170,7 +170,7 @@ def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) 
 
 
 def _incumbent_row(run: SearchSpec, leader: Incumbent, cell: Task, exporter: _Exporter) -> str:
-    """Row of what a search chose, in the form in which its method has it."""
+    """Return the row of a search's incumbent, in the form of its method."""
     if isinstance(leader, WarmStartModel):
         return exporter.export_file(leader.digest, leader.path, leader.pairs)
     if not is_external_searcher(run.searcher):
@@ -185,7 +185,7 @@ def _incumbent_row(run: SearchSpec, leader: Incumbent, cell: Task, exporter: _Ex
 
 
 def _no_incumbent_reason(there: BudgetState) -> str:
-    """Why a search has no incumbent."""
+    """Return why a search has no incumbent."""
     last = there.last_failure
     return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
 

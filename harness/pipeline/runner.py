@@ -83,7 +83,7 @@ def run_experiment(
     accept_changes: bool = False,
     retry_failed: bool = False,
 ) -> None:
-    """Run what is not yet there of an experiment; a cell that cannot be run does not stop the others.
+    """Run the missing parts of an experiment; a task that cannot be run does not stop the others.
 
     Args:
         out: Results folder; created where missing.
@@ -164,7 +164,7 @@ def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes
 
 
 def _raise_searcher_failures(cells: Iterable[TaskSpec], out: Path) -> None:
-    """Name the searches whose searcher broke, and where their tracebacks stand.
+    """Raise with the searches whose searcher failed, and the location of their tracebacks.
 
     Raises:
         SearchesBroke: There is one.
@@ -188,7 +188,7 @@ def _raise_searcher_failures(cells: Iterable[TaskSpec], out: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskContext:
-    """A cell and where it lies.
+    """Task with the folder of its results.
 
     Attributes:
         commit: The commit of the code that runs.
@@ -278,7 +278,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
 def _open_runtime_checker(
     cell: Task, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
 ) -> Iterator[RuntimeChecker | None]:
-    """Give what compares engines with their files; None where the benchmarker runs no model."""
+    """Open the checker that compares engines with their files, or None if the benchmarker runs no model."""
     if runs_no_model(cell.spec.backend):
         yield None
         return
@@ -288,7 +288,7 @@ def _open_runtime_checker(
 
 
 def _recorded_environment(cells: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
-    """Environment of the machine that the results were begun on; None where nothing has begun."""
+    """Return the environment of the machine on which the results were started, or None if there are none."""
     begun = (path for spec in cells if (path := out / spec.name / "env.json").exists())
     return next(map(read_json, begun), None)
 
@@ -296,7 +296,7 @@ def _recorded_environment(cells: Sequence[TaskSpec], out: Path) -> Mapping[str, 
 def _record_or_check_environment(
     path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> None:
-    """Write down with what a cell was begun; where that was done before, go on with nothing else.
+    """Record the environment of a task, or raise if it was started in a different one.
 
     Raises:
         UserError: A decisive fact is not what it was.

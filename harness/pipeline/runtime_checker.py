@@ -58,7 +58,7 @@ SATURATION_REASONS: Mapping[Literal["weights", "data"], str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPlan:
-    """What models of one float model are compared on.
+    """Inputs and limits for comparing the models of one float model.
 
     Attributes:
         float_file: The float model in FP32.
@@ -80,7 +80,7 @@ class CheckPlan:
 
 
 def make_check_plan(cell: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
-    """Return what models of a cell are compared on; see `CheckPlan`."""
+    """Return the check plan of a task; see `CheckPlan`."""
     return CheckPlan(
         float_file=cell.float_file,
         floats={name: cell.runtime_input_file(cell.float_file, name) for name in cell.benchmarkers},
@@ -122,13 +122,13 @@ class RuntimeChecker:
         self._stack.close()
 
     def recorded_check(self, candidate: Candidate) -> OutputCheck | None:
-        """Return what was found of a model before; None where it was not checked."""
+        """Return the earlier check of a model, or None if it was not checked."""
         return self._record.get(f"{candidate.digest} {MAIN_BENCHMARKER}")
 
     def check(
         self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER, *, name: str = "", again: bool = False
     ) -> OutputCheck:
-        """Return how a model and its file compare; what is known is not checked again.
+        """Compare a model in the runtime with its file; a recorded check is returned unless `again`.
 
         Args:
             name: What messages call it.
@@ -158,7 +158,7 @@ class RuntimeChecker:
         return found
 
     def check_rows(self, table: FinalistSet, again: bool = False) -> None:
-        """Check the rows of a table that are not checked yet, and say what could not be.
+        """Check the unchecked rows of a table, and report those that could not be checked.
 
         Raises:
             UserError: The disk is full.
@@ -202,7 +202,7 @@ class RuntimeChecker:
 
     @cached_property
     def _compared_outputs(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        """Return the outputs that are not compared, and what is compared in their place where there is no other.
+        """Return the outputs that are not compared, and their substitutes if no other output is left.
 
         Raises:
             EvaluationFailed: The float model does not run in ONNX Runtime.
@@ -222,7 +222,7 @@ class RuntimeChecker:
         return target
 
     def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
-        """Return a record with the operator that differs; one that is suspect is wrong only where there is one."""
+        """Return a record with the operator that differs; a suspect model is wrong only if there is one."""
         if found.is_wrong and sum(bool(each.model) for each in self._record.values()) >= MAX_REPORTS:
             return replace(found, reason=f"its operator was not looked for: see the first {MAX_REPORTS} wrong results")
         suspect = SuspectModel(

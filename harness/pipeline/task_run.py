@@ -58,9 +58,9 @@ class TaskRun:
     checker: RuntimeChecker | None = None
 
     def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
-        """Run one search, or what is left of it; where it ends before its budget is spent, say and keep why.
+        """Run one search, or the rest of it; record why it ended if its budget is not spent.
 
-        One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
+        A search whose searcher failed continues, or starts anew if the searcher now proposes something else.
         """
         journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"
         before = read_termination(
@@ -118,7 +118,7 @@ class TaskRun:
         return replace(ending, reason=f"on leaving: {search.close_error.reason}", broken=search.close_error)
 
     def _make_trial_fn_factory(self, run: SearchSpec) -> TrialFnFactory:
-        """What workers do with the candidates of a search."""
+        """Return the factory of trial functions for the candidates of a search."""
         without, level_ms = run.searcher.without, self._reference_latency_ms
 
         def attempt(engines: Engines) -> TrialFn:
@@ -142,7 +142,7 @@ class TaskRun:
         return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.beside)
 
     def _search_fingerprint(self, run: SearchSpec) -> dict[str, Any]:
-        """Fingerprint of a search; what was not written down in former times is there only where it says something."""
+        """Return the fingerprint of a search; later keys are included only if they differ from their defaults."""
         window = self.experiment.executor.max_pending
         method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
@@ -152,28 +152,28 @@ class TaskRun:
         return self.folder / "runs" / f"{run.name}.jsonl"
 
     def termination(self, run: SearchSpec) -> Termination | None:
-        """How a search ended before its budget was spent; None where it did not."""
+        """Return the reason why a search ended before its budget was spent, or None."""
         return read_termination(self._journal(run))
 
     def is_unfinished(self, run: SearchSpec) -> bool:
-        """Whether a search may have something left to measure; one that had nothing more to ask counts as such."""
+        """Return whether a search may have something left to measure, also if it had no more proposals."""
         path = self._journal(run)
         told = {entry.proposal.digest for entry in read_journal(path) if entry.result} if path.exists() else ()
         return len(told) < max(self.experiment.budget.evaluations)
 
     @property
     def experiment_digest(self) -> str:
-        """Digest of what the experiment asks for."""
+        """Return the digest of the experiment's settings."""
         return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"}))
 
     def task_digest(self) -> str:
-        """Digest of what the experiment asks of the cell, and of what that is begun with: models of others too."""
+        """Return the digest of the experiment's settings for the task and of its inputs, other models included."""
         brought = {name: digest_file(f.path) for name, f in self.task.external_models.items() if f.path is not None}
         models = [brought] if brought else []
         return facts_digest([self.experiment_digest, *models, *map(self._search_fingerprint, self.task.spec.runs)])
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """Return the values that must not change for a run to resume."""
         dialect = self.task.dialect
         return {
             "model_sha256": self.task.model.sha256,
@@ -192,7 +192,7 @@ class TaskRun:
         }
 
     def task_facts(self) -> dict[str, Any]:
-        """What readers of the results need to know about the cell."""
+        """Return the facts about the task that readers of the results need."""
         return {
             "schema": SCHEMA_VERSION,
             "config": self.experiment_digest,

@@ -38,7 +38,7 @@ TransferredPlacement = Placement | str
 
 
 def write_pattern_cache(cell: Task, goal: Goal, folder: Path) -> None:
-    """Write down what the searches of a cell learned of each pattern; nothing where none measured the float model.
+    """Write the pattern cache learned by the searches of a task; nothing if none measured the float model.
 
     Raises:
         UserError: The file cannot be written.
@@ -53,7 +53,7 @@ def write_pattern_cache(cell: Task, goal: Goal, folder: Path) -> None:
 def transferred_placements(
     kinds: Sequence[str], cell: Task, cells: Sequence[TaskSpec], out: Path
 ) -> Mapping[str, TransferredPlacement]:
-    """What the siblings of a cell found, by the name of its row.
+    """Return the placements found for sibling tasks, by the name of their row.
 
     Args:
         kinds: "backends": the same model elsewhere; "models": others on the same backend.

@@ -143,7 +143,7 @@ class ONNXRuntimeBenchmarker:
             self._create_session(str(wide or source), quantized=quantized, optimized=path)
 
     def load(self, path: Path) -> Artifact:
-        """A graph that `save` wrote, for this version of ONNX Runtime and this kind of processor alone.
+        """Load a graph that `save` wrote, for this version of ONNX Runtime and this kind of processor only.
 
         Raises:
             BuildFailed: ONNX Runtime refuses it.
@@ -158,7 +158,7 @@ class ONNXRuntimeBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_ONNXRuntimeProbe]:
-        """A probe with its inputs and outputs bound once.
+        """Open a probe whose inputs and outputs are bound once.
 
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
@@ -166,7 +166,9 @@ class ONNXRuntimeBenchmarker:
         yield _ONNXRuntimeProbe(artifact.engine, self._ort, self._errors, "cpu" if self._provider == "cpu" else "cuda")
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """What runs in an engine made with `profile`, with mean times; sample it first. Asking ends the counting.
+        """Return the layers of an engine made with `profile`, with mean times; sample it first.
+
+        The call ends profiling.
 
         Raises:
             MeasureFailed: It was not made so, or nothing was counted.
@@ -238,7 +240,7 @@ class ONNXRuntimeBenchmarker:
         return self._ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
 
     def _check_device(self) -> None:
-        """A provider that is compiled in may lack its libraries or its GPU, and then gives way to the CPU silently."""
+        """Raise if a compiled-in provider lacks its libraries or its GPU and would silently fall back to the CPU."""
         from harness.graph.builder import GraphBuilder
 
         wanted, missing = PROVIDER_NAMES[self._provider][0], io.StringIO()
@@ -283,7 +285,7 @@ class _ONNXRuntimeProbe:
             return time_calls(partial(self._session.run_with_iobinding, self._binding), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Outputs by name; floating-point ones as float32."""
+        """Return the outputs by name; floating-point ones as float32."""
         names = [value.name for value in self._session.get_outputs()]
         with translate_errors(MeasureFailed, "ONNX Runtime", self._errors):
             results = self._session.run(names, dict(feeds))
@@ -305,9 +307,10 @@ def _has_qdq(path: Path) -> bool:
 
 
 def _read_profile_trace(file: Path) -> tuple[Layer, ...]:
-    """Nodes of the optimized graph, from the trace of events that ONNX Runtime writes, by time of their first run.
+    """Return the nodes of the optimized graph from ONNX Runtime's trace of events, by time of their first run.
 
-    A node's precision is that of its first input. Optimizers name what they make after what it replaces, with a suffix.
+    A node's precision is that of its first input. Optimizers name new nodes after the nodes that they replace, with a
+    suffix.
     """
     try:
         events = [event for event in json.loads(file.read_text(encoding="utf-8")) if event.get("cat") == "Node"]
@@ -332,7 +335,7 @@ def _read_profile_trace(file: Path) -> tuple[Layer, ...]:
 
 
 def _import_onnxruntime() -> Any:
-    """ONNX Runtime without its telemetry.
+    """Import ONNX Runtime without its telemetry.
 
     Raises:
         UserError: It is not installed.
@@ -348,7 +351,7 @@ def _import_onnxruntime() -> Any:
 
 
 def _parse_dtype(value: Any) -> np.dtype[Any]:
-    """Element type from ONNX Runtime's name of it, for instance "tensor(float)"."""
+    """Return the element type for ONNX Runtime's name of it, for instance "tensor(float)"."""
     name = value.type.removeprefix("tensor(").removesuffix(")")
     name = {"float": "float32", "double": "float64"}.get(name, name)
     try:

@@ -110,7 +110,7 @@ class OpenVINOBenchmarker:
         path.write_bytes(exported.getbuffer())
 
     def load(self, path: Path) -> Artifact:
-        """An engine that `save` wrote, for this version of OpenVINO and this kind of processor alone.
+        """Load an engine that `save` wrote, for this version of OpenVINO and this kind of processor only.
 
         Raises:
             BuildFailed: OpenVINO refuses it.
@@ -120,7 +120,7 @@ class OpenVINOBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_OpenVINOProbe]:
-        """A probe with its inputs bound once.
+        """Open a probe whose inputs are bound once.
 
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
@@ -128,7 +128,7 @@ class OpenVINOBenchmarker:
         yield _OpenVINOProbe(artifact.engine, self._ov)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """What runs in an engine, in order of execution, by the plug-in's execution graph.
+        """Return the layers of an engine in order of execution, from the plug-in's execution graph.
 
         With `profile` each layer has its mean time over the inferences so far; sample the engine first.
         """
@@ -169,7 +169,7 @@ class _OpenVINOProbe:
             return time_calls(partial(self._timed.infer, share_outputs=True), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Outputs by the names that the model gives them; floating-point ones as float32."""
+        """Return the outputs by the model's names of them; floating-point ones as float32."""
         if self._scored is None:
             self._scored = self._compiled.create_infer_request()
         with translate_errors(MeasureFailed, "OpenVINO", FEED_ERRORS):
@@ -184,7 +184,7 @@ def _output_names(port: Any) -> list[str]:
 
 
 def _import_openvino() -> Any:
-    """OpenVINO without its telemetry.
+    """Import OpenVINO without its telemetry.
 
     Importing it reports to a server and writes to the home folder unless `openvino_telemetry` cannot be
     imported; it then takes its own stub (openvino/tools/ovc/telemetry_utils.py).
@@ -201,7 +201,7 @@ def _import_openvino() -> Any:
 
 
 def _dimension_sizes(shape: Any) -> list[object]:
-    """Whole numbers, and text where a size is open; an open rank is one open size."""
+    """Return sizes as integers, and as text if a size is dynamic; a dynamic rank is one dynamic size."""
     if shape.rank.is_dynamic:
         return ["..."]
     return [str(size) if size.is_dynamic else size.get_length() for size in shape]
@@ -216,9 +216,10 @@ def _port_dtype(port: Any) -> np.dtype[Any]:
 
 
 def _read_executed_layers(compiled: Any) -> tuple[Layer, ...]:
-    """The layers of the execution graph (OpenVINO documentation, "Query device properties": runtime information).
+    """Return the layers of the execution graph (OpenVINO documentation, "Query device properties": runtime
+    information).
 
-    What is made of constants alone, as weights in another type or layout, runs once: no inference takes its time.
+    Nodes computed from constants only, such as weights in another type or layout, run once and take no inference time.
     """
     ordered = compiled.get_runtime_model().get_ordered_ops()
     once = _constant_nodes(ordered)
@@ -246,7 +247,7 @@ def _layer_time_ms(info: Mapping[str, str]) -> float | None:
 
 
 def _constant_nodes(ordered: Sequence[Any]) -> set[str]:
-    """Names of the nodes that no input of the model reaches."""
+    """Return the names of the nodes that no input of the model reaches."""
     found: set[str] = set()
     for op in ordered:
         sources = {value.get_node().get_friendly_name() for value in op.input_values()}

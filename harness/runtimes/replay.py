@@ -45,7 +45,7 @@ class ReplayBenchmarker:
         self.capabilities = Capabilities(dialect=self._table.metadata.dialect, in_process=True)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """The recorded engine.
+        """Return the recorded engine.
 
         Raises:
             BuildFailed: The table does not have this placement, or its build failed when it was recorded.
@@ -73,11 +73,11 @@ class ReplayBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_ReplayProbe]:
-        """The probe that `build` made."""
+        """Open the probe that `build` made."""
         yield artifact.engine
 
     def describe(self) -> Mapping[str, Any]:
-        """The recorded backend's facts under this name: latencies are those of its device, not of this one."""
+        """Return the recorded backend's facts under this name: latencies are those of its device, not of this one."""
         backend = self._table.metadata.backend
         return {
             "name": "replay",
@@ -102,5 +102,5 @@ class _ReplayProbe:
         return drawn
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Refused: there is no engine behind a recording."""
+        """Raise, because a recording has no engine."""
         raise EvaluationFailed("a replay has recorded latencies only, no outputs that could be scored")

@@ -81,7 +81,7 @@ class SimulatedBenchmarker:
         object.__setattr__(self, "_machine", _MachineNoise(self))
 
     def truth_ms(self, edges: Resolved) -> float:
-        """Latency of a placement without noise."""
+        """Return the latency of a placement without noise."""
         keys = np.array([self._hash(f"{edge}{precision}") for edge, precision in edges], dtype=np.uint64)
         wanted = _hash_to_unit_interval(keys) < self.wanted_share
         alone = np.where(wanted, -1.0, 1.0) * _hash_to_unit_interval(keys, salt=1)
@@ -95,12 +95,14 @@ class SimulatedBenchmarker:
         return float(self.base_ms * np.exp(limit * shift / (limit + abs(shift))))
 
     def wanted(self, edge: Edge, precision: str) -> bool:
-        """Whether the planted optimum quantizes this edge so (one precision beside float is assumed)."""
+        """Return whether the known optimum quantizes this edge to this precision (one precision besides float is
+        assumed).
+        """
         key = np.array([self._hash(f"{edge}{precision}")], dtype=np.uint64)
         return bool(_hash_to_unit_interval(key)[0] < self.wanted_share)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """The truth with this build's own noise.
+        """Return the noise-free latency with this build's own noise.
 
         Raises:
             BuildFailed: The placement is one of those that fail.
@@ -116,11 +118,11 @@ class SimulatedBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_SimulatedProbe]:
-        """The probe that `build` made."""
+        """Open the probe that `build` made."""
         yield artifact.engine
 
     def describe(self) -> Mapping[str, Any]:
-        """Name, version, device and the options that define the landscape."""
+        """Return name, version, device and the options that define the landscape."""
         facts = {"name": "simulated", "version": "1", "device": "simulated", "float_precision": "f32"}
         return {**facts, "options": self._options()}
 
@@ -132,7 +134,7 @@ class SimulatedBenchmarker:
 
 
 class _MachineNoise:
-    """What all engines of one process share: its own constant factor, and a speed that wanders.
+    """Noise that all engines of one process share: a constant factor, and a drifting speed.
 
     Args:
         told: How noisy it is.
@@ -145,7 +147,7 @@ class _MachineNoise:
         self._state = float(self._rng.standard_normal())
 
     def next_factors(self, n: int) -> float:
-        """Its factor for the next n readings: an autoregressive process of first order, constant within a call."""
+        """Return the factor for the next n readings: a first-order autoregressive process, constant within a call."""
         if not self._told.wander:
             return 1.0
         kept = float(np.exp(-n / self._told.wander_readings))
@@ -178,14 +180,14 @@ class _SimulatedProbe:
         return readings
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Refused: there is no model behind a simulation."""
+        """Raise, because a simulation has no model."""
         raise EvaluationFailed("the simulated benchmarker has latencies only, no outputs that could be scored")
 
 
 def _hash_to_unit_interval(
     keys: np.ndarray[Any, np.dtype[np.uint64]], salt: int = 0
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Numbers in [0, 1) from 64-bit keys, by the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return numbers in [0, 1) from 64-bit keys, by splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = keys + np.uint64((salt * 0x9E3779B97F4A7C15) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

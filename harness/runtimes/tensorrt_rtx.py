@@ -44,7 +44,7 @@ NUMPY_TYPE_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RTXHandle:
-    """What needs the plug-in and a GPU, made when first used.
+    """Resources that need the plug-in and a GPU, created on first use.
 
     Attributes:
         stream: That all sessions run on: the plug-in takes one when a session is made.
@@ -124,7 +124,7 @@ class TensorRTRTXBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_RTXProbe]:
-        """A probe with inputs and outputs on the device.
+        """Open a probe whose inputs and outputs are on the device.
 
         Raises:
             MeasureFailed: The session does not run, or there is not enough GPU memory.
@@ -139,7 +139,7 @@ class TensorRTRTXBenchmarker:
             bound.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """See `harness.api.Benchmarker`; `note` is to stand beside every table with these figures.
+        """Return the facts that results record; tables with these figures show `note`.
 
         Raises:
             UserError: There is no plug-in or no GPU here: one sentence that says which and what to do.
@@ -194,19 +194,21 @@ class _RTXProbe:
         self._host_bound = 0.0
 
     def sample(self, n: int) -> Sequence[float]:
-        """GPU time of n inferences, by CUDA events."""
+        """Return GPU times of n inferences in milliseconds, by CUDA events."""
         readings = self._timer.read(n)
         self._clocks.sample()
         self._host_bound = readings.host_bound
         return readings.gpu_ms
 
     def conditions(self) -> Mapping[str, float]:
-        """How the GPU did while it was sampled, and what the host adds; see `harness.runtimes.tensorrt.probe`."""
+        """Return the conditions of the GPU during sampling and the host's overhead; see
+        `harness.runtimes.tensorrt.probe`.
+        """
         end_to_end_ms = statistics.median(self._timer.end_to_end(5))
         return {**self._clocks.take_facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Outputs by name; floating-point ones as float32."""
+        """Return the outputs by name; floating-point ones as float32."""
         names = [value.name for value in self._session.get_outputs()]
         with translate_errors(MeasureFailed, "TensorRT-RTX", self._ready.errors):
             results = self._session.run(names, dict(feeds))
@@ -214,7 +216,7 @@ class _RTXProbe:
 
 
 def _import_runtime() -> tuple[Any, Any]:
-    """ONNX Runtime without its telemetry, and the plug-in.
+    """Import ONNX Runtime without its telemetry, and the plug-in.
 
     Raises:
         UserError: One of them is not installed, or its libraries are missing.
@@ -229,7 +231,7 @@ def _import_runtime() -> tuple[Any, Any]:
 
 
 def _parse_dtype(value: Any) -> np.dtype[Any]:
-    """Element type from ONNX Runtime's name of it, for instance "tensor(float)"."""
+    """Return the element type for ONNX Runtime's name of it, for instance "tensor(float)"."""
     name = value.type.removeprefix("tensor(").removesuffix(")")
     try:
         dtype: np.dtype[Any] = np.dtype(NUMPY_TYPE_NAMES.get(name, name))

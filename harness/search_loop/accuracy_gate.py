@@ -31,17 +31,17 @@ class AccuracyGate:
     proxy: str | None = None
 
     def latency_to_beat(self, incumbent: Interval | None) -> Interval | None:
-        """Whom a candidate has to beat in latency; nobody where latency alone does not decide."""
+        """Return the latency that a candidate must beat, or None if latency alone does not decide."""
         return incumbent if self.goal.minimize == "latency" else None
 
     def is_feasible(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics hold the bound on accuracy; a candidate that breaks it cannot win."""
+        """Return whether these metrics satisfy the accuracy bound; a candidate that violates it cannot win."""
         return self.goal.violation(metrics) == 0.0
 
     def evaluate_accuracy(
         self, engines: Engines, handle: int, measured: Measured, incumbent: Interval | None
     ) -> Outcome:
-        """The candidate with what was found of its accuracy; an evaluator that fails fails it."""
+        """Return the candidate with its accuracy; an evaluator that fails makes it a failure."""
         if self.goal.metric is None:
             return measured
         started_s = time.monotonic()
@@ -69,7 +69,7 @@ class AccuracyGate:
     def _can_improve(
         self, latency_ms: float, loss: float | None, incumbent: Interval | None, scored: Sequence[ScoredPlacement]
     ) -> bool:
-        """Whether it could become the incumbent or enter the front, with the least loss that it may have."""
+        """Return whether a candidate with this minimum loss could become the incumbent or enter the front."""
         goal = self.goal
         if loss is not None and goal.loss_excess(loss) > 0:
             return False
@@ -86,7 +86,7 @@ class AccuracyGate:
 
 
 def loss_lower_bound(scored: Sequence[ScoredPlacement], proxy: float | None, goal: Goal) -> float | None:
-    """The least loss of the metric that the proxy leaves to a placement; None where it does not tell.
+    """Return the smallest loss that the proxy score allows, or None if it allows no conclusion.
 
     The proxy is taken at its word where it has kept it so far: of those that are closer to the float model by it, the
     `MIN_WITNESS_PLACEMENTS` next ones must be known, and none that is further away than this placement may have lost

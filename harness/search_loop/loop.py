@@ -57,7 +57,7 @@ COLD_START_EVALUATIONS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialPlacement:
-    """A placement that every searcher is told before its first proposal."""
+    """Placement that every searcher is told before its first proposal."""
 
     name: str
     placement: Placement
@@ -91,7 +91,7 @@ class SearchTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialEvent:
-    """One line for whoever watches.
+    """Progress event of one trial.
 
     Attributes:
         evaluations: Spent so far, this one included.
@@ -110,7 +110,7 @@ class TrialEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLoopResult:
-    """How a search ended.
+    """Result of a search loop.
 
     Attributes:
         evaluations: Spent when it did; what is known of an earlier part of it counts, come to again or not.
@@ -159,7 +159,7 @@ _Proposal = tuple[Placement, str]
 
 
 class _SearchLoop:
-    """State of a running search: what was asked and seen, the incumbent, the clock."""
+    """State of a running search: proposals, outcomes, the incumbent, the clock."""
 
     def __init__(
         self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[TrialEvent], None]
@@ -203,7 +203,7 @@ class _SearchLoop:
                 self._ask(placement, origin)
 
     def _propose(self, free: int) -> Sequence[_Proposal]:
-        """What to evaluate next; nothing where the search is over, or waits for an outcome."""
+        """Return the next proposals; empty if the search is over or waits for an outcome."""
         if self._searcher.broken is not None:
             return []
         recorded = self._journaled_outcome(self._asked)
@@ -231,7 +231,7 @@ class _SearchLoop:
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
     def _propose_retries(self, free: int) -> Sequence[_Proposal]:
-        """What failed so far, once more, when everything before has been told; replaying meets it at the same place."""
+        """Return failed candidates once more, after all earlier outcomes; a replay meets them at the same position."""
         if not self._all_results_told(RETRY_ORIGIN):
             return []
         if self._again is None:
@@ -241,11 +241,11 @@ class _SearchLoop:
         return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
 
     def _all_results_told(self, origin: str) -> bool:
-        """Whether all that was asked before the proposals of this origin has been told."""
+        """Return whether all outcomes of earlier proposals were reported to the searcher."""
         return not self._waiting or self._waiting[0][0].origin.startswith(origin)
 
     def _stop_if_initial_design_failed(self) -> None:
-        """Stop where nothing works: what all seeds fail at is no matter of placement."""
+        """Stop if all initial placements fail: then the cause is not the placement."""
         if len(self._failures) < len(self._seen):
             return
         wanted = (
@@ -299,7 +299,7 @@ class _SearchLoop:
             )
 
     def _tell_next(self) -> None:
-        """Tell the outcome of the proposal that has waited longest."""
+        """Tell the outcome of the oldest pending proposal."""
         asked, placement = self._waiting.popleft()
         told, resumed = self._await_outcome(asked)
         self._seen[asked.digest] = told
@@ -327,7 +327,7 @@ class _SearchLoop:
         self._watch(trial)
 
     def _await_outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
-        """The outcome of a proposal, and whether it was known before; waits where it is not."""
+        """Return the outcome of a proposal, and whether it was known before; wait for it if needed."""
         if asked.duplicate_of is not None:
             return self._seen[asked.digest], True
         recorded = self._journaled_outcome(asked.number)

@@ -57,26 +57,26 @@ class Goal:
     float_ms: float | None = None
 
     def loss(self, value: float) -> float:
-        """By how much a value of the metric is worse than the float model's."""
+        """Return the loss of a metric value against the float model."""
         return self.reference - value if self.higher_is_better else value - self.reference
 
     def loss_excess(self, loss: float) -> float:
-        """By how much a loss exceeds the bound; 0 where it holds, and where only round-off is beyond it."""
+        """Return by how much a loss exceeds the bound; 0 if it holds, up to round-off."""
         over = 0.0 if self.metric is None or self.max_drop is None else loss - self.max_drop
         return over if over > LOSS_ROUND_OFF else 0.0
 
     def violation(self, metrics: Mapping[str, float]) -> float:
-        """By how much the loss exceeds the bound; 0 where it holds or nothing is known of it."""
+        """Return by how much the loss exceeds the bound; 0 if it holds or the metric is unknown."""
         value = metrics.get(self.metric or "", metrics.get(PREDICTED_METRIC))
         return 0.0 if self.metric is None or value is None else self.loss_excess(self.loss(value))
 
     def latency_excess_ms(self, latency_ms: float) -> float:
-        """By how much a latency exceeds the bound; 0 where it holds."""
+        """Return by how much a latency exceeds the bound in milliseconds; 0 if it holds."""
         return 0.0 if self.max_latency_ms is None else max(0.0, latency_ms - self.max_latency_ms)
 
 
 def encode_goal(goal: Goal) -> dict[str, Any]:
-    """A goal as JSON; what a search for low latency does not need is left out."""
+    """Return a goal as JSON; keys that a latency-only goal does not need are omitted."""
     usual = {field.name: field.default for field in fields(Goal)}
     facts = asdict(goal)
     return {name: facts[name] for name in facts if name in _ALWAYS_ENCODED_FIELDS or facts[name] != usual[name]}
@@ -86,17 +86,18 @@ _ALWAYS_ENCODED_FIELDS = ("metric", "reference", "higher_is_better", "max_drop")
 
 
 def score_outcome(outcome: Outcome, goal: Goal) -> Score | Failure:
-    """The outcome as searchers see it; see `score_values`. What was built again has the scatter of its builds."""
+    """Return an outcome as a searcher's score, see `score_values`; rebuilds give the standard error."""
     if isinstance(outcome, Failed):
         return Failure(stage=outcome.stage, reason=outcome.reason)
     return score_values(rebuilt_ci(outcome.samples_ms, outcome.retaken_ms), outcome.metrics, goal)
 
 
 def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Score:
-    """What a latency and what was found of accuracy are worth.
+    """Return the score of a latency and metrics.
 
-    A front wants both coordinates: a placement whose metric nobody measured has one, and stands behind all others.
-    Where accuracy comes first, the objective is the loss, or as long as that is not known the worst that may be.
+    A front needs both coordinates: a placement without the metric has one and ranks last. If accuracy is the objective,
+    the
+    value is the loss or, while it is unknown, the largest loss possible.
 
     Args:
         latency: Median of the samples in milliseconds, see `harness.statistics.rebuilt_ci`.
@@ -122,7 +123,7 @@ def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) ->
 
 
 def is_feasible(score: Score) -> bool:
-    """Whether a score may be the incumbent's: where accuracy counts, it was looked at, and every bound holds."""
+    """Return whether a score may be the incumbent's: its accuracy was checked if it counts, and every bound holds."""
     return score.violation == 0.0 and not score.assumed
 
 
@@ -151,14 +152,14 @@ class IncumbentState(Interval):
 
 
 def incumbent_state(best: Interval | None, scored: Sequence[ScoredPlacement]) -> Interval | None:
-    """The incumbent with what is known of accuracy; nothing is known before there is one."""
+    """Return the incumbent with its known accuracy."""
     if best is None or not scored:
         return best
     return IncumbentState(value=best.value, low=best.low, high=best.high, scored=tuple(scored))
 
 
 def scored_placement(outcome: Outcome, goal: Goal) -> ScoredPlacement | None:
-    """What an outcome teaches about accuracy; None where it says nothing."""
+    """Return the accuracy information of an outcome, or None if it has none."""
     if goal.metric is None or not isinstance(outcome, Measured) or goal.metric not in outcome.metrics:
         return None
     return ScoredPlacement(

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: bool) -> Callable[[TrialEvent], None]:
-    """Something that writes each new trial of a search into a study.
+    """Return an observer that writes each new trial of a search to an Optuna study.
 
     Args:
         path: The Optuna journal; several searches share it.
@@ -66,7 +66,7 @@ def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: 
 
 
 def _open_study(path: Path, name: str, fresh: bool) -> tuple[int, int]:
-    """Number of the study, made where it is missing, and how many trials it has."""
+    """Return the number of the study, created if missing, and its number of trials."""
     with _locked_file(path) as file:
         truncate_partial_line(path)
         names, trials = _read_studies(path)
@@ -80,7 +80,7 @@ def _open_study(path: Path, name: str, fresh: bool) -> tuple[int, int]:
 
 
 def _read_studies(path: Path) -> tuple[list[str], Counter[int]]:
-    """Names of the studies by number, "" for those that were deleted, and how many trials each has."""
+    """Return the names of the studies by number, "" for deleted ones, and the number of trials of each."""
     names: list[str] = []
     trials: Counter[int] = Counter()
     with path.open("rb") as file:
@@ -105,7 +105,7 @@ class _OptunaMirror:
         self._broken = False
 
     def watch(self, trial: TrialEvent) -> None:
-        """Write a trial, unless it cost nothing or stands there already."""
+        """Write a trial, unless it was a duplicate or is in the study."""
         if self._broken or trial.evaluations <= self._spent:
             return
         self._spent = trial.evaluations
@@ -148,7 +148,7 @@ class _OptunaMirror:
 
 
 def _int_distribution_json(most: int) -> str:
-    """How Optuna writes an `IntDistribution`: as JSON within its JSON."""
+    """Return Optuna's JSON of an `IntDistribution`, which is nested as text."""
     return json.dumps({"name": "IntDistribution", "attributes": {"log": False, "step": 1, "low": 0, "high": most}})
 
 
@@ -160,7 +160,7 @@ def _append_operation(path: Path, file: FileIO, operation: int, fields: dict[str
 
 @contextmanager
 def _locked_file(path: Path) -> Iterator[FileIO]:
-    """The file, for one writer at a time; the kernel lets go of it when a process ends, however it ends."""
+    """Open the file for one writer at a time; the kernel releases the lock when the process ends."""
     with path.open("ab", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file

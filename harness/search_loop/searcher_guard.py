@@ -22,9 +22,9 @@ __all__ = ["SearcherGuard"]
 
 
 class SearcherGuard:
-    """A searcher that never raises; once it is broken it proposes nothing more and is told nothing more.
+    """Searcher that never raises; after a failure it proposes nothing and ignores observations.
 
-    A `UserError` passes, and so does Ctrl-C: neither says anything about the searcher.
+    A `UserError` and Ctrl-C pass, because neither is a fault of the searcher.
 
     Args:
         searcher: Or how its making failed.
@@ -72,7 +72,7 @@ class SearcherGuard:
 
 
 def _validate_proposals(proposed: Sequence[Placement], n: int, space: Space) -> list[Placement]:
-    """Proposals with plain whole numbers as choices: NumPy's cannot be written down.
+    """Return the proposals with plain Python integers as choices; NumPy's cannot be serialized.
 
     Raises:
         ValueError: More than so many, or one that is not of this space.

@@ -23,7 +23,7 @@ third decides."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisePolicy:
-    """What a trial does about noise and about time; ablations go without.
+    """Settings for noise and timeouts of a trial; ablations switch them off.
 
     Attributes:
         floor: Relative A/A noise floor; a gain within it is not worth a second look.
@@ -45,12 +45,14 @@ def make_trial_fn(
     judge: AccuracyGate | None = None,
     care: NoisePolicy = NoisePolicy(),
 ) -> TrialFn:
-    """An attempt that uses these engines.
+    """Return a trial function that uses these engines.
 
-    A candidate that may win and beats the incumbent by more than noise is built and sampled again before anyone
-    believes it: the lowest of many noisy readings is low by luck (Helion's autotuner found configurations 7 %
-    faster once it confirmed suspicious timings, pytorch/helion pull request 2377). So is one that would be the
-    incumbent by readings that something else on the machine disturbed, however wide their interval is.
+    A candidate that may win and beats the incumbent by more than noise is built and sampled again before it is
+    accepted: the
+    lowest of many noisy readings is low by chance (Helion's autotuner found configurations 7 % faster once it confirmed
+    suspicious timings, pytorch/helion pull request 2377). The same applies to a candidate that would become the
+    incumbent by
+    readings that other load on the machine disturbed, whatever the width of their interval.
 
     Args:
         judge: Looks at accuracy; by default nobody does.
@@ -89,18 +91,18 @@ class _TrialRunner:
         return _merge_rebuilds(taken)
 
     def _is_clearly_faster(self, measured: Measured, rival: Interval) -> bool:
-        """Whether it would become the incumbent, with more than the floor between them."""
+        """Return whether it would become the incumbent by more than the noise floor."""
         return median_ci(measured.samples_ms).value * (1 + self.noise_policy.floor) < rival.value
 
     def _is_rebuild_confirmed(self, taken: Sequence[Measured], rival: Interval) -> bool:
-        """Whether the last build repeats a surprise, or is steady where the first was disturbed."""
+        """Return whether the last build confirms a surprising one, or is steady after a disturbed one."""
         first, last = taken[0], taken[-1]
         if len(taken) == 1 or not last.stable:
             return False
         return not first.stable or (self._is_clearly_faster(last, rival) and _intervals_are_disjoint(last, rival))
 
     def _measure(self, candidate: Candidate, rival: Interval | None, then: _AfterSampling) -> Outcome:
-        """Build and sample, and while the engine is there do what comes then."""
+        """Build and sample a candidate, and run `then` while the engine exists."""
         built = self.engines.build(candidate)
         if isinstance(built, Failed):
             return built
@@ -142,12 +144,12 @@ _AfterSampling = Callable[[int, Measured], Outcome]
 
 
 def _intervals_are_disjoint(measured: Measured, rival: Interval) -> bool:
-    """Whether its interval ends before the incumbent's begins."""
+    """Return whether its interval ends below the incumbent's interval."""
     return median_ci(measured.samples_ms).high < rival.low
 
 
 def _merge_rebuilds(taken: Sequence[Measured]) -> Measured:
-    """One record of several builds: the later of two counts, of three the middle one.
+    """Return one record of several builds: the later of two, the middle one of three.
 
     Disturbed ones are left out, and kept with the discarded readings, where enough others are there: one that was taken
     to check them, or two.

@@ -31,7 +31,7 @@ PROXY_EVALUATOR = "proxy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How the models of a cell are scored.
+    """Evaluators of a task and the data that they score on.
 
     Attributes:
         evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH_EVALUATOR` the candidates of searches if
@@ -50,13 +50,14 @@ class Scoring:
 
     @property
     def search_evaluator(self) -> str:
-        """Name of the evaluator that searches score with."""
+        """Return the name of the evaluator that searches score with."""
         return SEARCH_EVALUATOR if SEARCH_EVALUATOR in self.evaluators else MAIN_BENCHMARKER
 
     def goal(self, book: AccuracyStore, model_file: Path, folder: Path) -> Goal:
-        """The goal of the searches; the float model, the reference of every drop, is scored where it was not before.
+        """Return the goal of the searches, scoring the float model (the reference of every drop) if it has no score
+        yet.
 
-        Its observer is told where the float model scores next to nothing.
+        Reports to the observer if the float model scores next to nothing.
 
         Args:
             book: The cell's.
@@ -91,7 +92,7 @@ class Scoring:
         )
 
     def _float_score_warnings(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
-        """What is to be said of a float model that itself scores next to nothing."""
+        """Yield warnings about a float model that itself scores next to nothing."""
         for name, accuracy in known.items():
             if accuracy is not None and name != PROXY_EVALUATOR:
                 yield low_reference_warning(
@@ -99,7 +100,7 @@ class Scoring:
                 )
 
     def prepare_evaluators(self, book: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
-        """Let the evaluators see the float model, before they score any other, and tell what they say of it.
+        """Let the evaluators run the float model before they score any other, and return its scores.
 
         Raises:
             UserError: The float model itself cannot be scored.
@@ -113,13 +114,13 @@ class Scoring:
         return found
 
     def make_accuracy_gate(self, goal: Goal) -> AccuracyGate:
-        """What looks at candidates for that goal."""
+        """Return the accuracy gate of candidates for a goal."""
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
         return AccuracyGate(goal=goal, evaluator=self.search_evaluator, proxy=proxy)
 
 
 def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:
-    """How the models of a cell are scored.
+    """Return the scoring of a task's models.
 
     Args:
         work: Scratch folder, for outputs of the float model.
@@ -154,7 +155,7 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
 
 
 def _evaluator_data_digest(use: PluginSpec) -> str:
-    """Digest of the data and the preparation that an evaluator goes by; "" where it does not tell."""
+    """Return a digest of the evaluator's data and preprocessing, or "" if it does not give one."""
     made = registry.call_plugin(
         f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params)
     )
@@ -163,7 +164,7 @@ def _evaluator_data_digest(use: PluginSpec) -> str:
 
 
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
-    """The evaluator of fidelity on a few samples of the calibration data, which no figure of a table is made of."""
+    """Return the fidelity evaluator on a few samples of the calibration data; no table reports its values."""
     data = spec.calibration.data
     params = {"samples": samples, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})

@@ -26,7 +26,7 @@ IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 
 
 def check_bound(objective: Objective, metric: str | None, model: str) -> None:
-    """Refuse a bound that nothing can break: whoever writes 1 may mean one point of a hundred.
+    """Raise on a bound that nothing can violate: a value of 1 probably means one percentage point.
 
     Args:
         objective: Of the experiment.
@@ -54,9 +54,9 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
 
 
 def bound_resolution_note(objective: Objective, metric: str | None, images: int) -> str:
-    """What has to be said where one image weighs more than the bound; "" where it does not.
+    """Return a note if one image weighs more than the bound, else "".
 
-    Nothing of a bound of 0, which means that none may be lost, nor of metrics that do not count images.
+    No note for a bound of 0, which allows no loss, nor for metrics that do not count images.
 
     Args:
         objective: Of the experiment.
@@ -74,7 +74,7 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
 
 
 def bound_lines(experiment: Experiment) -> Iterator[str]:
-    """The bound on the accuracy of the models that have an evaluator; a line for all that share it."""
+    """Yield the accuracy bounds of the models that have an evaluator, one line per shared bound."""
     found: dict[str, list[str]] = {}
     for model in experiment.models:
         if model.evaluator is not None:

@@ -45,7 +45,7 @@ PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtqTool:
-    """What a PTQ tool offers of the options of an experiment.
+    """Options of an experiment that a PTQ tool supports.
 
     Attributes:
         modules: What must be installed, by the name that is imported.
@@ -88,7 +88,7 @@ class ExternalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationRequest:
-    """What every tool is given.
+    """Input that every tool is given.
 
     Attributes:
         source: The model, for people.
@@ -104,9 +104,9 @@ class QuantizationRequest:
 
 
 def run_external_tool(name: str, order: QuantizationRequest, observer: Observer) -> ExternalModel:
-    """Quantize with another tool, or take what it gave for the same model, data and options before.
+    """Quantize with another tool, or return its cached result for the same model, data and options.
 
-    A tool that lacks the calibration method of the experiment uses its nearest one.
+    A tool without the calibration method of the experiment uses its nearest method.
 
     Raises:
         UserError: The disk is full.
@@ -147,13 +147,13 @@ def unavailable_reason(name: str, precision: str) -> str:
 
 
 def method_substitute(name: str, method: Method) -> str:
-    """Return which method a tool calibrates by in the place of one that it lacks; "" where it has it."""
+    """Return the method that a tool uses instead of one that it lacks, or "" if it has it."""
     instead = PTQ_TOOLS[name].method_substitutes.get(method)
     return "" if instead is None else f"{name} has no calibration method {method} and calibrates by {instead}"
 
 
 def tool_remarks(experiment: Experiment) -> Iterator[str]:
-    """Yield what the PTQ tools among starts and baselines will not do as the experiment asks, a line each."""
+    """Yield deviations of the PTQ tools among initial placements and baselines from the experiment, one line each."""
     named = (*(start.use for start in experiment.initial), *experiment.baselines)
     for name in dict.fromkeys(each for each in named if each in PTQ_FUNCTIONS):
         for setting in experiment.precision:
@@ -169,10 +169,11 @@ def tool_remarks(experiment: Experiment) -> Iterator[str]:
 def fully_quantized_symmetric(
     model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]], work: Path, space: Space
 ) -> ExternalModel:
-    """Every point quantized in the plainest form, as the simplest tools do it: symmetric INT8.
+    """Quantize every point as the simplest tools do: symmetric INT8.
 
-    What a dialect does to keep accuracy or speed (UINT8 data, zero points) is left out. A stress test: a model that
-    survives it needs no search for accuracy.
+    The measures of a dialect that preserve accuracy or speed (UINT8 data, zero points) are omitted. A stress test: a
+    model
+    whose accuracy survives it needs no search for accuracy.
     """
     plain = replace(
         dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()
@@ -185,7 +186,7 @@ def fully_quantized_symmetric(
 
 
 def _signed_dialect_name(dialect_name: str) -> str:
-    """ONNX Runtime's dialect with INT8 activations, and weights of as many bits as another's."""
+    """Return the variant of ONNX Runtime's dialect with INT8 activations and the other dialect's weight width."""
     limit = load_dialect(dialect_name).weight_limit
     kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
     return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)

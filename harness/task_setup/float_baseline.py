@@ -43,7 +43,7 @@ CAST_FOLDER_NAME = "cast"
 
 
 def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
-    """The file that a benchmarker reads where it is given this one: to deliver it is to deliver what was measured.
+    """Return the file that a benchmarker reads for a given one, which is also the file to deliver.
 
     Args:
         folder: Keeps what is made, so that it is made once.
@@ -62,7 +62,7 @@ def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
 
 
 def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> dict[str, str]:
-    """Return why candidates cannot be made in a float form that a backend reads, by its precision; nothing is built.
+    """Return by precision why candidates cannot be cast to a backend's float precision; nothing is built.
 
     Args:
         use: The backend; where it leaves the float precision open, each that its device offers is looked at.
@@ -111,10 +111,10 @@ def select_float_baseline(
     observer: Observer,
     facts: Mapping[str, Any] | None = None,
 ) -> Mapping[str, PluginSpec]:
-    """The backend at its strongest float precision as `MAIN_BENCHMARKER`, and by precision at each other one.
+    """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and by precision at each other one.
 
-    The choice and its readings are kept in `float.json`, so that a resumed run of the same model on the same
-    runtime keeps to it.
+    The choice and its readings are stored in `float.json`, so that a resumed run of the same model on the same runtime
+    uses the same baseline.
 
     Args:
         backend: As the experiment gives it; what it pins stays pinned.

@@ -29,10 +29,11 @@ UNLABELLED_SAMPLE_FACTOR = 8
 
 
 class FloatTrial:
-    """Scores the float model on the first samples of the evaluator's data, with ONNX Runtime on the CPU, in a worker.
+    """Score the float model on the first samples of the evaluator's data, with ONNX Runtime on the CPU, in a worker.
 
-    An evaluator whose parameter `data` is none of `harness.accuracy.data.datasets` is left to the scoring of the float
-    model, and a model that ONNX Runtime does not run to the calibration, which needs it too.
+    Skipped for an evaluator whose parameter `data` is none of `harness.accuracy.data.datasets` (the scoring of the
+    float
+    model covers it), and for a model that ONNX Runtime does not run (the calibration reports that).
 
     Args:
         work: Scratch folder.

@@ -28,7 +28,7 @@ __all__ = ["InitialDesign", "check_files", "load_imported_models", "tensorrt_gui
 
 
 def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalModel]:
-    """The Q/DQ models that `initial` names.
+    """Load the Q/DQ models that `initial` names.
 
     Raises:
         UserError: A file is not there or cannot be read.
@@ -40,7 +40,7 @@ def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalMode
 
 
 def check_files(starts: Sequence[PluginSpec]) -> None:
-    """Look at every file that `initial` names.
+    """Check every file that `initial` names.
 
     Raises:
         UserError: It is not there, or is not what it is taken for.
@@ -55,7 +55,7 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialDesign:
-    """What placements are made from.
+    """Inputs from which initial placements are made.
 
     Attributes:
         foreign: Models of PTQ tools, and imported ones, by name.
@@ -69,7 +69,8 @@ class InitialDesign:
     facts: Mapping[str, Any]
 
     def placements(self, starts: Sequence[PluginSpec]) -> dict[str, dict[str, Placement]]:
-        """For each entry its placements by name; none where a tool failed or its model has nothing in common with ours.
+        """Return for each entry its placements by name; none if a tool failed or its model shares nothing with this
+        one.
 
         Raises:
             UserError: A pattern cache cannot be read.
@@ -100,7 +101,7 @@ class InitialDesign:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
 
     def foreign_origin_notes(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
-        """Which schemes of the pattern caches among the entries were measured elsewhere.
+        """Return notes on pattern-cache schemes among the entries that were measured on another machine.
 
         Raises:
             UserError: A pattern cache cannot be read.
@@ -145,7 +146,7 @@ def _number_names(start: PluginSpec, found: Sequence[Placement]) -> Iterator[tup
 
 
 def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
-    """The placement that TensorRT's guide recommends ("Working with Quantized Types", Q/DQ placement).
+    """Return the placement that TensorRT's guide recommends ("Working with Quantized Types", Q/DQ placement).
 
     All inputs of linear operators; of a residual Add the operand that skips, not the one whose convolution it is fused
     with; inputs of pooling. Where the dialect offers both operands, the one that is computed first skips.

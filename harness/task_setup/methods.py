@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSetup:
-    """What the engine runs of a method; a peer brings a space and candidates of its own.
+    """Searcher of a method with its space and candidates; an external searcher brings its own.
 
     Attributes:
         searcher: Or how its making failed.
@@ -51,12 +51,12 @@ class SearchSetup:
 
     @property
     def close_error(self) -> Failed | None:
-        """What a peer raised as it was left; known once the search is closed."""
+        """Return the error that an external searcher raised on exit; known once the search is closed."""
         return self.searcher.left if isinstance(self.searcher, ExternalSearcherAdapter) else None
 
 
 def is_external_searcher(method: SearcherSpec) -> bool:
-    """Whether a method brings models of its own.
+    """Return whether a method brings models of its own.
 
     Raises:
         UserError: No searcher and no peer is called so.
@@ -65,9 +65,9 @@ def is_external_searcher(method: SearcherSpec) -> bool:
 
 
 def task_for_method(cell: Task, method: SearcherSpec) -> Task:
-    """The cell as a method sees it: what is searched, with the seeds that lie in it.
+    """Return the task as a method searches it: its space, and the initial placements within it.
 
-    Or, as far as the method has to do without, no seeds, or a choice for each region by itself.
+    Ablations remove the initial placements, or make a separate choice for each region.
     """
     space = cell.searched_space
     seeds = (
@@ -84,7 +84,7 @@ def task_for_method(cell: Task, method: SearcherSpec) -> Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartModel:
-    """A Q/DQ model whose placement a method is told first, in the form that another tool gave it.
+    """Q/DQ model of another tool whose placement a method evaluates first, in the tool's own form.
 
     Attributes:
         digest: What its row is called, the name of the start; a placement's row is called by its digest.
@@ -99,7 +99,7 @@ class WarmStartModel:
 
 
 def warm_start_models(cell: Task, method: SearcherSpec) -> tuple[WarmStartModel, ...]:
-    """Those of a method that have a speed on the device and are of the cell's precisions; a peer is told none."""
+    """Return the models that run fast on the device in the task's precisions; none for an external searcher."""
     if is_external_searcher(method):
         return ()
     precisions = set(cell.spec.precisions) - cell.accuracy_only
@@ -114,7 +114,7 @@ def warm_start_models(cell: Task, method: SearcherSpec) -> tuple[WarmStartModel,
 
 @contextmanager
 def open_search(run: SearchSpec, cell: Task, keep: int) -> Iterator[SearchSetup]:
-    """A method that is ready to search.
+    """Open a method for searching.
 
     Args:
         keep: How many of its best placements may be confirmed.
@@ -130,7 +130,7 @@ def open_search(run: SearchSpec, cell: Task, keep: int) -> Iterator[SearchSetup]
 
 
 def external_searcher_model_path(run: SearchSpec, cell: Task, digest: str) -> Path:
-    """The file of a model that a peer brought and that was among its best."""
+    """Return the file of an external searcher's model that was among its best."""
     return external_model_path(_external_searcher_folder(run, cell) / "models", digest)
 
 
@@ -170,7 +170,7 @@ def _restrict_placement(placement: Placement, space: Space) -> bool:
 
 
 def _without_sharing(cell: Task, space: Space) -> Space:
-    """The edges and precisions of a space with a choice for each region of a pattern."""
+    """Return the space with the same edges and precisions, but a separate choice for each region of a pattern."""
     precisions = tuple(dict.fromkeys(name for dimension in space.dimensions for name in dimension.choices[1:]))
     allowed = {edge for dimension in space.dimensions for edge in dimension.edges}
     finer = build_space(cell.model, cell.dialect, precisions=precisions, sharing="region")

@@ -42,7 +42,7 @@ def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model
 
 
 def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None = None) -> PluginSpec | None:
-    """The evaluator of a model with what the harness knows filled in.
+    """Return the evaluator of a model with the parameters that the harness supplies.
 
     Args:
         spec: The specification.
@@ -72,7 +72,7 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
 
 
 def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Element type and shape of each input.
+    """Return element type and shape of each input.
 
     Raises:
         UserError: An input that no engine can be timed with.
@@ -89,5 +89,5 @@ def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def safe_file_name(text: str) -> str:
-    """A name as a file can have it."""
+    """Return a name with characters that are valid in file names only."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)

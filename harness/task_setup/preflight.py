@@ -45,7 +45,7 @@ SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
 
 
 def check_experiment(experiment: Experiment) -> tuple[str, ...]:
-    """Check all that is cheap to check, of every cell.
+    """Run all cheap checks of every task.
 
     Args:
 
@@ -80,9 +80,9 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
 
 
 def check_models(experiment: Experiment) -> tuple[str, ...]:
-    """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
+    """Load every model file now, so that a run does not find an invalid one task by task.
 
-    Where a backend reads models at FP16 or BF16, each is cast, and looked through for what may be quantized.
+    If a backend reads models at FP16 or BF16, each is cast, and its quantizable points are determined.
 
     Args:
 
@@ -221,7 +221,7 @@ def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data:
 
 
 def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
-    """Give the model its shapes and its data, where there are some.
+    """Yield remarks on a model with its shapes and data applied.
 
     Args:
         objective: Says whether halves of the evaluator's data are used, and what their accuracy is held to.
@@ -295,7 +295,7 @@ def _check_channels(model: Model) -> None:
 
 
 def _check_outputs(evaluator: Any, model: Model) -> None:
-    """Let an evaluator look at the shapes of the outputs of one sample, before anything is calibrated for it.
+    """Check the output shapes of one sample with an evaluator before any calibration for it.
 
     Raises:
         UserError: They do not fit its labels or its decoder.

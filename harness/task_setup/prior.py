@@ -27,7 +27,7 @@ class ScreenedUnit:
 
 
 def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
-    """The units that gained on their own, best gain per noise first.
+    """Return the screened units that gained on their own, best gain per noise first.
 
     Raises:
         UserError: No file of `qdq sensitivity`, or a damaged one.
@@ -51,7 +51,7 @@ def _units_with_gain(units: Sequence[Any]) -> Iterator[ScreenedUnit]:
 
 
 def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: int) -> list[Placement]:
-    """At most `count` different placements: equal shares of the units that the space knows, best first, on float."""
+    """Return at most `count` different placements: growing shares of the units in the space, best first, on float."""
     places = {dimension.name: index for index, dimension in enumerate(space.dimensions)}
     known = [unit for unit in units if any(name in places for name in unit.dimensions)]
     found: dict[str, Placement] = {}

@@ -63,7 +63,7 @@ UNCALIBRATED_ABS_MAX = 12.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Everything that the searches of one cell share.
+    """State that all searches of one task share.
 
     Attributes:
         model: The cleaned float model, which the space is of.
@@ -106,10 +106,12 @@ class Task:
     feeds: Iterable[Mapping[str, Array]] = ()
 
     def with_benchmarkers(self, benchmarkers: Mapping[str, PluginSpec]) -> Task:
-        """The cell with the backend at its float precisions.
+        """Return the task with the backend at its float precisions.
 
-        Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
-        cast once and Q/DQ pairs go into the cast model, so that what is searched, delivered and measured is one file.
+        If the backend reads files of another type than float32 (see `harness.api.Benchmarker.cast`), the float model is
+        cast
+        once and Q/DQ pairs are inserted into the cast model, so that the searched, delivered and measured file is the
+        same.
 
         Raises:
             UserError: The cast model lacks a node whose input may be quantized.
@@ -124,17 +126,17 @@ class Task:
         return replace(cell, model_file=file, cast=cast, inserter=inserter)
 
     def runtime_input_file(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
-        """The file that a benchmarker reads where it is given this one."""
+        """Return the file that a benchmarker reads for a given one."""
         use = self.benchmarkers.get(benchmarker)
         return path if use is None else runtime_input_file(use, path, self.work / CAST_FOLDER_NAME)
 
     def edges_in_file(self, resolved: Resolved) -> Resolved:
-        """Quantized edges as the cell's files name them."""
+        """Return quantized edges with the names of the task's files."""
         return resolved if self.cast is None else map_edges_to_cast_model(resolved, self.cast)
 
     @property
     def searched_space(self) -> Space:
-        """The space without precisions that have no speed here: its placements are placements of `space` too.
+        """Return the space without precisions that are not accelerated here; its placements are valid for `space`.
 
         Empty where a point offers no other precision: then there is nothing that could be compared by speed.
         """
@@ -146,7 +148,7 @@ class Task:
         return Space(tuple(replace(d, choices=c) for d, c in zip(self.space.dimensions, kept, strict=True)))
 
     def candidate(self, placement: Placement) -> Candidate:
-        """The candidate of a placement; its file is written when it is built.
+        """Return the candidate of a placement; its file is written when it is built.
 
         Writing it raises UserError where the disk is full: that says nothing about the candidate.
         """
@@ -259,7 +261,7 @@ class _CalibrationBatches:
 
     @property
     def count(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         return self.settings.samples if self._batches is None else len(self._batches)
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
@@ -268,11 +270,11 @@ class _CalibrationBatches:
         return iter(self._batches)
 
     def batch_label(self, index: int) -> str:
-        """Return what messages call the data of a batch."""
+        """Return the name of the data of a batch for messages."""
         return "random data" if self._batches is None else self._batches.batch_label(index)
 
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
-        """What the PTQ tools are told."""
+        """Return the options for PTQ tools."""
         return {
             "dialect_name": dialect.name,
             "method": self.settings.method,
@@ -282,7 +284,7 @@ class _CalibrationBatches:
 
     @property
     def cache_key(self) -> CalibrationKey:
-        """What a cache of anything made from these batches goes by."""
+        """Return the key for caches of anything made from these batches."""
         used = self._preprocess
         return CalibrationKey(
             model_sha256=self._model.sha256,
@@ -296,7 +298,7 @@ class _CalibrationBatches:
 
 
 def dialect_use(backend: PluginSpec, facts: Facts) -> str:
-    """The dialect that a backend has on the device whose facts these are, by the name that the registry has for it."""
+    """Return the registry name of a backend's dialect on the device with these facts."""
     return dialect_name_for(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
@@ -342,6 +344,6 @@ def _calibrate_ranges(
 
 
 def _initial_and_baselines(experiment: Experiment) -> list[PluginSpec]:
-    """Whatever searches start from or are compared with, once."""
+    """Return initial placements and baselines without repeats."""
     named = {start.name: start for start in experiment.initial}
     return list({**named, **{name: named.get(name, PluginSpec(use=name)) for name in experiment.baselines}}.values())

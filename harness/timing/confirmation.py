@@ -74,7 +74,7 @@ class ContenderSummary:
 
     @property
     def recommended(self) -> bool:
-        """Whether to deliver this row and not the baseline: a tie does not justify a loss of accuracy."""
+        """Return whether to deliver this row instead of the baseline; a tie does not justify a loss of accuracy."""
         return self.verdict == "faster"
 
     def shrinkage(self, search_speedup: float) -> float:

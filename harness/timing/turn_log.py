@@ -110,7 +110,7 @@ class TurnMatrix:
 
     @property
     def disturbed_share(self) -> float:
-        """Share of the turns that were disturbed; 0 without turns."""
+        """Return the share of the turns that were disturbed; 0 without turns."""
         turns, disturbed = (
             sum(len(turns) for workers in table.values() for turns in workers.values())
             for table in (self.turns, self.disturbed)

@@ -33,7 +33,7 @@ _TRAINED_EXPORT_NAME = "shapes_yolo"
 
 
 def model_names() -> Mapping[str, str]:
-    """One line about each model of the zoo, its input at the end."""
+    """Return a one-line description of each model of the zoo, its input at the end."""
     made = {name: line for name, (_, line) in _BUILDERS.items()}
     trained = "trained detector of made-up shapes (harness.zoo.shapes)"
     return {

@@ -36,7 +36,10 @@ STRIDES = (8, 16, 32)
 
 
 def yolo_tiny() -> GraphBuilder:
-    """A detector in the manner of YOLOX-tiny (Ge et al. 2021, arXiv:2107.08430), 320 x 320, strides 8, 16 and 32."""
+    """Build a detector in the style of YOLOX-tiny (Ge et al.
+
+    2021, arXiv:2107.08430), 320 x 320, strides 8, 16 and 32.
+    """
     g = GraphBuilder("yolo_tiny", seed=80)
     for name, parts in zip(("boxes", "scores"), zip(*_heads(g), strict=True), strict=True):
         g.output(g.op("Transpose", g.op("Concat", *parts, axis=2), perm=[0, 2, 1]), name=name)
@@ -44,7 +47,7 @@ def yolo_tiny() -> GraphBuilder:
 
 
 def yolo_tiny_export() -> GraphBuilder:
-    """`yolo_tiny` with its boxes decoded in the graph and one output, 1 x 84 x 2100."""
+    """Build `yolo_tiny` with its boxes decoded in the graph and one output, 1 x 84 x 2100."""
     g = GraphBuilder("yolo_tiny_export", seed=80)
     boxes, scores = (g.op("Concat", *parts, axis=2) for parts in zip(*_heads(g), strict=True))
     sides = [IMAGE_SIDE // stride for stride in STRIDES]
@@ -58,7 +61,7 @@ def yolo_tiny_export() -> GraphBuilder:
 
 
 def _heads(g: GraphBuilder) -> list[tuple[str, str]]:
-    """The network; boxes and scores of each stride."""
+    """Build the network; return boxes and scores of each stride."""
     x = _conv(g, g.input("images", (1, 3, IMAGE_SIDE, IMAGE_SIDE)), 24, 3, stride=2)
     levels = []
     for channels, depth in ((48, 1), (96, 2), (192, 2), (384, 1)):
@@ -74,13 +77,13 @@ def _heads(g: GraphBuilder) -> list[tuple[str, str]]:
 
 
 def _conv(g: GraphBuilder, x: str, channels: int, kernel: int = 1, *, stride: int = 1) -> str:
-    """Convolution, BatchNormalization, SiLU as x * sigmoid(x) (Elfwing et al. 2017, arXiv:1702.03118)."""
+    """Add a convolution, BatchNormalization, SiLU as x * sigmoid(x) (Elfwing et al. 2017, arXiv:1702.03118)."""
     x = g.batch_norm(g.conv(x, channels, kernel, stride=stride, bias=False))
     return g.op("Mul", x, g.op("Sigmoid", x))
 
 
 def _csp(g: GraphBuilder, x: str, channels: int, depth: int, *, residual: bool) -> str:
-    """Cross stage partial block (Wang et al. 2020, arXiv:1911.11929)."""
+    """Add a cross stage partial block (Wang et al. 2020, arXiv:1911.11929)."""
     main, side = _conv(g, x, channels // 2), _conv(g, x, channels // 2)
     for _ in range(depth):
         branch = _conv(g, _conv(g, main, channels // 2), channels // 2, 3)
@@ -89,7 +92,7 @@ def _csp(g: GraphBuilder, x: str, channels: int, depth: int, *, residual: bool) 
 
 
 def _pyramid_pool(g: GraphBuilder, x: str) -> str:
-    """Three max poolings in a row, all joined (the SPPF block of YOLOv5)."""
+    """Add three max poolings in a row, all concatenated (the SPPF block of YOLOv5)."""
     channels = g.shape(x)[1]
     pools = [_conv(g, x, channels // 2)]
     for _ in range(3):
@@ -98,7 +101,7 @@ def _pyramid_pool(g: GraphBuilder, x: str) -> str:
 
 
 def _merge_up(g: GraphBuilder, coarse: str, fine: str, channels: int) -> tuple[str, str]:
-    """The finer level joined with the upsampled coarser one; and the coarser one's lateral tensor, for the way back."""
+    """Return the finer level joined with the upsampled coarser one, and the coarser one's lateral tensor."""
     lateral = _conv(g, coarse, channels)
     scales = g.const([1.0, 1.0, 2.0, 2.0])
     up = g.op(
@@ -113,7 +116,7 @@ def _merge_down(g: GraphBuilder, fine: str, lateral: str, channels: int) -> str:
 
 
 def _head(g: GraphBuilder, x: str) -> tuple[str, str]:
-    """Decoupled head: boxes (1 x 4 x cells) and scores (1 x 80 x cells) of one level."""
+    """Add a decoupled head: boxes (1 x 4 x cells) and scores (1 x 80 x cells) of one level."""
     x = _conv(g, x, 96)
     scores = g.op("Sigmoid", g.conv(_conv(g, _conv(g, x, 96, 3), 96, 3), 80, 1))
     boxes = g.conv(_conv(g, _conv(g, x, 96, 3), 96, 3), 4, 1)

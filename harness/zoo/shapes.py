@@ -138,7 +138,7 @@ def _scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape
 
 
 def _gradient(base: npt.NDArray[np.float64], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """A SIZE x SIZE image that changes by up to 60 levels along a random direction."""
+    """Return a SIZE x SIZE image that changes by up to 60 levels along a random direction."""
     angle = rng.uniform(0, 2 * math.pi)
     steps = np.linspace(-0.5, 0.5, IMAGE_SIZE_PX)
     ramp = steps[:, None] * math.sin(angle) + steps * math.cos(angle)
@@ -146,7 +146,7 @@ def _gradient(base: npt.NDArray[np.float64], rng: np.random.Generator) -> npt.ND
 
 
 def _contrasting(base: npt.NDArray[np.float64], rng: np.random.Generator) -> Colour:
-    """A colour that differs from the background by at least 60 levels in its best channel."""
+    """Return a colour that differs from the background by at least 60 levels in its best channel."""
     while True:
         colour = rng.integers(0, 256, 3)
         if np.abs(colour - base).max() >= 60:
@@ -174,7 +174,7 @@ def _distractor(pen: ImageDraw.ImageDraw, colour: Colour, rng: np.random.Generat
 
 
 def _shapes(rng: np.random.Generator) -> list[_Shape]:
-    """One to six shapes whose boxes overlap by at most _MAX_OVERLAP of the smaller one."""
+    """Draw one to six shapes whose boxes overlap by at most _MAX_OVERLAP of the smaller one."""
     shapes: list[_Shape] = []
     for _ in range(int(rng.integers(1, 7))):
         for _attempt in range(10):
@@ -186,7 +186,7 @@ def _shapes(rng: np.random.Generator) -> list[_Shape]:
 
 
 def _shape(rng: np.random.Generator) -> _Shape:
-    """A shape with a circumscribed circle of 8 to 28 pixels in radius (small ones as often as large)."""
+    """Draw a shape with a circumscribed circle of 8 to 28 pixels in radius (small ones as often as large)."""
     index = int(rng.integers(len(CLASS_NAMES)))
     radius = math.exp(rng.uniform(math.log(8), math.log(28)))
     x, y = rng.uniform(radius, IMAGE_SIZE_PX - radius, 2)
@@ -199,7 +199,7 @@ def _shape(rng: np.random.Generator) -> _Shape:
 
 
 def _overlap(a: Box, b: Box) -> float:
-    """Share of the smaller of two boxes (left, top, right, bottom) that the other one covers."""
+    """Return the share of the smaller of two boxes (left, top, right, bottom) that the other one covers."""
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     smaller = min((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))

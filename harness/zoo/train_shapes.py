@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def conv(inputs: int, outputs: int, kernel: int = 1, *, stride: int = 1, groups: int = 1) -> Tensor:
-    """Convolution without bias, BatchNormalization, SiLU."""
+    """Build a convolution without bias, BatchNormalization, SiLU."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.03),
@@ -42,7 +42,7 @@ def conv(inputs: int, outputs: int, kernel: int = 1, *, stride: int = 1, groups:
 
 
 def separable(inputs: int, outputs: int, *, stride: int = 1) -> Tensor:
-    """A depthwise 3x3 and a pointwise convolution."""
+    """Build a depthwise 3x3 and a pointwise convolution."""
     return nn.Sequential(conv(inputs, inputs, 3, stride=stride, groups=inputs), conv(inputs, outputs))
 
 
@@ -98,7 +98,7 @@ class Detector(nn.Module):  # type: ignore[misc]
         self.register_buffer("strides", torch.tensor(np.concatenate(strides), dtype=torch.float32))
 
     def raw(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Decoded boxes (B x 4 x cells, centre and size in pixels) and class logits (B x classes x cells)."""
+        """Return decoded boxes (B x 4 x cells, centre and size in pixels) and class logits (B x classes x cells)."""
         fine = self.stage3(self.stem(images))
         lateral = self.lateral(self.stage4(fine))
         fine = self.up(torch.cat([functional.interpolate(lateral, scale_factor=2.0, mode="nearest"), fine], 1))
@@ -114,7 +114,7 @@ class Detector(nn.Module):  # type: ignore[misc]
 
 
 def iou_and_ciou(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """IoU and CIoU of boxes given as centre and size; the last axis is 4 and the others broadcast."""
+    """Return IoU and CIoU of boxes given as centre and size; the last axis is 4 and the others broadcast."""
     (ac, asize), (bc, bsize) = a.split(2, -1), b.split(2, -1)
     low, high = torch.maximum(ac - asize / 2, bc - bsize / 2), torch.minimum(ac + asize / 2, bc + bsize / 2)
     shared = (high - low).clamp(min=0).prod(-1)
@@ -128,7 +128,7 @@ def iou_and_ciou(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assign_cells(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Task-aligned assignment (TOOD, section 3.2): which shape each cell learns, and how well it should score.
+    """Assign a shape and a target score to each cell by task alignment (TOOD, section 3.2).
 
     Args:
         boxes: B x cells x 4, predicted.
@@ -154,7 +154,9 @@ def assign_cells(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor
 
 
 def loss(model: Tensor, images: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the scores plus CIoU loss of the boxes, both per unit of target score (TOOD, section 3.3)."""
+    """Return cross entropy of the scores plus CIoU loss of the boxes, both per unit of target score (TOOD, section
+    3.3).
+    """
     boxes, logits = model.raw(images)
     boxes, logits = boxes.transpose(1, 2), logits.transpose(1, 2)
     with torch.no_grad():
@@ -168,7 +170,7 @@ def loss(model: Tensor, images: Tensor, targets: Tensor) -> Tensor:
 
 
 def _arrays(data: ShapesSplit) -> tuple[Tensor, Tensor]:
-    """Images as N x 3 x SIZE x SIZE bytes, labels as N x M x 5 (class or -1, centre, size)."""
+    """Return images as N x 3 x SIZE x SIZE bytes, labels as N x M x 5 (class or -1, centre, size)."""
     labels = np.full((len(data.images), 6, 5), -1.0, np.float32)
     labels[..., 3:] = 1.0
     used = np.zeros(len(data.images), int)
@@ -180,7 +182,7 @@ def _arrays(data: ShapesSplit) -> tuple[Tensor, Tensor]:
 
 
 def _augment(images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """The batch after one of the eight symmetries of the square, drawn at random, and with channels in random order."""
+    """Transform the batch by one of the eight symmetries of the square, drawn at random, and permute its channels."""
     targets = targets.clone()
     for axis in (1, 2):
         if rng.random() < 0.5:

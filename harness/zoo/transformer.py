@@ -36,7 +36,7 @@ class _Layer:
         return self.g.op("Add", x, self._feed_forward(self.norm(x)))
 
     def norm(self, x: str) -> str:
-        """LayerNormalization (Ba et al. 2016, arXiv:1607.06450, eq. 4) of the last axis, in nine operators."""
+        """Add LayerNormalization (Ba et al. 2016, arXiv:1607.06450, eq. 4) of the last axis, in nine operators."""
         g = self.g
         centred = g.op("Sub", x, g.op("ReduceMean", x, axes=[-1]))
         variance = g.op("ReduceMean", g.op("Pow", centred, self._scalar(2.0)), axes=[-1])
@@ -56,7 +56,7 @@ class _Layer:
         return self._linear(g.op("Reshape", mixed, shape), self.width, self.width)
 
     def _feed_forward(self, x: str) -> str:
-        """Two linear layers around a GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) by its error function."""
+        """Add two linear layers around a GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) by its error function."""
         g = self.g
         y = self._linear(x, self.width, 4 * self.width)
         gate = g.op("Add", g.op("Erf", g.op("Div", y, self._scalar(math.sqrt(2)))), self._scalar(1.0))
@@ -90,7 +90,7 @@ class _Layer:
 
 
 def encoder(layers: int, *, width: int = 256, heads: int = 4, tokens: int = 128) -> GraphBuilder:
-    """A transformer encoder of any depth: `x` 1 x tokens x width in, `hidden` of the same shape out.
+    """Build a transformer encoder of any depth: `x` 1 x tokens x width in, `hidden` of the same shape out.
 
     Args:
         layers: Number of layers; a layer adds 87 nodes.
@@ -113,17 +113,17 @@ def encoder(layers: int, *, width: int = 256, heads: int = 4, tokens: int = 128)
 
 
 def encoder6() -> GraphBuilder:
-    """Six layers, 256 wide, 4 heads, 1024 in the feed-forward part, 128 tokens."""
+    """Build six layers, 256 wide, 4 heads, 1024 in the feed-forward part, 128 tokens."""
     return encoder(6)
 
 
 def encoder48() -> GraphBuilder:
-    """Forty-eight layers, 64 wide so that the file stays near 10 MB: a graph to measure the engine on."""
+    """Build forty-eight layers, 64 wide so that the file stays near 10 MB, for measurements of the engine."""
     return encoder(48, width=64)
 
 
 def vit_tiny() -> GraphBuilder:
-    """ViT-Tiny (Touvron et al. 2020, arXiv:2012.12877, table 1): 12 layers, 192 wide, 3 heads, patches of 16."""
+    """Build ViT-Tiny (Touvron et al. 2020, arXiv:2012.12877, table 1): 12 layers, 192 wide, 3 heads, patches of 16."""
     g, width, tokens = GraphBuilder("vit_tiny", seed=12), 192, 14 * 14 + 1
     patches = g.conv(g.input("images", (1, 3, 224, 224)), width, 16, stride=16, pad=0)
     patches = g.op("Transpose", g.op("Reshape", patches, g.const([1, width, tokens - 1])), perm=[0, 2, 1])
@@ -142,7 +142,7 @@ def vit_tiny() -> GraphBuilder:
 
 
 def _self_attention(g: GraphBuilder, x: str, *, heads: int) -> str:
-    """Attention with one projection to queries, keys and values, which Split and Squeeze take apart."""
+    """Add attention with one projection to queries, keys and values, separated by Split and Squeeze."""
     _, tokens, width = g.shape(x)
     depth = width // heads
     joined = g.op("Reshape", g.linear(x, 3 * width), g.const([1, tokens, 3, heads, depth]))

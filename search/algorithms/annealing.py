@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-import numpy as np
 
 from search.api import Observation, Placement, Score, Space, check_range
-from search.archive import Archive, improves
+from search.archive import ArchiveSearcher, improves
 from search.moves import assign, dimension_blocks, first_unseen, flip, random_neighbour
 
 __all__ = ["AnnealingSearcher"]
@@ -16,20 +13,22 @@ __all__ = ["AnnealingSearcher"]
 MAX_ATTEMPTS = 50
 
 
-class AnnealingSearcher:
-    """Simulated annealing: walk to faster placements, and to slower ones with a probability that falls over time.
+class AnnealingSearcher(ArchiveSearcher):
+    """Simulated annealing: accept faster placements, and slower ones with a probability that decreases over time.
 
-    The temperature is a relative loss: one of that size is accepted with probability 1/e. It falls geometrically
-    over a cycle of evaluations; the next cycle starts hot again from the best. A change is charged the noise of the
-    comparison on top, so that a tie is a small loss and not a gain (the penalty for uncertain energies, in the
-    spirit of Ceperley and Dewing 1999, J. Chem. Phys. 110, 9812). Never accepted: a larger violation.
+    The temperature is a relative loss: a loss of that size is accepted with probability 1/e. It decreases geometrically
+    over a cycle of evaluations; the next cycle starts hot again from the incumbent. The noise of the comparison is
+    added to
+    each loss, so that a tie is a small loss and not a gain (the penalty for uncertain energies, in the spirit of
+    Ceperley
+    and Dewing 1999, J. Chem. Phys. 110, 9812). A larger violation is never accepted.
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
+        space: Space to search.
+        seed: Seed of all draws.
         hottest: Temperature at the start of a cycle, as a relative loss.
-        coldest: Temperature at its end.
-        cycle: Evaluations of one cycle.
+        coldest: Temperature at the end of a cycle, as a relative loss.
+        cycle: Evaluations per cycle.
         block: Probability that a move sets a whole role or pattern at once instead of flipping points.
     """
 
@@ -47,31 +46,26 @@ class AnnealingSearcher:
         check_range("hottest", hottest, coldest)
         check_range("cycle", cycle, 1)
         check_range("block", block, 0, 1)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._hottest, self._coldest, self._cycle, self._block = hottest, coldest, cycle, block
         self._blocks = dimension_blocks(space)
-        self._archive = Archive()
-        self._told = 0
+        self._evaluated = 0
         self._base = space.float_placement()
-
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
         base = self._archive.get(self._space.digest(self._base))
         own = observation.digest in self._archive.pending
         self._archive.tell(observation)
-        told = self._archive.get(observation.digest)
-        self._told += own
-        again = base is not None and base.digest == observation.digest and told != base  # the base was measured again
-        if again or (own and self._told % self._cycle == 0 and len(self._archive)):
+        entry = self._archive.get(observation.digest)
+        self._evaluated += own
+        again = base is not None and base.digest == observation.digest and entry != base  # the base was measured again
+        if again or (own and self._evaluated % self._cycle == 0 and len(self._archive)):
             self._base = self._archive.incumbents(1)[0].placement
-        elif told is not None and self._accepts(told.score, base.score if base else None, own):
+        elif entry is not None and self._accepts(entry.score, base.score if base else None, own):
             self._base = observation.placement
 
     def _accepts(self, new: Score, old: Score | None, own: bool) -> bool:
-        """Whether to go there; to what somebody else proposed only where it is better."""
+        """Return whether the base moves to the new placement; one that another source proposed must be better."""
         if old is None or improves(new, old):
             return True
         if not own or new.violation > old.violation:
@@ -80,7 +74,7 @@ class AnnealingSearcher:
         return bool(self._rng.random() < math.exp(-max(loss, 0.0) / self._temperature()))
 
     def _temperature(self) -> float:
-        progress = (self._told % self._cycle) / self._cycle
+        progress = (self._evaluated % self._cycle) / self._cycle
         return float(self._hottest * (self._coldest / self._hottest) ** progress)
 
     def _propose(self) -> Placement | None:

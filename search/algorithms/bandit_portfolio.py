@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from search.api import Observation, Placement, Score, Searcher, Space, check_range
-from search.archive import Archive, improves
+from search.archive import ArchiveSearcher, improves
 from search.subspace import known_outcome, load_searcher
 
 __all__ = ["PortfolioSearcher"]
@@ -20,20 +20,22 @@ __all__ = ["PortfolioSearcher"]
 DEFAULT_MEMBERS = ("surrogate", "local", "evolutionary")
 
 
-class PortfolioSearcher:
-    """Run several searchers and give most evaluations to those that improved the best placement lately.
+class PortfolioSearcher(ArchiveSearcher):
+    """Run several searchers and give most evaluations to those that improved the incumbent recently.
 
-    A member's credit is the share of its last turns that improved the best, later ones counting more, plus a bonus for
-    members that had few turns. Ties go to the member that is named first. What a member proposes although it is known
-    already is answered from memory, three times; then the turn passes on, as it does when a member has nothing left.
+    A member's credit is the share of its recent turns that improved the incumbent, later turns weighted more, plus a
+    bonus
+    for members with few turns. Ties go to the member listed first. A member that proposes a known placement receives
+    the
+    known outcome, up to three times; then the turn passes to the next member, as it does if a member has no proposal.
 
     Args:
-        space: What to search.
-        seed: Fixes all draws; the member at position i gets seed + i.
+        space: Space to search.
+        seed: Seed of all draws; the member at position i gets seed + i.
         members: Searchers by name (or `package.module:Class`), without repeats.
-        params: For members by name: their parameters.
-        window: Turns that the credit looks back on.
-        exploration: Weight of the bonus for members that had few of these turns.
+        params: Parameters of members, by member name.
+        window: Number of turns that the credit covers.
+        exploration: Weight of the bonus for members with few of these turns.
     """
 
     def __init__(
@@ -53,19 +55,15 @@ class PortfolioSearcher:
         settings = dict(params or {})
         if unknown := sorted(settings.keys() - set(members)):
             raise ValueError(f"params is for members ({', '.join(members)}), but got {', '.join(unknown)}")
-        self._space = space
+        super().__init__(space, seed)
         self._members: dict[str, Searcher] = {
             name: load_searcher(name)(space, seed=seed + number, **settings.get(name, {}))
             for number, name in enumerate(members)
         }
         self._exploration = exploration
-        self._archive = Archive()
         self._turns: deque[tuple[str, bool]] = deque(maxlen=window)
         self._asked_by: dict[str, str] = {}
         self._best: Score | None = None
-
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
@@ -76,7 +74,7 @@ class PortfolioSearcher:
             self._turns.append((name, gained))
 
     def _update_best(self) -> bool:
-        """Whether the best is now better than it was by more than the noise; a tie does not become the best."""
+        """Return whether the best placement improved by more than the noise, and store it if so."""
         now = next((entry.score for entry in self._archive.incumbents(1)), None)
         before, self._best = self._best, now
         return now is not None and before is not None and improves(now, before)

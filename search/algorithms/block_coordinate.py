@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive
+from search.archive import Archive, ArchiveSearcher
 from search.moves import random_kick
 from search.subspace import SubspaceSearcher, known_outcome, load_searcher
 
@@ -20,22 +18,24 @@ RESTART_FLIP_SHARE = 0.1
 MAX_ATTEMPTS = 50
 
 
-class PerPatternSearcher:
-    """Block coordinate descent: search one pattern at a time, the others as in the best placement so far.
+class PerPatternSearcher(ArchiveSearcher):
+    """Block coordinate descent: search one pattern at a time while the others keep the incumbent's schemes.
 
-    First the schemes that the best other placements have for the pattern are tried, then those that its searcher
-    proposes. After the last pattern a new round begins, so that later patterns revise earlier ones. A round that finds
-    nothing new to propose ends the descent; the next one starts from a perturbed best, a tenth of its points flipped.
-    Of placements that tie, the best is the one told first. (`random_mutation` with scope "per_pattern" is ModelOpt's
-    walk: one round, and each pattern is committed for good.)
+    First the schemes that the best other placements have for the pattern are tried, then the proposals of its searcher.
+    After the last pattern a new round begins, so that later patterns revise earlier ones. A round without a new
+    proposal
+    ends the descent; the next one starts from the incumbent with a tenth of its points flipped. Of placements that tie,
+    the incumbent is the one scored first. (`random_mutation` with scope "per_pattern" is ModelOpt's procedure: one
+    round,
+    and each pattern is committed permanently.)
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
+        space: Space to search.
+        seed: Seed of all draws.
         searcher: Name of the searcher of each pattern.
-        params: Its parameters.
-        evaluations: Proposals of one turn.
-        order: "graph": patterns as they come in the model; "cost": those behind which there is more work first.
+        params: Parameters of that searcher.
+        evaluations: Proposals per turn of a pattern.
+        order: "graph": patterns in the order of the model; "cost": patterns with more multiply-accumulates first.
     """
 
     def __init__(
@@ -51,14 +51,12 @@ class PerPatternSearcher:
         check_range("evaluations", evaluations, 1)
         if order not in get_args(BlockOrder):
             raise ValueError(f"order is one of {get_args(BlockOrder)}, but got {order!r}")
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._make = load_searcher(searcher)
         self._params = dict(params or {})
-        self._make(space, seed=seed, **self._params)  # a wrong parameter is told at once
+        self._make(space, seed=seed, **self._params)  # raises early on a wrong parameter
         self._evaluations = evaluations
         self._flips = max(2, round(RESTART_FLIP_SHARE * len(space)))
-        self._archive = Archive()
         self._before: frozenset[str] = frozenset()
         self._descent = Archive()
         self._turns = list(space.groups.values())
@@ -67,21 +65,18 @@ class PerPatternSearcher:
         self._in_vain = 0
         self._part: SubspaceSearcher | None = None
 
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, self._next, self._space)
-
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
-        if observation.digest not in self._before:  # a best told again is no step of a descent that left it
+        if observation.digest not in self._before:  # a re-measured incumbent of an earlier descent does not count
             self._descent.tell(observation)
         if self._part is not None:
             self._part.tell(observation)
 
-    def _next(self) -> Placement | None:
-        """A proposal of the first turn that has one; None while outcomes that decide where one starts from are due."""
+    def _propose(self) -> Placement | None:
+        """Return a proposal of the first pattern that has one, or None while pending outcomes decide the next base."""
         part = self._part or self._start_block(self._base_placement())
         while self._in_vain < len(self._turns):
-            if self._left and (placement := self._propose(part)) is not None:
+            if self._left and (placement := self._propose_in_pattern(part)) is not None:
                 self._left -= 1
                 return placement
             if self._archive.pending:
@@ -92,12 +87,12 @@ class PerPatternSearcher:
         return self._restart()
 
     def _base_placement(self) -> Placement:
-        """The best of this descent; of all where nothing of it could be measured."""
+        """Return the best placement of this descent, or of all descents if none of it could be measured."""
         best = self._descent.incumbents(1) or self._archive.incumbents(1)
         return best[0].placement if best else self._space.float_placement()
 
     def _restart(self) -> Placement | None:
-        """Where the next descent starts; None where nothing new is near."""
+        """Return the start of the next descent, or None if no unseen placement is near."""
         best = self._archive.incumbents(1)
         around = best[0].placement if best else self._space.float_placement()
         start = random_kick(around, self._space, self._rng, self._archive, self._flips)
@@ -109,7 +104,7 @@ class PerPatternSearcher:
         return start
 
     def _start_block(self, base: Placement) -> SubspaceSearcher:
-        """The turn of the pattern that is first now; its searcher learns what is known on this base."""
+        """Start the search of the current pattern; its searcher learns the outcomes that are known on this base."""
         self._left = self._evaluations
         indices = self._turns[0] if self._turns else ()
         seed = int(self._rng.integers(2**31))
@@ -121,7 +116,7 @@ class PerPatternSearcher:
         self._part = part
         return part
 
-    def _propose(self, part: SubspaceSearcher) -> Placement | None:
+    def _propose_in_pattern(self, part: SubspaceSearcher) -> Placement | None:
         for entry in self._archive.incumbents(MAX_EMBEDDED_PLACEMENTS):
             graft = part.embed(entry.placement)
             if self._space.digest(graft) not in self._archive:
@@ -134,6 +129,6 @@ class PerPatternSearcher:
         return None
 
     def _tell_known(self, part: SubspaceSearcher, placement: Placement) -> None:
-        """What is new to a pattern's searcher may be known as a graph."""
+        """Tell a pattern's searcher the outcome of its proposal if the graph was evaluated before."""
         if (known := known_outcome(self._archive, placement, self._space.digest(placement))) is not None:
             part.tell(known)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, ArchiveEntry
+from search.api import Placement, Space, check_range
+from search.archive import ArchiveEntry, ArchiveSearcher
 from search.moves import (
     assign,
     crossover_by_group,
@@ -25,23 +23,24 @@ LEARNING_RATE = 0.22
 MAX_ATTEMPTS = 100
 
 
-class EvolutionarySearcher:
-    """Steady-state (mu + lambda) evolution strategy: children of the best placements, with own mutation rates.
+class EvolutionarySearcher(ArchiveSearcher):
+    """Steady-state (mu + lambda) evolution strategy with a mutation rate per placement.
 
-    The `population` best placements told so far are the parents, the common seeds among them; so
-    nothing good is ever lost, and asking needs no end of a generation. Each placement carries its own
-    mutation rate, which a child inherits and varies, so that rates that lead to good children spread:
-    p' = 1 / (1 + (1 - p) / p * exp(-0.22 N(0, 1))) (Baeck and Schuetz 1996, "Intelligent mutation rate
-    control in canonical genetic algorithms", eq. 5).
+    The parents are the `population` best placements so far, initial ones included, so no good placement is lost and
+    asking does not wait for the end of a generation. Each placement carries its own mutation rate, which a child
+    inherits
+    and varies, so that rates that produce good children spread: p' = 1 / (1 + (1 - p) / p * exp(-0.22 N(0, 1))) (Baeck
+    and
+    Schuetz 1996, "Intelligent mutation rate control in canonical genetic algorithms", eq. 5).
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
+        space: Space to search.
+        seed: Seed of all draws.
         population: Number of parents (mu).
         tournament: Candidates drawn for one parent; the best of them is taken.
         crossover: Probability that a child has two parents; it takes each pattern whole from either.
-        block: Probability that a mutation sets a whole role or pattern at once, besides single points.
-        significance: How many combined standard errors a child must gain to displace a parent.
+        block: Probability that a mutation also sets a whole role or pattern at once.
+        significance: Number of combined standard errors that a child must gain to displace a parent.
     """
 
     def __init__(  # noqa: PLR0913 - the settings of a searcher are the keywords of its constructor
@@ -60,28 +59,20 @@ class EvolutionarySearcher:
         check_range("crossover", crossover, 0, 1)
         check_range("block", block, 0, 1)
         check_range("significance", significance, 0)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._population = population
         self._tournament = tournament
         self._crossover = crossover
         self._block = block
         self._significance = significance
-        self._archive = Archive()
         self._blocks = dimension_blocks(space)
         self._floor = 1 / max(len(space), 2)
         self._rates: dict[str, float] = {}
 
-    def ask(self, n: int) -> Sequence[Placement]:
+    def _propose(self) -> Placement | None:
         parents = self._archive.incumbents(self._population, self._significance)
-        born = (lambda: self._child(parents)) if parents else self._random_placement
-        return self._archive.ask(n, lambda: self._propose(born), self._space)
-
-    def tell(self, observation: Observation) -> None:
-        self._archive.tell(observation)
-
-    def _propose(self, born: Callable[[], Placement]) -> Placement | None:
-        placement = first_unseen(born, self._space, self._archive, MAX_ATTEMPTS)
+        make = (lambda: self._child(parents)) if parents else self._random_placement
+        placement = first_unseen(make, self._space, self._archive, MAX_ATTEMPTS)
         return placement or random_neighbour(self._random_placement(), self._space, self._rng, self._archive)
 
     def _child(self, parents: Sequence[ArchiveEntry]) -> Placement:
@@ -99,7 +90,7 @@ class EvolutionarySearcher:
         return child
 
     def _select_parent(self, parents: Sequence[ArchiveEntry]) -> ArchiveEntry:
-        """The best of `tournament` draws; parents are sorted, so it is the smallest index."""
+        """Return the best of `tournament` draws; parents are sorted, so it has the smallest index."""
         return parents[int(self._rng.integers(len(parents), size=self._tournament).min())]
 
     def _adapt_rate(self, rate: float) -> float:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from search.api import Observation, Placement, Space
-from search.archive import Archive
+from search.api import Placement, Space
+from search.archive import ArchiveSearcher
 
 __all__ = ["ExhaustiveSearcher"]
 
 
-class ExhaustiveSearcher:
-    """Try all placements, by their number of quantized points; for small spaces and complete tables.
+class ExhaustiveSearcher(ArchiveSearcher):
+    """Try all placements in the order of their number of quantized points; for small spaces and complete tables.
 
-    Among equally many, points behind which there is more work come first. It ends when the space does, and asks
-    nothing that was told already. Use it to record complete tables: n points of two choices have 2**n placements.
+    Among equal numbers, points with more multiply-accumulates come first. The search ends with the space and proposes
+    nothing that is known. n points of two choices have 2**n placements.
 
     Args:
-        space: What to walk.
-        seed: Without effect; the order is fixed.
+        space: Space to enumerate.
+        seed: No effect; the order is fixed.
     """
 
     def __init__(self, space: Space, *, seed: int) -> None:
-        self._space = space
-        self._archive = Archive()
+        super().__init__(space, seed)
         self._fresh = (p for p in _by_quantized_count(space) if space.digest(p) not in self._archive)
 
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, lambda: next(self._fresh, None), self._space)
-
-    def tell(self, observation: Observation) -> None:
-        self._archive.tell(observation)
+    def _propose(self) -> Placement | None:
+        return next(self._fresh, None)
 
 
 def _by_quantized_count(space: Space) -> Iterator[Placement]:

@@ -10,10 +10,8 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from typing import Literal, get_args
 
-import numpy as np
-
-from search.api import Observation, Placement, Score, Space, check_range
-from search.archive import Archive, ArchiveEntry, improves
+from search.api import Placement, Score, Space, check_range
+from search.archive import ArchiveEntry, ArchiveSearcher, improves
 from search.move_sets import move_sets
 from search.moves import assign, random_neighbour
 
@@ -24,23 +22,25 @@ Change = tuple[tuple[int, ...], int]
 """Dimensions and the choice that all of them get."""
 
 
-class SensitivityGreedySearcher:
-    """Measure single changes of the best placement, then combine them, the most gainful first.
+class SensitivityGreedySearcher(ArchiveSearcher):
+    """Measure single changes of the incumbent, then combine them, the largest gain first.
 
-    A round goes through changes of one base: blocks across patterns, then within patterns, then single points; larger
-    shares of the model's multiply-accumulates first. "in" quantizes what is float (leave one in), "out" makes float
-    what is quantized (leave one out). When a stage of a round is measured, its changes are ordered by gain per cost
-    and applied cumulatively: one that gains on top of all before it stays, any other is taken back. Cost is the number
-    of edges touched, so that small changes with a large gain go first; where the base breaks the constraint, gain is
-    the violation taken back and cost the latency given away. The next stage starts from what greed has built, the next
-    round from the best placement that had none, of those that tie the one told first; random placements come last.
+    A round tests changes of one base: blocks across patterns, then blocks within patterns, then single points; larger
+    shares of the model's multiply-accumulates first. "in" quantizes points that are float (leave one in), "out" makes
+    quantized points float (leave one out). After each stage its changes are ordered by gain per cost and applied
+    cumulatively: a change that gains on top of all before it is kept, any other is reverted. Cost is the number of
+    edges
+    changed, so that small changes with a large gain come first. If the base violates the constraint, gain is the
+    violation
+    removed and cost the latency lost. The next stage starts from the combined placement, the next round from the best
+    placement that had no round yet (of ties, the one scored first); random placements come last.
 
     Args:
-        space: What to search.
-        seed: Fixes the draws that are left when all rounds are done.
-        direction: Which changes are probed.
-        share: Share of a stage's changes that one round probes, the costliest first; of the first stage all.
-        significance: How many combined standard errors a gain must exceed to count.
+        space: Space to search.
+        seed: Seed of the draws after the last round.
+        direction: Direction of the changes.
+        share: Share of a stage's changes that one round tests, the costliest first; the first stage is tested in full.
+        significance: Number of combined standard errors that a gain must exceed to count.
     """
 
     def __init__(
@@ -56,23 +56,18 @@ class SensitivityGreedySearcher:
             raise ValueError(f"direction is one of {get_args(Direction)}, but got {direction!r}")
         check_range("share", share, 0, 1)
         check_range("significance", significance, 0)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._direction = direction
         self._share = share
         self._significance = significance
-        self._archive = Archive()
         self._stages = move_sets(space)
         self._plan = self._search()
 
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, lambda: next(self._plan, None), self._space)
-
-    def tell(self, observation: Observation) -> None:
-        self._archive.tell(observation)
+    def _propose(self) -> Placement | None:
+        return next(self._plan, None)
 
     def _search(self) -> Iterator[Placement | None]:
-        """All proposals in turn; None says that an outcome is needed before the next one."""
+        """Yield all proposals in order; None means that an outcome is needed before the next one."""
         if not len(self._archive):
             yield from self._measure(self._space.float_placement())
         done: set[str] = set()
@@ -99,7 +94,7 @@ class SensitivityGreedySearcher:
     def _combine(
         self, base: ArchiveEntry, changes: Sequence[Change]
     ) -> Generator[Placement | None, None, ArchiveEntry]:
-        """Apply what gained on its own, best value first, as long as it gains on top of what is there."""
+        """Apply changes that gained on their own, best first, and keep each that gains on top of those before it."""
         gained: list[tuple[float, Change]] = []
         for change in changes:
             alone = yield from self._measure(self._apply(base, change))
@@ -114,7 +109,7 @@ class SensitivityGreedySearcher:
         return reached
 
     def _current_score(self, entry: ArchiveEntry) -> Score:
-        """What is known of a placement by now: it may have been measured again."""
+        """Return the pooled score of a placement, which may have been measured again."""
         return (self._archive.get(entry.digest) or entry).score
 
     def _measure(self, placement: Placement) -> Generator[Placement | None, None, ArchiveEntry | None]:
@@ -140,7 +135,7 @@ class SensitivityGreedySearcher:
 
 
 def _gain_rate(alone: Score, base: Score, edges: int) -> float:
-    """Violation taken back per latency given away where the base violates; else latency gained per edge touched."""
+    """Return violation removed per latency lost if the base violates the constraint, else latency gained per edge."""
     lost = alone.objective - base.objective
     if base.violation > 0:
         return (base.violation - alone.violation) / max(lost, 1e-3 * abs(base.objective), 1e-12)

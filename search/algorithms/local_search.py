@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, ArchiveEntry, improves
+from search.archive import ArchiveEntry, ArchiveSearcher, improves
 from search.moves import assign, dimension_blocks, random_kick
 
 __all__ = ["LocalSearcher"]
@@ -16,22 +12,22 @@ Move = tuple[tuple[int, ...], int]
 """Dimensions and the choice that all of them get."""
 
 
-class LocalSearcher:
-    """Local search: take the first change that gains more than the noise, and restart where none does.
+class LocalSearcher(ArchiveSearcher):
+    """Local search: take the first change that gains more than the noise, and restart if none does.
 
-    The base is the best placement told so far. Its neighbours are proposed one after the other, whole
-    blocks first (a role, a pattern, a role within a pattern) and then single points, in both cases
-    those with the larger share of the model's cost first. A neighbour that gains more than the noise
-    becomes the base; the tour of the moves goes on where it was, so that every move has its turn
-    before any comes again. After a full tour in vain the search restarts from a perturbed best: of
-    placements that tie, the one told first.
+    The base is the best placement so far. Its neighbours are proposed one after the other, blocks first (a role, a
+    pattern, a role within a pattern), then single points, both in the order of their share of the model's cost. A
+    neighbour that gains more than the noise becomes the base; the list of moves continues from its current position, so
+    that every move is tried before any repeats. After a full pass without a gain, the search restarts from the
+    perturbed
+    incumbent (of placements that tie, the one scored first).
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
-        significance: How many combined standard errors a gain must exceed to count.
+        space: Space to search.
+        seed: Seed of all draws.
+        significance: Number of combined standard errors that a gain must exceed to count.
         perturbation: Share of the points that a restart flips, at least two points.
-        blocks_first: False leaves the moves of whole blocks out.
+        blocks_first: False omits the moves of whole blocks.
     """
 
     def __init__(
@@ -45,18 +41,13 @@ class LocalSearcher:
     ) -> None:
         check_range("significance", significance, 0)
         check_range("perturbation", perturbation, 0, 1)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._significance = significance
         self._flips = max(2, round(perturbation * len(space)))
-        self._archive = Archive()
         self._moves = _list_moves(space, blocks_first)
         self._next = 0
         self._in_vain = 0
         self._base = space.float_placement()
-
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
         base = self._space.digest(self._base)
@@ -69,12 +60,12 @@ class LocalSearcher:
             self._move_to(self._incumbent_placement())
 
     def _beats_base(self, digest: str, base: str, leader: ArchiveEntry | None) -> bool:
-        """Whether it beats the base; while the base of a restart is awaited, what led before."""
-        told, awaited = self._archive.get(digest), base in self._archive.pending
+        """Return whether a placement beats the base, or the previous incumbent while a restart's base is pending."""
+        entry, awaited = self._archive.get(digest), base in self._archive.pending
         old = leader if awaited else self._archive.get(base)
-        if told is None or old is None:
-            return told is not None and not awaited
-        return improves(told.score, old.score, self._significance)
+        if entry is None or old is None:
+            return entry is not None and not awaited
+        return improves(entry.score, old.score, self._significance)
 
     def _incumbent(self) -> ArchiveEntry | None:
         return next(iter(self._archive.incumbents(1, self._significance)), None)

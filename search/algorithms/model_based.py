@@ -9,8 +9,8 @@ from operator import ne
 import numpy as np
 
 from search.acquisition import AcquisitionScores, SurrogateModel
-from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, ArchiveEntry
+from search.api import Placement, Space, check_range
+from search.archive import ArchiveEntry, ArchiveSearcher
 from search.heuristics import expert_placements
 from search.move_sets import move_sets, singletons
 from search.moves import assign, crossover_by_group, flip, random_neighbour, random_with_density
@@ -28,28 +28,32 @@ MAX_CUMULATIVE_MOVES = 12
 """Placements of a ladder at most."""
 
 
-class AutoSearcher:
-    """Start from the rules of experts, then search by a model of latency (surrogate); the default searcher.
+class AutoSearcher(ArchiveSearcher):
+    """Start from expert rules, then search with a surrogate model of latency; the default searcher.
 
-    It begins with rules that experts go by, as far as they are new (`search.heuristics`). Every later proposal is the
-    candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
+    The search begins with the expert rules that are new (`search.heuristics`). Every later proposal is the candidate
+    with
+    the largest expected improvement (`search.acquisition`), from two rounds of candidates:
 
-    1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, what follows
-       it), blocks within a pattern, single points, coarse ones first; crossovers of patterns; two to four points
+    1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, the readers
+    of
+       its results), blocks within a pattern, single points, coarse ones first; crossovers of patterns; two to four
+        points
        at once; random sets of roles and of points.
-    2. The most promising moves combined: in pairs, and one upon the other in the order of their expected gain. Under a
-       constraint also retreats from the fastest placements that break it, block by block in the order of violation
-       taken back per latency given away, and advances from the best feasible one in the order of gain per violation.
+    2. The most promising moves combined: in pairs, and cumulatively in the order of their expected gain. With a
+    constraint
+       also retreats from the fastest placements that violate it, block by block in the order of violation removed per
+       latency lost, and advances from the best feasible placement in the order of gain per violation.
 
-    Where a front is searched, the best placements are those of the front, see `search.archive.Archive.leaders`.
+    With several objectives, the best placements are those of the front, see `search.archive.Archive.nsga_order`.
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
-        rules: How many of the expert rules are tried before the model decides.
-        surrogate: False: moves from the best in their order, coarse to fine, without a model.
-        blocks: False leaves all moves but those of single points out.
-        candidates: How many are compared in the first round.
+        space: Space to search.
+        seed: Seed of all draws.
+        rules: Number of expert rules tried before the model decides.
+        surrogate: False: moves from the incumbent, coarse to fine, without a model.
+        blocks: False omits all moves except single points.
+        candidates: Number of candidates compared in the first round.
     """
 
     def __init__(
@@ -64,20 +68,12 @@ class AutoSearcher:
     ) -> None:
         check_range("rules", rules, 0)
         check_range("candidates", candidates, 20)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._candidates = candidates
-        self._archive = Archive()
         self._advisor = SurrogateModel(space) if surrogate else None
         sets = move_sets(space) if blocks else ((), (), singletons(space))
         self._wide, self._narrow, self._points = (_moves_of_sets(s, space) for s in sets)
         self._rules = list(expert_placements(space))[:rules]
-
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, self._propose, self._space)
-
-    def tell(self, observation: Observation) -> None:
-        self._archive.tell(observation)
 
     def _propose(self) -> Placement | None:
         while self._rules:
@@ -91,7 +87,8 @@ class AutoSearcher:
         return found or random_neighbour(best, self._space, self._rng, self._archive)
 
     def _is_dominated_by_violation(self, rule: Placement) -> bool:
-        """Whether it quantizes all that breaks the constraint already: more Q/DQ pairs do not heal accuracy.
+        """Return whether a rule quantizes everything that a violating placement does: more pairs do not restore
+        accuracy.
 
         Nothing is known of a constraint that the float model is not known to hold: it may be one of latency, which more
         pairs do heal.
@@ -125,19 +122,20 @@ class AutoSearcher:
         return max(fresh, key=lambda pair: round(pair[0], 12))[1] if fresh else None
 
     def _base(self) -> Placement:
-        """The best placement; where a front is searched, one of its loneliest, drawn."""
+        """Return the best placement, or one drawn from the least crowded of the front."""
         leaders = self._archive.base_entries(MAX_BASES)
         place = int(self._rng.integers(len(leaders))) if self._archive.is_multi_objective else 0
         return leaders[place].placement
 
     def _sample_moves(self, count: int) -> list[Move]:
-        """All wide moves, and as many of the others as there is room for, drawn."""
+        """Return all moves across patterns and a sample of the others, `count` in total."""
         others = (*self._narrow, *self._points)
         kept = self._rng.permutation(len(others))[: max(count - len(self._wide), count // 2)]
         return [*self._wide[:count], *(others[index] for index in sorted(kept))]
 
     def _random_candidates(self) -> Iterator[Placement]:
-        """Candidates that are no single move of the best: of its rivals, crossovers, several points at once, draws.
+        """Yield candidates that are no single move: near-best placements, crossovers, several points at once, random
+        sets.
 
         Where an operator gains only if several of its points change together, no sequence of single moves gets there.
         """
@@ -159,7 +157,7 @@ class AutoSearcher:
             yield random_with_density(self._space, self._rng, self._rng.random())
 
     def _diverse_elite(self) -> list[ArchiveEntry]:
-        """The best and those behind it that differ from it and from each other by more than a tenth of the points."""
+        """Return the best placements that differ from each other by more than a tenth of the points."""
         kept: list[ArchiveEntry] = []
         for entry in self._archive.base_entries(6 * MAX_BASES):
             apart = [_distance(entry.placement, other.placement) for other in kept]
@@ -183,7 +181,9 @@ class AutoSearcher:
             yield from self._cumulative_moves(base, self._order_by_exchange_rate(base, advisor, back=False))
 
     def _order_by_exchange_rate(self, base: Placement, advisor: SurrogateModel, *, back: bool) -> list[Move]:
-        """Moves to float in the order of violation per latency, or from float in that of latency per violation."""
+        """Return moves to float by violation removed per latency lost, or away from float by latency gained per
+        violation.
+        """
         moves = [move for move in self._sample_moves(self._candidates // 4) if (move[1] == 0) == back]
         advice = advisor.score([base, *(self._apply(base, move) for move in moves)])
         slower = advice.objective[1:] - advice.objective[0]
@@ -194,7 +194,7 @@ class AutoSearcher:
         return [moves[index] for index in np.argsort(-rates, kind="stable") if bought[index] > 0]
 
     def _cumulative_moves(self, base: Placement, moves: Sequence[Move]) -> Iterator[Placement]:
-        """The moves one upon the other, in their order, each where it leaves earlier ones alone."""
+        """Yield placements that apply the moves cumulatively, skipping moves that touch earlier ones."""
         touched: set[int] = set()
         rungs = 0
         for indices, choice in moves:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive
+from search.api import Placement, Space, check_range
+from search.archive import ArchiveSearcher
 from search.moves import crossover_by_group, first_unseen, mutate_rate, random_neighbour, random_with_density
 
 __all__ = ["NSGA2Searcher"]
@@ -15,18 +13,20 @@ __all__ = ["NSGA2Searcher"]
 MAX_ATTEMPTS = 100
 
 
-class NSGA2Searcher:
-    """NSGA-II in its steady-state form: fronts of latency and accuracy by non-dominated sorting and crowding.
+class NSGA2Searcher(ArchiveSearcher):
+    """NSGA-II in its steady-state form: non-dominated sorting and crowding over latency and accuracy.
 
-    The steady-state form (Durillo et al. 2009, "On the effect of the steady-state selection scheme in
-    multi-objective genetic algorithms"): the parents of each child are the best of all that was told, so that asking
-    needs no end of a generation. What is minimised is `Score.objectives`; where these are empty, latency alone.
-    Whatever holds the constraint comes before what does not, and among the latter the smaller violation wins
-    (Deb et al. 2002, definition 1). A difference in latency within the noise dominates nothing.
+    In the steady-state form (Durillo et al. 2009, "On the effect of the steady-state selection scheme in
+    multi-objective
+    genetic algorithms") the parents of each child are the best of all scored placements, so asking does not wait for
+    the
+    end of a generation. `Score.objectives` are minimized; if they are empty, latency alone. Feasible scores rank before
+    infeasible ones, and among the latter the smaller violation wins (Deb et al. 2002, definition 1). A difference in
+    latency within the noise dominates nothing.
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
+        space: Space to search.
+        seed: Seed of all draws.
         population: Number of parents.
         crossover: Probability that a child has two parents; it takes each pattern whole from either.
         mutation: Expected number of points that a mutation changes.
@@ -38,21 +38,13 @@ class NSGA2Searcher:
         check_range("population", population, 2)
         check_range("crossover", crossover, 0, 1)
         check_range("mutation", mutation, 0)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._population = population
         self._crossover = crossover
         self._rate = min(mutation / max(len(space), 1), 1.0)
-        self._archive = Archive()
 
-    def ask(self, n: int) -> Sequence[Placement]:
+    def _propose(self) -> Placement | None:
         parents = [entry.placement for entry in self._archive.nsga_order(self._population)]
-        return self._archive.ask(n, lambda: self._propose(parents), self._space)
-
-    def tell(self, observation: Observation) -> None:
-        self._archive.tell(observation)
-
-    def _propose(self, parents: Sequence[Placement]) -> Placement | None:
         placement = first_unseen(lambda: self._child(parents), self._space, self._archive, MAX_ATTEMPTS)
         return placement or random_neighbour(self._random_placement(), self._space, self._rng, self._archive)
 
@@ -65,7 +57,7 @@ class NSGA2Searcher:
         return mutate_rate(child, self._space, self._rng, self._rate)
 
     def _select_parent(self, parents: Sequence[Placement]) -> Placement:
-        """The better of two draws; parents are sorted, so it is the smaller index."""
+        """Return the better of two draws; parents are sorted, so it has the smaller index."""
         return parents[int(self._rng.integers(len(parents), size=2).min())]
 
     def _random_placement(self) -> Placement:

@@ -9,10 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import numpy as np
-
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, ArchiveEntry
+from search.archive import ArchiveEntry, ArchiveSearcher
 from search.moves import first_unseen, mutate_per_kind
 
 __all__ = ["RandomMutationSearcher"]
@@ -20,27 +18,28 @@ __all__ = ["RandomMutationSearcher"]
 Scope = Literal["joint", "per_pattern"]
 
 
-class RandomMutationSearcher:
+class RandomMutationSearcher(ArchiveSearcher):
     """Mutate one of the best placements, as ModelOpt does: add and remove one to three points of each kind.
 
-    "joint" mutates the whole model. "per_pattern" is ModelOpt's walk: patterns in graph order, those of
-    COMPOSITE regions last; each starts from what earlier ones committed, has `schemes_per_pattern` turns,
-    the first of them without any Q/DQ pair of its own, and commits its best scheme for good; later patterns
-    are float until their turn. Placements told without having been asked (the common seeds) serve each
-    pattern as ModelOpt's pattern cache does: their scheme for it is tried first. One thing differs from
-    ModelOpt: what is known already takes a turn where it does there, and is not measured again.
+    "joint" mutates the whole model. "per_pattern" is ModelOpt's procedure: patterns in graph order, those of COMPOSITE
+    regions last. Each pattern starts from the committed schemes of earlier ones, has `schemes_per_pattern` turns, the
+    first
+    without any Q/DQ pair of its own, and commits its best scheme permanently; later patterns are float until their
+    turn.
+    Initial placements serve each pattern as ModelOpt's pattern cache does: their scheme for it is tried first. One
+    difference to ModelOpt: a known scheme takes a turn there; here it is not measured again.
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
-        scope: See above.
-        schemes_per_pattern: Turns of one pattern (ModelOpt: 30, or 200 in its mode "extensive"); without
-            effect in scope "joint".
+        space: Space to search.
+        seed: Seed of all draws.
+        scope: "joint" or "per_pattern", see above.
+        schemes_per_pattern: Turns of one pattern (ModelOpt: 30, or 200 in its mode "extensive"); no effect in scope
+            "joint".
         top_share: Share of the measured placements, best first, that parents are drawn from.
-        minimum_parents: Draw from at least so many, as far as there are so many.
+        minimum_parents: Minimum number of placements to draw parents from, if there are as many.
         maximum_mutations: Largest number of additions, and of removals, for one kind of point.
-        maximum_generation_attempts: Mutations tried for a new one; after so many in vain the pattern
-            (in scope "joint" the search) is done.
+        maximum_generation_attempts: Mutations tried for an unseen placement before the pattern (in scope "joint" the
+            search) ends.
     """
 
     def __init__(  # noqa: PLR0913 - the settings of a searcher are the keywords of its constructor
@@ -62,13 +61,11 @@ class RandomMutationSearcher:
         check_range("minimum_parents", minimum_parents, 1)
         check_range("maximum_mutations", maximum_mutations, 1)
         check_range("maximum_generation_attempts", maximum_generation_attempts, 1)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._top_share = top_share
         self._minimum_parents = minimum_parents
         self._maximum_mutations = maximum_mutations
         self._attempts = maximum_generation_attempts
-        self._archive = Archive()
         self._foreign: set[str] = set()
         self._committed = space.float_placement()
         joint = scope == "joint"
@@ -76,9 +73,6 @@ class RandomMutationSearcher:
         self._schemes = math.inf if joint else schemes_per_pattern
         self._had = {space.digest(self._committed)}
         self._alike: set[str] = set()  # digests of what is as committed outside the pattern whose turn it is
-
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, self._next, self._space)
 
     def tell(self, observation: Observation) -> None:
         if observation.digest not in self._archive:
@@ -88,10 +82,12 @@ class RandomMutationSearcher:
         if entry is not None and self._matches_committed(entry):
             self._alike.add(entry.digest)
 
-    def _next(self) -> Placement | None:
-        """A scheme of the first pattern that has one left; None while outcomes that decide what one commits are due."""
+    def _propose(self) -> Placement | None:
+        """Return a scheme of the first pattern that has one, or None while pending outcomes decide which scheme it
+        commits.
+        """
         while self._turns:
-            if (placement := self._propose()) is not None:
+            if (placement := self._propose_in_pattern()) is not None:
                 self._had.add(self._space.digest(placement))
                 return placement
             if self._archive.pending:
@@ -99,7 +95,7 @@ class RandomMutationSearcher:
             self._commit()
         return None
 
-    def _propose(self) -> Placement | None:
+    def _propose_in_pattern(self) -> Placement | None:
         pool = self._parent_pool()
         if not pool and self._space.digest(self._committed) not in self._archive:
             return self._committed
@@ -117,12 +113,12 @@ class RandomMutationSearcher:
         return mutate_per_kind(parent, self._space, self._rng, self._maximum_mutations, self._turns[0])
 
     def _warm_start_schemes(self) -> list[Placement]:
-        """The schemes of foreign placements for the pattern whose turn it is, best first."""
+        """Return the schemes that placements from other sources have for the current pattern, best first."""
         foreign = [entry.placement for entry in self._archive.ranked if entry.digest in self._foreign]
         return [self._embed(placement) for placement in foreign]
 
     def _parent_pool(self) -> list[Placement]:
-        """Measured placements that are as committed outside the pattern whose turn it is, best first."""
+        """Return the measured placements that equal the committed one outside the current pattern, best first."""
         return [entry.placement for entry in self._archive.ranked if entry.digest in self._alike]
 
     def _matches_committed(self, entry: ArchiveEntry) -> bool:
@@ -144,7 +140,7 @@ class RandomMutationSearcher:
 
 
 def _composite_last(space: Space) -> list[tuple[int, ...]]:
-    """The patterns in graph order, but those with inputs of child regions last: these are COMPOSITE."""
+    """Return the patterns in graph order, COMPOSITE ones (with inputs of child regions) last."""
     return sorted(
         space.groups.values(), key=lambda group: any(space.dimensions[i].kind == "child_input" for i in group)
     )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Literal, get_args
 
 import numpy as np
 
 from search.acquisition import SurrogateModel
-from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive
+from search.api import Placement, Space, check_range
+from search.archive import ArchiveSearcher
 from search.gaussian_process import GaussianProcess, Vector
 from search.move_sets import move_sets
 from search.moves import assign, crossover_by_group, flip, random_neighbour, random_with_density
@@ -23,23 +23,24 @@ CANDIDATE_SHARES = (0.6, 0.2, 0.1)
 """Of the candidates: block moves and single points, children of two parents, two to four flips; the rest are random."""
 
 
-class SurrogateSearcher:
-    """Bayesian optimisation with a Gaussian process over placements (`search.acquisition`, `search.gaussian_process`).
+class SurrogateSearcher(ArchiveSearcher):
+    """Bayesian optimization with a Gaussian process over placements (`search.acquisition`, `search.gaussian_process`).
 
     The model of log latency is additive in points, roles, patterns and their shares of the multiply-accumulates, and
-    pairwise in neighbours of which one is quantized and the other is not. Candidates are made by moves around the best
-    few placements: blocks (roles, patterns, roles within patterns, what follows them), points, crossovers, draws. Where
-    scores have two objectives, the best are those of the front, the lonelier first, and what is expected to improve is
-    the hypervolume.
+    pairwise in neighbours of which exactly one is quantized. Candidates are moves around the best few placements:
+    blocks
+    (roles, patterns, roles within patterns, readers of their results), points, crossovers, random draws. With two
+    objectives, the best placements are the least crowded of the front, and the expected growth of the hypervolume
+    decides.
 
     Args:
-        space: What to search.
-        seed: Fixes all draws.
-        model: "ridge": Bayesian ridge regression with a remainder (a Gaussian process). "forest": extremely randomised
+        space: Space to search.
+        seed: Seed of all draws.
+        model: "ridge": Bayesian ridge regression with a remainder (a Gaussian process). "forest": extremely randomized
             trees of scikit-learn, whose spread is the uncertainty; about five times as slow.
-        startup: Draw at random until so many placements are scored, seeds included.
-        candidates: How many are compared for one proposal.
-        parents: How many of the best they are made from.
+        startup: Number of scored placements, initial ones included, before the model replaces random draws.
+        candidates: Number of candidates compared for one proposal.
+        parents: Number of best placements that candidates are made from.
     """
 
     def __init__(
@@ -57,20 +58,12 @@ class SurrogateSearcher:
         check_range("startup", startup, 1)
         check_range("candidates", candidates, 10)
         check_range("parents", parents, 1)
-        self._space = space
-        self._rng = np.random.default_rng(seed)
+        super().__init__(space, seed)
         self._startup = startup
         self._candidates = candidates
         self._parents = parents
-        self._archive = Archive()
         self._advisor = SurrogateModel(space, GaussianProcess if model == "ridge" else lambda: ExtraTrees(seed))
         self._blocks = tuple(block for stage in move_sets(space) for block in stage)
-
-    def ask(self, n: int) -> Sequence[Placement]:
-        return self._archive.ask(n, self._propose, self._space)
-
-    def tell(self, observation: Observation) -> None:
-        self._archive.tell(observation)
 
     def _propose(self) -> Placement | None:
         if len(self._archive) < self._startup:

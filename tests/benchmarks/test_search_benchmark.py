@@ -15,10 +15,10 @@ from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.local_search import LocalSearcher
 from search.algorithms.model_based import AutoSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
+from search.algorithms.optuna_bridge import TPESearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.surrogate import SurrogateSearcher
-from search.algorithms.tpe import TPESearcher
 from search.testing import SyntheticObjective, common_initial_placements, synthetic_space
 
 pytestmark = pytest.mark.slow

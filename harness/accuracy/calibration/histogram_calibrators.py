@@ -59,11 +59,11 @@ class RangeCalibrator(Protocol):
     """Takes the activations of one batch after the other; holds no activation itself."""
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """Take activations by tensor name."""
+        """Add activations, by tensor name."""
         ...
 
     def ranges(self) -> dict[str, RangeBounds]:
-        """Range of each tensor seen so far; a bound is not finite where a value was NaN or infinite."""
+        """Return the range of each tensor seen so far; a bound is not finite if a value was NaN or infinite."""
         ...
 
 
@@ -88,7 +88,7 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
         self.create_inference_session()
 
     def select_tensors_to_calibrate(self, model: Any) -> tuple[set[str], Mapping[str, Any]]:
-        """The chosen tensors, where ONNX Runtime would take all inputs and outputs of the operator types."""
+        """Return the chosen tensors; ONNX Runtime would take all inputs and outputs of its operator types."""
         floats, infos = super().select_tensors_to_calibrate(model)
         missing = sorted(self._chosen - floats)
         if missing:
@@ -99,7 +99,7 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
         return set(self._chosen), infos
 
     def create_inference_session(self) -> None:
-        """As ONNX Runtime does, on one thread: the same ranges on any number of cores."""
+        """Create ONNX Runtime's session with one thread, so that ranges do not depend on the number of cores."""
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -185,7 +185,7 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
                     self._broken[name] = join_ranges(self._broken.get(name, found), found)
 
     def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
-        """As ONNX Runtime does, after widening the old bins where it would make too many new ones."""
+        """Merge as ONNX Runtime does, after widening the old bins if it would add too many new ones."""
         counts, edges, old_low, old_high, old_threshold = old
         if old_threshold > 0 and len(counts) * threshold > _MAX_BIN_GROWTH * self.num_bins * old_threshold:
             centres = (edges[:-1] + edges[1:]) / 2
@@ -214,7 +214,7 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
 
 
 def _minimize_clipping_error(histogram: Sequence[Any], zeros: int) -> RangeBounds:
-    """The range, clipped at +-T, that 8-bit integers hold with the smallest mean squared error.
+    """Return the range, clipped at +-T, that 8-bit integers represent with the smallest mean squared error.
 
     Error of a threshold T: step^2 / 12 for each value within that is not 0 (which has no error), and (|x| - T)^2
     for each beyond (Sakr et al. 2022, "Optimal clipping and magnitude-aware differentiation", arXiv:2206.06501,
@@ -258,7 +258,7 @@ def _min_and_max(values: Array) -> RangeBounds:
 
 
 def join_ranges(first: RangeBounds, second: RangeBounds) -> RangeBounds:
-    """The range around two ranges; NaN where one of them has it."""
+    """Return the smallest range that contains two ranges; NaN if one of them has NaN."""
     return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
 
 

@@ -90,22 +90,22 @@ def ort_static(
 def modelopt(
     model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
 ) -> Path:
-    """Quantize with NVIDIA ModelOpt, told whatever its own interface takes. See `modelopt_ptq`.
+    """Quantize with NVIDIA ModelOpt and arbitrary arguments of its own interface; see also `modelopt_ptq`.
 
     Args:
-        model_path: Float model; it is quantized as it is, its folder is left alone.
-        output_path: Where the Q/DQ model goes; appears whole or not at all.
+        model_path: Float model; it is quantized unchanged, its folder is not written to.
+        output_path: Path of the Q/DQ model, written atomically.
         batches: Calibration data, input arrays by name; read once, one at a time.
-        arguments: Of `modelopt.onnx.quantization.quantize`, but for model, output and data; JSON-able.
+        arguments: Arguments of `modelopt.onnx.quantization.quantize` except model, output and data; JSON-able.
     """
     return _run_tool("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
 
 
 def ptq_fingerprint(options: PtqOptions) -> str:
-    """Changes with what a tool is told, the dialect's fields among it, and with how it is called.
+    """Return a fingerprint of the options, the dialect's fields and the way the tool is called.
 
     Raises:
-        UserError: No such dialect.
+        UserError: The dialect is unknown.
     """
     digest = hashlib.sha256(json.dumps(_tool_settings(options), sort_keys=True).encode())
     digest.update(Path(__file__).with_name("ptq_child.py").read_bytes())
@@ -160,7 +160,7 @@ def _run_tool(
 
 
 def _uses_tensorrt_plugins(settings: Mapping[str, Any]) -> bool:
-    """Return whether ModelOpt is told to run the model by TensorRT, which knows its own plug-ins."""
+    """Return whether ModelOpt's arguments make it run the model by TensorRT, which has its own plug-ins."""
     arguments = settings.get("arguments", {})
     return bool(arguments.get("trt_plugins")) or "trt" in arguments.get("calibration_eps", ())
 
@@ -179,7 +179,7 @@ def _tool_settings(options: PtqOptions) -> dict[str, Any]:
 
 
 def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str, Any]:
-    """One array at a time, where `numpy.savez` would want all of them in memory."""
+    """Write one array at a time, because `numpy.savez` would need all of them in memory."""
     names: list[str] = []
     count = 0
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:

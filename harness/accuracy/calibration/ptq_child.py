@@ -24,7 +24,7 @@ _EXTERNAL_BYTES = 1 << 30
 
 
 class UnsupportedOption(ValueError):
-    """What a tool does not offer, in our words and not in its own."""
+    """Option that a tool does not offer."""
 
 
 class _NpzBatchReader(CalibrationDataReader):  # type: ignore[misc]
@@ -59,7 +59,7 @@ class _NpzBatchReader(CalibrationDataReader):  # type: ignore[misc]
 
 
 def modelopt_ptq(request: dict[str, Any], reader: _NpzBatchReader) -> None:
-    """ModelOpt's post-training quantization as its guide runs it, but FP32 where it would put FP16.
+    """Run ModelOpt's post-training quantization as its guide does, but with FP32 instead of FP16.
 
     Source: `modelopt.onnx.quantization.quantize` 0.47; "max" is its word for minmax, and its Q/DQ are symmetric, so
     both are the same.
@@ -83,7 +83,7 @@ def modelopt_ptq(request: dict[str, Any], reader: _NpzBatchReader) -> None:
 
 
 def ort_static(request: dict[str, Any], reader: _NpzBatchReader) -> None:
-    """ONNX Runtime's `quantize_static` in Q/DQ form, in the dialect of the runtime that will time it.
+    """Run ONNX Runtime's `quantize_static` in Q/DQ form, in the dialect of the runtime that will time the model.
 
     Activations as the dialect has them, weights symmetric int8 per channel and stored as int8, of 7 bits by
     `reduce_range` where the dialect's are. Where zero points are
@@ -126,7 +126,7 @@ def ort_static(request: dict[str, Any], reader: _NpzBatchReader) -> None:
 
 
 def modelopt(request: dict[str, Any], reader: _NpzBatchReader) -> None:
-    """ModelOpt's post-training quantization with arguments of the user's own choice."""
+    """Run ModelOpt's post-training quantization with the user's arguments."""
     from modelopt.onnx.quantization import quantize
 
     quantize(
@@ -135,7 +135,7 @@ def modelopt(request: dict[str, Any], reader: _NpzBatchReader) -> None:
 
 
 def main(request_path: str) -> None:
-    """Do what a request file asks; an exception's words go to the file it names."""
+    """Execute a request file; an exception's message goes to the file that it names."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -151,7 +151,7 @@ def main(request_path: str) -> None:
 
 
 def _needs_external_data(model: str) -> bool:
-    """Whether weights are to stay outside of the model file (protobuf ends at 2 GiB); the model has its own folder."""
+    """Return whether weights must stay outside of the model file (protobuf's limit is 2 GiB)."""
     return sum(file.stat().st_size for file in Path(model).parent.iterdir()) > _EXTERNAL_BYTES
 
 

@@ -172,7 +172,7 @@ def explain_unrunnable(model_path: Path) -> str:
 
 
 def _format_batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
-    """Return what messages call a batch: its number, and where the data tell, their file or images."""
+    """Return a name of a batch for messages: its number, and its file or images if known."""
     place = getattr(batches, "batch_label", None)
     shown = place(number - 1) if callable(place) else ""
     return f"batch {number}{f' ({shown})' if shown else ''}"
@@ -196,14 +196,14 @@ def cached_ranges(
     progress: Callable[[int], None] | None = None,
     source: str = "",
 ) -> Ranges:
-    """Ranges from the cache on disk, else from `calibrate`; then neither model nor data are touched.
+    """Return ranges from the cache on disk, else from `calibrate`; a cache hit touches neither model nor data.
 
-    One file for each key and set of tensors, below `harness.paths.cache_dir()`. A file that cannot be read is made
-    again, a folder that cannot be written is done without; both are logged.
+    One file per key and set of tensors, below `harness.paths.cache_dir()`. An unreadable file is made again and an
+    unwritable folder is skipped; both are logged.
 
     Args:
-        key: All that the ranges depend on, beside the tensors.
-        model_path: See `calibrate`, as for the others.
+        key: Everything that the ranges depend on, except the tensors.
+        model_path: See `calibrate`, also for the other arguments.
 
     Raises:
         UserError: See `calibrate`.
@@ -242,7 +242,7 @@ def _create_calibrator(method: Method, percentile: float) -> RangeCalibrator:
 
 @contextlib.contextmanager
 def _translate_runtime_errors(where: str) -> Iterator[None]:
-    """Turns what ONNX Runtime says of the model or of its inputs into a `UserError`."""
+    """Context manager: turn ONNX Runtime's exceptions about the model or its inputs into a `UserError`."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     refused = (

@@ -20,12 +20,12 @@ __all__ = ["SentinelObserver"]
 
 
 class SentinelObserver(MinMaxCalibrator):
-    """Watches what another collector takes: for sentinels, and for tensors with few values.
+    """Observe sentinels and tensors with few values, in addition to the ranges of another calibrator.
 
-    The latter (masks of 0 and 1) keep their whole range, whatever part of the values the method would keep.
+    Tensors with few values (masks of 0 and 1) keep their full range, whatever share of the values the method keeps.
 
     Args:
-        collector: Gives the ranges of all other tensors.
+        collector: Calibrator of all other tensors.
     """
 
     def __init__(self, collector: RangeCalibrator) -> None:

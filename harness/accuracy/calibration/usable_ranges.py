@@ -54,10 +54,11 @@ def _is_constant_zero(pair: tuple[float, float]) -> bool:
 
 
 def restrict_space(space: Space, ranges: Ranges) -> Space:
-    """The space without the edges of tensors that are to stay float, and without the dimensions of no other edge.
+    """Return the space without the edges of tensors that stay float, and without dimensions that have no other edge.
 
-    What goes together with such an edge stays float too, as a weight does with its data; inputs of a Concat do without
-    each other.
+    Edges that must have the same precision as such an edge stay float too, as a weight does with its data; the inputs
+    of a
+    Concat are independent.
     """
     broken = ranges.keys() - finite_ranges(ranges).keys()
     apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}
@@ -66,13 +67,13 @@ def restrict_space(space: Space, ranges: Ranges) -> Space:
 
 
 def _quantizable_edges(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str]) -> tuple[Edge, ...]:
-    """Edges of one dimension but for those of broken tensors, and what their consumers read besides."""
+    """Return the edges of one dimension except those of broken tensors and the other inputs of their consumers."""
     torn = {edge.consumer for edge in edges if edge.tensor in broken}.difference(apart)
     return tuple(edge for edge in edges if edge.tensor not in broken and edge.consumer not in torn)
 
 
 def range_warnings(ranges: Ranges) -> tuple[str, ...]:
-    """Return what a reader of results should know about the ranges, a line for each kind; none where all is well."""
+    """Return warnings about the ranges for a reader of results, one line per kind; empty if there are none."""
     sentinels = [name for name, pair in ranges.items() if isinstance(pair, SentinelRange)]
     unseen = [name for name, pair in ranges.items() if pair == EMPTY_RANGE]
     named = {*sentinels, *unseen}

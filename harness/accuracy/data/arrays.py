@@ -54,7 +54,7 @@ class ArrayDataset:
         return len(self.rows)
 
     def sample_name(self, i: int) -> str:
-        """Return what messages call sample i."""
+        """Return the name of sample i for messages."""
         return f"row {self.rows[i]}"
 
 
@@ -66,12 +66,12 @@ def is_array_data(data: object) -> bool:
 def open_arrays(
     spec: Mapping[str, Any], base: Path | None = None, cut: SubsetSelector = lambda samples: samples
 ) -> ArrayDataset:
-    """Open what a data mapping says of arrays; see `harness.accuracy.data.datasets.open_data`.
+    """Open the arrays that a data mapping describes; see `harness.accuracy.data.datasets.open_data`.
 
     Args:
         spec: The mapping.
         base: Folder that relative paths start from.
-        cut: Takes the wanted samples from those that the mapping names.
+        cut: Selects the samples to use from those that the mapping names.
     """
     path = resolve_path(read_text_key(spec, "path"), base)
     if path.suffix != f".{spec['use']}":
@@ -181,7 +181,7 @@ Header = tuple[tuple[int, ...], bool, "np.dtype[Any]"]
 
 
 def _read_header(file: IO[bytes]) -> Header:
-    """Shape, column order and type; NEP 1, "A simple file format for NumPy arrays"."""
+    """Return shape, column order and type of an array file; NEP 1, "A simple file format for NumPy arrays"."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
@@ -223,7 +223,7 @@ def _map_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
 
 
 def _read_rows(file: IO[bytes], header: Header, rows: slice) -> Array:
-    """Some rows of an array in a file, without those before and after."""
+    """Read some rows of an array in a file, without the rows before and after."""
     shape, by_column, dtype = header
     _read_header(file)
     if by_column and len(shape) > 1:
@@ -240,7 +240,9 @@ def _selected_span(chosen: Sequence[int]) -> slice:
 
 
 def _select_within_span(chosen: Sequence[int]) -> Any:
-    """The chosen ones among their span: nothing to copy where they are all of it."""
+    """Return the index of the chosen rows within their span; a full slice, which copies nothing, if they are
+    contiguous.
+    """
     shifted = [index - chosen[0] for index in chosen]
     return slice(None) if shifted == list(range(len(shifted))) else shifted
 

@@ -43,7 +43,7 @@ class InputBatches:
 
 
 def image_size(input_name: str, shape: Sequence[int]) -> Size:
-    """Height and width of an image input.
+    """Return height and width of an image input.
 
     Raises:
         UserError: The input is not batch x 3 x height x width.
@@ -57,7 +57,7 @@ def image_size(input_name: str, shape: Sequence[int]) -> Size:
 
 
 def image_input(inputs: InputTypes) -> str:
-    """Name of the input that images feed.
+    """Return the name of the input that takes images.
 
     Raises:
         UserError: No input is batch x 3 x height x width, or there are others, which images cannot feed.
@@ -72,16 +72,17 @@ def image_input(inputs: InputTypes) -> str:
 
 
 def make_batch(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
-    """One batch; where there are too few tensors for it, the last one is repeated."""
+    """Return one batch; if there are too few tensors, the last one is repeated."""
     return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
 
 
 def describe_sample_count(data: ImageDataset | ArrayDataset, limit: int | None, place: str) -> str:
-    """Return how many samples are used, in words, and what the limit did: left some out, or asked for more.
+    """Describe how many samples are used and the effect of the limit: it dropped some, or asked for more than there
+    are.
 
     Args:
         data: Opened with that limit, spread evenly.
-        limit: As the user gave it; None: no limit was given.
+        limit: The user's limit; None: no limit was given.
         place: Name of the file or folder.
     """
     used, available = len(data), data.available or len(data)
@@ -98,17 +99,18 @@ def make_batches(
     inputs: InputTypes,
     count: int | None = None,
 ) -> InputBatches:
-    """Inputs for the model in batches of the size that it takes; the last sample fills up the last batch.
+    """Return model inputs in batches of the size that the model takes; the last sample fills up the last batch.
 
     Args:
         data: Images, or arrays for all inputs.
-        preprocess: What turns an image into an input; not needed for arrays.
+        preprocess: Turns an image into an input; not needed for arrays.
         inputs: Element type and shape of each input of the model.
-        count: Samples at most; None: all.
+        count: Maximum number of samples; None: all.
 
     Raises:
-        UserError: Images without preprocessing or for a model with several inputs; arrays that are not those of the
-            inputs, by name, shape or type.
+        UserError: Images without preprocessing or for a model with several inputs; arrays that do not match the inputs
+        by
+            name, shape or type.
     """
     total = len(data) if count is None else min(count, len(data))
     if total == 1:
@@ -178,7 +180,7 @@ def _check_type(data: ArrayDataset, name: str, dtype: np.dtype[Any]) -> None:
 
 
 def _batch_size(data: ArrayDataset, name: str, shape: tuple[int, ...]) -> int:
-    """How many samples the input takes at a time; an array may also hold whole inputs, without any batch axis."""
+    """Return the number of samples that the input takes; an array may also hold whole inputs, without a batch axis."""
     array = data.arrays[name]
     if array.shape[1:] == shape:
         return 1

@@ -89,24 +89,24 @@ class ImageDataset:
         return len(self.names)
 
     def sample_name(self, i: int) -> str:
-        """What messages call image i."""
+        """Return the name of image i for messages."""
         return self.names[i]
 
 
 def open_data(
     spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None, *, spread: bool = False
 ) -> ImageDataset | ArrayDataset:
-    """Open what a data mapping of an experiment describes (see the module's text).
+    """Open the data that a mapping of an experiment describes (see the module's docstring).
 
     Args:
         spec: The mapping.
         base: Folder that relative paths start from.
-        limit: Number of samples at most; the others are not read.
-        spread: Take them evenly from all samples, as data are often sorted by class; otherwise the first ones.
+        limit: Maximum number of samples; the others are not read.
+        spread: Select them evenly from all samples, as data are often sorted by class; otherwise the first ones.
 
     Raises:
-        UserError: Unknown kind or key, nothing there, malformed labels, labels that name a missing
-            image, or a cut beyond the end.
+        UserError: Unknown kind or key, no data, malformed labels, labels that name a missing image, or a cut beyond the
+            end.
     """
     kind = str(spec.get("use"))
     if kind not in ALLOWED_DATA_KEYS:
@@ -135,7 +135,7 @@ def spread_indices(total: int, count: int) -> Sequence[int]:
 
 
 def open_images(spec: Mapping[str, Any], base: Path | None = None) -> ImageDataset:
-    """Like `open_data`, for those who need images.
+    """Open data like `open_data`, and require images.
 
     Raises:
         UserError: See `open_data`; also where the data are arrays.

@@ -42,12 +42,12 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detections:
-    """What a detector found on one image, best first.
+    """Detections on one image, best first.
 
     Attributes:
-        boxes: n x 4: left, top, right, bottom in pixels of the image.
-        scores: n values, 0 to 1.
-        classes: n class indices, from 0 in the order of the model's outputs.
+        boxes: Shape (n, 4): left, top, right, bottom in pixels of the image.
+        scores: Shape (n,), 0 to 1.
+        classes: Shape (n,), class indices from 0 in the order of the model's outputs.
     """
 
     boxes: Floats
@@ -59,14 +59,14 @@ class DetectionDecoder(Protocol):
     """A decoder; parameters beyond these three come from the experiment."""
 
     def __call__(self, outputs: Mapping[str, Array], prepared: Prepared, size: Size) -> Detections:
-        """Boxes of one image; `size` is height and width of the model's input."""
+        """Return the boxes of one image; `size` is height and width of the model's input."""
         ...
 
 
 def decode_yolox(
     outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.65
 ) -> Detections:
-    """YOLOX as exported undecoded, strides 8, 16, 32.
+    """Decode YOLOX as exported without its decoding step, strides 8, 16, 32.
 
     Ge et al. 2021, arXiv:2107.08430; `yolox/utils/demo_utils.py:demo_postprocess` of its repository.
 
@@ -92,7 +92,7 @@ def decode_yolox(
 def decode_nanodet(
     outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.025, nms: float = 0.6, bins: int = 8
 ) -> Detections:
-    """NanoDet: class probabilities, and for each side of a box a distribution of its distance from the cell's centre.
+    """Decode NanoDet: class probabilities, and per side of a box a distribution of its distance from the cell's centre.
 
     Generalized Focal Loss, Li et al. 2020, arXiv:2006.04388, equation 3; strides 8, 16, 32.
 
@@ -127,7 +127,7 @@ def decode_nanodet(
 def decode_shapes(
     outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.65
 ) -> Detections:
-    """The zoo's detector: boxes decoded in the graph, in input pixels (layout and thresholds: `harness.zoo.detector`).
+    """Decode the zoo's detector: boxes decoded in the graph, in input pixels (layout: `harness.zoo.detector`).
 
     Args:
         outputs: One output, 1 x cells x (centre x, centre y, width, height, one score a class).
@@ -146,7 +146,7 @@ def decode_shapes(
 
 
 def box_iou(a: Floats, b: Floats) -> Floats:
-    """Intersection over union of each of n boxes with each of m boxes: n x m; 0 for boxes without area."""
+    """Return intersection over union of n boxes with m boxes, shape (n, m); 0 for boxes without area."""
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])
     shared = np.clip(high - low, 0.0, None).prod(axis=2)
@@ -159,7 +159,7 @@ def box_iou(a: Floats, b: Floats) -> Floats:
 def suppress_overlaps(
     boxes: Floats, scores: Floats, classes: Integers, threshold: float, top: int = MAX_DETECTIONS
 ) -> Integers:
-    """Greedy non-maximum suppression within each class.
+    """Return the kept indices of greedy non-maximum suppression within each class.
 
     Boxes are taken best first (ties: in the order given) unless one already taken, of the same
     class, overlaps them by more than the threshold. The walk ends when `top` are taken, so the many
@@ -198,7 +198,7 @@ def _overlapping_same_class(
 
 
 def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: int = MAX_DETECTIONS) -> Detections:
-    """The boxes worth keeping; every class of a cell whose score counts is a candidate of its own.
+    """Return the boxes with a sufficient score after suppression; each class of a cell is a candidate of its own.
 
     Args:
         boxes: n x 4, in pixels of the image.
@@ -213,7 +213,7 @@ def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: i
 
 
 def _cell_grid(size: Size) -> tuple[Floats, Floats]:
-    """Column and row of every cell (n x 2), level after level, row after row, and its stride (n x 1)."""
+    """Return column and row of every cell, shape (n, 2), by level and row, and its stride, shape (n, 1)."""
     cells, strides = [], []
     for stride in STRIDES:
         rows, columns = np.mgrid[: -(-size[0] // stride), : -(-size[1] // stride)]
@@ -223,7 +223,7 @@ def _cell_grid(size: Size) -> tuple[Floats, Floats]:
 
 
 def _single_output(outputs: Mapping[str, Array], decoder: str, cells: int | None = None) -> Floats:
-    """The single output without its batch axis."""
+    """Return the single output without its batch axis."""
     array = next(iter(outputs.values())) if len(outputs) == 1 else np.zeros(0)
     if array.ndim != 3 or len(array) != 1 or array.shape[2] < 5 or array.shape[1] != (cells or array.shape[1]):
         raise EvaluationFailed(
@@ -235,5 +235,5 @@ def _single_output(outputs: Mapping[str, Array], decoder: str, cells: int | None
 
 
 def format_output_shapes(outputs: Mapping[str, Array]) -> str:
-    """Name and shape of each output, for messages."""
+    """Return name and shape of each output, for messages."""
     return ", ".join(f"{name!r} of {' x '.join(map(str, array.shape))}" for name, array in outputs.items())

@@ -22,7 +22,7 @@ LOGITS, BOXES = "logits", "pred_boxes"  # as Hugging Face calls the outputs of R
 def decode_ultralytics(
     outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.7
 ) -> Detections:
-    """YOLOv8, YOLO11 and their like as Ultralytics exports them, without or with NMS in the graph.
+    """Decode YOLOv8, YOLO11 and similar models as Ultralytics exports them, without or with NMS in the graph.
 
     https://github.com/ultralytics/ultralytics, `ultralytics/utils/nms.py:non_max_suppression` and
     `ultralytics/engine/exporter.py:NMSModel`; thresholds are those of its validation.
@@ -57,7 +57,7 @@ def decode_ultralytics(
 def decode_rtdetr(
     outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, top: int = MAX_BOXES
 ) -> Detections:
-    """RT-DETR; its queries need no suppression (Zhao et al. 2023, arXiv:2304.08069).
+    """Decode RT-DETR, whose queries need no suppression (Zhao et al. 2023, arXiv:2304.08069).
 
     Args:
         outputs: Either two: 1 x queries x classes logits, and 1 x queries x 4 boxes as centre x, centre y, width,
@@ -85,7 +85,7 @@ def decode_rtdetr(
 
 
 def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
-    """The two outputs as Hugging Face exports them: boxes have 4 columns, and where logits have as many, names tell.
+    """Return the two outputs as Hugging Face exports them: boxes have 4 columns; names decide if logits have 4 as well.
 
     Raises:
         EvaluationFailed: They have other shapes, or nothing tells them apart.
@@ -105,14 +105,14 @@ def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
 
 
 def _center_to_corners(values: Floats) -> Floats:
-    """Left, top, right, bottom from centre x, centre y, width, height."""
+    """Convert centre x, centre y, width, height to left, top, right, bottom."""
     half = values[:, 2:4] / 2
     corners: Floats = np.concatenate([values[:, :2] - half, values[:, :2] + half], axis=1)
     return corners
 
 
 def _sort_decoded_boxes(boxes: Floats, scores: Array, classes: Array, score: float) -> Detections:
-    """Boxes that only need to be put in order."""
+    """Return decoded boxes above the score threshold, best first."""
     order = np.argsort(-scores, kind="stable")
     kept = order[scores[order] > score]
     return Detections(

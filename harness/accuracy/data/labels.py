@@ -20,13 +20,13 @@ __all__ = ["LabelFile", "order_coco_categories", "read_labels", "read_rows", "se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelFile:
-    """What a label file says.
+    """Content of a label file.
 
     Attributes:
         files: File name of each image, in the order of the label file.
         classes: Class index of each image, or None.
         coco: COCO's mapping of images, annotations and categories, or None.
-        panoptic: The same in COCO's panoptic form, annotation i being that of image i, or None.
+        panoptic: The same in COCO's panoptic form, annotation i belonging to image i, or None.
     """
 
     files: tuple[str, ...]
@@ -107,14 +107,14 @@ def _read_numbers(path: Path) -> npt.NDArray[Any]:
 
 
 def select_coco_images(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """The chosen images, with their annotations and all categories."""
+    """Return the chosen images with their annotations and all categories."""
     images = [coco["images"][i] for i in chosen]
     kept = {image["id"] for image in images}
     return {**coco, "images": images, "annotations": [a for a in coco["annotations"] if a["image_id"] in kept]}
 
 
 def order_coco_categories(coco: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """The categories numbered by their place in `classes`, so that ascending ids are the model's classes.
+    """Number the categories by their position in `classes`, so that ascending ids are the model's classes.
 
     Raises:
         UserError: A category that has boxes is not among the classes.
@@ -179,7 +179,7 @@ def _parse_coco(text: str, path: Path) -> LabelFile:
 
 
 def _parse_panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -> dict[str, Any]:
-    """The annotations in the order of the images, checked."""
+    """Return the validated annotations in the order of the images."""
     found = {}
     for annotation in coco["annotations"]:
         _check_fields(annotation, {"image_id": int, "file_name": str, "segments_info": list}, f"{path}: annotations")
@@ -198,7 +198,7 @@ def _parse_panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -
 
 
 def _normalize_annotation(annotation: Any, number: int, path: Path) -> dict[str, Any]:
-    """One annotation with the fields that may be left out, area and iscrowd, and a number of our own.
+    """Return one annotation with its optional fields, area and iscrowd, and a new number.
 
     pycocotools counts a detection that matches the annotation with id 0 as one that matches none.
     """

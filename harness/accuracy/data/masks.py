@@ -35,11 +35,11 @@ class IndexMasks:
     names: tuple[str, ...]
 
     def path(self, i: int) -> Path:
-        """Where the mask of image i is."""
+        """Return the path of the mask of image i."""
         return (self.folder / PurePath(self.names[i])).with_suffix(".png")
 
     def read(self, i: int, size: Size) -> Mask:
-        """Class of each pixel of image i.
+        """Return the class of each pixel of image i.
 
         Raises:
             UserError: See `_read_pixels`; also where the PNG is coloured, so that its pixels are no indices.
@@ -73,11 +73,11 @@ class PanopticMasks:
     classes: Sequence[str]
 
     def path(self, i: int) -> Path:
-        """Where the mask of image i is."""
+        """Return the path of the mask of image i."""
         return self.folder / str(self.annotations[i]["file_name"])
 
     def read(self, i: int, size: Size) -> Mask:
-        """Class of each pixel of image i.
+        """Return the class of each pixel of image i.
 
         Raises:
             UserError: See `_read_pixels`; also where the PNG is not coloured.
@@ -99,7 +99,7 @@ Masks = IndexMasks | PanopticMasks
 
 
 def require_mask_files(masks: Masks, count: int) -> None:
-    """Look whether the masks are there; none is read.
+    """Check that the mask files exist, without reading them.
 
     Raises:
         UserError: A mask is missing; a list of classes of which none is a category of the labels.
@@ -115,7 +115,7 @@ def require_mask_files(masks: Masks, count: int) -> None:
 
 
 def _read_pixels(path: Path, size: Size) -> Mask:
-    """The raw values of a PNG.
+    """Return the raw values of a PNG.
 
     Raises:
         UserError: It cannot be read, or its size is not that of its image.

@@ -56,11 +56,13 @@ class Prepared:
 
     @property
     def scales(self) -> npt.NDArray[np.float64]:
-        """Input pixels per image pixel, along x and along y."""
+        """Return input pixels per image pixel, along x and along y."""
         return np.broadcast_to(np.asarray(self.scale, np.float64), 2)
 
     def to_image(self, boxes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Boxes (n x 4: left, top, right, bottom) from input pixels to image pixels, cut off at the image's border."""
+        """Convert boxes (shape (n, 4): left, top, right, bottom) from input pixels to image pixels, clipped to the
+        image.
+        """
         height, width = self.original
         moved = (np.asarray(boxes, np.float64).reshape(-1, 4) - np.tile(self.offset, 2)) / np.tile(self.scales, 2)
         inside: npt.NDArray[np.float64] = np.clip(moved, 0.0, np.array([width, height, width, height], np.float64))
@@ -75,12 +77,12 @@ class ImagePreprocessor(Protocol):
     """
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """The input of height and width `size` for one image."""
+        """Return the input of height and width `size` for one image."""
         ...
 
 
 def open_preprocess(spec: str | Mapping[str, Any]) -> ImagePreprocessor:
-    """A preprocessing by name, or by `{use: NAME, params: {...}}`.
+    """Return a preprocessing by name, or by `{use: NAME, params: {...}}`.
 
     Raises:
         UserError: Unknown name or parameter.
@@ -91,10 +93,10 @@ def open_preprocess(spec: str | Mapping[str, Any]) -> ImagePreprocessor:
 
 
 def preprocess_fingerprint(spec: str | Mapping[str, Any]) -> str:
-    """Changes with name, parameters and source file of a preprocessing: what was made by another one is not kept.
+    """Return a fingerprint of name, parameters and source file of a preprocessing, for cache keys.
 
     Raises:
-        UserError: Unknown name.
+        UserError: The name is unknown.
     """
     use, params = parse_plugin_spec(spec)
     digest = hashlib.sha256(json.dumps([use, dict(params)], sort_keys=True, default=str).encode())
@@ -107,7 +109,7 @@ def preprocess_fingerprint(spec: str | Mapping[str, Any]) -> str:
 
 
 def parse_plugin_spec(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Name and parameters of a plug-in that a parameter of an evaluator names.
+    """Return name and parameters of a plug-in that a parameter of an evaluator names.
 
     Raises:
         UserError: Neither a name nor a mapping of `use` and `params`.

@@ -40,7 +40,7 @@ def _channels_first(image: npt.NDArray[Any]) -> FloatArray:
 
 
 def _center_crop(image: RgbImage, size: Size, resize: Resize, resample: Resample) -> Prepared:
-    """The middle of an image, as the ImageNet protocol has it; the tensor still holds 0 to 255."""
+    """Return the centre crop of an image, following the ImageNet protocol, with values 0 to 255."""
     if resize == "stretch":
         return _stretch(image, size, resample)
     height, width = image.shape[:2]
@@ -54,7 +54,7 @@ def _center_crop(image: RgbImage, size: Size, resize: Resize, resample: Resample
 
 
 def _stretch(image: RgbImage, size: Size, resample: Resample = "bilinear") -> Prepared:
-    """The whole image, its aspect ratio given up."""
+    """Resize the whole image without preserving its aspect ratio."""
     height, width = image.shape[:2]
     scale = (size[1] / width, size[0] / height)
     tensor = _channels_first(_resize_image(image, size, resample))
@@ -64,7 +64,7 @@ def _stretch(image: RgbImage, size: Size, resample: Resample = "bilinear") -> Pr
 def _letterbox(
     image: RgbImage, size: Size, pad: int, *, centred: bool, whole: Callable[[float], int] = int
 ) -> Prepared:
-    """The whole image, its aspect ratio kept, on a ground of `pad`; channels in the order blue, green, red."""
+    """Fit the whole image with its aspect ratio on a background of `pad`; channels in the order blue, green, red."""
     height, width = image.shape[:2]
     scale = min(size[0] / height, size[1] / width)
     inner = _resize_image(image, (max(whole(height * scale), 1), max(whole(width * scale), 1)))
@@ -76,7 +76,7 @@ def _letterbox(
 
 
 def _normalize(prepared: Prepared, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepared:
-    """(x - mean) / std, a value a channel, in units of 0 to 255."""
+    """Return (x - mean) / std with one value per channel, in units of 0 to 255."""
     columns = (np.asarray(values, np.float32)[:, None, None] for values in (mean, std))
     return replace(prepared, tensor=(prepared.tensor - next(columns)) / next(columns))
 

@@ -16,12 +16,12 @@ HALF_NAMES = ("search", "report")
 
 
 def half_of(name: str) -> str:
-    """The half that a sample of this name is of."""
+    """Return the half that a sample of this name belongs to."""
     return HALF_NAMES[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
 def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[int]:
-    """Ascending indices of the samples that are wanted."""
+    """Return the ascending indices of the samples to use."""
     total, start = len(names), read_int_key(spec, "start", 0)
     count = total - start if spec.get("count") is None else read_int_key(spec, "count", 1)
     if start >= total or start + count > total:

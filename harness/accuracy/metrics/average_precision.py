@@ -42,7 +42,7 @@ Values = npt.NDArray[np.float64]
 
 
 def map_facts(evaluation: Any) -> dict[str, Any]:
-    """What there is to know about each image.
+    """Return the facts about each image from which mAP can be recomputed.
 
     Args:
         evaluation: A `pycocotools.cocoeval.COCOeval` of boxes by category, after `evaluate()`.
@@ -74,7 +74,7 @@ def _encode_detections(rows: list[tuple[int, Mapping[str, Any]]]) -> dict[str, l
 
 
 def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Values:
-    """A metric in each draw, NaN where a draw has no box: the mean over categories of their average precision.
+    """Return a metric in each draw (mean average precision over categories), NaN if a draw has no box.
 
     Args:
         facts: See the module's text.
@@ -138,14 +138,14 @@ def _mean_over_categories(ranking: _RankedDetections, levels: Sequence[int], wei
 def _average_precision(
     ranking: _RankedDetections, level: int, detections: tuple[Counts, Counts], boxes: Values
 ) -> Values:
-    """Average precision at one threshold in each draw, over 101 recalls, summed up over categories; 0 without a box.
+    """Return the average precision at one threshold in each draw, over 101 recalls, summed over categories.
 
-    As `COCOeval.accumulate` has it: the precision at a recall is the highest at this or a higher recall of a category.
-    Precision changes at hits alone, so they alone are looked at; those that they share a category with are neighbours.
+    As in `COCOeval.accumulate`: the precision at a recall is the highest at this or a higher recall of a category.
+    Precision changes at hits only, so only hits are evaluated; hits of one category are adjacent. 0 without a box.
 
     Args:
-        detections: How often each is in each draw, and as `_running` has that: draws x detections.
-        boxes: Draws x categories.
+        detections: Multiplicity of each detection in each draw, in the form of `_running`: shape (draws, detections).
+        boxes: Shape (draws, categories).
     """
     counted, passed = detections
     places = np.flatnonzero(ranking.hits >> level & 1)
@@ -172,7 +172,7 @@ def _average_precision(
 
 
 def _cumulative_sums(values: Counts) -> Counts:
-    """Sums along each row, beginning with 0: one column more."""
+    """Return sums along each row, starting with 0: one column more."""
     sums = np.zeros((len(values), values.shape[1] + 1), np.int64)
     np.cumsum(values, axis=1, out=sums[:, 1:])
     return sums

@@ -37,16 +37,18 @@ NEGLIGIBLE_SCORE = 0.01
 
 
 def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of an evaluator: what the experiment gives, and what the harness knows.
+    """Return the parameters of an evaluator: those of the experiment, and those that the harness supplies.
 
-    Of `supplied` an evaluator gets those arguments that its constructor names. The harness offers:
-    `input_name`, `input_shape` (of the image input), `inputs` (every input: its ONNX type in lower
-    case and its shape), `reference` (a path of its own for float outputs) and `base` (folder of the experiment).
+    An evaluator gets those of `supplied` that its constructor names. The harness offers `input_name`, `input_shape` (of
+    the
+    image input), `inputs` (every input: its ONNX type in lower case and its shape), `reference` (a path of its own for
+    float
+    outputs) and `base` (folder of the experiment).
 
     Args:
         use: Name or `package.module:Class`.
-        params: The experiment's parameters.
-        supplied: What the harness offers; these names are not the experiment's to set.
+        params: Parameters of the experiment.
+        supplied: Parameters of the harness; an experiment cannot set these names.
 
     Raises:
         UserError: Unknown or missing parameters.
@@ -65,7 +67,7 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
 
 
 def require_finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
-    """The outputs themselves.
+    """Return the outputs, or raise if one has NaN or infinite values.
 
     Raises:
         EvaluationFailed: One of them has NaN or infinite values; `item` says on which input.
@@ -109,7 +111,7 @@ class PreparedImages:
 
     @property
     def inferences(self) -> int:
-        """How often `run` runs the engine."""
+        """Return the number of inferences that `run` performs."""
         return -(-len(self.data) // self._shape[0])
 
     def run(self, infer: Infer) -> Iterator[tuple[Prepared, Mapping[str, Array]]]:
@@ -161,7 +163,7 @@ class PreparedArrays:
 
     @property
     def inferences(self) -> int:
-        """How often `run` runs the engine."""
+        """Return the number of inferences that `run` performs."""
         return len(self._batches)
 
     def run(self, infer: Infer) -> Iterator[tuple[None, Mapping[str, Array]]]:
@@ -245,7 +247,7 @@ class LabelledImages:
         self.fingerprint = self.images.fingerprint
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.images.data)
 
     @property
@@ -260,15 +262,15 @@ def select_output(outputs: Mapping[str, Array], name: str | None, where: str) ->
 
 
 def select_output_name(outputs: Collection[str], name: str | None, where: str) -> str:
-    """Name of the output that holds the logits.
+    """Return the name of the output that holds the logits.
 
     Args:
-        outputs: Names of all.
-        name: Which it is; None where there is one.
-        where: Begins messages, for instance "top1: output".
+        outputs: Names of all outputs.
+        name: Name of the output; None if there is only one.
+        where: Prefix of messages, for instance "top1: output".
 
     Raises:
-        UserError: None is named and there are several, or there is none of this name.
+        UserError: No name is given and there are several outputs, or none has this name.
     """
     if name is None and len(outputs) > 1:
         raise UserError(f"{where}: say which of {', '.join(sorted(outputs))} holds the logits")
@@ -279,13 +281,13 @@ def select_output_name(outputs: Collection[str], name: str | None, where: str) -
 
 
 def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
-    """What is to be said where the float model itself scores next to nothing; "" where it does not.
+    """Return a warning if the float model itself scores next to nothing, else "".
 
     Args:
-        accuracy: Of the float model.
-        metric: The evaluator's.
-        higher_is_better: Its direction; a loss near 0 is a good one.
-        params: The evaluator's parameters, to name those that may be wrong.
+        accuracy: Accuracy of the float model.
+        metric: Metric of the evaluator.
+        higher_is_better: Direction of the metric; a loss near 0 is good.
+        params: Parameters of the evaluator, to name those that may be wrong.
     """
     value = accuracy.metrics.get(metric, 1.0)
     if not higher_is_better or not 0 <= value < NEGLIGIBLE_SCORE:

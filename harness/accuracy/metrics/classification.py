@@ -62,7 +62,7 @@ class Top1:
         self._output = output
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self.images.data)
 
     @property
@@ -119,15 +119,17 @@ class Top1:
         return logits.reshape(-1)
 
     def _rank_of_label(self, logits: Array, label: int) -> int:
-        """How many classes come before the right one."""
+        """Return the number of classes that rank above the label."""
         if label >= len(logits):
             self._check_classes(logits.shape)  # which raises
         return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
 
     def _check_label_shift(self, answers: list[int]) -> None:
-        """Quantization may spoil answers, but it does not shift those of most classes: so this is about the labels.
+        """Raise if the answers of most classes are the labels shifted by a constant, which indicates wrong labels.
 
-        One that answers with the second of two classes, come what may, shifts the answers of the first alone.
+        Quantization may spoil answers, but does not shift those of most classes. A model that always answers with the
+        second
+        of two classes shifts the answers of the first class only.
         """
         if len(answers) < MIN_ANSWERS:
             return

@@ -45,7 +45,7 @@ class ComparisonLayout:
 
     @property
     def note(self) -> str:
-        """What is compared in another way than as a whole, or not at all; "" as a rule."""
+        """Return a note on outputs that are compared in parts or skipped; usually ""."""
         said = []
         if self.silent and self.parts.keys() <= set(self.silent):
             said.append(
@@ -81,7 +81,7 @@ class ComparisonLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closeness:
-    """What a comparison found.
+    """Result of a comparison of outputs.
 
     Attributes:
         figures: One value a batch of sqnr_db, cosine and kl, each of the output or part that is worst by its mean.
@@ -159,11 +159,13 @@ def compare_outputs(
 
 
 def constant_outputs(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
-    """Return the outputs of floating type that are the same all over, in every place of every sample.
+    """Return the outputs of floating type that are constant over all samples and positions.
 
-    Their values span no more than `ROUNDING_RESOLUTION` of the largest magnitude, or of 1 where that is larger. What
-    engines differ by there is round-off, which says nothing of quantization: beside a signal of 1e-9 an error of 1e-7,
-    that no reader of the output would see, is an SQNR of -40 dB, and beside a constant of 1000 one beyond 120.
+    Their values span at most `ROUNDING_RESOLUTION` of the largest magnitude, or of 1 if that is larger. Differences
+    between
+    engines at that scale are round-off and say nothing about quantization: relative to a signal of 1e-9, an error of
+    1e-7 is
+    an SQNR of -40 dB although no consumer of the output would notice it.
     """
     spans: dict[str, tuple[float, float]] = {}
     for sample in samples:

@@ -57,7 +57,7 @@ class Metric:
         self.fingerprint = f"{self.samples.fingerprint} {function} {_source_digest(self._function)}"
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self.samples.data)
 
     @property
@@ -98,7 +98,7 @@ class Loss(Metric):
 
 
 def _source_digest(function: Any) -> str:
-    """Return what changes with the source file of a function; "" where it has none."""
+    """Return a digest of the source file of a function, or "" if it has none."""
     try:
         return hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()
     except (TypeError, OSError):

@@ -142,7 +142,7 @@ class CocoMAP(LabelledImages):
 
 
 def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict[str, float]:
-    """COCO's figures for detections on the images of `labels`, in their order.
+    """Return COCO's metrics of detections on the images of `labels`, in their order.
 
     Args:
         labels: `pycocotools.coco.COCO.dataset`; not changed.
@@ -155,12 +155,12 @@ def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict
 
 
 def _coco_figures(evaluation: Any) -> dict[str, float]:
-    """By name; pycocotools says -1 where there is nothing to find."""
+    """Return COCO's metrics by name, without undefined ones (pycocotools reports -1)."""
     return {name: float(value) for name, value in zip(MAP_METRICS, evaluation.stats[:6], strict=True) if value >= 0}
 
 
 def _run_coco_eval(labels: Mapping[str, Any], found: Sequence[Detections], *, by_class: bool = True) -> Any:
-    """A finished COCOeval."""
+    """Return a finished COCOeval."""
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         answers = {**labels, "annotations": list(_coco_results(labels, found))}
         evaluation = COCOeval(_build_coco_index(labels), _build_coco_index(answers), "bbox")
@@ -192,7 +192,7 @@ def _coco_results(labels: Mapping[str, Any], found: Sequence[Detections]) -> Ite
 
 
 def _build_coco_index(dataset: Mapping[str, Any]) -> Any:
-    """A COCO object; `COCO.loadRes` would do for results, but fails when there are none."""
+    """Return a COCO object; `COCO.loadRes` fails if there are no results."""
     coco = COCO()
     # COCOeval adds keys to the annotations
     coco.dataset = {**dataset, "annotations": [copy.copy(a) for a in dataset["annotations"]]}

@@ -79,7 +79,7 @@ class Fidelity:
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         return self._samples if self._batches is None else len(self._batches)
 
     @property
@@ -88,7 +88,7 @@ class Fidelity:
         return len(self)
 
     def feeds(self) -> Iterator[dict[str, Array]]:
-        """The inputs, the same at each call."""
+        """Yield the inputs, the same at each call."""
         return random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
 
     def prepare(self, infer: Infer) -> None:

@@ -65,19 +65,19 @@ class Estimate:
 
     @property
     def caveat(self) -> str:
-        """What has to be said beside the interval; nothing as a rule."""
+        """Return a caveat about the interval; usually ""."""
         return few_images_note(self.images)
 
 
 def few_images_note(images: int) -> str:
-    """What has to be said about an accuracy on so many images; nothing as a rule."""
+    """Return a caveat about an accuracy on a small number of images; usually ""."""
     return (
         f"only {images} images: the interval is too wide to say much; score more of them" if images < MIN_IMAGES else ""
     )
 
 
 def encode_evidence(kind: str, facts: Mapping[str, Any]) -> str:
-    """The evidence of an `Accuracy`: facts about each image as text.
+    """Return the evidence of an `Accuracy`: facts about each image as text.
 
     Args:
         kind: "mean": one list of values for each metric. "map": see `harness.accuracy.metrics.average_precision`.
@@ -90,7 +90,7 @@ def encode_evidence(kind: str, facts: Mapping[str, Any]) -> str:
 
 
 def decode_accuracy(score: Mapping[str, Any]) -> Accuracy:
-    """A record of `accuracy.json` as a value; older ones have no evidence."""
+    """Return a record of `accuracy.json` as a value; evidence is optional."""
     return Accuracy(
         metrics=dict(score["metrics"]),
         per_item=tuple(score.get("per_item", ())),
@@ -100,7 +100,7 @@ def decode_accuracy(score: Mapping[str, Any]) -> Accuracy:
 
 
 def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = None) -> Estimate | None:
-    """A metric with its interval; None where the record does not allow one.
+    """Return a metric with its confidence interval, or None if the record does not allow one.
 
     Args:
         accuracy: What an evaluator found.
@@ -117,7 +117,7 @@ def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = No
 def drop_estimate(
     reference: Accuracy, found: Accuracy, metric: str, *, higher_is_better: bool = True, primary: str | None = None
 ) -> Estimate | None:
-    """Loss of a metric against a reference, positive where `found` is worse, with its paired interval.
+    """Return the loss of a metric against a reference, positive if `found` is worse, with its paired interval.
 
     Args:
         reference: Of the float model.
@@ -143,7 +143,7 @@ def drop_estimate(
 
 
 def check_consistency(accuracy: Accuracy, metric: str) -> str:
-    """What is wrong with a figure by its own record, where that tells it again; "" where they agree.
+    """Return the contradiction between a figure and its own record, or "" if they agree or cannot be compared.
 
     Args:
         accuracy: What an evaluator found.
@@ -171,7 +171,7 @@ def _nearly_equal(one: float, two: float) -> bool:
 
 
 def _estimate(value: float, draws: Values, images: int) -> Estimate:
-    """Bias-corrected percentile limits (Efron and Tibshirani 1993, section 14.3, without acceleration).
+    """Return bias-corrected percentile limits (Efron and Tibshirani 1993, section 14.3, without acceleration).
 
     Draws repeat images, and so make mAP look better than it is: of 128 images of COCO by half a standard deviation.
     Draws without a figure (no box of any class) are left out.
@@ -189,7 +189,7 @@ def _estimate(value: float, draws: Values, images: int) -> Estimate:
 
 @lru_cache(maxsize=4)
 def _bootstrap_weights(images: int) -> Counts:
-    """How often each image is in each draw: draws x images; the same at every call."""
+    """Return the multiplicity of each image in each draw, shape (draws, images); the same at every call."""
     rng = np.random.default_rng([images, RESAMPLES])
     drawn = rng.multinomial(images, np.full(images, 1 / images), size=RESAMPLES)
     drawn.flags.writeable = False
@@ -197,7 +197,7 @@ def _bootstrap_weights(images: int) -> Counts:
 
 
 def _unit_weights(images: int) -> Counts:
-    """The images as they are."""
+    """Return a multiplicity of one for each image."""
     return np.ones((1, images), np.int64)
 
 
@@ -217,12 +217,12 @@ def _metric_draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws
 
 @lru_cache(maxsize=1024)
 def _cached_metric_draws(evidence: str, metric: str) -> Draws | None:
-    """Kept, because the float model's is asked for with every drop, and a report asks for each drop several times."""
+    """Return the draws of a metric, cached because a report needs the float model's with every drop."""
     return _recompute_metric(evidence, metric, _bootstrap_weights)
 
 
 def _recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Draws | None:
-    """The metric, computed again for each draw of images; None where the evidence does not tell it."""
+    """Return the metric recomputed for each draw of images, or None if the evidence does not contain it."""
     facts = _decode_facts(evidence)
     kind = facts.get("kind")
     try:
@@ -262,7 +262,7 @@ def _decode_facts(evidence: str) -> dict[str, Any]:
 
 
 def _miou(areas: list[list[int]], weights: Counts) -> Values:
-    """Mean IoU over the classes that a draw's labels have, in each draw."""
+    """Return the mean IoU over the classes that occur in a draw's labels, for each draw."""
     classes = 1 + max((max(row[::4]) for row in areas if row), default=0)
     pixels = np.zeros((len(areas), 3, classes))
     for image, row in enumerate(areas):

@@ -75,7 +75,7 @@ class MeanIoU(LabelledImages):
         return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=encode_evidence("miou", {"areas": areas}))
 
     def _pixel_classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
-        """The class of each pixel of the output, and how many classes there are where that can be seen."""
+        """Return the class of each pixel of the output, and the number of classes if it is known."""
         values = select_output(outputs, self._output, "miou: output")
         if values.ndim == 4 and len(values) == 1 and values.shape[1] > 1:
             return values[0].argmax(axis=0).astype(np.int32), values.shape[1]
@@ -88,7 +88,7 @@ class MeanIoU(LabelledImages):
 
 
 def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> Mask:
-    """The class of each pixel of the image, from a map that covers the model's input.
+    """Return the class of each pixel of the image, from a map that covers the model's input.
 
     Raises:
         UserError: A part of the image lies outside of the input.
@@ -108,7 +108,7 @@ def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> M
 
 
 def _class_areas(found: Mask, mask: Mask) -> list[int]:
-    """For each class that an image has: the class, and its pixels found rightly, labelled, found."""
+    """Return for each class of an image: the class, and its pixels found correctly, labelled, found."""
     known = mask != VOID_CLASS
     found, mask = found[known], mask[known]
     count = int(max(found.max(initial=0), mask.max(initial=0))) + 1
@@ -119,7 +119,7 @@ def _class_areas(found: Mask, mask: Mask) -> list[int]:
 
 
 def _mean_iou(areas: list[list[int]]) -> float:
-    """Mean over the classes that occur in the labels.
+    """Return the mean over the classes that occur in the labels.
 
     Raises:
         UserError: There is no labelled pixel.

@@ -132,7 +132,7 @@ def split_output(samples: Sequence[Array]) -> tuple[OutputPart, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SliceStatistics:
-    """The slices of an output along one axis, over all samples.
+    """Statistics of the slices of an output along one axis, over all samples.
 
     Attributes:
         power: Mean square of each slice.

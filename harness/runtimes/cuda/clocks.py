@@ -39,7 +39,9 @@ class GpuConditions:
     held_back: frozenset[str] = frozenset()
 
     def merge_worst(self, other: GpuConditions) -> GpuConditions:
-        """The worse of two looks: the lower clocks, the higher heat and power, and all that held the clocks back."""
+        """Return the worse of two readings: the lower clocks, the higher temperature and power, and all throttle
+        reasons.
+        """
         return GpuConditions(
             mhz=_choose_known(min, self.mhz, other.mhz),
             memory_mhz=_choose_known(min, self.memory_mhz, other.memory_mhz),
@@ -49,7 +51,7 @@ class GpuConditions:
         )
 
     def facts(self) -> dict[str, float]:
-        """What is worth recording beside the readings; each reason that held the clock back is 1 under its name."""
+        """Return the values to record with the readings; each throttle reason is 1 under its name."""
         found = {
             "gpu_mhz": self.mhz,
             "gpu_memory_mhz": self.memory_mhz,
@@ -92,7 +94,7 @@ class GpuMonitor:
         self._looked_s = time.monotonic()
 
     def take_facts(self) -> dict[str, float]:
-        """The worst that was seen since this was asked last, now included; see `GpuConditions.facts`."""
+        """Return the worst conditions since the last call, the current ones included; see `GpuConditions.facts`."""
         self._looked_s = -math.inf
         self.sample()
         seen, self._seen = self._seen, GpuConditions()
@@ -112,7 +114,7 @@ class GpuMonitor:
         )
 
     def _throttle_reasons(self) -> frozenset[str]:
-        """NVML renamed "throttle" to "event"; older drivers know the old name alone."""
+        """Return the active throttle reasons; NVML renamed "throttle" to "event" in newer drivers."""
         nvml, handle = self._nvml, self._handle
         bits = self._query_or_none(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         if bits is None:

@@ -52,7 +52,7 @@ class CudaRuntime:
         self.call("cudaSetDevice", device)
 
     def call(self, function: str, *args: Any) -> Any:
-        """Call a function by its name; the status is checked and dropped.
+        """Call a function by its name, check its status and return its results without the status.
 
         Returns:
             Nothing, the one result, or a list of them.
@@ -73,7 +73,7 @@ class CudaRuntime:
 
 
 def import_runtime() -> Any:
-    """cuda-python's bindings of the CUDA runtime; the same module in 12.6 to 13.
+    """Return cuda-python's bindings of the CUDA runtime; the same module in 12.6 to 13.
 
     Raises:
         UserError: cuda-python is not installed, or too old.
@@ -88,7 +88,7 @@ def import_runtime() -> Any:
 
 
 def open_device(index: int = 0) -> tuple[CudaRuntime, Device]:
-    """A GPU, ready to use.
+    """Open a GPU for use.
 
     Raises:
         UserError: There is no driver, the driver is too old, or there is no such device.
@@ -110,7 +110,7 @@ def open_device(index: int = 0) -> tuple[CudaRuntime, Device]:
 
 
 def _explain_no_device(api: Any, status: Any) -> str:
-    """Why no device can be used. CUDA says "insufficient driver" both of an old driver and of none at all."""
+    """Explain why no device can be used; CUDA reports "insufficient driver" for an old and for a missing driver."""
     failed, driver = api.cudaDriverGetVersion()
     _, built_for = api.cudaRuntimeGetVersion()
     if int(failed) or not driver:
@@ -149,7 +149,7 @@ def _format_version(number: int) -> str:
 
 
 def _format_error(api: Any, status: Any) -> str:
-    """CUDA's name of an error and its text, for instance "cudaErrorMemoryAllocation (out of memory)"."""
+    """Format CUDA's name of an error and its text, for instance "cudaErrorMemoryAllocation (out of memory)"."""
     _, name = api.cudaGetErrorName(status)
     _, text = api.cudaGetErrorString(status)
     return f"{_decode_text(name)} ({_decode_text(text)})"

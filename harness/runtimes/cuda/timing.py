@@ -50,7 +50,7 @@ class GpuTimings:
 
     @property
     def host_bound(self) -> float:
-        """Share of the queries that the device may have waited in."""
+        """Return the share of the queries during which the device may have waited for the host."""
         return sum(self.device_waited) / len(self.device_waited)
 
 
@@ -128,7 +128,7 @@ class GpuTimer:
         )
 
     def end_to_end(self, n: int) -> tuple[float, ...]:
-        """Host time of n queries in milliseconds, each from queuing to the end of its work, one at a time."""
+        """Return host times of n queries in milliseconds, each from queuing to completion, one at a time."""
         readings = []
         for _ in range(n):
             start_ns = time.perf_counter_ns()
@@ -173,9 +173,9 @@ class GpuTimer:
         return float(self._cuda.call("cudaEventElapsedTime", begin, end))
 
     def _has_started(self, number: int) -> bool:
-        """Whether the device has come to the first event of a query.
+        """Return whether the device has reached the first event of a query.
 
-        "Not ready" counts as CUDA's last error, which is taken away: whoever launches next may look for one.
+        "Not ready" counts as CUDA's last error, which is cleared, because the next launch may check for one.
         """
         api = self._cuda.api
         (status,) = api.cudaEventQuery(self._events[number % len(self._events)][0])
@@ -183,13 +183,13 @@ class GpuTimer:
         return not int(status)
 
     def _create_resource(self, opened: ExitStack, function: str, *args: object, release: str) -> object:
-        """What a function makes; it is released with all the rest."""
+        """Create a resource that is released with all others."""
         made: object = self._cuda.call(function, *args)
         opened.callback(self._cuda.call, release, made)
         return made
 
     def _create_stream(self, opened: ExitStack) -> Any:
-        """Not the default stream, which would wait for others."""
+        """Create a stream other than the default stream, which would synchronize with others."""
         flags = self._cuda.api.cudaStreamNonBlocking
         return self._create_resource(opened, "cudaStreamCreateWithFlags", flags, release="cudaStreamDestroy")
 
@@ -198,7 +198,7 @@ class GpuTimer:
         return self._create_resource(opened, "cudaEventCreateWithFlags", flags, release="cudaEventDestroy")
 
     def _instantiate_graph(self, opened: ExitStack) -> object | None:
-        """The enqueue function as an executable graph; None, and `why_eager` says why, where it has none."""
+        """Return the enqueue function as an executable graph, or None with the reason in `why_eager`."""
         call = self._cuda.call
         try:
             graph = self._capture_graph()
@@ -216,9 +216,10 @@ class GpuTimer:
         return made
 
     def _capture_graph(self) -> object:
-        """What the enqueue function queues, as a graph.
+        """Return the work that the enqueue function queues, as a graph.
 
-        A capture is ended even where what is captured failed, or the stream would be of no use. The first error counts.
+        The capture is ended even if the captured function failed, or the stream would be unusable. The first error is
+        raised.
         """
         call, api = self._cuda.call, self._cuda.api
         call("cudaStreamBeginCapture", self._stream, api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
@@ -234,7 +235,7 @@ class GpuTimer:
 
 
 def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:
-    """How much memory to overwrite before each query.
+    """Return the amount of memory to overwrite before each query.
 
     Raises:
         MeasureFailed: A cold L2 cache is wanted and the device does not tell its size.

@@ -32,7 +32,7 @@ PROFILED_RUNS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorRTHandle:
-    """What needs TensorRT and a GPU, made when first used."""
+    """Resources that need TensorRT and a GPU, created on first use."""
 
     library: TensorRTLibrary
     cuda: CudaRuntime
@@ -96,7 +96,7 @@ class TensorRTBenchmarker:
 
     @cached_property
     def _ready(self) -> _TensorRTHandle:
-        """The device first: without one TensorRT's own messages are about anything else."""
+        """Open the device first: without one, TensorRT's own messages are misleading."""
         cuda, device = open_device(self._device)
         library = open_library()
         self._options.check_runtime(f"TensorRT {library.version}", library.major, device)
@@ -140,7 +140,7 @@ class TensorRTBenchmarker:
             path.write_bytes(self._serialized_engine(candidate.source(), Path(workdir)).content)
 
     def load(self, path: Path) -> Artifact:
-        """An engine that `save` or trtexec wrote, for this TensorRT and this kind of GPU alone.
+        """Load an engine that `save` or trtexec wrote, for this TensorRT and this kind of GPU only.
 
         Raises:
             BuildFailed: It is none, or another TensorRT's or GPU's.
@@ -155,7 +155,7 @@ class TensorRTBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[EngineProbe]:
-        """A probe with its inputs on the device.
+        """Open a probe whose inputs are on the device.
 
         Raises:
             MeasureFailed: The engine does not run, or there is not enough GPU memory.
@@ -164,14 +164,14 @@ class TensorRTBenchmarker:
             yield probe
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """What the engine is made of, in order, with the time of each from runs under a profiler.
+        """Return the layers of the engine, in order, with their times from runs under a profiler.
 
-        With `profile` each layer has its type, precision, kernel and origin; else its name and time alone.
+        With `profile` each layer has its type, precision, kernel and origin; else its name and time only.
         """
         return profile_layers(self._load_engine(artifact), PROFILED_RUNS)
 
     def describe(self) -> Mapping[str, Any]:
-        """See `harness.api.Benchmarker`.
+        """Return the facts that results record; see `harness.api.Benchmarker`.
 
         Raises:
             UserError: There is no GPU, driver or TensorRT here: one sentence that says which and what to do.

@@ -103,7 +103,7 @@ def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
 
 
 def _create_or_explain(library: TensorRTLibrary, make: Callable[[Any], Any]) -> Any:
-    """A builder or a runtime.
+    """Create a builder or a runtime, and raise with TensorRT's messages if it fails.
 
     Raises:
         BuildFailed: The library gives none, as a rule for want of GPU memory; the bindings make that a `TypeError`.
@@ -115,7 +115,7 @@ def _create_or_explain(library: TensorRTLibrary, make: Callable[[Any], Any]) -> 
 
 
 def _network_flags(library: TensorRTLibrary, options: BuildOptions) -> int:
-    """The flags as bits; their numbers differ between the majors, so they go through the enum."""
+    """Return the network flags as bits, through the enum because their numbers differ between major versions."""
     flags = library.trt.NetworkDefinitionCreationFlag
     return 1 << int(flags.STRONGLY_TYPED) if options.typing == "strong" else 0
 
@@ -137,7 +137,7 @@ def _configure_builder(library: TensorRTLibrary, config: Any, options: BuildOpti
 
 
 def _weak_typing_flags(precision: str, quantized: bool) -> Iterator[str]:
-    """Precisions that a weakly typed network of 10.x may choose beside FP32; 11 has no such flags."""
+    """Yield the precisions that a weakly typed network of 10.x may choose besides FP32; 11 has no such flags."""
     if precision in ("f16", "bf16"):
         yield {"f16": "FP16", "bf16": "BF16"}[precision]
     if quantized:
@@ -155,7 +155,7 @@ def _add_profile(library: TensorRTLibrary, builder: Any, config: Any, profiles: 
 
 
 def _format_parser_errors(parser: Any) -> Iterator[str]:
-    """What the parser found, with the nodes that it is about."""
+    """Yield the parser's errors with the nodes that they concern."""
     for index in range(parser.num_errors):
         error = parser.get_error(index)
         name, operator = error.node_name(), error.node_operator()

@@ -29,10 +29,11 @@ _ORIGIN = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 
 
 def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
-    """The layers of an engine.
+    """Return the layers of an engine.
 
-    Precision is that of the first input, which is what a layer computes in: "Precision" itself tells what was asked for
-    (TensorRT developer guide, engine inspector).
+    The precision is that of the first input, in which a layer computes: "Precision" itself is the requested one
+    (TensorRT
+    developer guide, engine inspector).
 
     Args:
         text: `get_engine_information(JSON)`, or trtexec's --exportLayerInfo.

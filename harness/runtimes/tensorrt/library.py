@@ -43,11 +43,11 @@ class TensorRTLibrary:
 
     @property
     def major(self) -> int:
-        """First number of the version."""
+        """Return the major version."""
         return _version_numbers(self.version)[0]
 
     def drain_messages(self) -> str:
-        """What it complained about since the last call, on one line; then it is forgotten."""
+        """Return and clear the warnings and errors since the last call, on one line."""
         lines = list(dict.fromkeys(self.messages))
         self.messages.clear()
         return " ".join(lines[-5:]) or "TensorRT gave no reason"
@@ -117,7 +117,7 @@ def _import_tensorrt() -> Any:
 
 
 def _create_logger(trt: Any, said: deque[str]) -> Any:
-    """A logger that keeps warnings and errors instead of printing them."""
+    """Create a logger that collects warnings and errors instead of printing them."""
     kept = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING)
 
     class Listener(trt.ILogger):  # type: ignore[misc]

@@ -49,7 +49,7 @@ CAST_METADATA_KEY = "qdq_bench.cast_to"
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
-    """A model without its external data.
+    """Read a model without its external data.
 
     Raises:
         BuildFailed: Missing, no ONNX, or too large.
@@ -67,17 +67,17 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def has_qdq(proto: onnx.ModelProto) -> bool:
-    """Whether any tensor of the main graph is dequantized."""
+    """Return whether any tensor of the main graph is dequantized."""
     return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
 
 
 def has_fp8(proto: onnx.ModelProto) -> bool:
-    """Whether any constant, zero points among them, is FP8."""
+    """Return whether any constant, zero points included, is FP8."""
     return any(tensor.data_type in FP8_TYPES for tensor in _constants_by_name(proto).values())
 
 
 def read_input_shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
-    """Shape of each input, -1 where it is dynamic; initializers that are listed as inputs are none."""
+    """Return the shape of each input, -1 if a size is dynamic; initializers listed as inputs are excluded."""
     constants = {tensor.name for tensor in proto.graph.initializer}
     return {
         value.name: tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in value.type.tensor_type.shape.dim)
@@ -87,7 +87,7 @@ def read_input_shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 
 def read_io_dtypes(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dict[str, np.dtype[Any]]]:
-    """NumPy's element type of each input, and of each output."""
+    """Return NumPy's element type of each input, and of each output."""
 
     def types(values: Any) -> dict[str, np.dtype[Any]]:
         kinds = {value.name: value.type.tensor_type.elem_type for value in values}
@@ -98,9 +98,10 @@ def read_io_dtypes(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], di
 
 
 def dominant_float_type(proto: onnx.ModelProto) -> str:
-    """What most floating-point constants are: "f32", "f16" or "bf16"; "f32" where there are none.
+    """Return the type of most floating-point constants: "f32", "f16" or "bf16"; "f32" if there are none.
 
-    Most: operators that know no FP16 stay FP32 in a model that was cast. A file that was cast here says so.
+    Most, because operators without FP16 stay FP32 in a model that was cast. A file cast by this project records its
+    type.
     """
     said = next((entry.value for entry in proto.metadata_props if entry.key == CAST_METADATA_KEY), None)
     if said in LOW_PRECISION:
@@ -138,11 +139,13 @@ def check_tensorrt_qdq(proto: onnx.ModelProto, path: Path, capability: tuple[int
 
 
 def cast_model(path: Path, precision: str, folder: Path) -> Path:
-    """The model at FP16 or BF16 with inputs and outputs as they were; the file itself where it is so already.
+    """Cast a model to FP16 or BF16 with its inputs and outputs unchanged; return the file itself if it has the type.
 
-    By ModelOpt's autocast, every operator that can be so, but for plug-ins. A cast file is cast to itself: what this
-    gives can be given again. Q/DQ scales follow the type of their tensors; the default operator set becomes 19 (FP16)
-    or 22 (BF16). It takes seconds, so what the folder has of this content is used again.
+    ModelOpt's autocast casts every operator that supports it, except plug-ins. Casting is idempotent. Q/DQ scales
+    follow the
+    type of their tensors; the default operator set becomes 19 (FP16) or 22 (BF16). It takes seconds, so a cast of the
+    same
+    content in the folder is reused.
 
     Args:
         path: An ONNX file.
@@ -208,7 +211,7 @@ def _constants_by_name(proto: onnx.ModelProto) -> dict[str, TensorProto]:
 
 
 def _unsupported_reason(node: Any, constants: dict[str, TensorProto], folder: Path, capability: tuple[int, int]) -> str:
-    """Why TensorRT will not take a Q or DQ; "" where nothing speaks against it."""
+    """Return why TensorRT rejects a Q or DQ node, or ""."""
     named = node.input[2] if len(node.input) > 2 else ""
     zero = constants.get(named)
     kind = zero.data_type if zero is not None else 0 if named else _stored_type(node, constants)
@@ -230,7 +233,7 @@ def _unsupported_reason(node: Any, constants: dict[str, TensorProto], folder: Pa
 
 
 def _stored_type(node: Any, constants: dict[str, TensorProto]) -> int:
-    """Element type of the quantized side where no zero point tells."""
+    """Return the element type of the quantized side if no zero point gives it."""
     if node.op_type == "DequantizeLinear":
         return int(constants[node.input[0]].data_type) if node.input[0] in constants else 0
     return next((int(a.i) for a in node.attribute if a.name == "output_dtype" and a.i), TensorProto.UINT8)

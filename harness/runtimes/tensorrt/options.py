@@ -55,7 +55,7 @@ class ParsedSource:
 
     @property
     def has_qdq(self) -> bool:
-        """Whether it has Q/DQ pairs."""
+        """Return whether the model has Q/DQ pairs."""
         return has_qdq(self.structure)
 
 
@@ -84,7 +84,7 @@ class BuildOptions:
     detailed: bool = False
 
     def check_runtime(self, runtime: str, major: int, device: Device) -> None:
-        """Refuse what this TensorRT or this GPU does not have.
+        """Raise on options that this TensorRT or this GPU does not support.
 
         Args:
             runtime: Its name and version, for messages.
@@ -112,7 +112,7 @@ class BuildOptions:
         return path if self.typing == "weak" else cast_model(path, self.precision, folder)
 
     def source(self, path: Path, folder: Path, device: Device) -> ParsedSource:
-        """The file that is parsed for a candidate's.
+        """Return the file that is parsed for a candidate's file.
 
         Args:
             path: An ONNX file.
@@ -129,7 +129,7 @@ class BuildOptions:
         return ParsedSource(self.write_cast_model(path, folder), structure, replace(self, profiles=profiles))
 
     def describe(self, device: Device) -> dict[str, Any]:
-        """For `describe`: what every build has in common."""
+        """Return the facts that all builds have in common."""
         return {
             "typing": self.typing,
             "precision": self.precision,
@@ -143,7 +143,7 @@ class BuildOptions:
         }
 
     def describe_float_precision(self, device: Device) -> dict[str, Any]:
-        """For `describe`: the float precision, and those that this GPU could run instead."""
+        """Return the float precision, and those that this GPU could run instead."""
         offered = [name for name, least in MIN_CAPABILITY_BY_PRECISION.items() if device.capability >= least]
         return {
             "float_precision": self.precision,
@@ -162,7 +162,7 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
     timing_cache: CachePolicy,
     profile: bool,
 ) -> BuildOptions:
-    """Options as an experiment gives them.
+    """Validate the options of an experiment.
 
     Args:
         precision: "auto" leaves it to the harness; until it has chosen, it is "f32".
@@ -196,7 +196,7 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Refuse what is not among the choices.
+    """Raise if a value is not one of the choices.
 
     Raises:
         ValueError: With all of them.

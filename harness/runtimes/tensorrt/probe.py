@@ -51,17 +51,18 @@ class EngineProbe:
         self._open.close()
 
     def sample(self, n: int) -> Sequence[float]:
-        """GPU time of n inferences, by CUDA events."""
+        """Return GPU times of n inferences in milliseconds, by CUDA events."""
         readings = self._timer.read(n)
         self._loaded.clocks.sample()
         self._host = {"enqueue_ms": statistics.median(readings.enqueue_ms), "host_bound": readings.host_bound}
         return readings.gpu_ms
 
     def conditions(self) -> Mapping[str, float]:
-        """How the GPU did while it was sampled, and what the host adds.
+        """Return the conditions of the GPU during sampling, and the host's overhead.
 
-        Of the last series of readings the host's time to queue one (`enqueue_ms`) and the share that the GPU may have
-        waited in for the host (`host_bound`); its time from queuing to the end (`end_to_end_ms`).
+        For the last series of readings: the host's time to queue one (`enqueue_ms`), the share during which the GPU may
+        have
+        waited for the host (`host_bound`), and the time from queuing to completion (`end_to_end_ms`).
         """
         facts = {**self._loaded.clocks.take_facts(), **self._host}
         facts["end_to_end_ms"] = statistics.median(self._timer.end_to_end(HOST_TIMING_RUNS))
@@ -69,7 +70,7 @@ class EngineProbe:
         return facts
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Outputs by name; floating-point ones as float32. Any shape that the profile takes."""
+        """Return the outputs by name, floating-point ones as float32; accepts any shape that the profile covers."""
         if self._scored is None:
             self._scored = self._open.enter_context(ExecutionSession(self._loaded))
         self._scored.load_inputs(feeds)

@@ -23,7 +23,7 @@ class ShapeProfile:
     max: Shape
 
     def covers(self, shape: Shape) -> bool:
-        """Whether a shape lies within."""
+        """Return whether a shape lies within the profile."""
         return len(shape) == len(self.opt) and all(
             low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
         )
@@ -69,7 +69,7 @@ class ShapeProfile:
 
 
 def read_profiles(spec: Mapping[str, Any]) -> dict[str, ShapeProfile]:
-    """Profiles by input, from `{"images": {"min": "1x3x224x224", "opt": "8x3x224x224", "max": "32x3x224x224"}}`.
+    """Read profiles by input, from `{"images": {"min": "1x3x224x224", "opt": "8x3x224x224", "max": "32x3x224x224"}}`.
 
     Raises:
         ValueError: A key or shape that is none, or min <= opt <= max does not hold.
@@ -82,7 +82,7 @@ def read_profiles(spec: Mapping[str, Any]) -> dict[str, ShapeProfile]:
 def select_dynamic_profiles(
     profiles: Mapping[str, ShapeProfile], declared: Mapping[str, Shape]
 ) -> dict[str, ShapeProfile]:
-    """The profiles that a model needs: of those inputs that are dynamic.
+    """Return the profiles that a model needs: those of its dynamic inputs.
 
     Args:
         profiles: As they were given.
@@ -105,7 +105,7 @@ def select_dynamic_profiles(
 
 
 def format_shape(shape: Shape) -> str:
-    """1x3x224x224, or "scalar"."""
+    """Format a shape as 1x3x224x224, or "scalar"."""
     return "x".join(map(str, shape)) or "scalar"
 
 

@@ -13,7 +13,7 @@ __all__ = ["profile_layers"]
 
 
 def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
-    """The layers of an engine with their mean times over so many inferences.
+    """Return the layers of an engine with their mean times over `runs` inferences.
 
     Raises:
         MeasureFailed: The engine does not run, or cannot be inspected.
@@ -40,7 +40,7 @@ def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
 
 
 def _inspect_engine(loaded: LoadedEngine, session: ExecutionSession) -> str:
-    """The inspector's answer; it needs the context for shapes that are dynamic."""
+    """Return the inspector's report, which needs the context if shapes are dynamic."""
     inspector: Any = loaded.engine.create_engine_inspector()
     inspector.execution_context = session.context
     answer: str = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)

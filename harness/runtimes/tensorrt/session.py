@@ -29,7 +29,7 @@ NUMPY_TYPES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
-    """What running an engine needs.
+    """Engine with the resources that running it needs.
 
     Attributes:
         graph: Time it as a CUDA graph.
@@ -61,7 +61,7 @@ class _EngineTensor:
 
     @property
     def timed_shape(self) -> Shape:
-        """The shape that it is timed at."""
+        """Return the shape that the tensor has during timing."""
         return self.shape if self.profile is None else self.profile.opt
 
     def check(self, shape: Shape) -> None:
@@ -116,7 +116,7 @@ class ExecutionSession:
             self._call("cudaStreamSynchronize", self.stream)
 
     def load_inputs(self, feeds: Mapping[str, Array]) -> None:
-        """Shapes and values of all inputs, and room for all outputs.
+        """Set shapes and values of all inputs, and allocate all outputs.
 
         Raises:
             MeasureFailed: An input is missing, unknown or of a shape that the engine does not take; no memory.
@@ -138,7 +138,7 @@ class ExecutionSession:
         self._call("cudaDeviceSynchronize")  # a copy from pageable memory may return before it has arrived
 
     def load_timing_inputs(self) -> None:
-        """The inputs that engines are timed on; a dynamic one at its best shape.
+        """Set the inputs for timing; a dynamic one has its optimal shape.
 
         Raises:
             MeasureFailed: See `load`.
@@ -160,7 +160,7 @@ class ExecutionSession:
             raise MeasureFailed(f"TensorRT cannot run the engine: {self._loaded.library.drain_messages()}")
 
     def run(self) -> None:
-        """One inference on its own stream, to its end.
+        """Run one inference on its own stream and wait for it.
 
         Raises:
             MeasureFailed: TensorRT refuses.
@@ -169,7 +169,7 @@ class ExecutionSession:
         self._call("cudaStreamSynchronize", self.stream)
 
     def copy_outputs(self) -> dict[str, Array]:
-        """Values of all outputs."""
+        """Return the values of all outputs."""
         kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
         found = {}
         for port in self._ports:
@@ -223,6 +223,6 @@ def _engine_tensors(trt: Any, engine: Any) -> list[_EngineTensor]:
 
 
 def _engine_profile(engine: Any, name: str) -> ShapeProfile:
-    """What the engine itself says of a dynamic input: it may have been built elsewhere."""
+    """Return the profile of a dynamic input from the engine, which may have been built elsewhere."""
     low, best, high = (tuple(int(size) for size in shape) for shape in engine.get_tensor_profile_shape(name, 0))
     return ShapeProfile(min=low, opt=best, max=high)

@@ -25,7 +25,7 @@ MAX_CACHE_BYTES = 2**30
 
 
 def timing_cache_path(folder: Path, version: str, device: Device) -> Path:
-    """Where the cache of this TensorRT on this kind of GPU lies: it is of no use to others."""
+    """Return the path of the timing cache for this TensorRT and this kind of GPU."""
     gpu = re.sub(r"[^A-Za-z0-9]+", "-", device.name).strip("-")
     return folder / "tensorrt" / f"{version}-{gpu}.timing"
 
@@ -60,7 +60,7 @@ class TimingCache:
             )
 
     def leave(self, config: Any) -> None:
-        """Keep what a build learned, where it is shared, with what others wrote meanwhile; whole or not at all.
+        """Save the timings of a build to the shared cache, merged with concurrent writes, atomically.
 
         Raises:
             UserError: The file cannot be written.

@@ -46,7 +46,7 @@ MAX_LEFTOVER_AGE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _TrtexecEngine:
-    """A plan with what is needed to run it.
+    """Serialized engine with the information that running it needs.
 
     Attributes:
         profiles: Of dynamic inputs.
@@ -68,7 +68,7 @@ class _TrtexecHandle:
 
     @property
     def major(self) -> int:
-        """First number of the version."""
+        """Return the major version."""
         return int(self.version.partition(".")[0])
 
 
@@ -135,7 +135,7 @@ class TrtexecBenchmarker:
 
     @cached_property
     def _trtexec_handle(self) -> _TrtexecHandle:
-        """The device first: without one trtexec is of no use."""
+        """Open the device first: trtexec needs one."""
         device = open_device(self._device)[1]
         program, version = find_trtexec(self._path)
         tool = _TrtexecHandle(program=program, version=version, device=device)
@@ -177,11 +177,11 @@ class TrtexecBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_TrtexecProbe]:
-        """A probe that starts trtexec for every series of readings."""
+        """Open a probe that starts trtexec for every series of readings."""
         yield _TrtexecProbe(self, artifact.engine)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """What the engine is made of, with each layer's time from a run under trtexec's profiler."""
+        """Return the layers of the engine with their times from a run under trtexec's profiler."""
         folder = artifact.engine.plan.parent
         info, times = folder / "layers.json", folder / "profile.json"
         files = [f"--exportLayerInfo={info}", f"--exportProfile={times}"]
@@ -195,7 +195,7 @@ class TrtexecBenchmarker:
             raise MeasureFailed(f"trtexec wrote no layers: {error}") from error
 
     def describe(self) -> Mapping[str, Any]:
-        """See `harness.api.Benchmarker`.
+        """Return the facts that results record; see `harness.api.Benchmarker`.
 
         Raises:
             UserError: There is no trtexec or no GPU here: one sentence that says which and what to do.
@@ -220,7 +220,7 @@ class TrtexecBenchmarker:
         return self._trtexec_handle.device.uuid
 
     def trtexec(self, engine: _TrtexecEngine, arguments: Sequence[str]) -> str:
-        """Run an engine; what trtexec printed.
+        """Run an engine and return the output of trtexec.
 
         Raises:
             MeasureFailed: trtexec fails or takes too long.
@@ -229,7 +229,7 @@ class TrtexecBenchmarker:
         return self._run_trtexec([*flags, *arguments], MeasureFailed)
 
     def _cache_flags(self, workdir: Path) -> list[str]:
-        """Arguments for the timing cache: trtexec writes back what it reads, so a frozen one is read as a copy."""
+        """Return the arguments for the timing cache; a frozen one is copied, because trtexec writes to it."""
         if self._options.timing_cache == "cold":
             return []
         default = timing_cache_path(cache_dir(), f"trtexec-{self._trtexec_handle.version}", self._trtexec_handle.device)
@@ -256,7 +256,7 @@ class _TrtexecProbe:
         self._taken_s = 0.0
 
     def sample(self, n: int) -> Sequence[float]:
-        """GPU compute time of n inferences."""
+        """Return GPU compute times of n inferences in milliseconds."""
         if time.monotonic() - self._taken_s > MAX_LEFTOVER_AGE_S:
             self._left.clear()
         if len(self._left) < n:
@@ -264,7 +264,7 @@ class _TrtexecProbe:
         return [self._left.popleft() for _ in range(n)]
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Outputs by name, as trtexec writes them: with six digits. A process for each call, so it is slow."""
+        """Return the outputs by name with the six digits that trtexec writes. Slow: one process per call."""
         engine, folder = self._engine, self._engine.plan.parent
         if feeds.keys() != engine.inputs.keys():
             raise MeasureFailed(f"the engine's inputs are {', '.join(engine.inputs)}, but got {', '.join(feeds)}")

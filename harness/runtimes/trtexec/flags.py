@@ -53,7 +53,7 @@ MAX_EXPORT_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class InferenceTrace:
-    """One inference as trtexec saw it, in milliseconds since it began.
+    """Timestamps of one inference by trtexec, in milliseconds since its start.
 
     Attributes:
         compute_ms: GPU compute time, by events: no transfers, no host.
@@ -66,7 +66,7 @@ class InferenceTrace:
 
 
 def parse_version(text: str) -> str:
-    """Version in what trtexec prints, such as "[TensorRT v101601]", as "10.16.1".
+    """Return the version from trtexec's output, "10.16.1" for "[TensorRT v101601]".
 
     Raises:
         BuildFailed: There is none.
@@ -124,7 +124,7 @@ def merge_flags(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
 
 
 def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *, quantized: bool) -> list[str]:
-    """Arguments that build an engine and run nothing.
+    """Return the arguments that build an engine without running it.
 
     Args:
         model: ONNX file.
@@ -153,7 +153,7 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
 
 
 def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *, graph: bool) -> list[str]:
-    """Arguments that run an engine on any major: no transfers, spin wait, and a CUDA graph where wanted."""
+    """Return the arguments that run an engine on any major version: no transfers, spin wait, optional CUDA graph."""
     flags = [f"--loadEngine={engine}"]
     if major < STRONG_TYPING_ONLY_MAJOR:
         flags += ["--noDataTransfers", "--useSpinWait", *(["--useCudaGraph"] if graph else [])]
@@ -165,7 +165,7 @@ def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *,
 
 
 def read_times(path: Path, warm_up_ms: float) -> tuple[InferenceTrace, ...]:
-    """What --exportTimes wrote, without the warm-up, which some versions export too.
+    """Read the file of --exportTimes without the warm-up, which some versions export as well.
 
     Raises:
         MeasureFailed: The file is missing, damaged, or holds nothing beyond the warm-up.
@@ -185,7 +185,7 @@ def read_times(path: Path, warm_up_ms: float) -> tuple[InferenceTrace, ...]:
 
 
 def read_profile(path: Path) -> dict[str, float]:
-    """Mean time of each layer by name, as --exportProfile wrote it.
+    """Return the mean time of each layer by name, from the file of --exportProfile.
 
     Raises:
         MeasureFailed: The file is missing or damaged.
@@ -199,7 +199,7 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def read_outputs(path: Path) -> dict[str, tuple[tuple[int, ...], list[float]]]:
-    """Shape and values of each output, as --exportOutput wrote them.
+    """Return shape and values of each output, from the file of --exportOutput.
 
     Raises:
         MeasureFailed: The file is missing or damaged.

@@ -17,7 +17,7 @@ MAX_LOG_LINES = 8
 
 
 def find_trtexec(path: str | None) -> tuple[str, str]:
-    """The program and its version.
+    """Return the path of the program and its version.
 
     Args:
         path: Of the program; None: the one on PATH.
@@ -38,7 +38,7 @@ def find_trtexec(path: str | None) -> tuple[str, str]:
 
 
 def run_trtexec(command: Sequence[str], timeout_s: float, failure: type[CandidateError]) -> str:
-    """Run it; what it printed.
+    """Run trtexec and return its output.
 
     Raises:
         CandidateError: `failure`, where it ends with another status than 0 or takes too long.
@@ -64,7 +64,7 @@ def run_trtexec(command: Sequence[str], timeout_s: float, failure: type[Candidat
 
 
 def error_lines(output: str) -> str:
-    """The lines of its output that say why: its errors, else the last ones."""
+    """Return the lines of the output that explain a failure: its errors, else the last lines."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "[E]" in line or "Unknown option" in line]
     return " ".join((errors or lines)[-MAX_LOG_LINES:]) or "it printed nothing"

@@ -69,7 +69,7 @@ class Engines(ABC):
 
     @property
     def gpus(self) -> frozenset[str]:
-        """UUIDs of the GPUs that the engines run on, see `harness.api.Benchmarker`."""
+        """Return the UUIDs of the GPUs that the engines run on, see `harness.api.Benchmarker`."""
         return frozenset()
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:

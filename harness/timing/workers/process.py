@@ -86,7 +86,7 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is still running."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     def _used_gb(self) -> float:

@@ -8,9 +8,9 @@ import pytest
 
 from search.algorithms.evolutionary import EvolutionarySearcher
 from search.algorithms.local_search import LocalSearcher
+from search.algorithms.optuna_bridge import TPESearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
-from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.testing import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 

@@ -14,10 +14,9 @@ from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.local_search import LocalSearcher
 from search.algorithms.model_based import AutoSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
-from search.algorithms.optuna_sampler import OptunaSearcher
+from search.algorithms.optuna_bridge import OptunaSearcher, TPESearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.surrogate import SurrogateSearcher
-from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.testing import synthetic_space
 

@@ -14,11 +14,10 @@ from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.local_search import LocalSearcher
 from search.algorithms.model_based import AutoSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
-from search.algorithms.optuna_sampler import OptunaSearcher
+from search.algorithms.optuna_bridge import OptunaSearcher, TPESearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.surrogate import SurrogateSearcher
-from search.algorithms.tpe import TPESearcher
 from search.testing import IncumbentContract, SearcherContract
 
 
@@ -110,7 +109,7 @@ class TestPortfolio(SearcherContract):
 
 def test_every_algorithm_is_declared_as_an_entry_point_and_runs_through_the_contract():
     folder = Path(search.algorithms.__file__).parent
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "optuna_study"}
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     declared = {point.value.partition(":")[0].rpartition(".")[2] for point in entry_points(group="qdq.searchers")}
     checked = {
         (node.module or "").rpartition(".")[2]

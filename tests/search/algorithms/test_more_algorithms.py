@@ -16,11 +16,10 @@ from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.local_search import LocalSearcher
 from search.algorithms.model_based import AutoSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
-from search.algorithms.optuna_sampler import OptunaSearcher
+from search.algorithms.optuna_bridge import OptunaSearcher, TPESearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.surrogate import SurrogateSearcher
-from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.pareto import hypervolume
 from search.testing import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
@@ -78,7 +77,7 @@ def test_a_sampler_that_lacks_its_package_says_so_before_it_runs():
 
 @pytest.mark.parametrize("facts", [{"violation": 0.1}, {"objectives": (1.0, 2.0)}])
 def test_a_sampler_that_knows_no_bound_and_no_front_says_which_does(monkeypatch, facts):
-    monkeypatch.setattr("search.algorithms.optuna_sampler.find_spec", lambda name: object())
+    monkeypatch.setattr("search.algorithms.optuna_bridge.find_spec", lambda name: object())
     space = synthetic_space(4, groups=2)
     searcher = OptunaSearcher(space, seed=0, sampler="CmaEsSampler")
     searcher.tell(scored(space, space.float_placement(), 1.0))
