@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 __all__ = [
-    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "describe_type", "prefix_file",
-    "prefix_key", "suggest_names",
+    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "describe_type", "install_hint",
+    "prefix_file", "prefix_key", "suggest_names",
 ]  # fmt: skip
 
 
@@ -42,6 +42,11 @@ class EvaluationFailed(CandidateError):
     """The evaluator raised, or its score is not finite."""
 
     stage = "evaluate"
+
+
+def install_hint(extra: str) -> str:
+    """Return the command that installs a group of optional dependencies of the project, for instance "modelopt"."""
+    return f"pip install 'qdq-bench[{extra}]'"
 
 
 class _KeyedError(UserError):

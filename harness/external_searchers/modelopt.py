@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.api import ExternalSearchTask
-from harness.errors import BuildFailed
+from harness.errors import BuildFailed, install_hint
 
 __all__ = ["ModelOptAutotune"]
 
@@ -56,7 +56,7 @@ class ModelOptAutotune:
         if limit_s <= 0:
             raise ValueError(f"limit_s is above 0, but got {limit_s}")
         if find_spec("modelopt") is None:
-            raise ValueError("modelopt is not installed: pip install 'nvidia-modelopt[onnx]' torch")
+            raise ValueError(f"modelopt is not installed: {install_hint('modelopt')}")
         self._task = task
         self._schemes = schemes_per_region
         self._baseline = None if qdq_baseline is None else task.find(qdq_baseline)

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
 from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
 from harness.timing.provenance import (
@@ -344,7 +344,7 @@ def _import_onnxruntime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise UserError(
-            f"benchmarker 'onnxruntime': {error}; pip install 'nvidia-modelopt[onnx]' brings it as onnxruntime-gpu"
+            f"benchmarker 'onnxruntime': {error}; {install_hint('cpu')}, or with ModelOpt {install_hint('modelopt')}"
         ) from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime

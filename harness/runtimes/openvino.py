@@ -17,7 +17,7 @@ from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.timing.host_clock import require_static_shapes, time_calls, to_float32, translate_errors
 from harness.timing.provenance import machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.timing.sampling import make_fixed_inputs
@@ -196,7 +196,7 @@ def _import_openvino() -> Any:
     try:
         import openvino
     except ImportError as error:
-        raise UserError(f"benchmarker 'openvino': {error}; pip install openvino") from error
+        raise UserError(f"benchmarker 'openvino': {error}; {install_hint('cpu')}") from error
     return openvino
 
 

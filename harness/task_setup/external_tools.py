@@ -16,7 +16,7 @@ from harness.api import Array
 from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
 from harness.config.plan import quantized_precisions
-from harness.errors import BuildFailed
+from harness.errors import BuildFailed, install_hint
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.read_edges import count_pairs
@@ -140,7 +140,7 @@ def unavailable_reason(name: str, precision: str) -> str:
     """Return why a tool cannot run here or at a precision; "" where it can."""
     tool = PTQ_TOOLS[name]
     if missing := [module for module in tool.modules if find_spec(module) is None]:
-        return f"{', '.join(missing)} not installed: pip install 'nvidia-modelopt[onnx]' torch"
+        return f"{', '.join(missing)} not installed: {install_hint('modelopt')}"
     if precision not in tool.precisions:
         return f"quantizes to {' or '.join(tool.precisions)}, not to {precision}"
     return ""

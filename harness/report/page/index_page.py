@@ -216,5 +216,5 @@ def _reproduction_commands(results: Results) -> list[str]:
     folder = shlex.quote(str(results.folder))
     commits = {str(cell.environment.get("git_commit", "")) for cell in results.cells} - {""}
     lines = [f"git checkout {commit}" for commit in sorted(c.removesuffix("+changes") for c in commits)]
-    lines += ["pip install -c constraints.txt -e ."]
+    lines += ["pip install -c constraints.txt -e '.[modelopt]'"]
     return [*lines, f"qdq reproduce {folder}", f"qdq report {folder}"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import MeasureFailed, UserError
+from harness.errors import MeasureFailed, UserError, install_hint
 
 __all__ = ["CudaRuntime", "Device", "import_runtime", "open_device"]
 
-INSTALL_HINT = "pip install -e '.[tensorrt]' brings cuda-python"
+INSTALL_HINT = f"{install_hint('tensorrt')} brings cuda-python"
 STICKY_ERROR_CODES = frozenset((214, 700, 702, 710, 714, 715, 716, 717, 718, 719))
 """Memory error, illegal address, time-out, assert, stack, instruction, alignment, address space, program counter,
 launch failure: driver_types.h says that "the process must be terminated and relaunched"."""

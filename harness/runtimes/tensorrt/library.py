@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import UserError, install_hint
 
 __all__ = ["TensorRTLibrary", "open_library"]
 
@@ -22,7 +22,7 @@ MIN_VERSION = (10, 9)
 STRONG_TYPING_ONLY_MAJOR = 11
 """From this major on, every network is strongly typed."""
 MAX_LOG_LINES = 200
-_INSTALL_HINT = "pip install -e '.[tensorrt]' (TensorRT >= 10.9 and cuda-python; needs an NVIDIA GPU and its driver)"
+_INSTALL_HINT = f"{install_hint('tensorrt')} (TensorRT >= 10.9 and cuda-python; needs an NVIDIA GPU and its driver)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.errors import BuildFailed
+from harness.errors import BuildFailed, UserError, install_hint
 from harness.graph.io.files import digest_file, move_model
 from harness.graph.io.writer import write_model
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
@@ -175,7 +175,12 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
 
 def _convert_precision(model: onnx.ModelProto, source: str, precision: str) -> onnx.ModelProto:
     """Return a model at FP16 or BF16; plug-in operators keep their types, for ModelOpt knows none without TensorRT."""
-    from modelopt.onnx.autocast.convert import convert_to_f16
+    try:
+        from modelopt.onnx.autocast.convert import convert_to_f16
+    except ImportError as error:
+        raise UserError(
+            f"{source}: {precision} needs ModelOpt ({error}): {install_hint('modelopt')}, or use precision: f32"
+        ) from error
 
     plugins = find_plugin_nodes(model)
     try:

@@ -106,7 +106,7 @@ BREAKS = {
     "Tells": (1, "RuntimeError: a bug in tell", "in tell"),
     "Makes": (0, "ZeroDivisionError: a bug in the constructor", "in __init__"),
     "Wrong": (2, "ValueError: a placement here has ", "in validate"),
-    "Greedy": (2, "ValueError: ask(1) gave 2 placements: at most so many may be under way", "in _checked"),
+    "Greedy": (2, "ValueError: ask(1) gave 2 placements: at most so many may be under way", "in _validate_proposals"),
 }
 
 

@@ -491,7 +491,7 @@ def test_trtexec_without_its_software_says_what_is_missing(folder, runtime, caps
 def test_tensorrt_without_its_software_says_what_brings_it(folder, runtime, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert qdq("-m", "model.onnx", "--backend", "tensorrt") == 2
-    assert "pip install -e '.[tensorrt]' brings cuda-python" in capsys.readouterr().err
+    assert "pip install 'qdq-bench[tensorrt]' brings cuda-python" in capsys.readouterr().err
 
 
 def test_a_dynamic_input_is_fixed_and_a_state_of_another_shape_is_refused(folder, runtime, capsys):
