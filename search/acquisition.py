@@ -41,7 +41,7 @@ class ParetoFront:
     """Pareto front attained so far in two objectives.
 
     Attributes:
-        steps: Non-dominated points, shape (points, 2), the first objective ascending and the second descending.
+        points: Non-dominated points, shape (points, 2), the first objective ascending and the second descending.
         reference: Reference point of the hypervolume, in both objectives.
     """
 

@@ -64,7 +64,7 @@ class GaussianProcess:
     """See the module. Values are standardised, and the kernel is scaled to explain their variance.
 
     Args:
-        mix: Relative prior variances of the kernel's parts.
+        kernel_weights: Relative prior variances of the kernel's parts.
     """
 
     def __init__(self, kernel_weights: Sequence[float] = KERNEL_WEIGHTS) -> None:

@@ -69,7 +69,7 @@ class BuildRequest:
     """Candidate as the driver sends it: its edges, or a key to files that were sent before.
 
     Attributes:
-        files: Key given to `RayWorker.store_files`; "": the worker writes the placement if a file is needed.
+        files_key: Key given to `RayWorker.store_files`; "": the worker writes the placement if a file is needed.
     """
 
     digest: str

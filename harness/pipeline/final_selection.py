@@ -56,10 +56,10 @@ class SelectionResult:
     """What the searches of a cell came to.
 
     Attributes:
-        reached: How far each came, by its name, at each budget; nothing of a cell without a search.
-        leaders: Of each what is confirmed, the winner of the runoff first.
+        states: How far each came, by its name, at each budget; nothing of a cell without a search.
+        incumbents: Of each what is confirmed, the winner of the runoff first.
         speedups: Over the float model in the runoff, by digest; empty where there was none.
-        unbeaten: Digests that no other seed's leader has beaten in it, by name of the searcher and budget.
+        surviving: Digests that no other seed's leader has beaten in it, by name of the searcher and budget.
     """
 
     states: _StatesByBudget

@@ -29,7 +29,8 @@ class NoisePolicy:
         floor: Relative A/A noise floor; a gain within it is not worth a second look.
         racing: An engine that is clearly slower than the incumbent is timed no further.
         builds: Of a surprise, or of a winner by disturbed readings, at most; 1: it is believed at once.
-        level_ms: The baseline's latency, where the machine is so restless that candidates are timed beside it.
+        reference_latency_ms: The baseline's latency, where the machine is so restless that candidates are timed beside
+            it.
     """
 
     floor: float = 0.0

@@ -52,7 +52,7 @@ class PairedComparison:
         name: What the user reads beside the bar, and before what fails.
         header: What it depends on, as JSON has it; a record with another header is put aside.
         floor: Known A/A noise floor; what twins show counts where it is larger.
-        first: Number of the first build, where this goes on with a record whose builds before were of other rows.
+        first_build: Number of the first build, where this goes on with a record whose builds before were of other rows.
     """
 
     name: str

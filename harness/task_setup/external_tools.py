@@ -50,7 +50,7 @@ class PtqTool:
     Attributes:
         modules: What must be installed, by the name that is imported.
         precisions: Precisions that it quantizes to.
-        instead: Its nearest calibration method for each of `calibration.method` that it lacks.
+        method_substitutes: Its nearest calibration method for each of `calibration.method` that it lacks.
     """
 
     modules: tuple[str, ...]

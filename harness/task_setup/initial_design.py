@@ -58,7 +58,7 @@ class InitialDesign:
     """Inputs from which initial placements are made.
 
     Attributes:
-        foreign: Models of PTQ tools, and imported ones, by name.
+        external_models: Models of PTQ tools, and imported ones, by name.
     """
 
     spec: TaskSpec

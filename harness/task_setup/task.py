@@ -69,13 +69,13 @@ class Task:
         model: The cleaned float model, which the space is of.
         float_file: Its file: what is calibrated, and what other tools quantize.
         model_file: The baseline: the same, or its cast form, see `at`.
-        seeds: What every searcher is told first.
+        initial_design: What every searcher is told first.
         ranges: Lowest and highest value of each activation, from the calibration.
         placements: By name, those of the seeds and of the fixed baselines.
         calibrated_on: What the ranges were taken from, for the tables.
         remarks: What is odd about the activations on calibration data, for the tables.
         cache_remarks: Which schemes of pattern caches were measured elsewhere, for the tables.
-        foreign: Models of the PTQ tools, and imported ones.
+        external_models: Models of the PTQ tools, and imported ones.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
         benchmarkers: The backend at each float precision, the baseline's as `MAIN_BENCHMARKER`; none before `at`.

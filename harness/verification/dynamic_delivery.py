@@ -31,7 +31,7 @@ class DynamicModel:
 
     Attributes:
         file: Where it lies; None: it was not written.
-        said: One sentence for people: where it was checked, or why it was not written.
+        remark: One sentence for people: where it was checked, or why it was not written.
     """
 
     file: Path | None

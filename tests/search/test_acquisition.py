@@ -15,8 +15,8 @@ LEVELS = st.integers(0, 8).map(float)
 
 
 def grown(front, points):
-    before = hypervolume(front.steps, front.reference)
-    return np.array([hypervolume([*front.steps, point], front.reference) - before for point in points])
+    before = hypervolume(front.points, front.reference)
+    return np.array([hypervolume([*front.points, point], front.reference) - before for point in points])
 
 
 def made(*points):

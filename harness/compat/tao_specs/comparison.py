@@ -35,7 +35,7 @@ class ComparisonRow:
     """One row of the comparison.
 
     Attributes:
-        figure: The metric with its 95 % interval over images, where there is one.
+        interval: The metric with its 95 % interval over images, where there is one.
         drop: Against the first row, positive where this one is worse; None for the first itself.
     """
 

@@ -130,7 +130,7 @@ def static_shapes(
         declared: The model.
         batch: For dimensions that are the batch by their name, and where only the first dimension is dynamic.
         given: Shapes by input.
-        place: Names the option or key of `given` in messages.
+        names: Names the option or key of `given` in messages.
         samples: Of the calibration data.
         dims: Sizes by symbol.
 

@@ -79,7 +79,7 @@ class ResolvedShapes:
 
     Attributes:
         shapes: Shape of each input without unknown dimensions.
-        defaulted: Sizes that batch dimensions got by default, by their name in messages.
+        default_sizes: Sizes that batch dimensions got by default, by their name in messages.
         missing: Dimensions that are still unknown.
         known: Size by symbol.
     """

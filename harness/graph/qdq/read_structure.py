@@ -32,10 +32,10 @@ class QDQGraph:
         operators: Operator of each node by name.
         linear: Precisions of data and weight of each linear operator by name; None where an input is float.
         pairs: Names of its Q and DQ nodes.
-        behind: By linear operator, the operators that read its output, pairs included.
-        odd: By Q or DQ node, what no runtime can fuse about it.
-        feeds: By Q or DQ node, the node in front of the pair and those behind it.
-        stands_for: By the name of a node that may be folded into a linear operator, or of what it or the linear
+        consumers: By linear operator, the operators that read its output, pairs included.
+        unfusable_reasons: By Q or DQ node, what no runtime can fuse about it.
+        pair_neighbours: By Q or DQ node, the node in front of the pair and those behind it.
+        folded_into: By the name of a node that may be folded into a linear operator, or of what it or the linear
             operator puts out, the linear operators in front of it; one as a rule.
     """
 

@@ -28,8 +28,8 @@ class NodeRequests:
     """A placement as the marks (see `VariantTable`) of each node, by its index, and of `GRAPH_INPUT_INDEX`.
 
     Attributes:
-        read: On what it reads.
-        made: On what it makes.
+        consumer_masks: On what it reads.
+        producer_masks: On what it makes.
     """
 
     consumer_masks: list[int]

@@ -26,7 +26,7 @@ class RuntimeFault:
 
     Attributes:
         text: The rule as a sentence.
-        found: Whether it would strike a node whose data are quantized.
+        matches: Whether it would strike a node whose data are quantized.
     """
 
     text: str

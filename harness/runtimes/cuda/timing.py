@@ -40,8 +40,8 @@ class GpuTimings:
     Attributes:
         gpu_ms: By events on the device.
         enqueue_ms: The host's time to queue each.
-        waited: Whether the device had come to a query before all of it was queued. Then it may have waited for the host
-            between two events, and the reading is the host's as much as the device's.
+        device_waited: Whether the device had come to a query before all of it was queued. Then it may have waited for
+            the host between two events, and the reading is the host's as much as the device's.
     """
 
     gpu_ms: tuple[float, ...]

@@ -33,7 +33,7 @@ class TensorRTLibrary:
         trt: The module.
         version: Its own, for instance "10.16.1.11".
         log: Its logger; it must outlive everything that is made with it.
-        said: Warnings and errors so far, in order, the last `MAX_LOG_LINES` of them.
+        messages: Warnings and errors so far, in order, the last `MAX_LOG_LINES` of them.
     """
 
     trt: Any
