@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def test_every_algorithm_is_declared():
     declared = {point.value.partition(":")[0] for point in entry_points(group="qdq.searchers")}
     files = {f"search.algorithms.{p.stem}" for p in (ROOT / "search/algorithms").glob("*.py") if p.stem[0] != "_"}
     assert files <= declared
+
+
+FRONT_END_NAMES = {"PatternCache", "Region"}
+"""Names that users of ModelOpt import from our front end to its autotune."""
+
+
+def test_no_class_name_is_defined_twice():
+    names = Counter(
+        node.name
+        for package in ("harness", "search")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} <= FRONT_END_NAMES
 
 
 def test_tests_hold_no_packages():

@@ -11,18 +11,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from harness.cli.common import print_table
-from harness.errors import CandidateError, UserError
+from harness.errors import CandidateError, UserError, install_hint
 
 __all__ = ["doctor", "examine_machine"]
 
 #: Name: module to look for, and the command that installs it.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "openvino": ("openvino", "pip install openvino"),
-    "onnxruntime": ("onnxruntime", "pip install 'nvidia-modelopt[onnx]' (never together with onnxruntime)"),
-    "modelopt": ("modelopt", "pip install 'nvidia-modelopt[onnx]'"),
-    "tensorrt": ("tensorrt", "pip install -e '.[tensorrt]' (needs an NVIDIA GPU)"),
-    "cuda-python": ("cuda.bindings", "pip install -e '.[tensorrt]'"),
-    "ray": ("ray", "pip install -e '.[ray]'"),
+    "openvino": ("openvino", install_hint("cpu")),
+    "onnxruntime": ("onnxruntime", f"{install_hint('cpu')}, or {install_hint('modelopt')}, never both"),
+    "modelopt": ("modelopt", install_hint("modelopt")),
+    "tensorrt": ("tensorrt", f"{install_hint('tensorrt')} (needs an NVIDIA GPU)"),
+    "cuda-python": ("cuda.bindings", install_hint("tensorrt")),
+    "ray": ("ray", install_hint("ray")),
 }
 TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")  # they decide whether timings are stable, so always listed
 NO_VNNI_WARNING = (

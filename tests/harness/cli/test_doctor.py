@@ -53,8 +53,8 @@ def test_two_onnx_runtimes_are_a_warning(rows, monkeypatch):
 def test_remedies_are_commands_for_a_checkout(rows, monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     found = rows()
-    assert found["tensorrt"] == ("missing", "pip install -e '.[tensorrt]' (needs an NVIDIA GPU)")
-    assert found["ray"] == ("missing", "pip install -e '.[ray]'")
+    assert found["tensorrt"] == ("missing", "pip install 'qdq-bench[tensorrt]' (needs an NVIDIA GPU)")
+    assert found["ray"] == ("missing", "pip install 'qdq-bench[ray]'")
 
 
 def test_broken_plug_ins_are_listed_and_the_others_work(rows, monkeypatch):
