@@ -114,6 +114,18 @@ def test_every_command_of_the_tutorial_runs(tmp_path, monkeypatch):
     assert values["detections"].ndim == 3
 
 
+def test_test_files_named_in_the_docs_exist():
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"`(?:\S*?)([\w/]*test_\w+\.py)\b", page.read_text(encoding="utf-8"))
+    }
+    files = [str(path) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [
+        name for name in sorted(named) if not any(file.endswith(f"/{name.removeprefix('tests/')}") for file in files)
+    ] == []
+
+
 def test_experiments_shown_in_the_docs_are_valid():
     for page in (ROOT / "README.md", ROOT / "docs/reference/experiment.md"):
         shown = re.findall(r"```yaml\n(experiment:.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
