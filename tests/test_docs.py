@@ -56,6 +56,16 @@ def test_evidence_of_the_readme_is_that_of_committed_runs():
         assert float(shown[next(iter(shown))].split()[0]) == max(float(found[name].split()[0]) for name in fixed)
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
+def test_pages_avoid_the_forbidden_words(page):
+    """Code and tables of committed runs are left out."""
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"<!-- results/.*?<!-- end -->|```.*?```|`[^`]+`", "", text, flags=re.DOTALL)
+    listed = (ROOT / "tests/forbidden_words.txt").read_text(encoding="utf-8").splitlines()
+    words = [word for word in listed if word and not word.startswith("#")]
+    assert re.findall(rf"\b(?:{'|'.join(words)})\b", prose, flags=re.IGNORECASE) == []
+
+
 def anchors(page: Path) -> set[str]:
     """Fragments of a page's headings, by GitHub's rule."""
     titles = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
