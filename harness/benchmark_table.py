@@ -96,7 +96,7 @@ class TableMetadata(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableEntry:
-    """One placement: its position in the order of first readings, its choices over the whole space, its outcome."""
+    """Entry of a placement: position in the order of first readings, choices over the whole space, outcome."""
 
     number: int
     choices: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Who watches a run: lines and progress, without knowing where they are shown."""
+"""Progress reporting: lines and tasks, independent of their display."""
 
 from __future__ import annotations
 

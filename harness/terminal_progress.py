@@ -25,14 +25,14 @@ from harness.progress import ProgressTask
 __all__ = ["TerminalProgress"]
 
 MIN_SHARE_FOR_ETA = 0.05
-"""Share of some work before which nobody knows how long the rest takes: the first step may build, all others not."""
+"""Share of a task before which no remaining time is shown: the first step may include a build."""
 
 
 class TerminalProgress:
     """An observer on standard error, so that standard output holds the tables alone.
 
     Args:
-        every_s: Without a terminal long work says so often, in a plain line, how far it is.
+        every_s: Interval of plain progress lines without a terminal.
     """
 
     def __init__(self, *, every_s: float = 30.0) -> None:
@@ -65,7 +65,7 @@ class TerminalProgress:
 
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
-        """Show a bar while the work goes on; without a terminal a line now and then, and one when it ends."""
+        """Show a bar during the task; without a terminal a line from time to time and one at the end."""
         started_s = time.monotonic()
         task = self._progress.add_task(title, total=total, note="")
         step = _ProgressBar(self._progress, task)

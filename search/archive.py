@@ -19,7 +19,7 @@ __all__ = ["Archive", "ArchiveEntry", "ArchiveSearcher", "improves"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveEntry:
-    """One scored placement.
+    """Scored placement.
 
     Attributes:
         score: Pooled score, see `Archive.tell`; its metrics are the latest ones.

@@ -25,7 +25,7 @@ PointKind = Literal["node_input", "child_input", "output"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """One place where a Q/DQ pair acts: input number `slot` of node `consumer`, fed by `tensor`.
+    """Position of a Q/DQ pair: input number `slot` of node `consumer`, fed by `tensor`.
 
     A tensor that is itself an output of the model has the consumer "" and the slot 0.
     """
@@ -41,14 +41,14 @@ Resolved = tuple[tuple[Edge, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One choice for each dimension of a space: indices into `Dimension.choices`."""
+    """Choice for each dimension of a space: indices into `Dimension.choices`."""
 
     choices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """One insertion point of one pattern.
+    """Insertion point of one pattern.
 
     Attributes:
         name: Unique and stable, for instance "a1b2c3/node_input/4.0".

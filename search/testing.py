@@ -236,7 +236,7 @@ class SearcherContract:
 
 
 class IncumbentContract(SearcherContract):
-    """Besides, that a tie displaces nothing: for searchers that go on from an incumbent."""
+    """Additional contract of searchers that continue from an incumbent: a tie displaces nothing."""
 
     def test_a_tie_leads_nowhere_that_a_loss_does_not(self) -> None:
         space = synthetic_space(24, groups=6)

@@ -77,7 +77,7 @@ class ExternalSearcherAdapter:
     Args:
         make: Calls the peer's factory; it is made and entered when it is first asked.
         folder: Takes the models that may still be needed.
-        keep: A model that was never among so many best is deleted once it is told.
+        keep: Number of best models to keep; others are deleted once their result is reported.
 
     Attributes:
         left: What the peer raised as it was left; None where it did not, or has not been left yet.

@@ -1,4 +1,4 @@
-"""What runs in the child process of `harness.external_searchers.modelopt`: ModelOpt's workflow, which knows nothing
+"""Program of the child process of `harness.external_searchers.modelopt`: ModelOpt's workflow, which knows nothing
 of the harness.
 
 A process of its own, because the workflow keeps control from its first model to its last, draws from the global random
@@ -37,7 +37,7 @@ class _Benchmark:
         if isinstance(path_or_bytes, bytes):
             model.write_bytes(path_or_bytes)
         else:
-            copy_model(Path(path_or_bytes), Path(), model.name)  # with its weights, where they lie beside it
+            copy_model(Path(path_or_bytes), Path(), model.name)  # with its external data, if any
         _send_message(self._connection, {"model": str(model)})
         answer = self._connection.readline()
         if not answer:

@@ -39,7 +39,7 @@ def export_finalists(
 
     Args:
         found: What its searches came to, see `harness.pipeline.final_selection`.
-        others: Float precisions beside the baseline's; each gets a row.
+        others: Float precisions other than the baseline's; each gets a row.
         brought: What other cells found, by the name of its row; see `harness.pipeline.transfer`.
 
     Raises:

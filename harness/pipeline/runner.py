@@ -17,10 +17,10 @@ A results folder holds, for each cell:
     models/*.onnx   the exported files themselves: what was timed and scored, byte for byte; *.dynamic.onnx are those
                     of a model with dynamic inputs that keep them
     dynamic.json    of these: at which sizes each was checked, or why it was not written
-    through.json    that nothing is left to do; a cell that has it, and whose files are as they were, is not gone over
-    stopped.txt     why the last run of the cell ended before its time; gone when it goes on
+    through.json    marks a finished task, which is skipped while its files are unchanged
+    stopped.txt     reason why the last run of the task ended early; removed on resume
 
-`env.json` and `cell.json` are written once; what they hold must still be so when the experiment goes on.
+`env.json` and `cell.json` are written once; their content must still hold on resume.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = ["MAX_WORKER_LOSSES", "run_experiment", "run_with_recovery"]
 MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
 
 MAX_BROKEN_SHOWN = 3
-"""So many searches that broke are named at the end; the report has all."""
+"""Number of failed searches named at the end; the report lists all."""
 
 
 def run_experiment(
@@ -87,7 +87,7 @@ def run_experiment(
 
     Args:
         out: Results folder; created where missing.
-        accept_changes: A cell that was begun with something else is kept beside, and begun anew.
+        accept_changes: Archive a task that was started with other inputs, and start it anew.
         retry_failed: What failed in searches, runoffs and confirmations is attempted once more.
 
     Raises:
@@ -237,7 +237,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             lambda facts: {key: facts.get(key) for key in running.fingerprint()},
         )
         clear_task_error(folder)
-        asked = running.task_digest()  # before anything is measured: what somebody changes meanwhile is not through
+        asked = running.task_digest()  # first: later changes of the inputs must invalidate the marker
         if not (experiment.transfer or place.retry_failed) and is_complete(folder, asked):
             observer.say(f"{spec.name}: nothing is left to do")
             shutil.rmtree(cell.work, ignore_errors=True)

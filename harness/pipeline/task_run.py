@@ -36,12 +36,12 @@ from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
 __all__ = ["TaskRun"]
 
 PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
-"""Precisions that a dialect has come to offer beside others, which changes no candidate of a cell."""
+"""Precisions added to a dialect later, which change no candidate of a task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRun:
-    """One cell while its searches run.
+    """State of a task while its searches run.
 
     Attributes:
         checker: Compares engines with their files; None where the benchmarker runs no model.
@@ -73,7 +73,9 @@ class TaskRun:
                 raise
             kept = archive_existing(journal)
             clear_termination(journal)
-            self.observer.say(f"{named} broke, and proposes something else now: it begins anew, beside {kept.name}")
+            self.observer.say(
+                f"{named} failed and now proposes something else: it starts anew (old journal: {kept.name})"
+            )
             ending = self._run_search_loop(run, workers, retry_failed)
         if ending.reason:
             what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)

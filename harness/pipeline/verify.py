@@ -1,4 +1,4 @@
-"""Repeats what a results folder says of one exported file: hash, Q/DQ edges, accuracy, right result, latency."""
+"""Reproduction of the recorded facts of one exported file: hash, Q/DQ edges, accuracy, outputs, latency."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ REPRODUCTION_SCHEDULE = Confirmation(builds=3, rounds=4, samples=8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One thing that was repeated.
+    """Result of one check.
 
     Attributes:
         what: "file", "edges", "accuracy", "bound", "runtime" (it computes what the file says) or "latency".
-        holds: It is what the results folder says, and the bound on accuracy holds; None where the folder says nothing
+        holds: It agrees with the results folder, and the accuracy bound holds; None if the folder has no record
             of it.
         found: What is recorded, and what was found now.
     """
@@ -73,7 +73,7 @@ def verify(
     base: Path | None = None,
     max_drop: Bound | None = None,
 ) -> list[CheckResult]:
-    """Repeat what a results folder says of a file, and hold its accuracy to the bound.
+    """Reproduce the recorded facts of a file, and check its accuracy against the bound.
 
     Args:
         model: An exported model; or a row with its file.
@@ -184,7 +184,7 @@ def _find_row(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reproduction:
-    """A row that is looked at again.
+    """Reproduction of one row.
 
     Attributes:
         bound: Largest loss of accuracy; None: any.
@@ -242,7 +242,7 @@ class _Reproduction:
             return CheckResult(what="edges", holds=pairs == self.row.pairs, found=text)
         asked = cell.space.resolve(cell.space.validate(Placement(self.row.choices)))
         missing, extra = diff_edges(cell.edges_in_file(asked), self.file)
-        text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} that nobody asked"
+        text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} unexpected"
         return CheckResult(what="edges", holds=not (missing or extra), found=text)
 
     def _check_score(
@@ -272,7 +272,7 @@ class _Reproduction:
         return CheckResult(what="accuracy", holds=not differing, found=f"{text}{self._check_recorded_loss()}")
 
     def _check_recorded_loss(self) -> str:
-        """What the folder says of the row's loss, and whether it is within the bound; "" where it says nothing."""
+        """Return the recorded loss of the row and whether it is within the bound, or "" if there is none."""
         results, row = self.results, self.row.id
         drop, bound = results.drop(row), results.allowed
         if drop is None or row == FLOAT_ROW or results.metric is None or results.metric in METRIC_CAPS:

@@ -266,7 +266,7 @@ class ONNXRuntimeBenchmarker:
 
 
 class _ONNXRuntimeProbe:
-    """One session with a binding for the timed runs; inputs and outputs stay on the device that runs it."""
+    """Session with a binding for the timed runs; inputs and outputs stay on the device that runs it."""
 
     def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
         self._session = session

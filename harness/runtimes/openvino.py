@@ -150,7 +150,7 @@ class OpenVINOBenchmarker:
 
 
 class _OpenVINOProbe:
-    """One compiled model with two requests, so that evaluation never touches the inputs that are timed."""
+    """Compiled model with two requests, so that evaluation never touches the inputs that are timed."""
 
     def __init__(self, compiled: Any, ov: Any) -> None:
         self._compiled = compiled

@@ -2,7 +2,7 @@
 
 Every quantized edge has an effect and so has every pair of them, drawn by hashing their names with a
 seed. Wanted edges make the model faster, alone and more so in company; unwanted ones make it slower,
-and more so beside wanted ones. So the planted optimum is: exactly the wanted edges.
+and more so next to wanted ones. So the planted optimum is: exactly the wanted edges.
 """
 
 from __future__ import annotations

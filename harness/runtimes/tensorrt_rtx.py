@@ -1,7 +1,7 @@
 """Latency on TensorRT for RTX through its plug-in for ONNX Runtime: experimental, and never comparable with TensorRT.
 
 TensorRT-RTX is another library with other kernels, compiled on the user's machine. Its support matrix lists compute
-capabilities 7.5, 8.6, 8.9 and 12.x; what it does with INT8 activations is said differently in different places.
+capabilities 7.5, 8.6, 8.9 and 12.x; the documentation on INT8 activations is contradictory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INSTALL_HINT = (
 NVIDIA_VENDOR_ID = 0x10DE
 """PCI's number of the vendor: ONNX Runtime finds the plug-in's memory by it (microsoft/onnxruntime#25346).
 
-Memory of one's own cannot be bound from Python: `IOBinding.bind_input` takes no vendor (#26079).
+Own memory cannot be bound from Python: `IOBinding.bind_input` takes no vendor (#26079).
 """
 NUMPY_TYPE_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 
@@ -186,7 +186,7 @@ class _BoundSession:
 
 
 class _RTXProbe:
-    """One session, timed on bound memory; other inputs go through ONNX Runtime's own copies."""
+    """Session timed on bound memory; other inputs go through ONNX Runtime's own copies."""
 
     def __init__(self, ready: _RTXHandle, session: Any, timer: GpuTimer) -> None:
         self._ready, self._session, self._timer = ready, session, timer

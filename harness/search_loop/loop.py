@@ -1,7 +1,7 @@
 """Loop of one search: ask, build, sample, score, journal, tell. Resuming replays the journal.
 
 The journal's lines are an input of the loop: where the next proposal is already there with its
-outcome, the outcome is told instead of measured. A searcher that proposes something else than it
+outcome, the recorded outcome is reported instead of measured. A searcher that proposes something else than it
 did before is refused, so a resumed run is the run it would have been.
 
 Several proposals may await their outcomes at once. Outcomes are journaled as they come and told in ask order,
@@ -50,14 +50,14 @@ __all__ = [
 ]
 
 MAX_CONSECUTIVE_DUPLICATES = 200
-"""A searcher that proposes known placements so often in a row has nothing left."""
+"""Number of consecutive known proposals after which a searcher is considered exhausted."""
 COLD_START_EVALUATIONS = 8
-"""Without seeds, so many first evaluations stand for them."""
+"""Number of first evaluations that replace the initial design if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialPlacement:
-    """Placement that every searcher is told before its first proposal."""
+    """Placement whose outcome every searcher receives before its first proposal."""
 
     name: str
     placement: Placement
@@ -74,7 +74,7 @@ class SearchTask:
         seconds: Wall-clock budget, counted apart; None: no limit.
         window: Proposals that may await their outcomes at once.
         retry_failed: What failed in an earlier part of this run is attempted once more, at no cost to the budget.
-        patience: Without seeds, the search stops where so many first evaluations all fail.
+        patience: Without an initial design, the search stops if this number of first evaluations all fail.
     """
 
     space: Space
@@ -223,7 +223,7 @@ class _SearchLoop:
         if self._seeds:
             return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
         if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
-            return []  # a searcher's first proposal comes after all that it is told beforehand
+            return []  # a searcher's first proposal follows the outcomes of the initial design
         if not any(
             asked.origin == RETRY_ORIGIN for asked, _ in self._waiting
         ):  # else there may still be one that works

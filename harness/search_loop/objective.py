@@ -28,7 +28,7 @@ __all__ = [
 PROXY = "proxy_sqnr_db"
 """Name of the proxy among an outcome's metrics: fidelity on a few samples, larger is closer to the float model."""
 PREDICTED_METRIC = "believed"
-"""Name among an outcome's metrics of the best value that the proxy leaves to the metric, where nobody measured it."""
+"""Name of the best metric value that the proxy allows, in outcomes without a measured metric."""
 
 LOSS_ROUND_OFF = 1e-9
 """One image of a hundred is 0.01, though 0.76 less 0.75 is a little more."""
@@ -36,7 +36,7 @@ LOSS_ROUND_OFF = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a search minimises: latency, the loss of a metric, or both, and within which bounds.
+    """Objective of a search: latency, the loss of a metric, or both, with bounds.
 
     Attributes:
         metric: Name of the metric that is bounded or minimised; None: latency alone.

@@ -1,7 +1,7 @@
 """Copy of a run as an Optuna journal, for optuna-dashboard: every trial of every search.
 
 It is a copy for people to look at: nothing is read back from it but how far it has come, and where it cannot be written
-the search goes on. A trial's parameters are how many insertion points of each pattern are quantized: a placement has
+the search continues. A trial's parameters are how many insertion points of each pattern are quantized: a placement has
 hundreds of points, and no plot would be legible with a parameter for each.
 
 Lines are written here, in the form of `optuna.storages.JournalStorage` (Optuna 5.0, storages/journal/_storage.py).
@@ -34,7 +34,7 @@ from search.space import Space
 __all__ = ["OPTUNA_JOURNAL_NAME", "mirror_to_optuna"]
 
 OPTUNA_JOURNAL_NAME = "optuna.journal"
-"""Name in a cell's folder: whoever reads such a file reads all of it."""
+"""Name in a task's folder; one per task, because readers always read the whole file."""
 _CREATE_STUDY, _DELETE_STUDY, _CREATE_TRIAL = 0, 1, 4
 """Of Optuna's `JournalOperation`."""
 _COMPLETE, _FAIL = 1, 3

@@ -75,9 +75,9 @@ def _validate_proposals(proposed: Sequence[Placement], n: int, space: Space) -> 
     """Return the proposals with plain Python integers as choices; NumPy's cannot be serialized.
 
     Raises:
-        ValueError: More than so many, or one that is not of this space.
+        ValueError: Too many proposals, or one that is not valid for the space.
     """
     placements = [space.validate(Placement(tuple(map(index, placement.choices)))) for placement in proposed]
     if len(placements) > n:
-        raise ValueError(f"ask({n}) gave {len(placements)} placements: at most so many may be under way")
+        raise ValueError(f"ask({n}) gave {len(placements)} placements: more than were requested")
     return placements

@@ -29,8 +29,8 @@ class NoisePolicy:
         floor: Relative A/A noise floor; a gain within it is not worth a second look.
         racing: An engine that is clearly slower than the incumbent is timed no further.
         builds: Of a surprise, or of a winner by disturbed readings, at most; 1: it is believed at once.
-        reference_latency_ms: The baseline's latency, where the machine is so restless that candidates are timed beside
-            it.
+        reference_latency_ms: The baseline's latency, if the machine is so noisy that candidates are timed interleaved
+            with it.
     """
 
     floor: float = 0.0
@@ -56,7 +56,7 @@ def make_trial_fn(
     readings that other load on the machine disturbed, whatever the width of their interval.
 
     Args:
-        judge: Looks at accuracy; by default nobody does.
+        judge: Accuracy gate; by default accuracy is not checked.
         care: What is done about noise.
     """
     return _TrialRunner(engines, sampling, judge or AccuracyGate(), care).attempt
@@ -78,7 +78,7 @@ class _TrialRunner:
 
         outcome = self._measure(candidate, rival, look)
         if isinstance(outcome, Failed) or rival is None or not self.judge.is_feasible(outcome.metrics):
-            return outcome  # the first one surprises nobody
+            return outcome  # the first one has nothing to be compared with
         if not self._is_clearly_faster(outcome, rival) or (
             outcome.stable and not _intervals_are_disjoint(outcome, rival)
         ):

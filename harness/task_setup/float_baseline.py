@@ -2,7 +2,7 @@
 
 A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment
 leaves the precision open, the float model is timed at each, and the fastest becomes the baseline of the
-cell and the precision of everything in its candidates that is not quantized. The others get a row beside it.
+cell and the precision of everything in its candidates that is not quantized. The others get a row each.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
     """Return by precision why candidates cannot be cast to a backend's float precision; nothing is built.
 
     Args:
-        use: The backend; where it leaves the float precision open, each that its device offers is looked at.
+        use: The backend; if it leaves the float precision open, each one that its device offers is timed.
         model: The float model.
-        precisions: What may be offered beside float.
+        precisions: Precisions that may be offered besides float.
     """
     made = registry.create_plugin("benchmarker", use.use, use.params)
     if not isinstance(made, SupportsCast):

@@ -88,7 +88,7 @@ class WarmStartModel:
 
     Attributes:
         digest: What its row is called, the name of the start; a placement's row is called by its digest.
-        placement_digest: Digest of the placement that the method is told.
+        placement_digest: Digest of the placement that the method starts from.
         path: The tool's file.
     """
 

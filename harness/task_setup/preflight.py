@@ -1,6 +1,6 @@
 """Preflight validation of an experiment: models, data sets, plug-ins and parameters.
 
-A run takes hours, so its last cell is looked at before its first begins: models that data or shapes belong to
+A run takes hours, so all tasks are checked before the first one starts: models that data or shapes belong to
 are loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
 """
 
@@ -165,7 +165,7 @@ def _check_external_searcher(peer: SearcherSpec, experiment: Experiment) -> None
 
     def find(name: str) -> Path:
         if name in PTQ_TOOLS and name not in made:
-            raise UserError(f"{what}: {name!r} is made where initial or baselines has it; add it there")
+            raise UserError(f"{what}: {name!r} is made only if initial or baselines contains it; add it there")
         return Path(name) if name in made else resolve_path(name, peer.base_dir)
 
     precision = quantized_precisions(experiment.precision[0])[0]
@@ -224,7 +224,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
     """Yield remarks on a model with its shapes and data applied.
 
     Args:
-        objective: Says whether halves of the evaluator's data are used, and what their accuracy is held to.
+        objective: Sets whether halves of the evaluator's data are used, and the bound on their accuracy.
 
     Raises:
         UserError: Shapes or data do not fit the model.

@@ -69,7 +69,7 @@ class Task:
         model: The cleaned float model, which the space is of.
         float_file: Its file: what is calibrated, and what other tools quantize.
         model_file: The baseline: the same, or its cast form, see `at`.
-        initial_design: What every searcher is told first.
+        initial_design: Placements that every searcher starts from.
         ranges: Lowest and highest value of each activation, from the calibration.
         placements: By name, those of the seeds and of the fixed baselines.
         calibrated_on: What the ranges were taken from, for the tables.
@@ -79,8 +79,8 @@ class Task:
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
         benchmarkers: The backend at each float precision, the baseline's as `MAIN_BENCHMARKER`; none before `at`.
-        cast: The model as `model_file` has it, where that is not `model`.
-        facts: What the backend says of itself and its device.
+        cast: Model of `model_file`, if it differs from `model`.
+        facts: Facts reported by the backend about itself and its device.
         feeds: Calibration batches.
     """
 
@@ -150,7 +150,7 @@ class Task:
     def candidate(self, placement: Placement) -> Candidate:
         """Return the candidate of a placement; its file is written when it is built.
 
-        Writing it raises UserError where the disk is full: that says nothing about the candidate.
+        Writing it raises UserError if the disk is full, which is no failure of the candidate.
         """
         resolved, digest = self.space.resolve(placement), self.space.digest(placement)
         if not resolved:
@@ -306,7 +306,8 @@ def _read_runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, fr
     """Return a benchmarker's dialect, the precisions that it only emulates, its facts, and whether it runs no model.
 
     Raises:
-        UserError: It names no dialect, or its runtime or device is missing: nobody calibrates for minutes to hear that.
+        UserError: It names no dialect, or its runtime or device is missing (checked before the calibration, which takes
+            minutes).
     """
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts

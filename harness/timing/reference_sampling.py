@@ -102,7 +102,7 @@ def _alternate_turns(probe: Probe, reference: ReferenceEngine, sampling: Samplin
 
 
 class PairedEngine:
-    """One of the two engines that take turns.
+    """Engine of an interleaved pair.
 
     Attributes:
         spent_ms: Time of its inferences, including those that warm the caches.

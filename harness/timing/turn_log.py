@@ -30,7 +30,7 @@ NOTED_DISTURBED_SHARE = 0.10  # medians over turns are robust against a smaller 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One timed turn of one row.
+    """Timed turn of a row.
 
     Attributes:
         build: Number of the fresh build.

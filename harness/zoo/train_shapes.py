@@ -6,7 +6,7 @@ shapes as in TOOD (Feng et al. 2021, arXiv:2108.07755), so that a score learns h
 learn by CIoU (Zheng et al. 2020, arXiv:1911.08287).
 
 Takes about ten minutes on one core. The same seed on the same machine gives the same file. The layout of
-input and output is told in `harness.zoo.detector`, next to the model's name.
+input and output are documented in `harness.zoo.detector`.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def export(model: Tensor, path: Path) -> None:
 
 
 def main() -> None:
-    """Train and write `shapes_detector.onnx` beside this module, or where `-o` says."""
+    """Train and write `shapes_detector.onnx` next to this module, or to the path of `-o`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).with_name("shapes_detector.onnx"))
     parser.add_argument("--epochs", type=int, default=12)

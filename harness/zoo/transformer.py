@@ -21,7 +21,7 @@ __all__ = ["encoder", "encoder6", "encoder48", "vit_tiny"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """One encoder layer to be written.
+    """Encoder layer under construction.
 
     Its weights are drawn here, not by the builder: behind a computed Reshape the builder knows no shapes.
     """

@@ -71,7 +71,7 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
     """Runs the float model with the chosen tensors as further outputs, on one thread and unoptimised.
 
     Args:
-        model_path: ONNX file; a "-inferred" file appears beside it for a moment.
+        model_path: ONNX file; a "-inferred" file appears next to it temporarily.
         folder: Scratch folder for the augmented model.
         tensors: Activations to observe.
         collector: Where they go.
@@ -154,8 +154,8 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
 
     Entropy: the symmetric threshold with the smallest Kullback-Leibler divergence between the clipped and the
     quantized histogram, then clipped to the values seen (S. Migacz, "8-bit Inference with TensorRT", GTC 2017,
-    s7310). Percentile: the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, clipped likewise. MSE: the symmetric
-    threshold with the smallest mean squared error of 8-bit integers, clipped likewise; see `_minimize_clipping_error`.
+    s7310). Percentile: the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, also clipped. MSE: the symmetric
+    threshold with the smallest mean squared error of 8-bit integers, also clipped; see `_minimize_clipping_error`.
 
     Args:
         method: "entropy", "percentile" or "mse".

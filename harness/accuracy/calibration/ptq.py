@@ -40,7 +40,7 @@ _CHILD_BOOTSTRAP = (
 
 
 class PtqOptions(TypedDict, total=False):
-    """What both tools take.
+    """Options that both tools take.
 
     Attributes:
         dialect_name: Name of the dialect of the runtime that the model is for.

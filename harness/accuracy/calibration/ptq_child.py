@@ -1,4 +1,4 @@
-"""What runs in the child process of `harness.accuracy.calibration.ptq`: one PTQ tool on one model. Knows nothing of
+"""Program of the child process of `harness.accuracy.calibration.ptq`: one PTQ tool on one model. Knows nothing of
 the harness.
 
 A process of its own, because ModelOpt replaces methods of ONNX Runtime's calibraters and quantizers and deletes

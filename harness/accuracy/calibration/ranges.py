@@ -64,7 +64,7 @@ _SCHEMA_VERSION = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """What ranges depend on, beside the tensors.
+    """Everything that ranges depend on, except the tensors.
 
     Attributes:
         model_sha256: Of the model file.

@@ -8,7 +8,7 @@
     {use: npy, path: images.npy, labels: classes.csv}
 
 Labels of images: a `.json` file in COCO's form (the images are those it lists, in its order), a
-`.txt` file with lines "FILENAME CLASS" (likewise), or none (every image of the folder, by name).
+`.txt` file with lines "FILENAME CLASS" (same index), or none (every image of the folder, by name).
 `masks` is a folder of PNG files (`harness.accuracy.data.masks`). `classes` lists the names of the model's
 classes in the order of its outputs; without it they are the categories of the labels by ascending id.
 An `.npz` file has one array per input of the model, the samples along the first axis; a `.npy` file is

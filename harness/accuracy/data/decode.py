@@ -1,6 +1,6 @@
 """From a detector's raw outputs to boxes: decoders by name, and non-maximum suppression.
 
-A decoder of one's own is a function `(outputs, prepared, size, **params) -> Detections`, registered
+A custom decoder is a function `(outputs, prepared, size, **params) -> Detections`, registered
 under `qdq.decoders` or named as `package.module:function`. It sees the outputs of one image, batch
 axis included, and gives boxes in pixels of the original image.
 """
@@ -163,7 +163,7 @@ def suppress_overlaps(
 
     Boxes are taken best first (ties: in the order given) unless one already taken, of the same
     class, overlaps them by more than the threshold. The walk ends when `top` are taken, so the many
-    weak candidates are mostly never compared; those beyond the best CANDIDATES are never looked at.
+    weak candidates are mostly never compared; those beyond the best MAX_CANDIDATES are ignored.
 
     Args:
         boxes: n x 4: left, top, right, bottom.

@@ -18,13 +18,13 @@ __all__ = ["VOID_CLASS", "IndexMasks", "Mask", "Masks", "PanopticMasks", "requir
 
 VOID_CLASS = -1
 """Pixels of no class: they count for nothing."""
-BORDER_PIXEL = 255  # what PASCAL VOC and most others write where nobody decided
+BORDER_PIXEL = 255  # PASCAL VOC and most others mark undecided pixels so
 Mask = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMasks:
-    """One PNG for each image, named like it; a pixel is a class index, 255 is no class.
+    """Index masks: a PNG per image, named like it; a pixel is a class index, 255 is no class.
 
     Attributes:
         folder: Where the PNGs are.

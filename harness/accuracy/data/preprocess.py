@@ -1,6 +1,6 @@
 """Preprocessing of images into model inputs, shared by calibration and accuracy.
 
-A preprocessing of one's own is a class with `prepare`, registered under `qdq.preprocessings` or
+A custom preprocessing is a class with `prepare`, registered under `qdq.preprocessings` or
 named as `package.module:Class`; ours are in `harness.accuracy.data.preprocessings`.
 """
 
@@ -40,7 +40,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One model input, and how its pixels lie on the image it was made from.
+    """Model input with its pixel positions on the original image.
 
     Attributes:
         tensor: Channels x height x width.

@@ -220,7 +220,7 @@ def image_input_params(data: object, inputs: InputTypes) -> dict[str, Any]:
 
 
 class LabelledImages:
-    """What evaluators on labelled images have in common: a metric of which more is better, and the images.
+    """Base class of evaluators on labelled images, whose metric is better if higher.
 
     Args:
         data: A mapping for `harness.accuracy.data.datasets.open_images`.

@@ -172,6 +172,6 @@ def _sample_classes(labels: Array | None, metric: str, arrays: bool) -> list[int
 
 
 class Top5(Top1):
-    """As `Top1`, but the share among the five highest is the metric that counts."""
+    """Variant of `Top1` whose metric is the share among the five highest outputs."""
 
     metric = "top5"

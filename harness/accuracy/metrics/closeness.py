@@ -31,7 +31,7 @@ MAX_NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonLayout:
-    """How the outputs of a model are compared, by the float model's.
+    """Rules for comparing the outputs of a model, derived from the float model's outputs.
 
     Attributes:
         parts: Outputs that count, each with the parts that are scored apart; none: the whole output.
@@ -48,9 +48,7 @@ class ComparisonLayout:
         """Return a note on outputs that are compared in parts or skipped; usually ""."""
         said = []
         if self.silent and self.parts.keys() <= set(self.silent):
-            said.append(
-                f"fidelity says nothing here: every output is the same all over, on all inputs ({self._skipped_note})"
-            )
+            said.append(f"fidelity is undefined: every output is constant on all inputs ({self._skipped_note})")
         elif self.silent:
             said.append(f"fidelity leaves out what is the same all over, on all inputs: {self._skipped_note}")
         if self.untyped:

@@ -91,7 +91,7 @@ class Metric:
 
 
 class Loss(Metric):
-    """As `Metric`, but less is better."""
+    """Variant of `Metric` that is better if lower."""
 
     metric = "loss"
     higher_is_better = False

@@ -45,7 +45,7 @@ class Fidelity:
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
         data: Images or arrays (`harness.accuracy.data.datasets`); None: random inputs.
         preprocess: What turns an image into an input; name, or `{use: NAME, params: {...}}`.
-        samples: How many samples of the data at most, None: all; so many batches where they are random, None: 16.
+        samples: Maximum number of samples, None: all; for random data the number of batches, None: 16.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:

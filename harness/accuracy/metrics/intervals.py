@@ -1,4 +1,4 @@
-"""How far figures of accuracy would go with other images: paired bootstrap over images, for every metric and for drops.
+"""Confidence intervals of accuracy by a paired bootstrap over images, for every metric and for drops.
 
 Images are drawn with replacement, the same ones for both engines of a drop (Efron and Tibshirani 1993, "An
 introduction to the bootstrap", chapters 8 and 13; the paired form for detectors and classifiers is that of Koehn 2004,
@@ -39,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_IMAGES = 20
-"""Below so many images an interval says little: its limits are guesses from a handful of values."""
+"""Below this number of images an interval is unreliable: its limits come from a handful of values."""
 RESAMPLES = 1000
 """Draws of the images."""
 CONFIDENCE_LEVEL = 0.95

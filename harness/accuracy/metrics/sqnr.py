@@ -1,6 +1,6 @@
 """Signal-to-quantization-noise ratio (SQNR) of one output, scored apart where its slices differ in scale.
 
-One SQNR over a whole output says nothing of its quiet parts: boxes in pixels hide scores that are all 0. So slices
+One SQNR over a whole output ignores its quiet parts: boxes in pixels hide scores that are all 0. So slices
 along an axis whose RMS differ by `SEPARATE_RMS_RATIO` times or more never share a figure, and the worst figure counts.
 """
 
@@ -206,7 +206,7 @@ def _group_slices(slices: _SliceStatistics) -> tuple[tuple[int, ...], ...]:
             groups[-1].append(i)
         else:
             groups.append([i])
-    for k in range(len(groups) - 1, 0, -1):  # quiet constants say no more than silence beside what varies
+    for k in range(len(groups) - 1, 0, -1):  # quiet constants carry no information next to varying parts
         if slices.constant[groups[k]].all() and not slices.constant[groups[0]].all():
             groups[k - 1] += groups.pop(k)
     if len(groups) < 2 or not slices.enough:

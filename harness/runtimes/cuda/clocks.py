@@ -24,7 +24,7 @@ MIN_SAMPLE_INTERVAL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConditions:
-    """What was seen of a GPU; None where it does not tell.
+    """Conditions of a GPU; None if it does not report a value.
 
     Attributes:
         mhz: Clock of its multiprocessors.

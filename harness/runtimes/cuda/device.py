@@ -20,7 +20,7 @@ launch failure: driver_types.h says that "the process must be terminated and rel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU.
+    """GPU and its properties.
 
     Attributes:
         index: Number by which CUDA knows it.
@@ -105,7 +105,7 @@ def open_device(index: int = 0) -> tuple[CudaRuntime, Device]:
     except MeasureFailed as error:
         raise UserError(
             f"GPU {index} cannot be used: {error}; see nvidia-smi (a compute mode of EXCLUSIVE_PROCESS leaves no room "
-            "for the worker processes beside the driver: nvidia-smi -c DEFAULT)"
+            "for worker processes: nvidia-smi -c DEFAULT)"
         ) from error
 
 

@@ -63,7 +63,7 @@ class GpuTimer:
         graph: Capture it into a CUDA graph and launch that. Where it cannot be captured, `why_eager` says why, and it
             is timed as it is.
         flush_bytes: Above 0: overwrite so much memory before each query, outside of its events, so that the L2 cache is
-            cold. Such readings are of another kind: never put them beside warm ones.
+            cold. Such readings are not comparable with warm ones.
         stream: A stream that what is timed is bound to already; None: one of the timer's own.
 
     Attributes:
@@ -138,7 +138,7 @@ class GpuTimer:
         return tuple(readings)
 
     def warm_up(self, ms: float) -> int:
-        """Run for so long without counting; the number of queries."""
+        """Run for `ms` milliseconds without timing; return the number of queries."""
         count, end_ns = 0, time.perf_counter_ns() + ms * 1e6
         while time.perf_counter_ns() < end_ns:
             self._launch()

@@ -39,7 +39,7 @@ def build_plan(
 
     Args:
         library: TensorRT.
-        model: A file, external data beside it; or the whole model.
+        model: A file, with external data next to it; or the serialized model.
         options: Their profiles are those of the dynamic inputs, see `harness.runtimes.tensorrt.profiles.fitted`.
         cache: See `TimingCache`.
         quantized: The model has Q/DQ pairs; a weakly typed network must be told.

@@ -61,7 +61,7 @@ class ParsedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What does not change from candidate to candidate.
+    """Build options that all candidates share.
 
     Attributes:
         precision: What float operations run in: "f32", "tf32", "f16" or "bf16".

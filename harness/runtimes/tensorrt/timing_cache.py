@@ -35,7 +35,7 @@ class TimingCache:
     """The cache of some builds.
 
     Attributes:
-        path: Its file; not looked at where the policy is cold.
+        path: Its file; not read if the policy is cold.
     """
 
     policy: CachePolicy

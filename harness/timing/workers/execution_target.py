@@ -1,4 +1,4 @@
-"""Where engines run: on this machine or, through the same interface, on a cluster (`harness.cluster`)."""
+"""Execution targets: this machine or, through the same interface, a cluster (`harness.cluster`)."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ BREAKS = {
     "Tells": (1, "RuntimeError: a bug in tell", "in tell"),
     "Makes": (0, "ZeroDivisionError: a bug in the constructor", "in __init__"),
     "Wrong": (2, "ValueError: a placement here has ", "in validate"),
-    "Greedy": (2, "ValueError: ask(1) gave 2 placements: at most so many may be under way", "in _validate_proposals"),
+    "Greedy": (2, "ValueError: ask(1) gave 2 placements", "in _validate_proposals"),
 }
 
 
@@ -228,7 +228,7 @@ def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, 
     marks("other")
     status, said = again(copy)
     assert status == 2
-    assert f"{CELL} Asks-1 broke, and proposes something else now: it begins anew, beside Asks-1.1.jsonl" in said
+    assert f"{CELL} Asks-1 failed and now proposes something else: it starts anew (old journal: Asks-1.1.jsonl)" in said
     assert journal(copy, "Asks").with_name("Asks-1.1.jsonl").read_bytes() == before
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert [search.searcher for search in load(copy / "out").cells[0].searches].count("Asks") == 1
@@ -243,7 +243,7 @@ def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[
     assert end is not None
     assert end.reason.startswith("broke at 4 of 8")
     (ran[0] / "interrupted").unlink()
-    assert "it begins anew, beside Asks-1.1.jsonl" in again(copy)[1]
+    assert "it starts anew (old journal: Asks-1.1.jsonl)" in again(copy)[1]
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert read_termination(journal(copy, "Asks")) is None
 

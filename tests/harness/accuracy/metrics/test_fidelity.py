@@ -167,7 +167,7 @@ def test_a_model_whose_only_output_never_changes_has_figures_that_say_nothing(tm
     evaluator.prepare(lambda _: {"one": np.ones((1, 1))})
     found = evaluator.score(lambda _: {"one": np.ones((1, 1))})
     assert found.metrics["sqnr_db"] == MAX_SQNR_DB
-    assert found.note == "fidelity says nothing here: every output is the same all over, on all inputs ('one')"
+    assert found.note == "fidelity is undefined: every output is constant on all inputs ('one')"
 
 
 def test_an_output_that_is_left_out_must_be_there_all_the_same(tmp_path: Path) -> None:
