@@ -23,13 +23,9 @@ from search.gaussian_process import ADDITIVE_KERNEL_WEIGHTS, GaussianProcess, Re
 from search.placement_features import FeatureExtractor, FeatureRows
 
 __all__ = [
-    "AcquisitionScores",
-    "ParetoFront",
-    "SurrogateModel",
-    "expected_hypervolume_improvement",
-    "front_with_reference",
-    "signed_violations",
-]
+    "AcquisitionScores", "ParetoFront", "SurrogateModel", "expected_hypervolume_improvement",
+    "front_with_reference", "signed_violations",
+]  # fmt: skip
 
 Vector = npt.NDArray[np.float64]
 REFERENCE_MARGIN_SHARE = 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from search.move_sets import result_readers
+from search.moves import result_readers
 from search.space import Placement, Space
 
 __all__ = ["HEURISTIC_RULES", "expert_placements"]

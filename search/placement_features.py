@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from search.move_sets import next_inputs
+from search.moves import next_inputs
 from search.space import Edge, Placement, Space
 
 __all__ = ["FeatureExtractor", "FeatureRows"]

@@ -24,15 +24,9 @@ from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement, Space
 
 __all__ = [
-    "QuantizationUnit",
-    "SensitivityAnalysis",
-    "UnitEffect",
-    "UnitKind",
-    "UnitSensitivity",
-    "measure_sensitivities",
-    "quantization_units",
-    "write_sensitivities",
-]
+    "QuantizationUnit", "SensitivityAnalysis", "UnitEffect", "UnitKind", "UnitSensitivity", "measure_sensitivities",
+    "quantization_units", "write_sensitivities",
+]  # fmt: skip
 
 UnitKind = Literal["pattern", "point"]
 TURNS_PER_ENGINE = 4

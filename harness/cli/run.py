@@ -69,9 +69,9 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
     """Check the models and the results folder, and print the tasks and their amount of work."""
     from harness.config.plan import plan_tasks
     from harness.results_dir.ownership import check_ownership
-    from harness.task_setup.accuracy_bound import bound_lines
+    from harness.task_setup.accuracy import bound_lines
+    from harness.task_setup.model_loader import describe_workload
     from harness.task_setup.preflight import check_models
-    from harness.task_setup.workload import describe_workload
 
     with prefix_file(file):
         _print_remarks(check_models(config))

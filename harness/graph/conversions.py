@@ -14,14 +14,9 @@ from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 
 __all__ = [
-    "digest_model",
-    "find_quantized_tensors",
-    "map_to_float_tensors",
-    "parse_model",
-    "serialize_model",
-    "to_proto",
+    "digest_model", "find_quantized_tensors", "map_to_float_tensors", "parse_model", "serialize_model", "to_proto",
     "write_model",
-]
+]  # fmt: skip
 
 # Suffixes of ONNX Runtime's quantization tools, which ModelOpt's `quantize` uses too.
 _QDQ_SUFFIXES = ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized")

@@ -19,13 +19,9 @@ from harness.graph.passes.normalize import is_standard_op
 from harness.graph.passes.static_shapes import infer_types
 
 __all__ = [
-    "PluginSubgraph",
-    "extract_plugin_subgraph",
-    "find_plugin_nodes",
-    "remove_plugins",
-    "restore_plugins",
+    "PluginSubgraph", "extract_plugin_subgraph", "find_plugin_nodes", "remove_plugins", "restore_plugins",
     "truncate_before_plugins",
-]
+]  # fmt: skip
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 

@@ -17,13 +17,9 @@ from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs
 from harness.graph.qdq.read_edges import read_qdq_edges, unique_node_names
 
 __all__ = [
-    "Dims",
-    "ModelSignature",
-    "NodeSignature",
-    "read_signature",
-    "with_static_inputs",
+    "Dims", "ModelSignature", "NodeSignature", "read_signature", "with_static_inputs",
     "write_without_output_transpose",
-]
+]  # fmt: skip
 
 Dims = tuple[int | None, ...]
 """A shape; None for a dynamic dimension."""

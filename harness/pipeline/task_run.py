@@ -20,9 +20,8 @@ from harness.results_dir.fingerprint import facts_digest
 from harness.results_dir.io import archive_existing
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.termination import Termination, clear_termination, read_termination, write_termination
-from harness.search_loop.accuracy_gate import AccuracyGate
 from harness.search_loop.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
-from harness.search_loop.objective import encode_goal
+from harness.search_loop.objective import AccuracyGate, encode_goal
 from harness.search_loop.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
 from harness.search_loop.trial import MAX_BUILDS, NoisePolicy, make_trial_fn
 from harness.selection.confirmation import baseline_latency, reference_latency_if_noisy

@@ -40,15 +40,9 @@ from harness.report.tables.terminal_table import TerminalTable
 from harness.results_dir.io import explain_write_errors, write_text
 
 __all__ = [
-    "Frames",
-    "current_report",
-    "load",
-    "render",
-    "report_renderable",
-    "report_text",
-    "write_report",
+    "Frames", "current_report", "load", "render", "report_renderable", "report_text", "write_report",
     "write_tables",
-]
+]  # fmt: skip
 
 PRINTED_TABLES = ("main", "budget", "cost")
 """Tables that go to the terminal; the files have all."""

@@ -18,8 +18,7 @@ import numpy as np
 
 from harness.api import Array, Artifact, Candidate, Capabilities
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.runtimes.cuda.clocks import GpuMonitor
-from harness.runtimes.cuda.device import CudaRuntime, Device, open_device
+from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
 from harness.timing.host_clock import require_static_shapes, to_float32, translate_errors
 from harness.timing.sampling import make_fixed_inputs
@@ -202,7 +201,7 @@ class _RTXProbe:
 
     def conditions(self) -> Mapping[str, float]:
         """Return the conditions of the GPU during sampling and the host's overhead; see
-        `harness.runtimes.tensorrt.probe`.
+        `harness.runtimes.tensorrt.session`.
         """
         end_to_end_ms = statistics.median(self._timer.end_to_end(5))
         return {**self._clocks.take_facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}

@@ -38,16 +38,9 @@ from search.api import Observation, Score, Searcher
 from search.space import Placement, Space
 
 __all__ = [
-    "Goal",
-    "InitialPlacement",
-    "ReplayMismatch",
-    "SearchLoopResult",
-    "SearchTask",
-    "TrialEvent",
-    "is_feasible",
-    "run_search",
-    "score_outcome",
-]
+    "Goal", "InitialPlacement", "ReplayMismatch", "SearchLoopResult", "SearchTask", "TrialEvent", "is_feasible",
+    "run_search", "score_outcome",
+]  # fmt: skip
 
 MAX_CONSECUTIVE_DUPLICATES = 200
 """Number of consecutive known proposals after which a searcher is considered exhausted."""

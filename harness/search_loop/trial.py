@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from harness.api import Candidate
 from harness.config.sections import Sampling
 from harness.records import Failed, Measured, Outcome
-from harness.search_loop.accuracy_gate import AccuracyGate
+from harness.search_loop.objective import AccuracyGate
 from harness.statistics import Interval, median_ci
 from harness.timing.workers.engines import BuiltEngine, Engines
 from harness.timing.workers.trial_pool import TrialFn

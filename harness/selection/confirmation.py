@@ -34,13 +34,9 @@ from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import edges_digest
 
 __all__ = [
-    "baseline_latency",
-    "confirm_rows",
-    "measure_noise_floor",
-    "read_events",
-    "read_noise_floor",
+    "baseline_latency", "confirm_rows", "measure_noise_floor", "read_events", "read_noise_floor",
     "reference_latency_if_noisy",
-]
+]  # fmt: skip
 
 CONFIRMATION_LOG_NAME = "confirm.jsonl"
 NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=12, samples=3)

@@ -26,15 +26,9 @@ from harness.timing.turn_log import (
 )
 
 __all__ = [
-    "SELECTION_LOG_NAME",
-    "TURN_ORDER_SEED",
-    "PairedComparison",
-    "read_comparison",
-    "read_speedups",
-    "run_comparison",
-    "turn_speedups",
-    "warn_if_disturbed",
-]
+    "SELECTION_LOG_NAME", "TURN_ORDER_SEED", "PairedComparison", "read_comparison", "read_speedups",
+    "run_comparison", "turn_speedups", "warn_if_disturbed",
+]  # fmt: skip
 
 SELECTION_LOG_NAME = "runoff.jsonl"
 """Name in a cell's folder of the contest between the best of each search."""

@@ -33,9 +33,8 @@ from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.results_dir.journal import Journal
 from harness.results_dir.ownership import owned_results_dir
-from harness.search_loop.accuracy_gate import AccuracyGate
 from harness.search_loop.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search
-from harness.search_loop.objective import Goal
+from harness.search_loop.objective import AccuracyGate, Goal
 from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.selection.confirmation import baseline_latency, measure_noise_floor, reference_latency_if_noisy
 from harness.studies.best_confirmation import BestConfirmation, median_latencies

@@ -26,16 +26,9 @@ from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 
 __all__ = [
-    "ReplayedSearches",
-    "check_table",
-    "initial_placements",
-    "is_valid_path",
-    "optimum_in_initial_design",
-    "read_paths",
-    "replay",
-    "replay_once",
-    "replay_paths",
-]
+    "ReplayedSearches", "check_table", "initial_placements", "is_valid_path", "optimum_in_initial_design",
+    "read_paths", "replay", "replay_once", "replay_paths",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,15 +28,9 @@ from harness.results_dir.io import explain_write_errors
 from search.space import Space
 
 __all__ = [
-    "PTQ_FUNCTIONS",
-    "ExternalModel",
-    "QuantizationRequest",
-    "fully_quantized_symmetric",
-    "method_substitute",
-    "run_external_tool",
-    "tool_remarks",
-    "unavailable_reason",
-]
+    "PTQ_FUNCTIONS", "ExternalModel", "QuantizationRequest", "fully_quantized_symmetric", "method_substitute",
+    "run_external_tool", "tool_remarks", "unavailable_reason",
+]  # fmt: skip
 
 SIGNED_ORT_TOOL = "ort_static_s8"
 PTQ_FUNCTIONS = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, SIGNED_ORT_TOOL: ort_static}

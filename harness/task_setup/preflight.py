@@ -30,7 +30,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
 from harness.paths import resolve_path
-from harness.task_setup.accuracy_bound import bound_resolution_note, check_bound
+from harness.task_setup.accuracy import bound_resolution_note, check_bound
 from harness.task_setup.external_tools import PTQ_FUNCTIONS, tool_remarks
 from harness.task_setup.float_baseline import cast_problems
 from harness.task_setup.initial_design import check_files

@@ -47,8 +47,7 @@ from harness.task_setup.external_tools import (
     fully_quantized_symmetric,
     run_external_tool,
 )
-from harness.task_setup.float_baseline import CAST_FOLDER_NAME, runtime_input_file
-from harness.task_setup.float_trial import FloatTrial
+from harness.task_setup.float_baseline import CAST_FOLDER_NAME, FloatTrial, runtime_input_file
 from harness.task_setup.initial_design import InitialDesign, load_imported_models
 from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.verification.accuracy_store import ACCURACY_FILE_NAME

@@ -12,8 +12,7 @@ from typing import Literal, get_args
 
 from search.api import Placement, Score, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher, improves
-from search.move_sets import move_sets
-from search.moves import assign, random_neighbour
+from search.moves import assign, move_sets, random_neighbour
 
 __all__ = ["SensitivityGreedySearcher"]
 

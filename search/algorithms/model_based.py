@@ -12,8 +12,7 @@ from search.acquisition import AcquisitionScores, SurrogateModel
 from search.api import Placement, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher
 from search.heuristics import expert_placements
-from search.move_sets import move_sets, singletons
-from search.moves import assign, crossover_by_group, flip, random_neighbour, random_with_density
+from search.moves import assign, crossover_by_group, flip, move_sets, random_neighbour, random_with_density, singletons
 
 __all__ = ["AutoSearcher"]
 

@@ -12,8 +12,7 @@ from search.acquisition import SurrogateModel
 from search.api import Placement, Space, check_range
 from search.archive import ArchiveSearcher
 from search.gaussian_process import GaussianProcess, Vector
-from search.move_sets import move_sets
-from search.moves import assign, crossover_by_group, flip, random_neighbour, random_with_density
+from search.moves import assign, crossover_by_group, flip, move_sets, random_neighbour, random_with_density
 from search.placement_features import FeatureRows
 
 __all__ = ["ExtraTrees", "SurrogateSearcher"]

@@ -17,7 +17,7 @@ from harness.runtimes.tensorrt import benchmarker as tensorrt
 from harness.runtimes.tensorrt.library import open_library
 from harness.runtimes.tensorrt.timing_cache import TimingCache
 from harness.runtimes.trtexec import benchmarker as trtexec
-from harness.runtimes.trtexec.process import find_trtexec
+from harness.runtimes.trtexec.flags import find_trtexec
 
 GPU = Device(index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8")
 

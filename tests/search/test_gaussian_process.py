@@ -10,7 +10,7 @@ from search.algorithms.surrogate import ExtraTrees
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.archive import Archive
 from search.gaussian_process import GaussianProcess
-from search.move_sets import move_sets, next_inputs
+from search.moves import move_sets, next_inputs
 from search.placement_features import FeatureExtractor
 from search.testing import SyntheticObjective, synthetic_space
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,19 +34,15 @@ import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
 
+from harness.accuracy.calibration.usable_ranges import SentinelRange, is_finite
 from harness.api import Array
 from harness.errors import UserError
+from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, MagnitudeHistogram
 
 __all__ = [
-    "AbsMaxCalibrator",
-    "ActivationObserver",
-    "HistogramCalibrator",
-    "MinMaxCalibrator",
-    "RangeBounds",
-    "RangeCalibrator",
-    "join_ranges",
-    "runtime_operators",
-]
+    "AbsMaxCalibrator", "ActivationObserver", "HistogramCalibrator", "MinMaxCalibrator", "RangeBounds",
+    "RangeCalibrator", "SentinelObserver", "join_ranges", "runtime_operators",
+]  # fmt: skip
 
 _MAX_BIN_GROWTH = 4
 _BIN_COUNT_BY_METHOD = {"entropy": 511, "percentile": 2048, "mse": 2048}
@@ -265,3 +262,49 @@ def join_ranges(first: RangeBounds, second: RangeBounds) -> RangeBounds:
 def _is_two_sided(low: float, high: float) -> RangeBounds:
     amax = max(-low, high)
     return (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)
+
+
+class SentinelObserver(MinMaxCalibrator):
+    """Observe sentinels and tensors with few values, in addition to the ranges of another calibrator.
+
+    Tensors with few values (masks of 0 and 1) keep their full range, whatever share of the values the method keeps.
+
+    Args:
+        collector: Calibrator of all other tensors.
+    """
+
+    def __init__(self, collector: RangeCalibrator) -> None:
+        super().__init__()
+        self._collector = collector
+        self._spreads: dict[str, MagnitudeHistogram] = defaultdict(MagnitudeHistogram)
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """See `RangeCalibrator.collect`."""
+        super().collect(arrays)
+        self._collector.collect(arrays)
+        for name, parts in arrays.items():
+            largest = max(map(abs, self._ranges.get(name, (math.nan,))))
+            for values in parts:
+                # Without large values only masks of few values matter, and one batch shows that a tensor is none.
+                if math.isfinite(largest) and (
+                    largest >= MIN_SENTINEL_MAGNITUDE or self._spreads[name].has_few_magnitudes
+                ):
+                    self._spreads[name].add(values)
+
+    def ranges(self) -> dict[str, RangeBounds]:
+        """See `RangeCalibrator.ranges`."""
+        whole, found = super().ranges(), self._collector.ranges()
+        for name, spread in self._spreads.items():
+            if not is_finite(whole[name]):
+                continue
+            if spread.has_sentinel:
+                found[name] = _sentinel_range(*whole[name])
+            elif spread.has_few_magnitudes:
+                found[name] = join_ranges(whole[name], found[name])
+        return found
+
+
+def _sentinel_range(low: float, high: float) -> SentinelRange:
+    """Return the range of a tensor with a sentinel on one side, or on both."""
+    least = 0.9 * max(-low, high)
+    return SentinelRange(-math.inf if -low >= least else low, math.inf if high >= least else high)

@@ -42,18 +42,9 @@ if TYPE_CHECKING:
     from harness.accuracy.calibration.histogram_calibrators import RangeCalibrator
 
 __all__ = [
-    "METHODS",
-    "CalibrationKey",
-    "Method",
-    "Ranges",
-    "cached_ranges",
-    "calibrate",
-    "explain_unrunnable",
-    "finite_ranges",
-    "range_warnings",
-    "require_quantizable",
-    "restrict_space",
-]
+    "METHODS", "CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate", "explain_unrunnable",
+    "finite_ranges", "range_warnings", "require_quantizable", "restrict_space",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +109,11 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
-    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver, runtime_operators
-    from harness.accuracy.calibration.sentinel_observer import SentinelObserver
+    from harness.accuracy.calibration.histogram_calibrators import (
+        ActivationObserver,
+        SentinelObserver,
+        runtime_operators,
+    )
 
     if not tensors:
         return {}

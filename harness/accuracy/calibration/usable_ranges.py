@@ -12,15 +12,9 @@ from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTA
 from search.space import Edge, Space
 
 __all__ = [
-    "EMPTY_RANGE",
-    "Ranges",
-    "SentinelRange",
-    "finite_ranges",
-    "is_finite",
-    "range_warnings",
-    "require_quantizable",
+    "EMPTY_RANGE", "Ranges", "SentinelRange", "finite_ranges", "is_finite", "range_warnings", "require_quantizable",
     "restrict_space",
-]
+]  # fmt: skip
 
 Ranges = Mapping[str, tuple[float, float]]
 """Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""

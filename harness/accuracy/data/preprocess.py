@@ -1,7 +1,7 @@
 """Preprocessing of images into model inputs, shared by calibration and accuracy.
 
 A custom preprocessing is a class with `prepare`, registered under `qdq.preprocessings` or
-named as `package.module:Class`; ours are in `harness.accuracy.data.preprocessings`.
+named as `package.module:Class`; ours are in `harness.accuracy.data.preprocess`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,35 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from harness import registry
 from harness.errors import UserError, suggest_names
 
 __all__ = [
+    "RTDETR",
+    "YOLOX",
     "FloatArray",
     "ImagePreprocessor",
+    "NanoDet",
+    "Pixels",
     "Prepared",
+    "Resample",
+    "Resize",
     "RgbImage",
+    "Shapes",
     "Size",
+    "TFImageNet",
+    "TorchImageNet",
+    "Ultralytics",
     "open_preprocess",
     "parse_plugin_spec",
     "preprocess_fingerprint",
@@ -123,3 +135,182 @@ def parse_plugin_spec(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, 
     if not isinstance(use, str) or not isinstance(params, Mapping):
         raise UserError(f"a name, or a mapping of 'use' (a name) and 'params' (a mapping), but got {dict(spec)!r}")
     return use, params
+
+
+Resize = Literal["shrink", "shorter_side", "center_crop", "stretch"]
+Resample = Literal["bilinear", "bicubic"]
+FILTERS = MappingProxyType({"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC})
+SHORTER_SIDE = 256 / 224  # the shorter side before the crop, over the crop's
+
+
+def _resize_image(image: RgbImage, size: Size, resample: Resample = "bilinear") -> RgbImage:
+    if image.shape[:2] == size:
+        return image
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), FILTERS[resample]))
+
+
+def _channels_first(image: npt.NDArray[Any]) -> FloatArray:
+    return np.ascontiguousarray(image.transpose(2, 0, 1), np.float32)
+
+
+def _center_crop(image: RgbImage, size: Size, resize: Resize, resample: Resample) -> Prepared:
+    """Return the centre crop of an image, following the ImageNet protocol, with values 0 to 255."""
+    if resize == "stretch":
+        return _stretch(image, size, resample)
+    height, width = image.shape[:2]
+    shorter_side = min(size) * SHORTER_SIDE / min(height, width)
+    wanted = {"center_crop": 1.0, "shorter_side": shorter_side, "shrink": min(1.0, shorter_side)}[resize]
+    scale = max(wanted, size[0] / height, size[1] / width)
+    resized = _resize_image(image, (max(round(height * scale), size[0]), max(round(width * scale), size[1])), resample)
+    top, left = ((have - want) // 2 for have, want in zip(resized.shape[:2], size, strict=True))
+    part = resized[top : top + size[0], left : left + size[1]]
+    return Prepared(tensor=_channels_first(part), scale=scale, offset=(-left, -top), original=(height, width))
+
+
+def _stretch(image: RgbImage, size: Size, resample: Resample = "bilinear") -> Prepared:
+    """Resize the whole image without preserving its aspect ratio."""
+    height, width = image.shape[:2]
+    scale = (size[1] / width, size[0] / height)
+    tensor = _channels_first(_resize_image(image, size, resample))
+    return Prepared(tensor=tensor, scale=scale, offset=(0.0, 0.0), original=(height, width))
+
+
+def _letterbox(
+    image: RgbImage, size: Size, pad: int, *, centred: bool, whole: Callable[[float], int] = int
+) -> Prepared:
+    """Fit the whole image with its aspect ratio on a background of `pad`; channels in the order blue, green, red."""
+    height, width = image.shape[:2]
+    scale = min(size[0] / height, size[1] / width)
+    inner = _resize_image(image, (max(whole(height * scale), 1), max(whole(width * scale), 1)))
+    free = (size[0] - inner.shape[0], size[1] - inner.shape[1])
+    top, left = (free[0] // 2, free[1] // 2) if centred else (0, 0)
+    canvas = np.full((*size, 3), pad, np.uint8)
+    canvas[top : top + inner.shape[0], left : left + inner.shape[1]] = inner[..., ::-1]
+    return Prepared(tensor=_channels_first(canvas), scale=scale, offset=(left, top), original=(height, width))
+
+
+def _normalize(prepared: Prepared, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepared:
+    """Return (x - mean) / std with one value per channel, in units of 0 to 255."""
+    columns = (np.asarray(values, np.float32)[:, None, None] for values in (mean, std))
+    return replace(prepared, tensor=(prepared.tensor - next(columns)) / next(columns))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchImageNet:
+    """Red, green, blue; torchvision's mean and standard deviation; the middle of the image.
+
+    https://pytorch.org/vision/stable/models.html, "transforms" of a classification weight.
+
+    Attributes:
+        resize: What comes before the crop. "shrink": a shorter side above 8/7 of the crop (256 for
+            224) is brought to it, and smaller images are cropped as they are, so that images cut
+            beforehand (227 x 227) keep their pixels; "shorter_side": always brought to it, as
+            torchvision does; "center_crop": never. An image smaller than the crop is enlarged to it.
+            "stretch": no crop, the whole image is brought to the input's height and width.
+        resample: Filter that resizes.
+    """
+
+    resize: Resize = "shrink"
+    resample: Resample = "bilinear"
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`."""
+        part = _center_crop(image, size, self.resize, self.resample)
+        return _normalize(part, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+
+
+@dataclass(frozen=True, slots=True)
+class TFImageNet:
+    """Red, green, blue; -1 to 1 (x / 127.5 - 1); the middle of the image; parameters as of `TorchImageNet`."""
+
+    resize: Resize = "shrink"
+    resample: Resample = "bilinear"
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`."""
+        return _normalize(_center_crop(image, size, self.resize, self.resample), (127.5,) * 3, (127.5,) * 3)
+
+
+@dataclass(frozen=True, slots=True)
+class YOLOX:
+    """Blue, green, red; 0 to 255; the image at the top left, the rest 114.
+
+    https://github.com/Megvii-BaseDetection/YOLOX, `yolox/data/data_augment.py:preproc`.
+    """
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`."""
+        return _letterbox(image, size, 114, centred=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NanoDet:
+    """Blue, green, red; ImageNet's mean and standard deviation; the image in the middle, the rest black.
+
+    https://github.com/RangiLyu/nanodet, `nanodet/data/transform` with `keep_ratio: True`.
+    """
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`."""
+        boxed = _letterbox(image, size, 0, centred=True)
+        return _normalize(boxed, (103.53, 116.28, 123.675), (57.375, 57.12, 58.395))
+
+
+@dataclass(frozen=True, slots=True)
+class Ultralytics:
+    """Red, green, blue; 0 to 1; the image in the middle, the rest 114: YOLOv8, YOLO11 and their like.
+
+    https://github.com/ultralytics/ultralytics, `ultralytics/data/augment.py:LetterBox` with `auto=False`.
+    """
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`."""
+        boxed = _letterbox(image, size, 114, centred=True, whole=round)
+        return replace(boxed, tensor=np.ascontiguousarray(boxed.tensor[::-1]) / np.float32(255))
+
+
+@dataclass(frozen=True, slots=True)
+class RTDETR:
+    """Red, green, blue; 0 to 1; the whole image brought to the input's size, its aspect ratio given up.
+
+    https://github.com/lyuwenyu/RT-DETR, `rtdetrv2_pytorch/configs/dataset/coco_detection.yml`, validation transforms.
+    """
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`."""
+        return _normalize(_stretch(image, size), (0.0,) * 3, (255.0,) * 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Red, green, blue; 0 to 255 as they are; never resized: for models that do the rest themselves ("array")."""
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`.
+
+        Raises:
+            UserError: The image has another size than the model's input.
+        """
+        return _require_same_size("array", image, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Red, green, blue; 0 to 1; never resized: for `harness.zoo.shapes`."""
+
+    def prepare(self, image: RgbImage, size: Size) -> Prepared:
+        """See `ImagePreprocessor`.
+
+        Raises:
+            UserError: The image has another size than the model's input.
+        """
+        return _normalize(_require_same_size("shapes", image, size), (0.0,) * 3, (255.0,) * 3)
+
+
+def _require_same_size(name: str, image: RgbImage, size: Size) -> Prepared:
+    height, width = image.shape[:2]
+    if (height, width) != size:
+        raise UserError(
+            f"preprocess {name!r} does not resize: the image is {height}x{width}, the input {size[0]}x{size[1]}"
+        )
+    return Prepared(tensor=_channels_first(image), scale=1.0, offset=(0.0, 0.0), original=(height, width))

@@ -16,14 +16,9 @@ from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import safe_file_name
 
 __all__ = [
-    "TENSORRT",
-    "EngineFacts",
-    "engine_for_other_runtime",
-    "engine_path",
-    "load_engine",
-    "read_facts",
+    "TENSORRT", "EngineFacts", "engine_for_other_runtime", "engine_path", "load_engine", "read_facts",
     "save_engine",
-]
+]  # fmt: skip
 
 SCHEMA_VERSION = 1
 TENSORRT = "tensorrt"

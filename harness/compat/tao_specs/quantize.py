@@ -28,14 +28,9 @@ from harness.errors import BuildFailed, UserError
 from harness.graph.signature import ModelSignature, read_signature
 
 __all__ = [
-    "OUTPUT_FILE_NAME",
-    "QuantizationResult",
-    "add_calibration_shapes",
-    "count_precisions",
-    "quantize",
-    "quantize_with_modelopt",
-    "refuse_quantized",
-]
+    "OUTPUT_FILE_NAME", "QuantizationResult", "add_calibration_shapes", "count_precisions", "quantize",
+    "quantize_with_modelopt", "refuse_quantized",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

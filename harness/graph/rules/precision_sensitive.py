@@ -24,12 +24,9 @@ from harness.graph.rules.operator_sets import (
 from harness.graph.rules.sentinels import holds_sentinel
 
 __all__ = [
-    "NodeInput",
-    "find_parameter_inputs",
-    "find_pole_inputs",
-    "find_sentinel_constants",
+    "NodeInput", "find_parameter_inputs", "find_pole_inputs", "find_sentinel_constants",
     "find_unquantizable_constants",
-]
+]  # fmt: skip
 
 NodeInput = tuple[int, int]
 """An input of a model's node: index of the node, input."""

@@ -22,13 +22,8 @@ from harness.timing.provenance import processor_label
 from harness.timing.turn_log import disturbance_note
 
 __all__ = [
-    "UNUSABLE_VERDICTS",
-    "backend_label",
-    "finalist_frame",
-    "main_frame",
-    "precision_frame",
-    "with_backend_column",
-]
+    "UNUSABLE_VERDICTS", "backend_label", "finalist_frame", "main_frame", "precision_frame", "with_backend_column",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

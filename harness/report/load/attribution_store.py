@@ -16,14 +16,9 @@ from harness.results_dir.io import write_json
 from harness.statistics import Interval
 
 __all__ = [
-    "AttributionReport",
-    "EdgeFusion",
-    "MinimalPlacement",
-    "PartEffect",
-    "read_attribution",
-    "read_attributions",
+    "AttributionReport", "EdgeFusion", "MinimalPlacement", "PartEffect", "read_attribution", "read_attributions",
     "write_attribution",
-]
+]  # fmt: skip
 
 ATTRIBUTION_SCHEMA = 1
 MAX_ATTRIBUTION_BYTES = 20_000_000

@@ -13,15 +13,13 @@ from typing import Any
 from harness.api import Artifact, Candidate, Capabilities, Layer
 from harness.errors import BuildFailed
 from harness.paths import cache_dir
-from harness.runtimes.cuda.clocks import GpuMonitor
-from harness.runtimes.cuda.device import CudaRuntime, Device, open_device
+from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
 from harness.runtimes.cuda.timing import flush_bytes
 from harness.runtimes.tensorrt.builder import SerializedEngine, build_plan, load_engine
+from harness.runtimes.tensorrt.inspection import profile_layers
 from harness.runtimes.tensorrt.library import TensorRTLibrary, open_library
 from harness.runtimes.tensorrt.options import Precision, Typing, read_options
-from harness.runtimes.tensorrt.probe import EngineProbe
-from harness.runtimes.tensorrt.profiling import profile_layers
-from harness.runtimes.tensorrt.session import LoadedEngine
+from harness.runtimes.tensorrt.session import EngineProbe, LoadedEngine
 from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, timing_cache_path
 
 __all__ = ["TensorRTBenchmarker"]

@@ -10,8 +10,7 @@ from typing import Any
 
 from harness.errors import BuildFailed
 from harness.runtimes.tensorrt.library import TensorRTLibrary
-from harness.runtimes.tensorrt.options import BuildOptions
-from harness.runtimes.tensorrt.profiles import ShapeProfile
+from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile
 from harness.runtimes.tensorrt.timing_cache import TimingCache
 
 __all__ = ["SerializedEngine", "build_plan", "load_engine"]
@@ -40,7 +39,7 @@ def build_plan(
     Args:
         library: TensorRT.
         model: A file, with external data next to it; or the serialized model.
-        options: Their profiles are those of the dynamic inputs, see `harness.runtimes.tensorrt.profiles.fitted`.
+        options: Their profiles are those of the dynamic inputs, see `harness.runtimes.tensorrt.options.fitted`.
         cache: See `TimingCache`.
         quantized: The model has Q/DQ pairs; a weakly typed network must be told.
 

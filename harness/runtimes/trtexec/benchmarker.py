@@ -21,19 +21,20 @@ from harness.runtimes.cuda.device import Device, open_device
 from harness.runtimes.tensorrt.inspection import read_layers
 from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
 from harness.runtimes.tensorrt.model_checks import read_io_dtypes
-from harness.runtimes.tensorrt.options import Precision, Typing, read_options
-from harness.runtimes.tensorrt.profiles import ShapeProfile
+from harness.runtimes.tensorrt.options import Precision, ShapeProfile, Typing, read_options
 from harness.runtimes.tensorrt.timing_cache import CachePolicy, timing_cache_path
 from harness.runtimes.trtexec.flags import (
     build_flags,
     check_extra_flags,
+    error_lines,
+    find_trtexec,
     merge_flags,
     read_outputs,
     read_profile,
     read_times,
     run_flags,
+    run_trtexec,
 )
-from harness.runtimes.trtexec.process import error_lines, find_trtexec, run_trtexec
 from harness.timing.host_clock import to_float32
 
 __all__ = ["TrtexecBenchmarker"]

@@ -25,14 +25,8 @@ from harness.timing.workers.engines import Engines
 from harness.timing.workers.timing_policy import PolicedEngines, TimingPolicy
 
 __all__ = [
-    "Executor",
-    "SyncExecutor",
-    "ThreadedExecutor",
-    "TrialFn",
-    "TrialFnFactory",
-    "WorkerLost",
-    "run_concurrently",
-]
+    "Executor", "SyncExecutor", "ThreadedExecutor", "TrialFn", "TrialFnFactory", "WorkerLost", "run_concurrently",
+]  # fmt: skip
 
 TrialFn = Callable[[Candidate, Interval | None], Outcome]
 """Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""

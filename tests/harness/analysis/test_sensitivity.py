@@ -12,7 +12,7 @@ from small import qdq, save_chain
 from harness.analysis.sensitivity import UnitEffect, UnitSensitivity, quantization_units
 from harness.errors import UserError
 from harness.statistics import Interval
-from harness.task_setup.prior import ScreenedUnit, nested_prior_placements, read_prior
+from harness.task_setup.initial_design import ScreenedUnit, nested_prior_placements, read_prior
 from search.space import Dimension, Edge, Space
 
 PLUGINS = """

@@ -13,17 +13,18 @@ from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult
 from harness.results_dir.journal import JournalEntry
-from harness.search_loop.accuracy_gate import AccuracyGate, loss_lower_bound
 from harness.search_loop.journal_reader import state_at_budgets
 from harness.search_loop.objective import (
     PREDICTED_METRIC,
     PROXY,
+    AccuracyGate,
     Goal,
     IncumbentState,
     ScoredPlacement,
     encode_goal,
     incumbent_state,
     is_feasible,
+    loss_lower_bound,
     score_outcome,
 )
 from harness.statistics import Interval

@@ -12,8 +12,7 @@ import pytest
 from harness.api import Accuracy, Candidate
 from harness.config.sections import Sampling
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome, TrialResult, decode_line, encode_line
-from harness.search_loop.accuracy_gate import AccuracyGate
-from harness.search_loop.objective import Goal
+from harness.search_loop.objective import AccuracyGate, Goal
 from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.statistics import Interval
 from harness.timing.sampling import Samples

@@ -20,10 +20,9 @@ from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.task_setup.accuracy_bound import bound_lines
-from harness.task_setup.model_loader import evaluator_spec, open_model
+from harness.task_setup.accuracy import bound_lines
+from harness.task_setup.model_loader import describe_workload, evaluator_spec, open_model
 from harness.task_setup.preflight import check_experiment, check_models
-from harness.task_setup.workload import describe_workload
 from search.space import Space
 
 COUNT = 24

@@ -10,7 +10,7 @@ import pytest
 
 from harness.accuracy.data.batching import image_input, make_batches
 from harness.accuracy.data.datasets import open_data, open_images
-from harness.accuracy.data.preprocessings import Shapes
+from harness.accuracy.data.preprocess import Shapes
 from harness.errors import UserError
 
 SPLIT = {"use": "shapes", "split": "evaluation", "count": 5}

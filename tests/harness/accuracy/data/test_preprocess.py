@@ -7,15 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.accuracy.data.preprocess import ImagePreprocessor, Prepared, open_preprocess, preprocess_fingerprint
-from harness.accuracy.data.preprocessings import (
+from harness.accuracy.data.preprocess import (
     RTDETR,
     YOLOX,
+    ImagePreprocessor,
     NanoDet,
+    Prepared,
     Shapes,
     TFImageNet,
     TorchImageNet,
     Ultralytics,
+    open_preprocess,
+    preprocess_fingerprint,
 )
 from harness.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 from harness import registry
 from harness.accuracy.data.datasets import open_images
 from harness.accuracy.data.decode import Detections
-from harness.accuracy.data.preprocessings import Shapes
+from harness.accuracy.data.preprocess import Shapes
 from harness.accuracy.metrics import base
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.detection import CocoMAP, coco_metrics

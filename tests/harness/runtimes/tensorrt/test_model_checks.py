@@ -24,7 +24,7 @@ from harness.runtimes.tensorrt.model_checks import (
     has_qdq,
     read_structure,
 )
-from harness.runtimes.tensorrt.profiles import read_profiles
+from harness.runtimes.tensorrt.options import read_profiles
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 

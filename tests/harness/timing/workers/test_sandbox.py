@@ -23,9 +23,9 @@ from harness.errors import UserError
 from harness.records import Failed
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
-from harness.timing.workers.device_lock import timing_lock
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import InProcess, Sandbox, open_engines
+from harness.timing.workers.timing_policy import timing_lock
 from search.space import Edge
 
 HERE = Path(__file__).parents[1]

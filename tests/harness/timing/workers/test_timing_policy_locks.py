@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.timing.workers.device_lock import device_lock, timing_lock
+from harness.timing.workers.timing_policy import device_lock, timing_lock
 
 HOLD = """
 import sys
 from pathlib import Path
-from harness.timing.workers.device_lock import timing_lock
+from harness.timing.workers.timing_policy import timing_lock
 with timing_lock(Path(sys.argv[1])):
     print("holding", flush=True)
     sys.stdin.readline()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.runtimes.cuda.clocks import GpuMonitor
+from harness.runtimes.cuda.device import GpuMonitor
 
 
 class Nvml(SimpleNamespace):
@@ -63,7 +63,7 @@ def test_the_worst_since_it_was_asked_last_is_told(monkeypatch: pytest.MonkeyPat
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     now_s = [0.0]
-    monkeypatch.setattr("harness.runtimes.cuda.clocks.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("harness.runtimes.cuda.device.time.monotonic", lambda: now_s[0])
     clocks = GpuMonitor("GPU-1")
 
     def look(after_s: float, mhz: int, reasons: int = 0) -> None:
