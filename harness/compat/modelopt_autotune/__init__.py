@@ -19,15 +19,17 @@ from harness.compat.modelopt_autotune.common import (
     Config,
     InvalidSchemeError,
 )
-from harness.compat.modelopt_autotune.points import (
+from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.schemes import (
     ChildRegionInputInsertionPoint,
     ChildRegionOutputInsertionPoint,
     InsertionPoint,
+    InsertionScheme,
     NodeInputInsertionPoint,
+    PatternSchemes,
+    RegionPattern,
     ResolvedInsertionPoint,
 )
-from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.workflows import (
     benchmark_onnx_model,
     init_benchmark_instance,

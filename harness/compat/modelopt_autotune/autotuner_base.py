@@ -23,10 +23,9 @@ from harness.compat.modelopt_autotune.common import (
 )
 from harness.compat.modelopt_autotune.model_writer import export_model
 from harness.compat.modelopt_autotune.pattern_search import PatternSearch
-from harness.compat.modelopt_autotune.points import ResolvedInsertionPoint
 from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
-from harness.compat.modelopt_autotune.schemes import PatternSchemes
+from harness.compat.modelopt_autotune.schemes import PatternSchemes, ResolvedInsertionPoint
 from harness.compat.modelopt_autotune.session import AutotuneSession, Backend
 from harness.compat.modelopt_autotune.state import (
     AutotuneState,

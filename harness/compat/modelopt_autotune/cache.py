@@ -1,4 +1,4 @@
-"""The pattern cache with the handles that ModelOpt's users know; `harness.graph.pattern_cache` holds what it keeps."""
+"""Pattern cache under ModelOpt's names; the entries are those of `harness.graph.pattern_cache`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.compat.modelopt_autotune.common import AutotunerError
-from harness.compat.modelopt_autotune.points import make_insertion_point
 from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
@@ -23,18 +22,18 @@ _logger = logging.getLogger(__name__)
 
 
 class PatternCache:
-    """The best schemes of each pattern.
+    """Best schemes of each pattern.
 
     Args:
-        minimum_distance: Schemes of one pattern differ in at least so many points.
-        max_entries_per_pattern: Most schemes of one pattern; 0: no limit.
-        origin: Where schemes that are added come from.
-        content: What is in it already.
+        minimum_distance: Number of points in which two schemes of a pattern differ at least.
+        max_entries_per_pattern: Maximum number of schemes of one pattern; 0: no limit.
+        origin: Origin of the schemes that are added.
+        content: Initial entries.
 
     Attributes:
-        baseline_ms: Latency of the float model that added schemes were measured beside; None where it is not known.
-        content: All of it, as the engine keeps it.
-        seeds: What was read or put in, without what autotuners learned since: schemes to begin with.
+        baseline_ms: Latency of the float model in the run that adds schemes; None if unknown.
+        content: All entries.
+        seeds: Entries that were read or added by the user, without measurements of an autotuner; they are tried first.
     """
 
     def __init__(
@@ -54,75 +53,72 @@ class PatternCache:
 
     @property
     def minimum_distance(self) -> int:
-        """Fewest points in which schemes of one pattern differ."""
         return self.content.minimum_distance
 
     @property
     def max_entries_per_pattern(self) -> int:
-        """Most schemes of one pattern."""
         return self.content.maximum_schemes
 
     @property
     def pattern_schemes(self) -> list[PatternSchemes]:
-        """The schemes, pattern by pattern, best first; adding to this list changes nothing."""
-        return [_schemes(pattern) for pattern in self.content.patterns.values()]
+        """Copy of the schemes by pattern, best first; add schemes with `add_pattern_schemes`."""
+        return [_to_schemes(pattern) for pattern in self.content.patterns.values()]
 
     @property
     def num_patterns(self) -> int:
-        """Number of patterns."""
         return len(self.content.patterns)
 
     @property
     def total_schemes(self) -> int:
-        """Number of schemes of all patterns."""
         return sum(len(pattern.schemes) for pattern in self.content.patterns.values())
 
     def has_pattern(self, pattern_signature: str) -> bool:
-        """Whether there are schemes of a pattern."""
         return pattern_signature in self.content.patterns
 
     def get_pattern_schemes(self, pattern_signature: str) -> PatternSchemes | None:
-        """The schemes of a pattern, best first."""
+        """Return the schemes of a pattern, best first; None if there are none."""
         found = self.content.patterns.get(pattern_signature)
-        return None if found is None else _schemes(found)
+        return None if found is None else _to_schemes(found)
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes | None) -> None:
-        """Take over the schemes of a pattern, as far as they are good and different enough; failures never."""
+        """Add the schemes of a pattern that did not fail, as far as they are good and different enough."""
         if pattern_schemes is not None and pattern_schemes.pattern is not None:
-            usable = (scheme for scheme in pattern_schemes.schemes if not scheme.error)
-            self._put(self._pattern(pattern_schemes.pattern, usable))
+            self._add(pattern_schemes.pattern, (scheme for scheme in pattern_schemes.schemes if not scheme.error))
 
     def add_pattern_from_region(self, region: Region, graph: RegionIndex, quantized_tensors: set[str]) -> None:
-        """Take over what a Q/DQ model has in a region, and in the regions below it.
+        """Add the schemes that a Q/DQ model has in a region and in the regions below it.
 
         Args:
             quantized_tensors: Names of the tensors with a Q/DQ pair.
         """
         names = map_to_float_tensors(set(quantized_tensors), graph.model)
         for each in region.walk():
-            found = [p for p in graph.full_scheme(each).points if _point_tensors(each, graph, p) & names]
-            self._put(self._pattern(graph.pattern(each), [InsertionScheme.of(found)]))
+            found = [
+                point.address
+                for point in graph.full_scheme(each).points
+                if point.address is not None and names & {p.tensor_name for p in point.resolve(each, graph)}
+            ]
+            self._add(graph.pattern(each), [InsertionScheme.of(found)])
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
-        """Take over the patterns of another cache; of those that are here too, only where `prefer_existing` is off."""
+        """Add the entries of another cache; of patterns in both only if `prefer_existing` is False."""
         found = {
             signature: pattern
             for signature, pattern in other.content.patterns.items()
             if not (prefer_existing and self.has_pattern(signature))
         }
-        self._put(engine.PatternCache(patterns=found))
+        self._add_seeds(engine.PatternCache(patterns=found))
 
     def add_measurements(self, content: engine.PatternCache) -> None:
-        """Take over what was measured; nobody begins with that again."""
+        """Add entries of an autotuner, which are not tried first."""
         self.content = engine.merge_caches(self.content, content)
 
     def initial_schemes(self, pattern_signature: str) -> list[InsertionScheme]:
-        """Schemes of a pattern to begin with, best first."""
+        """Return the schemes of a pattern to try first, best first."""
         found = self.seeds.patterns.get(pattern_signature)
-        return [] if found is None else _schemes(found).schemes
+        return [] if found is None else _to_schemes(found).schemes
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "minimum_distance": self.minimum_distance,
             "max_entries_per_pattern": self.max_entries_per_pattern,
@@ -131,10 +127,10 @@ class PatternCache:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """From plain values.
+        """Return the cache that `to_dict` wrote.
 
         Raises:
-            InvalidSchemeError: They are none of a cache.
+            InvalidSchemeError: The values do not describe schemes.
         """
         made = cls(int(data.get("minimum_distance", 4)), int(data.get("max_entries_per_pattern", 32)))
         for each in data.get("pattern_schemes", []):
@@ -142,7 +138,7 @@ class PatternCache:
         return made
 
     def save(self, output_path: str) -> None:
-        """Write it to a YAML file.
+        """Write the cache to a YAML file.
 
         Raises:
             AutotunerError: The file cannot be written.
@@ -155,11 +151,11 @@ class PatternCache:
 
     @classmethod
     def load(cls, input_path: str) -> Self:
-        """Read it from a YAML file.
+        """Read a cache from a YAML file.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            UserError: It is no pattern cache.
+            FileNotFoundError: The file does not exist.
+            UserError: The file is not a pattern cache.
         """
         if not Path(input_path).exists():
             raise FileNotFoundError(input_path)
@@ -168,36 +164,31 @@ class PatternCache:
     def __repr__(self) -> str:
         return f"PatternCache(patterns={self.num_patterns}, schemes={self.total_schemes})"
 
-    def _put(self, content: engine.PatternCache) -> None:
+    def _add(self, pattern: RegionPattern, schemes: Iterable[InsertionScheme]) -> None:
+        entries = tuple(self._to_entry(scheme) for scheme in schemes)
+        made = engine.CachedPattern(signature=pattern.signature, size=pattern.size, schemes=entries)
+        self._add_seeds(engine.PatternCache(patterns={pattern.signature: made}))
+
+    def _add_seeds(self, content: engine.PatternCache) -> None:
         self.add_measurements(content)
         self.seeds = engine.merge_caches(self.seeds, content)
 
-    def _pattern(self, pattern: RegionPattern, schemes: Iterable[InsertionScheme]) -> engine.PatternCache:
-        kept = tuple(self._scheme(scheme) for scheme in schemes)
-        made = engine.CachedPattern(signature=pattern.signature, size=pattern.size, schemes=kept)
-        return engine.PatternCache(patterns={pattern.signature: made})
-
-    def _scheme(self, scheme: InsertionScheme) -> engine.CachedScheme:
-        addresses = (point.address for point in scheme.points)
-        points = (engine.CachedPoint(a[0], a[1], self.origin.precision) for a in addresses if a is not None)
-        known = math.isfinite(scheme.latency_ms)
+    def _to_entry(self, scheme: InsertionScheme) -> engine.CachedScheme:
         return engine.CachedScheme(
-            points=frozenset(points),
+            points=frozenset(
+                engine.CachedPoint(kind, place, self.origin.precision) for kind, place in scheme.addresses
+            ),
             origin=self.origin,
-            latency_ms=scheme.latency_ms if known else None,
+            latency_ms=scheme.latency_ms if math.isfinite(scheme.latency_ms) else None,
             baseline_ms=self.baseline_ms,
         )
 
 
-def _point_tensors(region: Region, graph: RegionIndex, point: Any) -> set[str]:
-    return {resolved.tensor_name for resolved in point.resolve(region, graph)}
-
-
-def _schemes(pattern: engine.CachedPattern) -> PatternSchemes:
+def _to_schemes(pattern: engine.CachedPattern) -> PatternSchemes:
     schemes = []
-    for cached in pattern.schemes:
-        scheme = InsertionScheme.of(make_insertion_point(point.kind, point.place) for point in sorted(cached.points))
-        if cached.latency_ms is not None:
-            scheme.latency_ms = cached.latency_ms
+    for entry in pattern.schemes:
+        scheme = InsertionScheme.of((point.kind, point.place) for point in sorted(entry.points))
+        if entry.latency_ms is not None:
+            scheme.latency_ms = entry.latency_ms
         schemes.append(scheme)
     return PatternSchemes(pattern=RegionPattern(pattern.signature, pattern.size), schemes=schemes)

@@ -1,4 +1,4 @@
-"""Regions with the handles that ModelOpt's users know; what they hold is found by `harness.graph.partition.regions`."""
+"""Regions under ModelOpt's names, and their conversion from and to those of `harness.graph.partition.regions`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Region:
-    """A subgraph that may be built by hand.
+    """Subgraph, found by the region search or built by hand.
 
     Attributes:
-        id: Number of the region.
         level: Depth below the whole model, from 0.
         type: LEAF, COMPOSITE or ROOT.
-        parent: The region that it is a child of.
-        children: Its child regions.
-        nodes: Indices of the nodes directly in it, by `Model.nodes` of the autotuner's graph.
-        inputs: Tensors that come from outside; found anew where the region is used.
-        outputs: Tensors that are used outside; likewise.
-        metadata: Whatever its maker wants to keep.
+        nodes: Indices of the nodes directly in the region, in `Model.nodes` of the autotuner's graph.
+        inputs: Tensors from outside; computed again where the region is used, as `outputs`.
+        outputs: Tensors that are used outside.
+        metadata: Free for the caller.
     """
 
     def __init__(self, region_id: int, level: int, region_type: RegionType) -> None:
@@ -45,19 +42,19 @@ class Region:
         self.metadata: dict[str, str] = {}
 
     def walk(self) -> Iterator[Region]:
-        """This region and all below it, parents first."""
+        """Yield this region and all below it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def get_children(self, *, sort: bool = False) -> list[Region]:
-        """The child regions; sorted, those of the deepest level and among them the smallest come first."""
+        """Return the child regions; if sorted, by descending level, then by size."""
         if not sort:
             return self.children
         return sorted(self.children, key=lambda r: (-r.level, r.get_size_of_region_and_descendants()))
 
     def add_child(self, child: Region) -> None:
-        """Make a region a child of this one, taking it from the parent that it had; never of itself or of its own."""
+        """Make a region a child of this one instead of its parent; ignored, with a warning, if that makes a circle."""
         if child is self or self.is_descendant_of(child):
             _logger.warning("region %s cannot be a child of region %s, which is in it", child.id, self.id)
             return
@@ -67,7 +64,7 @@ class Region:
         child.parent = self
 
     def remove_child(self, child: Region) -> bool:
-        """Let go of a child; whether there was one."""
+        """Remove a child and return whether there was one."""
         if child not in self.children:
             return False
         self.children.remove(child)
@@ -75,34 +72,28 @@ class Region:
         return True
 
     def is_descendant_of(self, potential_ancestor: Region) -> bool:
-        """Whether this region is somewhere below another one."""
         above = self.parent
         while above is not None and above is not potential_ancestor:
             above = above.parent
         return above is not None
 
     def get_nodes(self, *, sort: bool = False) -> list[int]:
-        """Nodes directly in it."""
         return sorted(self.nodes) if sort else list(self.nodes)
 
     def get_region_nodes_and_descendants(self) -> set[int]:
-        """Nodes in it or in a region below it."""
         return {node for region in self.walk() for node in region.nodes}
 
     def contains_node(self, node_index: int) -> bool:
-        """Whether a node is directly in it."""
         return node_index in self.nodes
 
     def contains_node_within_region_and_descendants(self, node_index: int) -> bool:
-        """Whether a node is in it or in a region below it."""
         return node_index in self.get_region_nodes_and_descendants()
 
     def get_size_of_region_and_descendants(self) -> int:
-        """Number of nodes in it and in the regions below it."""
         return sum(len(region.nodes) for region in self.walk())
 
     def merge(self, other: Region) -> None:
-        """Take over the nodes and the children of another region."""
+        """Move the nodes and children of another region into this one."""
         self.nodes |= other.nodes
         for child in list(other.children):
             self.add_child(child)
@@ -115,7 +106,7 @@ class Region:
 
 
 def from_graph(region: GraphRegion) -> Region:
-    """A region of the engine, and all below it, as regions of the door."""
+    """Convert a region of the graph package, with all below it."""
     made = Region(region.id, region.level, region.type)
     made.nodes = set(region.nodes)
     made.inputs, made.outputs = list(region.inputs), list(region.outputs)
@@ -125,13 +116,13 @@ def from_graph(region: GraphRegion) -> Region:
 
 
 def to_graph(model: Model, regions: Sequence[Region]) -> tuple[GraphRegion, Mapping[Region, GraphRegion]]:
-    """Regions of the door as a tree of the engine, and which is which.
+    """Convert regions to a tree of the graph package; return its ROOT and the converted region of each.
 
     Args:
-        regions: Those without a parent among them are the children of the ROOT. They need not cover the model.
+        regions: Those without a parent among them become the children of the ROOT. They need not cover the model.
 
     Raises:
-        AutotunerError: A node is in two of them, or is none of the model's.
+        AutotunerError: A node is in two regions, or is not in the model.
     """
     given = set(regions)
     tops = [region for region in regions if region.parent not in given]
@@ -143,17 +134,15 @@ def to_graph(model: Model, regions: Sequence[Region]) -> tuple[GraphRegion, Mapp
             name = model.nodes[node].name
             raise AutotunerError(f"regions: node {name!r} is in {count} of them; each node belongs to one LEAF")
     converter = _RegionConverter(model)
-    children = _sort_regions([converter.convert(region, 0) for region in tops])
-    return converter.make(-1, RegionType.ROOT, -1, (), children), converter.found
+    return converter.make(-1, -1, (), [converter.convert(region, 0) for region in tops]), converter.found
 
 
 class _RegionConverter:
-    """Turns regions of the door into those of the engine, and finds their boundaries."""
+    """Converts regions and computes their inputs and outputs."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._numbers = itertools.count()
-        self._ends = frozenset(model.outputs)
         self._readers: dict[str, set[int]] = defaultdict(set)
         for node in model.nodes:
             for name in (*node.inputs, *node.captures):
@@ -161,21 +150,18 @@ class _RegionConverter:
         self.found: dict[Region, GraphRegion] = {}
 
     def convert(self, region: Region, level: int) -> GraphRegion:
-        """A region and all below it."""
         number = next(self._numbers)
         children = [self.convert(child, level + 1) for child in region.children]
         nodes = tuple(sorted(region.nodes))
-        if children and nodes:  # nodes beside children get a LEAF of their own
-            children.append(self.make(next(self._numbers), RegionType.LEAF, level + 1, nodes, ()))
-        kind = RegionType.COMPOSITE if children else RegionType.LEAF
-        self.found[region] = self.make(number, kind, level, () if children else nodes, _sort_regions(children))
+        if children and nodes:  # a COMPOSITE has no nodes of its own, so they become a LEAF
+            children.append(self.make(next(self._numbers), level + 1, nodes, ()))
+        self.found[region] = self.make(number, level, () if children else nodes, children)
         return self.found[region]
 
-    def make(
-        self, number: int, kind: RegionType, level: int, nodes: tuple[int, ...], children: tuple[GraphRegion, ...]
-    ) -> GraphRegion:
-        """A region with its boundary."""
-        bare = GraphRegion(id=number, type=kind, level=level, nodes=nodes, children=children, inputs=(), outputs=())
+    def make(self, number: int, level: int, nodes: tuple[int, ...], children: Sequence[GraphRegion]) -> GraphRegion:
+        kind = RegionType.ROOT if number < 0 else RegionType.COMPOSITE if children else RegionType.LEAF
+        ordered = tuple(sorted(children, key=lambda child: child.node_indices()[:1]))
+        bare = GraphRegion(id=number, type=kind, level=level, nodes=nodes, children=ordered, inputs=(), outputs=())
         inside = set(bare.node_indices())
         inputs: dict[str, None] = {}
         outputs = []
@@ -183,9 +169,7 @@ class _RegionConverter:
             for name in (*node.inputs, *node.captures):
                 if name and name not in self._model.constants and self._model.producer.get(name, -1) not in inside:
                     inputs[name] = None
-            outputs += [name for name in node.outputs if name in self._ends or not self._readers[name] <= inside]
+            outputs += [
+                name for name in node.outputs if name in self._model.outputs or not self._readers[name] <= inside
+            ]
         return replace(bare, inputs=tuple(inputs), outputs=tuple(outputs))
-
-
-def _sort_regions(regions: Sequence[GraphRegion]) -> tuple[GraphRegion, ...]:
-    return tuple(sorted(regions, key=lambda region: region.node_indices()[:1]))

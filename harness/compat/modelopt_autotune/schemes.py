@@ -1,38 +1,137 @@
-"""Patterns and schemes with the handles that ModelOpt's users know."""
+"""Insertion points, schemes and patterns under the names that ModelOpt's users know.
+
+Node indices count a pattern's nodes in canonical order (`harness.graph.partition.patterns`), so they fit every region
+that has the pattern.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, Self, overload
 
 from harness.compat.modelopt_autotune.common import InvalidSchemeError
-from harness.compat.modelopt_autotune.points import (
-    ChildRegionInputInsertionPoint,
-    ChildRegionOutputInsertionPoint,
-    InsertionPoint,
-    NodeInputInsertionPoint,
-    Places,
-    ResolvedInsertionPoint,
-)
 from harness.compat.modelopt_autotune.regions import Region
+from search.space import PointKind
 
-__all__ = ["InsertionScheme", "PatternSchemes", "Patterns", "RegionPattern"]
+__all__ = [
+    "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
+    "InsertionScheme", "NodeInputInsertionPoint", "PatternSchemes", "RegionGraph", "RegionPattern",
+    "ResolvedInsertionPoint", "make_insertion_point",
+]  # fmt: skip
 
-UNMEASURED_MS = float("inf")
-"""What ModelOpt's classes say where there is no latency; inside the engine there is none instead."""
+Address = tuple[PointKind, tuple[int, int]]
+"""Kind of a point and its place in the pattern, as in the name of a dimension."""
+UNMEASURED_MS = float("inf")  # ModelOpt's value for a missing latency
+
+
+class RegionGraph(Protocol):
+    """Graph in which regions are resolved; `region_index.RegionIndex` implements it."""
+
+    def addresses(self, region: Region) -> list[Address]: ...
+    def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...
+    def pattern(self, region: Region) -> RegionPattern: ...
+    def order(self, region: Region) -> list[int]: ...
+    def full_scheme(self, region: Region) -> InsertionScheme: ...
+
+
+class _PlainValues:
+    """Conversion of a dataclass to and from plain values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class ResolvedInsertionPoint(_PlainValues):
+    """Input of a node of the model that has a Q/DQ pair; without a node, an output of the model."""
+
+    tensor_name: str
+    node_index: int | None = None
+    input_index: int | None = None
+
+
+class InsertionPoint(_PlainValues, ABC):
+    """Place in a pattern where Q/DQ pairs may be inserted."""
+
+    @property
+    @abstractmethod
+    def address(self) -> Address | None:
+        """Kind and place in the space of placements; None if no dimension has this place."""
+
+    def resolve(self, region: Region, graph: RegionGraph) -> set[ResolvedInsertionPoint]:
+        """Return the inputs that the point quantizes in one region; empty if the rules forbid it."""
+        return graph.resolve(region, [self])
+
+    @classmethod
+    def collect_from_region(cls, region: Region, graph: RegionGraph) -> list[Self]:
+        """Return all legal points of this class in a region."""
+        points = (make_insertion_point(*address) for address in graph.addresses(region))
+        return [point for point in points if isinstance(point, cls)]
+
+
+@dataclass(frozen=True)
+class NodeInputInsertionPoint(InsertionPoint):
+    """Input of a node; a linear operator has one point, at input 0, which includes its weight."""
+
+    node_index: int
+    input_index: int
+
+    @property
+    def address(self) -> Address:
+        return "node_input", (self.node_index, self.input_index)
+
+
+@dataclass(frozen=True)
+class ChildRegionInputInsertionPoint(InsertionPoint):
+    """Input of a child region, for all nodes inside that read it."""
+
+    region_index: int
+    input_index: int
+
+    @property
+    def address(self) -> Address:
+        return "child_input", (self.region_index, self.input_index)
+
+
+@dataclass(frozen=True)
+class ChildRegionOutputInsertionPoint(InsertionPoint):
+    """Output of a node (`region_index` None) or of a child region that leaves its region, for all its readers.
+
+    The output of a child region resolves to nothing: it is the output of a node in some LEAF.
+    """
+
+    region_index: int | None
+    node_index: int | None
+    output_index: int
+
+    @property
+    def address(self) -> Address | None:
+        return None if self.node_index is None else ("output", (self.node_index, self.output_index))
+
+
+def make_insertion_point(kind: PointKind, place: tuple[int, int]) -> InsertionPoint:
+    """Return the point at an address."""
+    if kind == "output":
+        return ChildRegionOutputInsertionPoint(region_index=None, node_index=place[0], output_index=place[1])
+    return (NodeInputInsertionPoint if kind == "node_input" else ChildRegionInputInsertionPoint)(*place)
 
 
 @dataclass
 class InsertionScheme:
-    """The points of one pattern that carry Q/DQ pairs, and what came of them.
+    """Points of one pattern that have Q/DQ pairs, and the result of the model that was measured with them.
 
     Attributes:
-        latency_ms: Of the model that had it; infinite where it was not measured or could not be.
-        error: It could not be measured.
-        profile_timestamp: When it was measured, in ISO 8601.
+        latency_ms: Latency of that model; infinite if it was not measured or failed.
+        error: The measurement failed.
+        profile_timestamp: Time of the measurement, in ISO 8601.
     """
 
     node_inputs: list[NodeInputInsertionPoint] = field(default_factory=list)
@@ -43,46 +142,48 @@ class InsertionScheme:
     profile_timestamp: str | None = None
 
     @classmethod
-    def of(cls, points: Iterable[InsertionPoint]) -> InsertionScheme:
-        """The scheme of these points."""
+    def of(cls, addresses: Iterable[Address]) -> InsertionScheme:
+        """Return the scheme with the points at these addresses."""
         found = cls()
-        for point in points:
-            if isinstance(point, NodeInputInsertionPoint):
-                found.node_inputs.append(point)
-            elif isinstance(point, ChildRegionInputInsertionPoint):
-                found.child_region_inputs.append(point)
-            elif isinstance(point, ChildRegionOutputInsertionPoint):
-                found.region_outputs.append(point)
+        lists: dict[str, list[Any]] = {
+            "node_input": found.node_inputs,
+            "child_input": found.child_region_inputs,
+            "output": found.region_outputs,
+        }
+        for kind, place in addresses:
+            lists[kind].append(make_insertion_point(kind, place))
         return found
 
     @property
     def points(self) -> Iterator[InsertionPoint]:
-        """All its points."""
         yield from self.node_inputs
         yield from self.child_region_inputs
         yield from self.region_outputs
 
     @property
+    def addresses(self) -> frozenset[Address]:
+        """Addresses of the points that the space of placements has."""
+        return frozenset(point.address for point in self.points if point.address is not None)
+
+    @property
     def hash(self) -> str:
-        """Identity of its points; what came of them does not count."""
+        """Digest of the points, without the result."""
         return hashlib.sha256("\n".join(sorted(map(repr, self.points))).encode()).hexdigest()[:32]
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no Q/DQ pair."""
         return not any(True for _ in self.points)
 
     @property
     def is_profiled(self) -> bool:
-        """Whether it was measured, or could not be."""
+        """Whether the scheme was measured, with or without success."""
         return self.error or math.isfinite(self.latency_ms)
 
     def distance(self, other: InsertionScheme) -> int:
-        """Points to add or remove, to turn one scheme into the other."""
+        """Return the number of points that only one of two schemes has."""
         return len(set(self.points) ^ set(other.points))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "latency_ms": self.latency_ms if math.isfinite(self.latency_ms) else None,
             "error": self.error,
@@ -95,19 +196,19 @@ class InsertionScheme:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> InsertionScheme:
-        """From plain values.
+        """Return the scheme that `to_dict` wrote.
 
         Raises:
-            InvalidSchemeError: They are none of a scheme.
+            InvalidSchemeError: The values do not describe a scheme.
         """
         try:
             latency_ms = data.get("latency_ms")
             return cls(
-                node_inputs=[NodeInputInsertionPoint.from_dict(p) for p in data.get("nodes_insertion_points", [])],
+                node_inputs=[NodeInputInsertionPoint(**each) for each in data.get("nodes_insertion_points", [])],
                 child_region_inputs=[
-                    ChildRegionInputInsertionPoint.from_dict(p) for p in data.get("child_region_inputs", [])
+                    ChildRegionInputInsertionPoint(**each) for each in data.get("child_region_inputs", [])
                 ],
-                region_outputs=[ChildRegionOutputInsertionPoint.from_dict(p) for p in data.get("region_outputs", [])],
+                region_outputs=[ChildRegionOutputInsertionPoint(**each) for each in data.get("region_outputs", [])],
                 latency_ms=UNMEASURED_MS if latency_ms is None else float(latency_ms),
                 error=bool(data.get("error", False)),
                 profile_timestamp=data.get("profile_timestamp"),
@@ -116,27 +217,11 @@ class InsertionScheme:
             raise InvalidSchemeError(f"no insertion scheme: {error}") from error
 
 
-class Patterns(Places, Protocol):
-    """What patterns ask of the graph that they are in; `region_index.RegionIndex` is one."""
-
-    def pattern(self, region: Region) -> RegionPattern:
-        """The pattern of a region."""
-        ...
-
-    def order(self, region: Region) -> list[int]:
-        """Nodes of a region in its pattern's order."""
-        ...
-
-    def full_scheme(self, region: Region) -> InsertionScheme:
-        """All legal points of a region."""
-        ...
-
-
 class RegionPattern:
-    """What isomorphic regions have in common; equal exactly where the signatures are.
+    """Structure that isomorphic regions share; two patterns are equal if their signatures are.
 
     Attributes:
-        signature: That of `harness.graph.partition.patterns.Pattern`, the same in every model.
+        signature: Signature of `harness.graph.partition.patterns.Pattern`, the same in every model.
         size: Number of nodes.
     """
 
@@ -147,41 +232,41 @@ class RegionPattern:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no node in it."""
         return self.size == 0
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it has nodes and no child regions."""
+        """Whether the pattern has nodes and no child regions."""
         return not self.is_composite and not self.is_empty
 
     def get_hash(self) -> str:
-        """A short identity."""
         return hashlib.sha256(self.signature.encode()).hexdigest()[:32]
 
     def get_short_signature(self, max_length: int = 80) -> str:
-        """The signature, cut where it is longer."""
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     @classmethod
-    def from_region(cls, region: Region, graph: Patterns) -> RegionPattern:
-        """The pattern of a region."""
+    def from_region(cls, region: Region, graph: RegionGraph) -> RegionPattern:
         return graph.pattern(region)
 
     @overload
     def matches(self, other: RegionPattern) -> bool: ...
     @overload
-    def matches(self, other: Region, graph: Patterns, scheme: None = None) -> list[int] | None: ...
+    def matches(self, other: Region, graph: RegionGraph, scheme: None = None) -> list[int] | None: ...
     @overload
-    def matches(self, other: Region, graph: Patterns, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
+    def matches(self, other: Region, graph: RegionGraph, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
 
     def matches(
-        self, other: RegionPattern | Region, graph: Patterns | None = None, scheme: InsertionScheme | None = None
+        self, other: RegionPattern | Region, graph: RegionGraph | None = None, scheme: InsertionScheme | None = None
     ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
-        """Whether another pattern is this one; a region's nodes in the pattern's order, or None; what a scheme becomes.
+        """Compare with another pattern, or match a region.
+
+        Returns:
+            For a pattern, whether both are equal. For a region, its nodes in the pattern's order, or None if it has
+            another pattern. With a scheme, the inputs that the scheme quantizes in the region.
 
         Raises:
-            ValueError: A region without the graph that it is in.
+            ValueError: A region is given without its graph.
         """
         if isinstance(other, RegionPattern):
             return self == other
@@ -192,8 +277,8 @@ class RegionPattern:
             return graph.order(other) if fits else None
         return graph.resolve(other, scheme.points) if fits else set()
 
-    def get_full_insertion_scheme(self, region: Region, graph: Patterns) -> InsertionScheme:
-        """All legal points.
+    def get_full_insertion_scheme(self, region: Region, graph: RegionGraph) -> InsertionScheme:
+        """Return the scheme with all legal points.
 
         Raises:
             ValueError: The region has another pattern.
@@ -202,8 +287,8 @@ class RegionPattern:
             raise ValueError(f"region {region.id} has another pattern than {self.get_short_signature(12)}")
         return graph.full_scheme(region)
 
-    def format_tree(self, region: Region, graph: Patterns, indent: int = 0) -> str:
-        """A region and those below it, a line for each."""
+    def format_tree(self, region: Region, graph: RegionGraph, indent: int = 0) -> str:
+        """Return one line for a region and each region below it."""
         line = f"{'  ' * indent}Region {region.id}: {self.signature} (size={self.size})\n"
         return line + "".join(graph.pattern(c).format_tree(c, graph, indent + 1) for c in region.children)
 
@@ -219,34 +304,30 @@ class RegionPattern:
 
 @dataclass
 class PatternSchemes:
-    """The schemes of one pattern, in the order in which they came up."""
+    """Schemes of one pattern in the order of their proposal."""
 
     pattern: RegionPattern | None = None
     schemes: list[InsertionScheme] = field(default_factory=list)
 
     @property
     def pattern_signature(self) -> str:
-        """Signature of the pattern; "" without one."""
         return self.pattern.signature if self.pattern else ""
 
     @property
     def pattern_size(self) -> int:
-        """Number of nodes of the pattern."""
         return self.pattern.size if self.pattern else 0
 
     @property
     def num_schemes(self) -> int:
-        """Number of schemes."""
         return len(self.schemes)
 
     @property
     def best_scheme(self) -> InsertionScheme | None:
-        """The fastest of those that were measured; None where none was."""
+        """Fastest measured scheme; None if none was measured."""
         measured = [s for s in self.schemes if s.is_profiled and not s.error]
         return min(measured, key=lambda scheme: scheme.latency_ms, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "pattern_signature": self.pattern_signature,
             "pattern_size": self.pattern_size,
@@ -255,10 +336,10 @@ class PatternSchemes:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], pattern: RegionPattern | None = None) -> PatternSchemes:
-        """From plain values; without a pattern, one is made of its signature and size.
+        """Return the schemes that `to_dict` wrote; without a pattern, make one of signature and size.
 
         Raises:
-            InvalidSchemeError: They are none of schemes.
+            InvalidSchemeError: The values do not describe schemes of a pattern.
         """
         try:
             known = pattern or RegionPattern(str(data["pattern_signature"]), int(data["pattern_size"]))
