@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from harness.accuracy.calibration.ranges import (
     require_quantizable,
     restrict_space,
 )
-from harness.accuracy.data.batching import make_batches
+from harness.accuracy.data.batching import describe_sample_count, make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
 from harness.api import Array, Candidate, capabilities_of
@@ -53,11 +54,15 @@ from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_typ
 from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
 
-__all__ = ["MIN_OPSET", "Task", "compose_task", "dialect_use", "evaluator_spec", "open_model"]
+__all__ = [
+    "ALL_SAMPLES", "MIN_OPSET", "CalibrationBatches", "Runtime", "Task", "calibrate_task", "compose_task",
+    "dialect_use", "evaluator_spec", "open_model", "read_runtime",
+]  # fmt: skip
 
 Facts = Mapping[str, Any]
 UNCALIBRATED_ABS_MAX = 12.7
 """Bound of every range where operators of a plug-in keep the model from being run for calibration."""
+ALL_SAMPLES = sys.maxsize  # number of samples without a limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +96,12 @@ class Task:
     dialect: Dialect
     ranges: Mapping[str, tuple[float, float]]
     inserter: Inserter
-    initial_design: tuple[InitialPlacement, ...]
-    placements: Mapping[str, Placement]
-    external_models: Mapping[str, ExternalModel]
     calibrated_on: str
     remarks: tuple[str, ...]
     work: Path
+    initial_design: tuple[InitialPlacement, ...] = ()
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    external_models: Mapping[str, ExternalModel] = field(default_factory=dict)
     accuracy_only: frozenset[str] = frozenset()
     cache_remarks: tuple[str, ...] = ()
     benchmarkers: Mapping[str, PluginSpec] = field(default_factory=dict)
@@ -177,7 +182,8 @@ def compose_task(
     """
     with explain_write_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-    dialect, accuracy_only, facts, made_up = _read_runtime(spec.backend, facts)
+    runtime = read_runtime(spec.backend, facts)
+    dialect, facts = runtime.dialect, runtime.facts
     if not dialect.precisions.issuperset(spec.precisions):
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
@@ -190,12 +196,12 @@ def compose_task(
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
-    feeds = _CalibrationBatches(spec.model, model)
-    if not made_up and not (work.parent / ACCURACY_FILE_NAME).exists():
+    feeds = CalibrationBatches(spec.model, model)
+    if not runtime.is_in_process and not (work.parent / ACCURACY_FILE_NAME).exists():
         FloatTrial(work, experiment.limits, observer).run(spec.model, model, model_file)
-    observed = _calibrate_ranges(space, model, model_file, feeds, observer)
-    space, ranges = restrict_space(space, observed), finite_ranges(observed)
-    require_quantizable(space, observed, model.source)
+    if feeds.is_random:
+        observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
+    task = calibrate_task(spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer)
     starts = _initial_and_baselines(experiment)
     order = QuantizationRequest(
         model_file=model_file,
@@ -209,54 +215,95 @@ def compose_task(
     }
     foreign |= load_imported_models(starts)
     if any(start.use == FULLY_QUANTIZED for start in starts):
-        foreign[FULLY_QUANTIZED] = fully_quantized_symmetric(model, dialect, ranges, work, space)
+        foreign[FULLY_QUANTIZED] = fully_quantized_symmetric(model, dialect, task.ranges, work, task.space)
     seeding = InitialDesign(
-        spec=spec, space=space, model=model, external_models=foreign, observer=observer, facts=facts
+        spec=spec, space=task.space, model=model, external_models=foreign, observer=observer, facts=facts
     )
     found = seeding.placements(starts)
-    return Task(
-        spec=spec,
-        model=model,
-        float_file=model_file,
-        model_file=model_file,
-        space=space,
-        dialect=dialect,
-        ranges=ranges,
-        inserter=Inserter(model, dialect, ranges),
+    return replace(
+        task,
         initial_design=tuple(
             InitialPlacement(name=n, placement=p) for start in experiment.initial for n, p in found[start.name].items()
         ),
         placements={name: placement for each in found.values() for name, placement in each.items()},
         external_models=foreign,
+        cache_remarks=seeding.foreign_origin_notes(starts),
+    )
+
+
+def calibrate_task(  # noqa: PLR0913 - what, and with what
+    spec: TaskSpec,
+    model: Model,
+    model_file: Path,
+    space: Space,
+    *,
+    runtime: Runtime,
+    feeds: CalibrationBatches,
+    observer: Observer,
+    uncalibrated_abs_max: float = UNCALIBRATED_ABS_MAX,
+) -> Task:
+    """Calibrate a model and return its task without initial placements and baselines.
+
+    Args:
+        model_file: File of the model; its folder is the scratch folder of the task.
+        space: Space of the model; restricted to points with usable ranges.
+        uncalibrated_abs_max: Bound of every range if plug-in operators prevent a calibration on random data.
+
+    Raises:
+        UserError: The calibration fails, or leaves no point of the space.
+    """
+    observed = _calibrate_ranges(space, model, model_file, feeds, observer, uncalibrated_abs_max)
+    left, ranges = restrict_space(space, observed), finite_ranges(observed)
+    if len(space):
+        require_quantizable(left, observed, model.source)
+    return Task(
+        spec=spec,
+        model=model,
+        float_file=model_file,
+        model_file=model_file,
+        space=left,
+        dialect=runtime.dialect,
+        ranges=ranges,
+        inserter=Inserter(model, runtime.dialect, ranges),
         calibrated_on=feeds.description,
         remarks=range_warnings(observed),
-        work=work,
-        accuracy_only=accuracy_only.intersection(spec.precisions),
-        cache_remarks=seeding.foreign_origin_notes(starts),
-        facts=facts,
+        work=model_file.parent,
+        accuracy_only=runtime.emulated.intersection(spec.precisions),
+        facts=runtime.facts,
         feeds=feeds,
     )
 
 
-class _CalibrationBatches:
-    """Calibration batches of one model, as often as they are needed."""
+class CalibrationBatches:
+    """Calibration batches of one model; each iteration makes them again.
 
-    def __init__(self, spec: ModelSpec, model: Model) -> None:
+    Args:
+        spread: Take the samples evenly from a file of arrays, and name the file in the description.
+    """
+
+    def __init__(self, spec: ModelSpec, model: Model, *, spread: bool = False) -> None:
         self._spec = spec
         self._model = model
         self._types = input_types(model)
         self.settings = spec.calibration
+        self.is_random = spec.calibration.data is None
         self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
         if spec.calibration.data is None:
             self._batches = None
             self.description = "random data"
             self.fingerprint = "random feeds 1"
         else:
-            dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples)
+            dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples, spread=spread)
             preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
             self._batches = make_batches(dataset, preprocess, self._types)
             self.description = f"{len(dataset)} samples"
             self.fingerprint = dataset.fingerprint
+            if spread:
+                limit = self.settings.samples if self.settings.samples < ALL_SAMPLES else None
+                self.description = describe_sample_count(dataset, limit, str(spec.calibration.data["path"]))
+                self.fingerprint += f", {len(dataset)} of {dataset.available}"
+        if spread:  # the specification has no shapes then
+            self.fingerprint += f" as {self._types}"
 
     @property
     def count(self) -> int:
@@ -301,8 +348,27 @@ def dialect_use(backend: PluginSpec, facts: Facts) -> str:
     return dialect_name_for(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
-def _read_runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
-    """Return a benchmarker's dialect, the precisions that it only emulates, its facts, and whether it runs no model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """Properties of a backend that decide about its candidates.
+
+    Attributes:
+        emulated: Precisions that the device only emulates.
+        facts: The benchmarker's description of itself.
+        is_in_process: It runs no model.
+    """
+
+    dialect: Dialect
+    emulated: frozenset[str]
+    facts: Facts
+    is_in_process: bool
+
+
+def read_runtime(backend: PluginSpec, facts: Facts | None = None) -> Runtime:
+    """Return the properties of a backend.
+
+    Args:
+        facts: The benchmarker's description of itself on another machine; None: it is asked here.
 
     Raises:
         UserError: It names no dialect, or its runtime or device is missing (checked before the calibration, which takes
@@ -310,17 +376,26 @@ def _read_runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, fr
     """
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
-    dialect = load_dialect(dialect_name_for(benchmarker, backend.use, facts))
     capabilities = capabilities_of(benchmarker)
-    return dialect, capabilities.emulated, facts, capabilities.in_process
+    return Runtime(
+        dialect=load_dialect(dialect_name_for(benchmarker, backend.use, facts)),
+        emulated=capabilities.emulated,
+        facts=facts,
+        is_in_process=capabilities.in_process,
+    )
 
 
 def _calibrate_ranges(
-    space: Space, model: Model, model_file: Path, feeds: _CalibrationBatches, observer: Observer
+    space: Space,
+    model: Model,
+    model_file: Path,
+    feeds: CalibrationBatches,
+    observer: Observer,
+    uncalibrated_abs_max: float,
 ) -> Ranges:
     tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in model.constants}
-    if feeds.description == "random data":
-        observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
+    if not tensors:
+        return {}
     try:
         with observer.work(f"calibrate {model.source}", feeds.count) as step:
             ranges = cached_ranges(
@@ -332,12 +407,12 @@ def _calibrate_ranges(
                 source=model.source,
             )
     except UserError as error:
-        if feeds.description != "random data" or not any(node.opaque for node in model.nodes):
+        if not feeds.is_random or not any(node.opaque for node in model.nodes):
             raise
         observer.say(
-            f"{model.source}: every scale is {UNCALIBRATED_ABS_MAX / 127:g}, for the calibration cannot run it: {error}"
+            f"{model.source}: every scale is {uncalibrated_abs_max / 127:g}, for the calibration cannot run it: {error}"
         )
-        return dict.fromkeys(tensors, (-UNCALIBRATED_ABS_MAX, UNCALIBRATED_ABS_MAX))
+        return dict.fromkeys(tensors, (-uncalibrated_abs_max, uncalibrated_abs_max))
     for remark in range_warnings(ranges):
         observer.say(f"{model.source}: {remark}")
     return ranges

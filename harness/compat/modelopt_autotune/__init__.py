@@ -9,10 +9,8 @@ docs/reference/autotune.md says name by name what is the same and what is not.
 from __future__ import annotations
 
 from harness.compat.modelopt_autotune.arguments import MODE_PRESETS, get_node_filter_list
-from harness.compat.modelopt_autotune.autotuner import CombinedRegionSearch, QDQAutotuner
-from harness.compat.modelopt_autotune.autotuner_base import QDQAutotunerBase
+from harness.compat.modelopt_autotune.autotuner import CombinedRegionSearch, QDQAutotuner, QDQAutotunerBase
 from harness.compat.modelopt_autotune.benchmark import Benchmark, TensorRTPyBenchmark, TrtExecBenchmark
-from harness.compat.modelopt_autotune.cache import PatternCache
 from harness.compat.modelopt_autotune.common import (
     AutotunerError,
     AutotunerNotInitializedError,
@@ -30,6 +28,7 @@ from harness.compat.modelopt_autotune.schemes import (
     RegionPattern,
     ResolvedInsertionPoint,
 )
+from harness.compat.modelopt_autotune.storage import PatternCache
 from harness.compat.modelopt_autotune.workflows import (
     benchmark_onnx_model,
     init_benchmark_instance,

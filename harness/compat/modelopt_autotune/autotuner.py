@@ -1,23 +1,332 @@
-"""The autotuner that finds the regions itself, and the search for regions alone."""
+"""Autotuner for step-by-step use: choose a region, generate a scheme, export, measure, submit."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from harness.compat.modelopt_autotune.autotuner_base import QDQAutotunerBase
-from harness.compat.modelopt_autotune.cache import PatternCache
-from harness.compat.modelopt_autotune.common import Config
+from harness.api import Candidate
+from harness.compat.modelopt_autotune.benchmark import current_benchmark
+from harness.compat.modelopt_autotune.common import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    Config,
+    InvalidSchemeError,
+)
 from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.schemes import PatternSchemes, ResolvedInsertionPoint
+from harness.compat.modelopt_autotune.session import AutotuneSession, PatternSearch, export_model
+from harness.compat.modelopt_autotune.storage import (
+    AutotuneState,
+    PatternCache,
+    cache_path,
+    describe_config_changes,
+    read_state,
+    write_state,
+)
+from harness.config.sections import PluginSpec
+from harness.graph.conversions import digest_model, to_proto
+from harness.graph.load import load_proto
+from harness.graph.model import Model
+from harness.task_setup.model_loader import MIN_OPSET
+from harness.task_setup.task import read_runtime
+from search.space import Placement
 
-__all__ = ["CombinedRegionSearch", "QDQAutotuner"]
+__all__ = ["CombinedRegionSearch", "QDQAutotuner", "QDQAutotunerBase", "Transform"]
+
+_logger = logging.getLogger(__name__)
+Transform = Callable[[Any], Any]
+
+
+class QDQAutotunerBase:
+    """Autotuner of given regions; a subclass or the user sets `regions`.
+
+    Args:
+        model: An `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a model of `harness.graph.load`.
+
+    Attributes:
+        graph: Index of the model's regions; regions name nodes by their index in `graph.nodes`.
+        regions: Regions to profile.
+        baseline_latency_ms: Latency of the float model; None until it is submitted.
+        beside_float: Models are timed in turns with the float model.
+        changes: Sentences about settings that changed since the state that was loaded.
+        profiled_patterns: Finished patterns with their schemes.
+        unfinished: Signatures of profiled patterns that a limit cut short; they are profiled again later.
+        delivered: Placement that the workflow delivered.
+        pattern_cache: Entries of this and of earlier runs.
+
+    Raises:
+        TypeError: The model is of another type.
+        UserError: The model cannot be used.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if isinstance(model, Model):
+            self._model = model
+        else:
+            proto = to_proto(model)
+            self._model = load_proto(proto, source="model", sha256=digest_model(proto), min_opset=MIN_OPSET)
+        self.onnx_model = self._model.proto
+        self.graph = RegionIndex(self._model)
+        self.regions: list[Region] = []
+        self.config = Config()
+        self.initialized = False
+        self.pattern_cache: PatternCache | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.baseline_latency_ms: float | None = None
+        self.beside_float = False
+        self.changes: tuple[str, ...] = ()
+        self.profiled_patterns: list[PatternSchemes] = []
+        self.unfinished: set[str] = set()
+        self.delivered: Placement | None = None
+        self._session: AutotuneSession | None = None
+        self._search: PatternSearch | None = None
+
+    @property
+    def current_profile_region(self) -> Region | None:
+        return None if self._search is None else self._search.region
+
+    @property
+    def current_profile_pattern_schemes(self) -> PatternSchemes | None:
+        """Schemes of the pattern that is being profiled; None if it is finished."""
+        return None if self._search is None else self._search.schemes
+
+    @property
+    def current_insertion_scheme_index(self) -> int | None:
+        """Index of the scheme that was generated last."""
+        return None if self._search is None else self._search.index
+
+    def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
+        """Start over with these settings; schemes of the cache are tried first, and `regions` are kept.
+
+        Raises:
+            UserError: The backend is not available, or does not have the precision.
+        """
+        self.config = config or self.config
+        benchmark = current_benchmark()
+        self._backend = PluginSpec(use=self.config.backend or "openvino", params=dict(self.config.backend_params))
+        if self.config.backend is None and benchmark is not None:
+            self._backend = benchmark.backend
+        self._runtime = read_runtime(self._backend)
+        precision = self.config.default_quant_type
+        opset = self._runtime.dialect.opset([precision])
+        if opset > MIN_OPSET:
+            origin, source = self._model.origin, self._model.source
+            upgraded = load_proto(self.onnx_model, source=source, sha256=self._model.sha256, min_opset=opset)
+            self._model = dataclasses.replace(upgraded, origin=origin and dataclasses.replace(origin, min_opset=opset))
+        self.graph = RegionIndex(self._model, self._runtime.dialect, precision, self.config.default_dq_dtype)
+        self.pattern_cache = pattern_cache or PatternCache(
+            self.config.pattern_cache_minimum_distance, self.config.pattern_cache_max_entries_per_pattern
+        )
+        self._reset()
+        self.initialized = True
+
+    @property
+    def session(self) -> AutotuneSession:
+        """Session of the present regions, made when it is first needed and again after `regions` changed.
+
+        Raises:
+            AutotunerNotInitializedError: `initialize` was not called.
+        """
+        if not self.initialized:
+            raise AutotunerNotInitializedError(f"{type(self).__name__}: call initialize() first")
+        if self._session is None or self._session.regions != tuple(self.regions):
+            self._session = AutotuneSession(self.graph, self.regions, self.config, self._backend, self._runtime)
+            self.delivered = None
+            if self.pattern_cache is not None:
+                self.pattern_cache.origin = self._session.origin
+        return self._session
+
+    def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
+        """Start to profile a region's pattern; None: only end the one before.
+
+        `current_profile_pattern_schemes` is None afterwards if the pattern is finished already.
+
+        Args:
+            region: One of `regions`, or `session.chart.whole` for the whole model at once.
+            commit: Keep the schemes of the region before.
+
+        Raises:
+            ValueError: The region is not among them.
+        """
+        session = self.session
+        if commit and self._search is not None:
+            self.profiled_patterns.append(self._search.schemes)
+        self._search = None
+        self.delivered = None
+        if region is None:
+            return
+        if region not in session.chart:
+            raise ValueError(f"region {region.id} is none of the autotuner's regions")
+        pattern = self.graph.pattern(region)
+        if any(known.pattern == pattern for known in self.profiled_patterns):
+            return
+        around = session.with_schemes(self.profiled_patterns)
+        self._search = session.pattern_search(region, around)
+        self._search.seed([session.chart.encode(region, around)])  # the present scheme competes; usually it is measured
+        if self.pattern_cache is not None:
+            self._search.seed(self.pattern_cache.initial_schemes(pattern.signature))
+
+    def generate(self) -> int:
+        """Return the index in `current_profile_pattern_schemes.schemes` of the next scheme to measure, or -1.
+
+        Schemes of the cache come first, then proposals of the searcher. Schemes with a known result are skipped.
+
+        Raises:
+            InvalidSchemeError: No region is being profiled.
+        """
+        if self._search is None:
+            raise InvalidSchemeError("no region is under profile: call set_profile_region() first")
+        return self._search.generate(self.session.measured)
+
+    def submit(self, latency_ms: float, success: bool = True, stderr_ms: float = 0.0) -> None:
+        """Store the result of the scheme that was generated last; the first latency is that of the float model.
+
+        Args:
+            latency_ms: Median latency.
+            success: False: the measurement failed.
+            stderr_ms: Standard error of the latency, which searchers compare gains with; 0: unknown.
+
+        Raises:
+            InvalidSchemeError: No scheme was generated.
+            AutotunerError: The float model has no latency.
+        """
+        measured = success and math.isfinite(latency_ms) and latency_ms > 0
+        session = self.session
+        if self.baseline_latency_ms is None:
+            if not measured:
+                raise AutotunerError(
+                    f"the float model has no latency (got {latency_ms}): was init_benchmark_instance() called, and "
+                    "does the backend take the model? The log says why"
+                )
+            self._set_baseline(latency_ms)
+            session.record(session.space.float_placement(), latency_ms)
+            return
+        search = self._search
+        if search is None or search.generated is None:
+            raise InvalidSchemeError(
+                "no scheme to submit a latency for: call set_profile_region() and generate() first"
+            )
+        placement = search.placement(search.generated)
+        record = session.record(placement, latency_ms if measured else None, search.signature, stderr_ms=stderr_ms)
+        search.fill(search.generated, record)
+        if measured and self.pattern_cache is not None:
+            self.pattern_cache.add_measurements(session.cache_entries(placement, latency_ms, self.baseline_latency_ms))
+
+    def placement(self, best: bool = False) -> Placement:
+        """Return the placement with profiled patterns at their best, and the present one as generated last.
+
+        Args:
+            best: The present pattern at its best; after the workflow, the placement that it delivered.
+        """
+        around = self.session.with_schemes(self.profiled_patterns)
+        if self._search is None:
+            return self.delivered if best and self.delivered is not None else around
+        scheme = self._search.schemes.best_scheme if best else self._search.generated
+        return around if scheme is None else self._search.placement(scheme)
+
+    def candidate(self, best: bool = False) -> Candidate:
+        """Return `placement` as a candidate."""
+        return self.session.task.candidate(self.placement(best))
+
+    def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
+        """Return the inputs of nodes that have a Q/DQ pair in `placement`."""
+        session = self.session
+        found = session.chart.resolved_points(session.space.resolve(self.placement(best)))
+        if verbose:
+            _logger.info("%d insertion points: %s", len(found), sorted(map(repr, found)))
+        return found
+
+    def export_onnx(
+        self,
+        output_path: str | None = None,
+        insert_qdq: bool = True,
+        best: bool = False,
+        model_transform: Transform | None = None,
+    ) -> bytes:
+        """Return the model of `placement` as bytes, and write it to a file if a path is given.
+
+        Args:
+            insert_qdq: False: the float model.
+            best: See `placement`.
+            model_transform: Applied to the `onnx.ModelProto` first.
+
+        Raises:
+            UserError: The file cannot be written, or the model is too large for bytes and has no path.
+        """
+        proto = self.session.proto(self.session.space.resolve(self.placement(best)) if insert_qdq else ())
+        path = None if output_path is None else Path(output_path)
+        return export_model(proto if model_transform is None else model_transform(proto), path)
+
+    def import_insertion_points(self, quantized_tensors: set[str] | list[str]) -> None:
+        """Start from a Q/DQ model: its schemes are tried first, and hold until their pattern is profiled.
+
+        Args:
+            quantized_tensors: Names of the tensors with a Q/DQ pair.
+        """
+        session = self.session
+        self.delivered = None
+        session.base = session.import_placement(set(quantized_tensors))
+        if self.pattern_cache is not None:
+            for region in self.regions:
+                self.pattern_cache.add_pattern_from_region(region, self.graph, set(quantized_tensors))
+
+    def save_state(self, output_path: str) -> None:
+        """Write the state file, and the pattern cache next to it.
+
+        Raises:
+            AutotunerError: A file cannot be written.
+        """
+        state = AutotuneState(
+            facts=self.session.facts,
+            config={**dataclasses.asdict(self.config), "backend_params": dict(self.config.backend_params)},
+            baseline_latency_ms=self.baseline_latency_ms,
+            beside_float=self.beside_float,
+            current=None if self._search is None else self._search.signature,
+            measured=self.session.measured,
+            patterns=[p for p in self.profiled_patterns if p.pattern_signature not in self.unfinished],
+        )
+        write_state(state, Path(output_path))
+        if self.pattern_cache is not None and self.pattern_cache.num_patterns:
+            self.pattern_cache.save(str(cache_path(Path(output_path))))
+
+    def load_state(self, input_path: str) -> None:
+        """Resume from a state file.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+            UserError: It is damaged, or of another model, runtime, device or precision.
+        """
+        path = Path(input_path)
+        state = read_state(path, self.session.facts)
+        if state.baseline_latency_ms is not None:
+            self._set_baseline(state.baseline_latency_ms)
+        self.beside_float = state.beside_float
+        self.delivered = None
+        self.changes = tuple(describe_config_changes(state.config, dataclasses.asdict(self.config)))
+        self.session.measured.update(state.measured)
+        self.profiled_patterns += [each for each in state.patterns if each.schemes]
+        if self.pattern_cache is not None and cache_path(path).exists():
+            self.pattern_cache.add_measurements(PatternCache.load(str(cache_path(path))).content)
+
+    def _set_baseline(self, latency_ms: float) -> None:
+        self.baseline_latency_ms = latency_ms
+        if self.pattern_cache is not None:
+            self.pattern_cache.baseline_ms = latency_ms
 
 
 class QDQAutotuner(QDQAutotunerBase):
-    """Profiles the regions that the engine discovers, LEAF regions first."""
+    """Autotuner of the regions that the partitioner finds, LEAF regions first."""
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
-        """See `QDQAutotunerBase.initialize`; also finds the regions."""
+        """Start over, see `QDQAutotunerBase.initialize`, and find the regions."""
         super().initialize(config, pattern_cache)
         tops = self.graph.discover(self.config.maximum_sequence_region_size, self.config.minimum_topdown_search_size)
         found = [region for top in tops for region in top.walk()]
@@ -25,12 +334,12 @@ class QDQAutotuner(QDQAutotunerBase):
 
 
 class CombinedRegionSearch:
-    """Finds the regions of a model.
+    """Search for the regions of a model.
 
     Args:
         graph: The `graph` of an autotuner, an `onnx.ModelProto` or an `onnx_graphsurgeon.Graph`.
-        maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: A convergence of at least so many nodes is split.
+        maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
+        minimum_topdown_search_size: Number of nodes from which a convergence is split.
     """
 
     def __init__(
@@ -42,6 +351,6 @@ class CombinedRegionSearch:
         self.regions: list[Region] = []
 
     def search_regions(self) -> list[Region]:
-        """The regions right below the whole model; each node is in one LEAF at or below one of them."""
+        """Return the regions directly below the whole model; each node is in one LEAF at or below one of them."""
         self.regions = self.graph.discover(self.maximum_sequence_region_size, self.minimum_topdown_search_size)
         return self.regions

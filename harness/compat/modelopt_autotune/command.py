@@ -22,10 +22,9 @@ from harness.compat.modelopt_autotune.arguments import (
 )
 from harness.compat.modelopt_autotune.benchmark import backend_use, init_benchmark_instance, split_arguments
 from harness.compat.modelopt_autotune.common import AutotunerError, Config
-from harness.compat.modelopt_autotune.model_writer import load_calibration_batches
 from harness.compat.modelopt_autotune.procedure import AutotuneJob, run_job
 from harness.compat.modelopt_autotune.region_index import untyped_linear_inputs
-from harness.compat.modelopt_autotune.session import Backend
+from harness.compat.modelopt_autotune.session import calibration_batches
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.load import save_to_folder
@@ -39,6 +38,7 @@ from harness.registry import find_entry_point
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.task_setup.float_baseline import select_float_baseline
 from harness.task_setup.model_loader import open_model
+from harness.task_setup.task import read_runtime
 from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["autotune"]
@@ -83,7 +83,7 @@ def _run_autotune(options: argparse.Namespace, depth: ModePreset, plan: Autotune
         for idle in ineffective_flags(options, backend.params, typed=not untyped_linear_inputs(model)):
             plan.observer.say(f"without effect: {idle}")
         if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
-            load_calibration_batches(options.calibration_data, model, options.calibration_samples)
+            calibration_batches(model, options.calibration_data, options.calibration_samples)
         if plan.qdq_baseline is not None:
             import_placement(plan.qdq_baseline, model)
         use = _select_float_baseline(backend, save_to_folder(model, Path(scratch) / "float"), plan)
@@ -110,7 +110,7 @@ def _describe_target(use: PluginSpec) -> str:
     Raises:
         UserError: The backend is not there, or has no dialect.
     """
-    backend = Backend(use)
+    backend = read_runtime(use)
     device = backend.facts.get("device", "an unknown device")
     name = backend.dialect.name
     told = f"{use.use} on {device}, in the dialect {name} of Q/DQ pairs"

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.compat.modelopt_autotune.autotuner import QDQAutotuner
-from harness.compat.modelopt_autotune.autotuner_base import Transform
+from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import Benchmark, current_benchmark
-from harness.compat.modelopt_autotune.cache import PatternCache
 from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError, Config
-from harness.compat.modelopt_autotune.model_writer import export_model
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.runoff import FinalSelection, open_checker, select_fastest
 from harness.compat.modelopt_autotune.sampling_policy import is_noisy, latency_ms, stderr_ms
+from harness.compat.modelopt_autotune.session import export_model
+from harness.compat.modelopt_autotune.storage import PatternCache
 from harness.compat.modelopt_autotune.summary import AutotuneResult, is_proven_faster, summary_lines
 from harness.config.sections import Confirmation
 from harness.errors import UserError
@@ -148,8 +147,8 @@ class AutotuneRun:
         self._export("baseline.onnx", session.space.float_placement())
         session.restrict_to_patterns({autotuner.graph.pattern(region).signature for region in self._selected_regions()})
         self._plan.observer.say(self._describe_workload())
-        self._plan.observer.say(f"scales: calibrated on {session.delivery.calibrated_on}")
-        if (precision := self._plan.config.default_quant_type) in session.emulated:
+        self._plan.observer.say(f"scales: calibrated on {session.task.calibrated_on}")
+        if (precision := self._plan.config.default_quant_type) in session.task.accuracy_only:
             self._plan.observer.say(
                 f"this device only emulates {precision}: latencies say nothing of a device that has it"
             )
@@ -173,7 +172,7 @@ class AutotuneRun:
         """
         autotuner, session = self._autotuner, self._session
         if autotuner.baseline_latency_ms is None:
-            outcome = self._outcome(session.candidate(session.space.float_placement()), "baseline")
+            outcome = self._outcome(session.task.candidate(session.space.float_placement()), "baseline")
             if isinstance(outcome, Failed):
                 raise UserError(
                     f"{autotuner.graph.model.source}: the float model cannot be timed on "
@@ -205,10 +204,10 @@ class AutotuneRun:
         """Write the model, build it afresh beside the float model, and say how they compare."""
         chosen = self._select_final(self._final_candidates(self._autotuner.placement(best=True)))
         tried = self._export(UNPROVED, chosen)
-        final = replace(self._session.candidate(chosen), source=lambda: tried)
+        final = replace(self._session.task.candidate(chosen), source=lambda: tried)
         self._outcome(final, "final")
         baseline_path = self._plan.output_dir / "baseline.onnx"
-        floating = self._session.candidate(self._session.space.float_placement())
+        floating = self._session.task.candidate(self._session.space.float_placement())
         builds = NOISY_MACHINE_BUILDS if self._autotuner.beside_float else BUILDS
         summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path), builds)
         read, pairs = self._session.measured.get(self._session.space.digest(chosen)), count_pairs(tried)
@@ -267,12 +266,14 @@ class AutotuneRun:
         """
         session, wrong = self._session, set[str]()
         folder, observer = self._plan.output_dir, self._plan.observer
-        with open_checker(self._benchmark, session.delivery.feeds(), folder, observer) as is_wrong:
+        with open_checker(self._benchmark, session.task.feeds, folder, observer) as is_wrong:
             while True:
                 rivals = session.fastest_by_digest(DEFAULT_FINALISTS, self._baseline_ms, wrong)
                 if any(best.choices):
                     rivals = {session.space.digest(best): best, **rivals}
-                candidates = {digest: self._transformed(session.candidate(each)) for digest, each in rivals.items()}
+                candidates = {
+                    digest: self._transformed(session.task.candidate(each)) for digest, each in rivals.items()
+                }
                 if not (found := {digest for digest, each in candidates.items() if is_wrong(each)}):
                     return best, rivals
                 wrong |= found
@@ -292,10 +293,10 @@ class AutotuneRun:
         best, rivals = found
         if len(rivals) < 2:
             return next(iter(rivals.values()), best)
-        floating = self._session.candidate(space.float_placement())
+        floating = self._session.task.candidate(space.float_placement())
         try:
             won, speedup = select_fastest(
-                [self._transformed(self._session.candidate(placement)) for placement in rivals.values()],
+                [self._transformed(self._session.task.candidate(placement)) for placement in rivals.values()],
                 replace(floating, source=lambda: folder / "baseline.onnx"),
                 FinalSelection(
                     path=folder / "logs" / SELECTION_LOG_NAME,
@@ -381,7 +382,7 @@ class AutotuneRun:
     def _start(self, name: str, placement: Placement) -> float:
         known = self._session.measured.get(self._session.space.digest(placement))
         if known is None:
-            outcome = self._outcome(self._session.candidate(placement), f"start_{name}")
+            outcome = self._outcome(self._session.task.candidate(placement), f"start_{name}")
             latency = None if isinstance(outcome, Failed) else latency_ms(outcome)
             known = self._session.record(placement, latency, stderr_ms=stderr_ms(outcome))
         return float("inf") if known.latency_ms is None else known.latency_ms
@@ -393,17 +394,17 @@ class AutotuneRun:
         transform = self._plan.transform
         if transform is None:
             return candidate
-        path = self._session.delivery.folder / "transformed.onnx"
+        path = self._session.folder / "transformed.onnx"
 
         def source() -> Path:
-            export_model(transform(self._session.delivery.proto(candidate.edges)), path)
+            export_model(transform(self._session.proto(candidate.edges)), path)
             return path
 
         return replace(candidate, source=source)
 
     def _export(self, name: str, placement: Placement) -> Path:
         path = self._plan.output_dir / name
-        proto = self._session.delivery.proto(self._session.space.resolve(placement))
+        proto = self._session.proto(self._session.space.resolve(placement))
         export_model(proto if self._plan.transform is None else self._plan.transform(proto), path)
         return path
 

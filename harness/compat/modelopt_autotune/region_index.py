@@ -66,6 +66,11 @@ class PlacementMap:
         """Return the pattern of a region and the index of the region in it."""
         return self._place[id(self._graph[region])]
 
+    def pattern(self, region: Region) -> RegionPattern:
+        pattern, _ = self.locate_region(region)
+        composite = pattern.type is not RegionType.LEAF
+        return RegionPattern(pattern.signature, len(pattern.operators), composite=composite)
+
     def dimensions(self, signature: str) -> Mapping[Address, int]:
         """Return the dimension of each point of a pattern."""
         return self._dimensions.get(signature, {})
@@ -201,9 +206,7 @@ class RegionIndex:
         return PlacementMap(self.model, self.dialect, self.precision, [region])
 
     def pattern(self, region: Region) -> RegionPattern:
-        pattern, _ = self._map_of(region).locate_region(region)
-        composite = pattern.type is not RegionType.LEAF
-        return RegionPattern(pattern.signature, len(pattern.operators), composite=composite)
+        return self._map_of(region).pattern(region)
 
     def order(self, region: Region) -> list[int]:
         """Return the nodes of a region in its pattern's order."""

@@ -1,105 +1,92 @@
-"""Session of an autotuner: one model, one set of its regions, and every measured model."""
+"""Session of an autotuner: the task of one model and a set of regions, its measured models, and pattern searches."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Candidate, capabilities_of
-from harness.compat.modelopt_autotune.common import Config
-from harness.compat.modelopt_autotune.model_writer import ModelWriter
-from harness.compat.modelopt_autotune.pattern_search import PatternSearch
+from harness.compat.modelopt_autotune.common import AutotunerError, Config
 from harness.compat.modelopt_autotune.region_index import PlacementMap, RegionIndex
-from harness.compat.modelopt_autotune.regions import Region
-from harness.compat.modelopt_autotune.schemes import PatternSchemes
-from harness.compat.modelopt_autotune.state import Measurement
-from harness.config.sections import PluginSpec
+from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.schemes import UNMEASURED_MS, InsertionScheme, PatternSchemes
+from harness.compat.modelopt_autotune.storage import Measurement
+from harness.config.plan import TaskSpec
+from harness.config.sections import Calibration, ModelSpec, PluginSpec
 from harness.graph import pattern_cache as engine
-from harness.graph.conversions import map_to_float_tensors
+from harness.graph.conversions import map_to_float_tensors, serialize_model, write_model
+from harness.graph.load import save_to_folder
+from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
-from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
+from harness.progress import NullProgress
+from harness.records import MAIN_BENCHMARKER
 from harness.task_setup.model_loader import input_types
-from search.api import Observation, Score
-from search.space import Placement
+from harness.task_setup.task import ALL_SAMPLES, CalibrationBatches, Runtime, Task, calibrate_task
+from search.api import CONTRACT, Failure, Observation, Score, Searcher
+from search.space import Placement, Resolved, Space
+from search.subspace import SubspaceSearcher
 
-__all__ = ["AutotuneSession", "Backend"]
+__all__ = ["AutotuneSession", "PatternSearch", "calibration_batches", "export_model"]
 
-
-class Backend:
-    """A benchmarker as far as writing models for it needs it.
-
-    Attributes:
-        use: Its name and parameters.
-        dialect: How it wants its Q/DQ pairs.
-        facts: Its own words about itself.
-        emulated: Precisions that the device only emulates.
-
-    Raises:
-        UserError: There is no such benchmarker or dialect.
-    """
-
-    def __init__(self, use: PluginSpec) -> None:
-        benchmarker = registry.create_plugin("benchmarker", use.use, use.params)
-        self.use = use
-        self.facts: Mapping[str, Any] = benchmarker.describe()
-        self.emulated = capabilities_of(benchmarker).emulated
-        self.dialect = load_dialect(dialect_name_for(benchmarker, use.use, self.facts))
+_logger = logging.getLogger(__name__)
+RANDOM_SAMPLES = 8  # more random samples do not change the ranges much
 
 
 class AutotuneSession:
-    """One model with its regions, and what was measured of it.
+    """One model with its regions and its measured models.
 
     Args:
-        atlas: The model.
-        regions: What it is made of.
-        config: The settings.
-        backend: What it is made for.
+        index: The model.
+        regions: Regions to profile.
+        backend: Benchmarker of the models.
+        runtime: Its properties.
 
     Attributes:
-        allowed: Dimensions that may be quantized; `restrict_to_patterns` makes them fewer.
-        base: What patterns have whose turn has not come.
-        measured: By digest.
+        task: Model, space, scales and writer of candidates.
+        allowed: Dimensions that may be quantized; reduced by `restrict_to_patterns`.
+        base: Placement of the patterns that are not profiled yet.
+        measured: Results by digest.
     """
 
-    def __init__(self, atlas: RegionIndex, regions: Sequence[Region], config: Config, backend: Backend) -> None:
+    def __init__(
+        self, index: RegionIndex, regions: Sequence[Region], config: Config, backend: PluginSpec, runtime: Runtime
+    ) -> None:
         self._config = config
-        self._backend = backend
-        self._model = atlas.model
         self.regions = tuple(regions)
-        self.chart: PlacementMap = atlas.chart(regions)
-        self.delivery = ModelWriter(atlas, self.chart.space, config, backend.use)
-        self.chart.narrow(self.delivery.space)
-        self.space = self.chart.space
+        self.chart: PlacementMap = index.chart(regions)
+        self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
+        self.folder = Path(self._scratch.name)
+        self.task = _make_task(index.model, self.chart.space, config, backend, runtime, self.folder)
+        self.chart.narrow(self.task.space)
+        self.space = self.task.space
         self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
         self.base = self.space.float_placement()
         self.measured: dict[str, Measurement] = {}
 
     @property
-    def emulated(self) -> frozenset[str]:
-        """See `Backend`."""
-        return self._backend.emulated
-
-    @property
     def origin(self) -> engine.MeasurementOrigin:
-        """Where its measurements are made."""
-        device = str(self._backend.facts.get("device", ""))[:200]
+        """Origin of its measurements."""
+        device = str(self.task.facts.get("device", ""))[:200]
         return engine.MeasurementOrigin(
-            backend=self._backend.use.use, precision=self._config.default_quant_type, device=device
+            backend=self.task.spec.backend.use, precision=self._config.default_quant_type, device=device
         )
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must be the same to go on with earlier measurements."""
+        """Properties that must be equal to use earlier measurements."""
         dimensions = hashlib.sha256(repr(self.space.dimensions).encode()).hexdigest()
         return {
-            "model_sha256": self._model.sha256,
-            "inputs": {name: list(shape) for name, (_, shape) in input_types(self._model).items()},
+            "model_sha256": self.task.model.sha256,
+            "inputs": {name: list(shape) for name, (_, shape) in input_types(self.task.model).items()},
             "quant_type": self._config.default_quant_type,
-            **{key: self._backend.facts.get(key) for key in ("name", "version", "device", "options")},
-            "space": dimensions[:16],  # what differs here follows from one of the others as a rule
+            **{key: self.task.facts.get(key) for key in ("name", "version", "device", "options")},
+            "space": dimensions[:16],  # a difference here usually follows from one of the others
         }
 
     def restrict_to_patterns(self, signatures: Iterable[str]) -> None:
@@ -108,42 +95,40 @@ class AutotuneSession:
         self.allowed = tuple(sorted(kept))
 
     def pattern_search(self, region: Region, around: Placement) -> PatternSearch:
-        """The turn of a region."""
+        """Return a search of a region's pattern with all other patterns as in a placement."""
         return PatternSearch(self.chart, region, self.allowed, around, self._config)
 
     def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
-        """The best scheme of each profiled pattern; the others as the base has them, and float what is not allowed."""
+        """Return the base with the best scheme of each profiled pattern, float where quantization is not allowed."""
         placement = self.base
         for schemes in profiled:
             if schemes.best_scheme is not None:
                 placement = self.chart.decode(schemes.pattern_signature, schemes.best_scheme, placement)
-        return self._drop_illegal_points(placement)
+        return self._without_forbidden(placement)
 
-    def candidate(self, placement: Placement) -> Candidate:
-        """The candidate of a placement."""
-        resolved, digest = self.space.resolve(placement), self.space.digest(placement)
-        return Candidate(digest=digest, edges=resolved, source=lambda: self.delivery.candidate_file(resolved, digest))
+    def proto(self, resolved: Resolved) -> Any:
+        """Return the model of a placement as an `onnx.ModelProto`."""
+        return self.task.inserter.insert(resolved) if resolved else (self.task.cast or self.task.model).proto
 
     def record(
         self, placement: Placement, latency_ms: float | None, signature: str = "", *, stderr_ms: float = 0.0
     ) -> Measurement:
-        """Remember what came of a placement."""
-        stamp = datetime.now(UTC).isoformat(timespec="seconds")
+        """Store the result of a placement; see `Measurement`."""
         made = Measurement(
             latency_ms=latency_ms,
             stderr_ms=stderr_ms,
             signature=signature,
-            timestamp=stamp,
+            timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
             choices="".join(map(str, placement.choices)),
         )
         self.measured[self.space.digest(placement)] = made
         return made
 
     def fastest_by_digest(self, count: int, below_ms: float, without: Collection[str] = ()) -> dict[str, Placement]:
-        """The fastest of what was measured, by digest, as far as it is faster than that and may be delivered.
+        """Return the fastest placements by digest that are below a latency and may be delivered.
 
         Args:
-            without: Digests that are left out.
+            without: Digests to leave out.
         """
         read = [(each.latency_ms, digest, each.choices) for digest, each in self.measured.items() if each.latency_ms]
         found: dict[str, Placement] = {}
@@ -154,49 +139,234 @@ class AutotuneSession:
         return found
 
     def _restore_placement(self, choices: str) -> Placement | None:
-        """A placement from a state file; None where it is none of this space, or has what may not be quantized now."""
+        """Return the placement of a state file; None if it is not in the space, or is not allowed now."""
         if not (choices.isascii() and choices.isdigit()):
             return None
         try:
             placement = self.space.validate(Placement(tuple(map(int, choices))))
         except ValueError:
             return None
-        return placement if self._drop_illegal_points(placement) == placement else None
+        return placement if self._without_forbidden(placement) == placement else None
 
-    def measured_schemes(self, placement: Placement, latency_ms: float, baseline_ms: float) -> engine.PatternCache:
-        """What a measurement tells the pattern cache."""
-        observation = Observation(
-            placement=placement, digest=self.space.digest(placement), outcome=Score(objective=latency_ms)
-        )
+    def cache_entries(self, placement: Placement, latency_ms: float, baseline_ms: float) -> engine.PatternCache:
+        """Return the entries of the pattern cache that a measurement gives."""
+        observation = _observation(self.space, placement, Score(objective=latency_ms))
         return engine.build_cache([observation], self.space, self.chart.sizes, baseline_ms, self.origin)
 
     def initial_placements(self, cache: engine.PatternCache | None, qdq_baseline: Any) -> dict[str, Placement]:
-        """Whole placements to begin with, by name: simple ones, and what was found elsewhere.
+        """Return the initial design by name: simple placements, and those of earlier results.
 
         Args:
-            cache: The pattern cache given.
-            qdq_baseline: File of a Q/DQ model that was made from this model; None: none.
+            cache: Pattern cache of the user.
+            qdq_baseline: Q/DQ model made from this model, as a file; None: none.
 
         Raises:
             UserError: The Q/DQ model cannot be read back.
         """
         found = {"linear": self.space.quantize_roles({"linear"}), "all": self.space.quantize_all()}
         if qdq_baseline is not None:
-            found["qdq_baseline"] = self.space.nearest(import_placement(qdq_baseline, self._model))
+            found["qdq_baseline"] = self.space.nearest(import_placement(qdq_baseline, self.task.model))
         if cache is not None:
             for rank, placement in enumerate(engine.propose_placements(cache, self.space, self.origin)):
                 found[f"pattern_cache_{rank}"] = placement
-        return {name: self._drop_illegal_points(placement) for name, placement in found.items()}
+        return {name: self._without_forbidden(placement) for name, placement in found.items()}
 
     def import_placement(self, tensors: set[str]) -> Placement:
-        """The placement that quantizes where most of a point's activations are among these tensors."""
-        names = map_to_float_tensors(tensors, self._model)
+        """Return the placement that quantizes points with most of their activations among these tensors."""
+        names = map_to_float_tensors(tensors, self.task.model)
         choices = []
         for dimension in self.space.dimensions:
-            data = [e.tensor in names for e in dimension.edges if e.tensor not in self._model.constants]
+            data = [e.tensor in names for e in dimension.edges if e.tensor not in self.task.model.constants]
             choices.append(int(2 * sum(data) > len(data)))
-        return self._drop_illegal_points(Placement(tuple(choices)))
+        return self._without_forbidden(Placement(tuple(choices)))
 
-    def _drop_illegal_points(self, placement: Placement) -> Placement:
+    def _without_forbidden(self, placement: Placement) -> Placement:
         allowed = frozenset(self.allowed)
         return Placement(tuple(c if index in allowed else 0 for index, c in enumerate(placement.choices)))
+
+
+class PatternSearch:
+    """Search of one pattern with all others fixed.
+
+    Args:
+        chart: The regions.
+        region: Region of the pattern; the region of the whole model stands for all patterns.
+        allowed: Dimensions that may be quantized.
+        around: Placement of all other dimensions.
+        config: Name and settings of the searcher.
+
+    Attributes:
+        schemes: Measured schemes and those to be measured, in the order of their proposal.
+        index: Index of the scheme that was generated last; None before the first.
+    """
+
+    def __init__(
+        self, chart: PlacementMap, region: Region, allowed: Sequence[int], around: Placement, config: Config
+    ) -> None:
+        self.region = region
+        self.schemes = PatternSchemes(chart.pattern(region))
+        self.index: int | None = None
+        self._chart = chart
+        self._around = around
+        self._attempts = config.maximum_generation_attempts
+        self._stderr_ms: dict[str, float] = {}  # by the hash of the scheme: ModelOpt's schemes have no such field
+        own = set(chart.dimensions(self.signature).values())
+        indices = [index for index in allowed if region.type is RegionType.ROOT or index in own]
+        make = partial(_make_searcher, config=config, signature=self.signature)
+        self._part = SubspaceSearcher(chart.space, indices, around, make) if indices else None
+
+    @property
+    def signature(self) -> str:
+        return self.schemes.pattern_signature
+
+    def seed(self, schemes: Iterable[InsertionScheme]) -> None:
+        """Add schemes to measure before all others, without the results that they have."""
+        for scheme in schemes:
+            fresh = self._chart.encode(self.region, self.placement(scheme))
+            if self._part is not None and all(known.hash != fresh.hash for known in self.schemes.schemes):
+                self.schemes.schemes.append(fresh)
+
+    def generate(self, measured: Mapping[str, Measurement]) -> int:
+        """Return the index of the next scheme to measure, or -1: first the seeds, then proposals of the searcher.
+
+        Args:
+            measured: Results by digest. A scheme whose model is among them takes the result.
+        """
+        schemes = self.schemes.schemes
+        for index, seed in enumerate(schemes):
+            if not seed.is_profiled and self._look_up(seed, measured) is None:
+                self.index = index
+                return index
+        in_vain = 0
+        while in_vain < self._attempts and self._part is not None and (asked := self._part.ask(1)):
+            in_vain += 1
+            scheme = self._chart.encode(self.region, asked[0])
+            earlier = next((known for known in schemes if known.hash == scheme.hash), None)
+            if earlier is not None:
+                self._tell_searcher(earlier)
+                continue
+            schemes.append(scheme)
+            known = self._look_up(scheme, measured)
+            if known is None:
+                self.index = len(schemes) - 1
+                return self.index
+            if known.signature == self.signature:  # measured in this search, before an interruption
+                in_vain = 0
+        return -1
+
+    def fill(self, scheme: InsertionScheme, measurement: Measurement) -> None:
+        """Store the result of a scheme and tell the searcher."""
+        failed = measurement.latency_ms is None
+        scheme.error = failed
+        scheme.latency_ms = UNMEASURED_MS if measurement.latency_ms is None else measurement.latency_ms
+        scheme.profile_timestamp = measurement.timestamp
+        self._stderr_ms[scheme.hash] = measurement.stderr_ms
+        self._tell_searcher(scheme)
+
+    @property
+    def generated(self) -> InsertionScheme | None:
+        """Scheme that was generated last."""
+        return None if self.index is None else self.schemes.schemes[self.index]
+
+    def placement(self, scheme: InsertionScheme) -> Placement:
+        """Return the placement of the whole model with this scheme."""
+        if self._part is None:
+            return self._around
+        return self._part.embed(self._chart.decode(self.signature, scheme, self._around))
+
+    def _look_up(self, scheme: InsertionScheme, measured: Mapping[str, Measurement]) -> Measurement | None:
+        known = measured.get(self._chart.space.digest(self.placement(scheme)))
+        if known is not None:
+            self.fill(scheme, known)
+        return known
+
+    def _tell_searcher(self, scheme: InsertionScheme) -> None:
+        if self._part is not None:
+            failed = Failure(stage="measure", reason="the model that has this scheme could not be measured")
+            stderr_ms = self._stderr_ms.get(scheme.hash, 0.0)
+            outcome = failed if scheme.error else Score(objective=scheme.latency_ms, stderr=stderr_ms)
+            self._part.tell(_observation(self._chart.space, self.placement(scheme), outcome))
+
+
+def _observation(space: Space, placement: Placement, outcome: Score | Failure) -> Observation:
+    return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
+
+
+def _make_searcher(space: Space, config: Config, signature: str) -> Searcher:
+    """Return the searcher of a pattern; its seed depends on the pattern, not on the order of the regions."""
+    make: Any = registry.load_plugin("searcher", config.searcher)
+    digest = hashlib.sha256(f"{config.seed} {signature}".encode()).digest()
+    params = {}
+    if config.searcher == "random_mutation":
+        params = {
+            "top_share": config.top_percent_to_mutate,
+            "minimum_parents": config.minimum_schemes_to_mutate,
+            "maximum_mutations": config.maximum_mutations,
+            "maximum_generation_attempts": config.maximum_generation_attempts,
+        }
+    made: Searcher = make(space, seed=int.from_bytes(digest[:4], "big"), **params)
+    registry.require_methods(f"searcher {config.searcher!r}", made, CONTRACT)
+    return made
+
+
+class _LoggingProgress(NullProgress):
+    def say(self, text: str) -> None:
+        _logger.warning(text)
+
+
+def _make_task(model: Model, space: Space, config: Config, backend: PluginSpec, runtime: Runtime, folder: Path) -> Task:
+    """Calibrate a model and cast it to the float precision of the backend.
+
+    Raises:
+        UserError: The calibration fails, or leaves nothing to quantize.
+    """
+    feeds = calibration_batches(model, config.calibration_data, config.calibration_samples)
+    if feeds.is_random:
+        _logger.info("%s: calibrated on random data: do not trust any accuracy", model.source)
+    task = calibrate_task(
+        TaskSpec(model=ModelSpec(use=model.source), backend=backend, precision=config.default_quant_type, runs=()),
+        model,
+        save_to_folder(model, folder),
+        space,
+        runtime=runtime,
+        feeds=feeds,
+        observer=_LoggingProgress(),
+        uncalibrated_abs_max=127 * config.default_q_scale,
+    )
+    return task.with_benchmarkers({MAIN_BENCHMARKER: backend})
+
+
+def calibration_batches(model: Model, path: str | None, samples: int | None) -> CalibrationBatches:
+    """Open a file of arrays as calibration data.
+
+    Args:
+        path: An `.npz` or `.npy` file; None: random data.
+        samples: Maximum number of samples, evenly spread over the file; None: all.
+
+    Raises:
+        AutotunerError: The file is neither `.npz` nor `.npy`.
+        UserError: It cannot be read, or does not fit the inputs of the model.
+    """
+    if path is None:
+        calibration = Calibration(samples=RANDOM_SAMPLES)
+    else:
+        kind = Path(path).suffix.removeprefix(".")
+        if kind not in ("npz", "npy"):
+            raise AutotunerError(
+                f"calibration_data {path}: an .npz file with an array for each input of the model, samples first; "
+                "images are for 'qdq run', which knows how to turn them into inputs"
+            )
+        calibration = Calibration(data={"use": kind, "path": path}, samples=samples or ALL_SAMPLES)
+    return CalibrationBatches(ModelSpec(use=model.source, calibration=calibration), model, spread=True)
+
+
+def export_model(proto: Any, path: Path | None) -> bytes:
+    """Return a model as bytes and write it to a file if one is given; above 2 GB return b"".
+
+    Raises:
+        UserError: The model is too large for bytes, and there is no file.
+    """
+    if path is None:
+        return serialize_model(proto)
+    write_model(proto, path)
+    return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()

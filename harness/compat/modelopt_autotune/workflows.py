@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.compat.modelopt_autotune.autotuner import QDQAutotuner
-from harness.compat.modelopt_autotune.autotuner_base import Transform
+from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import benchmark_onnx_model, init_benchmark_instance
 from harness.compat.modelopt_autotune.common import AutotunerError, Config
 from harness.compat.modelopt_autotune.procedure import AutotuneJob, run_job

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness import registry
-from harness.compat.modelopt_autotune.state import read_state
+from harness.compat.modelopt_autotune.storage import read_state
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache

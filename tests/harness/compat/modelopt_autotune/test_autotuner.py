@@ -391,7 +391,7 @@ def test_a_state_of_something_else_is_refused_with_what_differs(model, make_smal
         (lambda text: "baseline_latency_ms: 3.0\npatterns: []\n", r"no state of this autotuner \(ModelOpt's cannot"),
         (
             lambda text: text.replace("baseline_latency_ms: 10.0", "baseline_latency_ms: -1"),
-            "damaged .*positive number",
+            "damaged .*baseline_latency_ms",
         ),
         (lambda text: text.replace("baseline_latency_ms: 10.0", "other: 1"), "damaged"),
         (lambda text: re.sub(r"config: *(\{.*?\}|\n( .*\n)+)", "config: null\n", text), "damaged"),

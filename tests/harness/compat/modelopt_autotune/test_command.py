@@ -524,7 +524,7 @@ def test_a_cache_that_is_not_there_costs_the_warm_start_alone(folder, runtime, c
 
 def test_verbose_shows_what_the_parts_log(folder, runtime, capsys):
     assert qdq("-m", "model.onnx", "--max_evals", "3", "-v") == 0
-    assert "harness.compat.modelopt_autotune.model_writer: " in capsys.readouterr().err
+    assert "harness.compat.modelopt_autotune.session: " in capsys.readouterr().err
 
 
 def test_the_workflow_needs_a_benchmark_and_a_model(folder):

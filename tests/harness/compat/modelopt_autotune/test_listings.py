@@ -83,7 +83,7 @@ def test_step_by_step_with_state_cache_and_import(tiny):
     assert warm.pattern_cache.num_patterns == cache.num_patterns > 0
 
     everything = autotuner.session.space.quantize_all()
-    proto = autotuner.session.delivery.proto(autotuner.session.space.resolve(everything))
+    proto = autotuner.session.proto(autotuner.session.space.resolve(everything))
     onnx.save(proto, "quantized_baseline.onnx")
     fresh = QDQAutotuner(model)
     fresh.initialize(config)
@@ -98,7 +98,7 @@ def test_names_that_modelopts_own_function_gives_are_understood(tiny):
     autotuner = QDQAutotuner(onnx.load("model.onnx"))
     autotuner.initialize(Config())
     session = autotuner.session
-    proto = session.delivery.proto(session.space.resolve(session.space.quantize_all()))
+    proto = session.proto(session.space.resolve(session.space.quantize_all()))
     autotuner.import_insertion_points(modelopts(proto))
     assert autotuner.placement() == session.space.quantize_all()
 

@@ -54,7 +54,7 @@ def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path: Path, monke
     for name in ("baseline.onnx", "optimized_final.onnx"):
         path = out / name
         assert digest_file(path) in read.values(), "what is delivered is what was confirmed"
-    assert kept.session.delivery.float_file in read
+    assert kept.session.task.model_file in read
     for path in {out / "optimized_final.onnx", *read} - {out / "unproved.onnx"}:
         proto = onnx.load(path)
         floats = {t.data_type for t in proto.graph.initializer} - {onnx.TensorProto.INT8, onnx.TensorProto.INT64}

@@ -1,24 +1,38 @@
-"""Pattern cache under ModelOpt's names; the entries are those of `harness.graph.pattern_cache`."""
+"""Files of an autotuner: the pattern cache under ModelOpt's names, and the state with every measured model.
+
+To resume is to repeat: the searchers make the same proposals, and those in the state are not measured again.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from harness.compat.modelopt_autotune.common import AutotunerError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from harness.compat.modelopt_autotune.common import AutotunerError, InvalidSchemeError
 from harness.compat.modelopt_autotune.region_index import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.graph import pattern_cache as engine
 from harness.graph.conversions import map_to_float_tensors
-from harness.graph.pattern_cache_io import read_cache, write_cache
+from harness.graph.pattern_cache_io import read_cache, read_plain_yaml, write_cache, write_plain_yaml
 
-__all__ = ["PatternCache"]
+__all__ = [
+    "AutotuneState", "Measurement", "PatternCache", "cache_path", "describe_config_changes", "read_state",
+    "write_state",
+]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
+_MAX_STATE_BYTES = 256 << 20
+_CONFIG_CHANGES = {
+    "calibration_data": "models that are written have the scales of the present data",
+    "calibration_samples": "models that are written have the scales of the present samples",
+    "searcher": "measurements of the other searcher count",
+}
 
 
 class PatternCache:
@@ -192,3 +206,113 @@ def _to_schemes(pattern: engine.CachedPattern) -> PatternSchemes:
             scheme.latency_ms = entry.latency_ms
         schemes.append(scheme)
     return PatternSchemes(pattern=RegionPattern(pattern.signature, pattern.size), schemes=schemes)
+
+
+_Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+_Schemes = Annotated[
+    PatternSchemes,
+    BeforeValidator(lambda value: value if isinstance(value, PatternSchemes) else PatternSchemes.from_dict(value)),
+    PlainSerializer(PatternSchemes.to_dict),
+]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True, populate_by_name=True)
+
+
+class Measurement(_Record):
+    """Result of one model.
+
+    Attributes:
+        latency_ms: Median latency; None if the measurement failed.
+        stderr_ms: Standard error of the median; 0 if unknown.
+        signature: Pattern that was profiled; "" for the baseline and initial placements.
+        timestamp: Time of the measurement, in ISO 8601.
+        choices: Choices of the placement, one digit each; "" if unknown.
+    """
+
+    latency_ms: _Milliseconds
+    stderr_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    signature: str = ""
+    timestamp: str | None = None
+    choices: str = ""
+
+
+class AutotuneState(_Record):
+    """Content of a state file.
+
+    Attributes:
+        facts: Properties of model, runtime and settings that must be equal to resume.
+        beside_float: Models are timed in turns with the float model, so readings of single models do not compare.
+        current: Signature of the pattern that is being profiled.
+        config: Settings, for people and for messages.
+        measured: Results by the digest of the placement, in the order of measurement.
+        patterns: Patterns that are finished.
+    """
+
+    kind: Literal["qdq autotuner state"] = "qdq autotuner state"
+    format_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    facts: dict[str, Any]
+    baseline_latency_ms: _Milliseconds
+    beside_float: bool = False
+    current: Annotated[str | None, Field(alias="current_profile_pattern_schemes_signature")]
+    config: dict[str, Any]
+    measured: dict[str, Measurement]
+    patterns: list[_Schemes]
+
+
+def cache_path(state_path: Path) -> Path:
+    """Return the file of the pattern cache that belongs to a state file."""
+    return state_path.with_name(f"{state_path.stem}_pattern_cache{state_path.suffix}")
+
+
+def describe_config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each setting that differs from the one in a state file and has an effect on the results."""
+    for key, effect in _CONFIG_CHANGES.items():
+        if key in before and before[key] != now[key]:
+            yield f"{key} was {before[key]} and is {now[key]}: {effect}"
+
+
+def write_state(state: AutotuneState, path: Path) -> None:
+    """Replace a state file atomically.
+
+    Raises:
+        AutotunerError: The file cannot be written; the old one is unchanged.
+    """
+    try:
+        write_plain_yaml(state.model_dump(by_alias=True), path)
+    except OSError as error:
+        raise AutotunerError(f"{path}: cannot be written: {error.strerror or error}; make room and go on") from error
+
+
+def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
+    """Read a state file.
+
+    Args:
+        facts: Properties that must be equal to those in the file.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        AutotunerError: The file is not a state file, is damaged, or has other facts; the text lists them.
+    """
+    if not path.exists():
+        raise FileNotFoundError(path)
+    body = read_plain_yaml(path, _MAX_STATE_BYTES)
+    remedy = "remove the file to start over, or use another --output_dir"
+    if body.get("kind") != "qdq autotuner state" or body.get("schema") != 1:
+        raise AutotunerError(f"{path}: no state of this autotuner (ModelOpt's cannot be read); {remedy}")
+    before = body.get("facts")
+    before = before if isinstance(before, dict) else {}
+    changed = [
+        f"{key} was {before.get(key)!r} and is {value!r}" for key, value in facts.items() if before.get(key) != value
+    ]
+    if changed:
+        raise AutotunerError(f"{path}: made with something else: {'; '.join(changed)}; {remedy}")
+    try:
+        return AutotuneState.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise AutotunerError(f"{path}: damaged ({place}: {first['msg']}); {remedy}") from error
+    except (AttributeError, TypeError, InvalidSchemeError) as error:  # of the schemes
+        raise AutotunerError(f"{path}: damaged ({error}); {remedy}") from error
