@@ -19,7 +19,7 @@ def autotune(context: typer.Context) -> None:
 
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
     """
-    from harness.compat.modelopt_autotune.command import autotune as run
+    from harness.compat.modelopt_autotune.__main__ import autotune as run
     from harness.terminal_progress import TerminalProgress
 
     with TerminalProgress() as terminal:

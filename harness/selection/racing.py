@@ -16,6 +16,7 @@ from harness.progress import Observer
 from harness.selection.paired_timing import (
     PairedComparison,
     read_comparison,
+    read_speedups,
     run_comparison,
     turn_speedups,
     warn_if_disturbed,
@@ -24,7 +25,7 @@ from harness.timing.confirmation import EngineFactory, noise_floor
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
 from harness.timing.turn_log import TurnMatrix
 
-__all__ = ["FIRST_SCHEDULE", "SAMPLES_PER_TURN", "run_race"]
+__all__ = ["FIRST_SCHEDULE", "SAMPLES_PER_TURN", "run_race", "select_winner"]
 
 SAMPLES_PER_TURN = 3
 """Inferences of a turn, at least."""
@@ -71,6 +72,20 @@ def run_race(
             break
     warn_if_disturbed(contest, observer)
     return left
+
+
+def select_winner(contest: PairedComparison, open_engines: EngineFactory, observer: Observer) -> tuple[str, float]:
+    """Run a race of all rows for one winner, and return its name and its speedup over the baseline.
+
+    If no row survives, the fastest row with turns in the record wins; without any, the result is ("", 0.0).
+
+    Raises:
+        UserError: As `run_race`.
+    """
+    (left,) = run_race(contest, {"all": [row.name for row in contest.rows]}, 1, open_engines, observer).values()
+    speedups = read_speedups(contest.path, contest.baseline.name)
+    won = max(left or speedups, key=speedups.__getitem__, default="")
+    return won, speedups.get(won, 0.0)
 
 
 def _surviving(

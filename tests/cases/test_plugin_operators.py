@@ -120,9 +120,8 @@ def test_other_tools_quantize_what_lies_before(tmp_path: Path) -> None:
 def test_scales_in_front_are_no_guess_without_data(tmp_path: Path) -> None:
     autotuner = QDQAutotuner(onnx.load(detector(tmp_path)))
     autotuner.initialize(Config(default_q_scale=0.1))
-    delivery = autotuner.session.delivery
-    space = delivery.space
-    proto = delivery.proto(space.resolve(space.quantize_all()))
+    space = autotuner.session.space
+    proto = autotuner.session.proto(space.resolve(space.quantize_all()))
     scales = [t for t in proto.graph.initializer if t.name.endswith("scale") and not t.dims]
     assert len(scales) > 2
     assert not [t for t in scales if float(numpy_helper.to_array(t)) == pytest.approx(0.1)]

@@ -15,13 +15,13 @@ from fake_machine import Trtexec11
 
 from harness import registry
 from harness.api import Candidate
+from harness.compat.modelopt_autotune.__main__ import autotune
 from harness.compat.modelopt_autotune.benchmark import (
     TrtExecBenchmark,
-    backend_use,
+    backend_spec,
     current_benchmark,
     init_benchmark_instance,
 )
-from harness.compat.modelopt_autotune.command import autotune
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -97,7 +97,7 @@ def test_what_contradicts_is_refused(params: dict[str, Any], says: str, tmp_path
 )
 def test_what_a_backend_does_not_take_is_refused_by_name(backend: str, options: dict[str, Any], says: str) -> None:
     def make() -> None:
-        use = backend_use(backend, options)
+        use = backend_spec(backend, options)
         registry.create_plugin("benchmarker", use.use, use.params)
 
     with pytest.raises(UserError, match=says):
@@ -126,9 +126,9 @@ def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch:
         raise UserError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.compat.modelopt_autotune.command._select_float_baseline", stop)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.__main__._select_float_baseline", stop)
     monkeypatch.setattr(
-        "harness.compat.modelopt_autotune.command._describe_target", lambda use: "a GPU that is not here"
+        "harness.compat.modelopt_autotune.__main__._describe_target", lambda use: "a GPU that is not here"
     )
     library = tmp_path / "my.so"
     library.touch()

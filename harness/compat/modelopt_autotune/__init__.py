@@ -1,22 +1,15 @@
-"""The door for people who come from ModelOpt's autotune: its classes, functions, flags and files, on our engine.
+"""Drop-in replacement for ModelOpt's `autotune` API, command line and output files.
 
     from harness.compat.modelopt_autotune import Config, QDQAutotuner
     from harness.compat.modelopt_autotune.workflows import benchmark_onnx_model, init_benchmark_instance
 
-docs/reference/autotune.md says name by name what is the same and what is not.
+docs/reference/autotune.md lists each name with its differences.
 """
 
 from __future__ import annotations
 
-from harness.compat.modelopt_autotune.arguments import MODE_PRESETS, get_node_filter_list
 from harness.compat.modelopt_autotune.autotuner import CombinedRegionSearch, QDQAutotuner, QDQAutotunerBase
 from harness.compat.modelopt_autotune.benchmark import Benchmark, TensorRTPyBenchmark, TrtExecBenchmark
-from harness.compat.modelopt_autotune.common import (
-    AutotunerError,
-    AutotunerNotInitializedError,
-    Config,
-    InvalidSchemeError,
-)
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.schemes import (
     ChildRegionInputInsertionPoint,
@@ -27,6 +20,14 @@ from harness.compat.modelopt_autotune.schemes import (
     PatternSchemes,
     RegionPattern,
     ResolvedInsertionPoint,
+)
+from harness.compat.modelopt_autotune.settings import (
+    MODE_PRESETS,
+    AutotunerError,
+    AutotunerNotInitializedError,
+    Config,
+    InvalidSchemeError,
+    get_node_filter_list,
 )
 from harness.compat.modelopt_autotune.storage import PatternCache
 from harness.compat.modelopt_autotune.workflows import (

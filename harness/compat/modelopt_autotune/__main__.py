@@ -1,18 +1,55 @@
-"""`python -m harness.compat.modelopt_autotune`."""
+"""Command line: `python -m harness.compat.modelopt_autotune`, and the function behind `qdq autotune`."""
 
 from __future__ import annotations
 
+import argparse
+import logging
+import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from harness.compat.modelopt_autotune.command import autotune
+from harness.compat.modelopt_autotune.benchmark import backend_spec, init_benchmark_instance, split_arguments
+from harness.compat.modelopt_autotune.delivery import AutotuneJob
+from harness.compat.modelopt_autotune.region_index import untyped_linear_inputs
+from harness.compat.modelopt_autotune.session import calibration_batches
+from harness.compat.modelopt_autotune.settings import (
+    AutotunerError,
+    Config,
+    get_node_filter_list,
+    ineffective_flags,
+    parse_arguments,
+    parse_shapes,
+    select_mode_preset,
+)
+from harness.compat.modelopt_autotune.workflows import run_job
+from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.errors import UserError
+from harness.graph.load import save_to_folder
+from harness.graph.passes.dimension_errors import parse_dims
+from harness.graph.qdq.import_placement import import_placement
+from harness.graph.rules.dialects import TENSORRT
+from harness.paths import resolve_path
+from harness.progress import Observer
+from harness.records import MAIN_BENCHMARKER
+from harness.registry import find_entry_point
+from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.task_setup.float_baseline import select_float_baseline
+from harness.task_setup.model_loader import open_model
+from harness.task_setup.task import read_runtime
 from harness.terminal_progress import TerminalProgress
+from harness.timing.workers.sandbox import open_engines
 
-__all__ = ["main"]
+__all__ = ["autotune", "main"]
+
+RESULTS_FOLDER_MARKERS = ("experiment.yaml", "cell.json")  # files of a results folder of `qdq run`, and of a task
 
 
 def main() -> int:
-    """Run the command line of this process; the exit code is 2 after a mistake and 130 after Ctrl-C."""
+    """Run the command line of this process; return 2 after a mistake and 130 after Ctrl-C."""
     try:
         with TerminalProgress() as terminal:
             autotune(sys.argv[1:], "python -m harness.compat.modelopt_autotune", terminal)
@@ -22,6 +59,177 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
+    """Run a command line.
+
+    Raises:
+        UserError: An argument cannot be used.
+    """
+    options = parse_arguments(given, prog)
+    preset = select_mode_preset(options)
+    fresh = not Path(options.output_dir).exists()
+    job = _make_job(options, preset["schemes_per_region"], observer)
+    try:
+        with _forward_logs(options.verbose, observer):
+            _run_command(options, preset, job)
+    except UserError:
+        if fresh:
+            with suppress(OSError):  # it is not empty
+                job.output_dir.rmdir()
+        raise
+    except KeyboardInterrupt:
+        kept = f"what was measured is in {job.state}" if job.state.exists() else "nothing was measured yet"
+        observer.say(f"interrupted; {kept}: run the same command again to go on")
+        raise
+
+
+def _run_command(options: argparse.Namespace, preset: dict[str, int], job: AutotuneJob) -> None:
+    backend = _select_backend(options)
+    target = _describe_target(backend)
+    say, shapes = job.observer.say, parse_shapes(options)
+    say(f"searched for {target}")
+    with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
+        spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes, dims=parse_dims(options.dim or ()))
+        model = open_model(spec, Path(scratch))
+        for idle in ineffective_flags(options, backend.params, typed=not untyped_linear_inputs(model)):
+            say(f"without effect: {idle}")
+        # Files are checked before anything is timed.
+        calibration_batches(model, options.calibration_data, options.calibration_samples)
+        if job.qdq_baseline is not None:
+            import_placement(job.qdq_baseline, model)
+        use = _select_float_baseline(backend, save_to_folder(model, Path(scratch) / "float"), job)
+        benchmark = init_benchmark_instance(
+            use_trtexec=options.use_trtexec,
+            backend=use.use,
+            params=use.params,
+            warmup_runs=preset["warmup_runs"],
+            timing_runs=preset["timing_runs"],
+        )
+        try:
+            run_job(model, job)
+            if model.origin is None and shapes:  # otherwise the summary says so
+                fixed = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
+                say(f"The models written take these shapes alone: {fixed}")
+            say(f"Made for {target}")
+        finally:
+            benchmark.close()
+
+
+def _describe_target(use: PluginSpec) -> str:
+    """Return backend, device and dialect of the models, and the backend for which they are not made.
+
+    Raises:
+        UserError: The backend is not available, or has no dialect.
+    """
+    runtime = read_runtime(use)
+    name = runtime.dialect.name
+    target = f"{use.use} on {runtime.facts.get('device', 'an unknown device')}, in the dialect {name} of Q/DQ pairs"
+    if name == TENSORRT.name:
+        return target
+    return f"{target}; TensorRT wants other pairs: for a file that is meant for it, use --backend tensorrt"
+
+
+@contextmanager
+def _forward_logs(verbose: bool, observer: Observer) -> Iterator[None]:
+    """Show the log messages of the package during a run if it is verbose."""
+    if not verbose:
+        yield
+        return
+    logger, handler = logging.getLogger("harness"), ObserverHandler(observer)
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class ObserverHandler(logging.Handler):
+    """Handler that gives log messages to an observer, which prints them next to its progress."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._observer.say(f"{record.name}: {record.getMessage()}")
+
+
+def _make_job(options: argparse.Namespace, schemes_per_region: int, observer: Observer) -> AutotuneJob:
+    if options.max_evals is not None and options.max_evals < 1:
+        raise AutotunerError(f"--max_evals is at least 1, but got {options.max_evals}")
+    if options.seed < 0:
+        raise AutotunerError(f"--seed is at least 0, but got {options.seed}")
+    if options.searcher is not None:
+        find_entry_point("searcher", options.searcher)
+    config = Config(
+        default_quant_type=options.quant_type,
+        default_dq_dtype=options.default_dq_dtype,
+        verbose=options.verbose,
+        searcher=options.searcher or "random_mutation",
+        seed=options.seed,
+        calibration_data=options.calibration_data,
+        calibration_samples=options.calibration_samples,
+    )
+    return AutotuneJob(
+        output_dir=_make_output_folder(options.output_dir),
+        schemes_per_region=schemes_per_region,
+        pattern_cache_file=options.pattern_cache,
+        state_file=options.state_file,
+        qdq_baseline=None if options.qdq_baseline is None else resolve_path(options.qdq_baseline),
+        node_filters=tuple(get_node_filter_list(options.node_filter_list) or ()),
+        config=config,
+        whole=options.searcher is not None,
+        max_evals=options.max_evals,
+        observer=observer,
+    )
+
+
+def _make_output_folder(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--output_dir {path}: is a file, not a folder; give another folder")
+    if theirs := next((name for name in RESULTS_FOLDER_MARKERS if (path / name).exists()), None):
+        raise UserError(f"--output_dir {path}: holds results of an experiment ({theirs}); give another folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {path}: cannot be made: {error.strerror or error}; give another folder"
+        ) from error
+    return path
+
+
+def _select_backend(options: argparse.Namespace) -> PluginSpec:
+    """Return the backend with the options of TensorRT that it accepts."""
+    if options.use_trtexec and options.backend not in (None, "trtexec"):
+        raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
+    name = "trtexec" if options.use_trtexec else options.backend or "openvino"
+    extra = options.trtexec_benchmark_args
+    given = {
+        "plugin_libraries": [str(resolve_path(file).resolve()) for file in options.plugin_libraries or ()],
+        "timing_cache_file": options.timing_cache,
+        "trtexec_args": None if extra is None else split_arguments(extra),
+    }
+    return backend_spec(name, given)
+
+
+def _select_float_baseline(backend: PluginSpec, float_file: Path, job: AutotuneJob) -> PluginSpec:
+    """Return the backend at the float precision with the fastest float model, which is the baseline."""
+    open_worker = partial(open_engines, limits=Limits())
+    try:
+        found = select_float_baseline(backend, float_file, job.output_dir, open_worker, job.observer)
+    except FingerprintMismatch as error:
+        raise UserError(
+            str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move away what is there")
+        ) from error
+    finally:
+        shutil.rmtree(job.output_dir / "work", ignore_errors=True)
+    return found[MAIN_BENCHMARKER]
 
 
 if __name__ == "__main__":

@@ -11,16 +11,16 @@ from typing import Any
 
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
-from harness.compat.modelopt_autotune.common import (
+from harness.compat.modelopt_autotune.region_index import RegionIndex
+from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.schemes import PatternSchemes, ResolvedInsertionPoint
+from harness.compat.modelopt_autotune.session import AutotuneSession, PatternSearch, export_model
+from harness.compat.modelopt_autotune.settings import (
     AutotunerError,
     AutotunerNotInitializedError,
     Config,
     InvalidSchemeError,
 )
-from harness.compat.modelopt_autotune.region_index import RegionIndex
-from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.schemes import PatternSchemes, ResolvedInsertionPoint
-from harness.compat.modelopt_autotune.session import AutotuneSession, PatternSearch, export_model
 from harness.compat.modelopt_autotune.storage import (
     AutotuneState,
     PatternCache,

@@ -1,7 +1,8 @@
-"""Times models on one backend, in a worker process, with counted warm-up and timing runs."""
+"""Benchmark of models on one backend, in a worker process, under ModelOpt's names."""
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import tempfile
@@ -9,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,34 @@ import numpy as np
 
 from harness import registry
 from harness.api import Candidate
-from harness.compat.modelopt_autotune.common import AutotunerError
-from harness.compat.modelopt_autotune.sampling_policy import fixed_sampling, latency_ms, reference_sampling, write_log
-from harness.config.sections import Confirmation, Limits, PluginSpec
+from harness.compat.modelopt_autotune.settings import MIN_TIMING_RUNS, AutotunerError
+from harness.config.sections import Confirmation, Limits, PluginSpec, Sampling
 from harness.errors import UserError
 from harness.graph.io.files import digest_file
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.search_loop.trial import NoisePolicy, make_trial_fn
+from harness.statistics import median_ci
 from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.sampling import Samples
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
 __all__ = [
-    "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_use", "benchmark_onnx_model", "current_benchmark",
-    "init_benchmark_instance", "split_arguments",
+    "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_spec", "benchmark_onnx_model",
+    "current_benchmark", "init_benchmark_instance", "is_noisy", "split_arguments",
 ]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 _current_benchmarks: ContextVar[Benchmark | None] = ContextVar("benchmark", default=None)
-"""The one piece of state that the door's functions share, because ModelOpt's do."""
+"""Benchmark that `benchmark_onnx_model` and the workflow share, as in ModelOpt."""
 _LIMITS = Limits(build_s=1800, measure_s=3600)
+NOISY_RELATIVE_ERROR = 0.02
 _TENSORRT_OPTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "plugin_libraries": ("plugin_libraries", "plugins"),
     "timing_cache_file": ("timing_cache_file",),
     "trtexec_args": ("extra", "trtexec_args", "extra_args", "args"),
 }
-"""What ModelOpt calls an option of TensorRT, and what a benchmarker's constructor may."""
+"""ModelOpt's name of an option of TensorRT, and names of the parameter in a benchmarker's constructor."""
 _REMEDIES = {
     "plugin_libraries": "backends tensorrt and trtexec take them",
     "trtexec_args": "they are for the program trtexec: --use_trtexec, or backend trtexec",
@@ -50,15 +53,18 @@ _REMEDIES = {
 
 
 class Benchmark:
-    """Builds and times models, one at a time; what crashes is the worker.
+    """Build and time models one at a time in a worker process.
 
     Args:
-        backend: The benchmarker and its parameters.
+        backend: Benchmarker with its parameters.
         warmup_runs: Inferences before the first that counts.
         timing_runs: Inferences that count, at least three.
 
+    Attributes:
+        close: Ends the worker; also called at exit.
+
     Raises:
-        UserError: The backend is not installed or cannot be made.
+        UserError: The backend is not installed or cannot be constructed.
     """
 
     def __init__(self, backend: PluginSpec, *, warmup_runs: int = 5, timing_runs: int = 20) -> None:
@@ -71,47 +77,37 @@ class Benchmark:
         self.timing_runs = timing_runs
         stack = ExitStack()
         self.close = weakref.finalize(self, stack.close)
-        """Ends the worker; goes without saying at exit."""
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qdq-benchmark-")))
         self._worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: backend}, workdir=self._folder)
         self._opened = stack.enter_context(ExitStack())
         self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
-        self._level_ms: float | None = None
+        self._reference_ms: float | None = None
 
-    def time_against_reference(self, reference: Path, level_ms: float) -> None:
-        """Time from now on in turns with a model, which takes the machine's pace out of the readings.
-
-        Warm-up and readings are then as in an experiment, see `harness.timing.reference_sampling`.
+    def time_against_reference(self, reference: Path | None, latency_ms: float | None) -> None:
+        """Time models in turns with a reference from now on, as an experiment does; see `reference_sampling`.
 
         Args:
-            reference: The float model.
-            level_ms: Its latency, which sets the scale.
+            reference: The float model; None: time each model alone, as at first.
+            latency_ms: Its latency, which sets the scale.
         """
-        self._measure_against_reference(reference, level_ms)
-
-    def time_without_reference(self) -> None:
-        """Time each model by itself again, as at first."""
-        if self._level_ms is not None:
-            self._measure_against_reference(None, None)
-
-    def _measure_against_reference(self, reference: Path | None, level_ms: float | None) -> None:
+        if latency_ms is None and self._reference_ms is None:
+            return
         self._opened.close()
-        self._worker, self._level_ms = replace(self._worker, reference=reference), level_ms
+        self._worker, self._reference_ms = replace(self._worker, reference=reference), latency_ms
         self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
 
     def describe(self) -> Mapping[str, Any]:
-        """The backend's own facts."""
+        """Return the facts that the backend gives about itself."""
         return self._engines.describe()
 
     def run(
         self, path_or_bytes: str | Path | bytes, log_file: str | None = None, flush_timing_cache: bool = False
     ) -> float:
-        """Median latency in milliseconds; infinite where the model could not be built or timed (the log says why).
+        """Return the median latency of a model in ms; infinite if it cannot be built or timed.
 
         Args:
-            path_or_bytes: The model.
-            log_file: Takes the readings and facts of the engine, or the reason of the failure.
-            flush_timing_cache: Taken for compatibility; a backend looks after its own caches.
+            log_file: File for the readings and facts of the engine, or the reason of the failure.
+            flush_timing_cache: Accepted for compatibility, without effect.
         """
         path = self._folder / "model.onnx"
         if isinstance(path_or_bytes, bytes):
@@ -119,54 +115,34 @@ class Benchmark:
         else:
             path = Path(path_or_bytes)
         candidate = Candidate(digest=digest_file(path)[:16], edges=(), source=lambda: path)
-        return latency_ms(self.measure(candidate, log_file))
+        outcome = self.measure(candidate, log_file)
+        return float("inf") if isinstance(outcome, Failed) else median_ci(outcome.samples_ms).value
 
     __call__ = run
 
     def measure(self, candidate: Candidate, log_file: str | Path | None = None) -> Outcome:
-        """Build and time a candidate, and say in the log what came of it."""
-        outcome = self._measure_alone(candidate)
+        """Build and time a candidate, and write the outcome to the log."""
+        if self._reference_ms is None:
+            engines: Engines = _CountedWarmup(self._engines, self.warmup_runs)
+            sampling = _fixed_sampling(self.timing_runs)
+        else:  # as long as an experiment times it, and at least as long as these inferences of the float model take
+            engines, usual = self._engines, Sampling()
+            limit_ms = max(usual.max_ms, self.timing_runs * self._reference_ms)
+            sampling = usual.model_copy(update={"max_ms": limit_ms})
+        attempt = make_trial_fn(engines, sampling, care=NoisePolicy(reference_latency_ms=self._reference_ms))
+        outcome = attempt(candidate, None)
         if log_file is not None:
-            write_log(outcome, candidate, Path(log_file))
+            _write_log(outcome, candidate, Path(log_file))
         if isinstance(outcome, Failed):
             _logger.warning("%s: %s: %s", candidate.digest, outcome.stage, outcome.reason)
         return outcome
 
-    def _measure_alone(self, candidate: Candidate) -> Outcome:
-        if self._level_ms is not None:
-            sampling = reference_sampling(self.timing_runs, self._level_ms)
-            return make_trial_fn(self._engines, sampling, care=NoisePolicy(reference_latency_ms=self._level_ms))(
-                candidate, None
-            )
-        built = self._engines.build(candidate)
-        if isinstance(built, Failed):
-            return built
-        try:
-            if self.warmup_runs:
-                warm = self._engines.sample(built.handle, fixed_sampling(self.warmup_runs))
-                if isinstance(warm, Failed):
-                    return warm
-            samples = self._engines.sample(built.handle, fixed_sampling(self.timing_runs))
-            if isinstance(samples, Failed):
-                return samples
-            return Measured(
-                samples_ms=samples.latency_ms,
-                discarded_ms=samples.discarded_ms,
-                warmup=self.warmup_runs,
-                stable=samples.stable,
-                build_s=built.build_s,
-                measure_s=samples.measure_s,
-                info=built.info,
-            )
-        finally:
-            self._engines.release(built.handle)
-
     def open_fresh_engines(self) -> AbstractContextManager[Engines]:
-        """Engines in a worker of their own."""
+        """Open engines in another worker."""
         return open_engines(self._worker, _LIMITS)
 
     def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> ConfirmationSummary:
-        """Build a model and the float model afresh, time them in turns, and judge; see `harness.timing.confirmation`.
+        """Compare fresh builds of a model and of the float model in turns; see `harness.timing.confirmation`.
 
         Raises:
             UserError: The baseline fails.
@@ -183,11 +159,7 @@ class Benchmark:
 
 
 class TensorRTPyBenchmark(Benchmark):
-    """TensorRT through its Python interface; see `Benchmark`.
-
-    Raises:
-        UserError: There is no TensorRT.
-    """
+    """Benchmark with TensorRT's Python interface; raises `UserError` if TensorRT is missing."""
 
     def __init__(
         self,
@@ -196,16 +168,12 @@ class TensorRTPyBenchmark(Benchmark):
         timing_runs: int = 20,
         plugin_libraries: Sequence[str] | None = None,
     ) -> None:
-        options = {"timing_cache_file": timing_cache_file, "plugin_libraries": plugin_libraries}
-        super().__init__(backend_use("tensorrt", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
+        options = _tensorrt_options(plugin_libraries, timing_cache_file)
+        super().__init__(backend_spec("tensorrt", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
 
 
 class TrtExecBenchmark(Benchmark):
-    """TensorRT through the command trtexec; see `Benchmark`.
-
-    Raises:
-        UserError: There is no trtexec.
-    """
+    """Benchmark with TensorRT's program trtexec; raises `UserError` if it is missing."""
 
     def __init__(
         self,
@@ -215,26 +183,76 @@ class TrtExecBenchmark(Benchmark):
         plugin_libraries: Sequence[str] | None = None,
         trtexec_args: Sequence[str] | str | None = None,
     ) -> None:
-        arguments = split_arguments(trtexec_args) if isinstance(trtexec_args, str) else trtexec_args
-        options = {
-            "timing_cache_file": timing_cache_file,
-            "plugin_libraries": plugin_libraries,
-            "trtexec_args": arguments,
-        }
-        super().__init__(backend_use("trtexec", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
+        options = _tensorrt_options(plugin_libraries, timing_cache_file, trtexec_args)
+        super().__init__(backend_spec("trtexec", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
 
 
-def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> PluginSpec:
-    """A backend with those of TensorRT's options that were given.
-
-    A backend without timing cache does without it; plug-in libraries and arguments that it does not take are refused.
+def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
+    use_trtexec: bool = False,
+    plugin_libraries: Sequence[str] | None = None,
+    timing_cache_file: str | None = None,
+    warmup_runs: int = 5,
+    timing_runs: int = 20,
+    trtexec_args: Sequence[str] | str | None = None,
+    *,
+    backend: str | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> Benchmark:
+    """Set the benchmark of `benchmark_onnx_model` and the workflow, in place of an earlier one.
 
     Args:
-        options: By ModelOpt's name; None or empty: not given.
+        use_trtexec: Same as backend "trtexec".
+        plugin_libraries: Shared libraries with operators of TensorRT.
+        timing_cache_file: TensorRT's cache of kernel timings; other backends have none.
+        warmup_runs: Inferences before the first that counts.
+        timing_runs: Inferences that count.
+        trtexec_args: Further arguments of trtexec.
+        backend: Name of the benchmarker; None: OpenVINO, which needs no GPU.
+        params: Its parameters.
+
+    Raises:
+        UserError: The backend is not available or does not take an option.
+    """
+    if use_trtexec and backend not in (None, "trtexec"):
+        raise AutotunerError(f"use_trtexec and backend {backend!r}: choose one")
+    name = "trtexec" if use_trtexec else backend or "openvino"
+    use = backend_spec(name, _tensorrt_options(plugin_libraries, timing_cache_file, trtexec_args), params)
+    made = Benchmark(use, warmup_runs=warmup_runs, timing_runs=timing_runs)
+    before = current_benchmark()
+    if before is not None:
+        before.close()
+    _current_benchmarks.set(made)
+    return made
+
+
+def current_benchmark() -> Benchmark | None:
+    """Return the benchmark that `init_benchmark_instance` made last; None if it is closed."""
+    found = _current_benchmarks.get()
+    return found if found is not None and found.close.alive else None
+
+
+def benchmark_onnx_model(
+    model_path: str | Path | bytes, log_file: str | None = None, flush_timing_cache: bool = False
+) -> float:
+    """Return the median latency of a model in ms; infinite if there is none. See `Benchmark.run`."""
+    benchmark = current_benchmark()
+    if benchmark is None:
+        _logger.error("Benchmark instance not initialized: call init_benchmark_instance() first")
+        return float("inf")
+    return benchmark.run(model_path, log_file, flush_timing_cache)
+
+
+def backend_spec(name: str, options: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> PluginSpec:
+    """Return a backend with the given options of TensorRT.
+
+    A timing cache is ignored by backends without one; plug-in libraries and arguments are refused.
+
+    Args:
+        options: Values by ModelOpt's name; None or empty: not given.
         params: Further parameters of the backend.
 
     Raises:
-        UserError: No such backend is installed, or it does not take an option.
+        UserError: The backend is not installed, or does not take an option.
     """
     try:
         taken = registry.plugin_signature("benchmarker", name).parameters
@@ -257,11 +275,18 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
     return PluginSpec(use=name, params=found)
 
 
+def _tensorrt_options(
+    libraries: Sequence[str] | None, timing_cache: str | None, arguments: Sequence[str] | str | None = None
+) -> dict[str, Any]:
+    split = split_arguments(arguments) if isinstance(arguments, str) else arguments
+    return {"plugin_libraries": libraries, "timing_cache_file": timing_cache, "trtexec_args": split}
+
+
 def split_arguments(text: str) -> list[str]:
-    """Arguments of a command as a shell would split them.
+    """Split arguments of trtexec as a shell does.
 
     Raises:
-        AutotunerError: A quotation that does not end.
+        AutotunerError: A quotation is not closed.
     """
     try:
         return shlex.split(text)
@@ -269,57 +294,49 @@ def split_arguments(text: str) -> list[str]:
         raise AutotunerError(f"arguments of trtexec: {error}: {text}; each quotation mark needs its second") from error
 
 
-def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
-    use_trtexec: bool = False,
-    plugin_libraries: Sequence[str] | None = None,
-    timing_cache_file: str | None = None,
-    warmup_runs: int = 5,
-    timing_runs: int = 20,
-    trtexec_args: Sequence[str] | str | None = None,
-    *,
-    backend: str | None = None,
-    params: Mapping[str, Any] | None = None,
-) -> Benchmark:
-    """Choose what `benchmark_onnx_model` and the workflow time models on; a second call replaces the first.
+def is_noisy(outcome: Outcome) -> bool:
+    """Return whether the median of readings is unknown by more than 2 %, so that single readings do not compare.
 
-    Args:
-        use_trtexec: The backend is trtexec.
-        plugin_libraries: Shared libraries with operators of TensorRT.
-        timing_cache_file: TensorRT's cache of kernel timings; other backends have none.
-        warmup_runs: Inferences before the first that counts.
-        timing_runs: Inferences that count.
-        trtexec_args: Further arguments of trtexec.
-        backend: Name of the benchmarker; by default OpenVINO, which needs no GPU.
-        params: Its parameters.
-
-    Raises:
-        UserError: The backend is not there or does not take an option.
+    If other processes use the cores, an inference takes its own time or that plus a time slice of the kernel, and the
+    median jumps between the two.
     """
-    if use_trtexec and backend not in (None, "trtexec"):
-        raise AutotunerError(f"use_trtexec and backend {backend!r}: choose one")
-    name = "trtexec" if use_trtexec else backend or "openvino"
-    arguments = split_arguments(trtexec_args) if isinstance(trtexec_args, str) else trtexec_args
-    options = {"plugin_libraries": plugin_libraries, "timing_cache_file": timing_cache_file, "trtexec_args": arguments}
-    made = Benchmark(backend_use(name, options, params), warmup_runs=warmup_runs, timing_runs=timing_runs)
-    before = current_benchmark()
-    if before is not None:
-        before.close()
-    _current_benchmarks.set(made)
-    return made
+    if isinstance(outcome, Failed):
+        return False
+    return not outcome.stable or median_ci(outcome.samples_ms).relative_width / 2 > NOISY_RELATIVE_ERROR
 
 
-def current_benchmark() -> Benchmark | None:
-    """What `init_benchmark_instance` made last, unless that was closed."""
-    found = _current_benchmarks.get()
-    return found if found is not None and found.close.alive else None
+class _CountedWarmup(Engines):
+    """Engines with a fixed number of inferences before each timing."""
+
+    def __init__(self, engines: Engines, runs: int) -> None:
+        self._engines = engines
+        self._runs = runs
+
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
+        return self._engines.describe(benchmarker)
+
+    def _call(self, method: str, *args: Any, **_: Any) -> Any:
+        if method == "sample" and self._runs:
+            warm = self._engines.sample(args[0], _fixed_sampling(self._runs))
+            if isinstance(warm, Failed):
+                return warm
+        found = getattr(self._engines, method)(*args)
+        return replace(found, warmup=self._runs) if isinstance(found, Samples) else found
 
 
-def benchmark_onnx_model(
-    model_path: str | Path | bytes, log_file: str | None = None, flush_timing_cache: bool = False
-) -> float:
-    """Median latency of a model in milliseconds; infinite where there is none. See `Benchmark.run`."""
-    benchmark = current_benchmark()
-    if benchmark is None:
-        _logger.error("Benchmark instance not initialized: call init_benchmark_instance() first")
-        return float("inf")
-    return benchmark.run(model_path, log_file, flush_timing_cache)
+def _fixed_sampling(runs: int) -> Sampling:
+    count = max(MIN_TIMING_RUNS, runs)
+    return Sampling(warmup_ms=0.0, min_samples=count, max_samples=count, max_ms=1e12)
+
+
+def _write_log(outcome: Outcome, candidate: Candidate, path: Path) -> None:
+    body = {"digest": candidate.digest, "quantized_edges": len(candidate.edges), **asdict(outcome)}
+    tail = body.pop("log_tail", "")
+    if isinstance(outcome, Measured):
+        interval = median_ci(outcome.samples_ms)
+        head = f"latency {interval.value:.4f} ms, 95 % interval {interval.low:.4f} to {interval.high:.4f} ms"
+    else:
+        head = f"failed: {outcome.stage}: {outcome.reason}"
+    lines = [head, *(f"{key}: {json.dumps(value, default=str)}" for key, value in body.items() if value), tail]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

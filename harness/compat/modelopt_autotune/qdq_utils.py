@@ -1,4 +1,4 @@
-"""Reads Q/DQ models of any tool, as far as `import_insertion_points` needs it."""
+"""Reader of Q/DQ models of any tool, for `import_insertion_points`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["get_quantized_tensors"]
 
 
 def get_quantized_tensors(onnx_model: Any) -> set[str]:
-    """Names of the tensors with a Q/DQ pair, as the float model calls them.
+    """Return the float model's names of the tensors with a Q/DQ pair.
 
-    ModelOpt's function of this name gives the names of the quantized tensors instead, which no float model has;
-    `import_insertion_points` takes both.
+    ModelOpt's function of this name returns the names of the quantized tensors, which no float model has;
+    `import_insertion_points` accepts both.
     """
     return find_quantized_tensors(to_proto(onnx_model))

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from harness.compat.modelopt_autotune.common import AutotunerError
 from harness.compat.modelopt_autotune.regions import Region, RegionType, from_graph, to_graph
 from harness.compat.modelopt_autotune.schemes import (
     Address,
@@ -19,6 +18,7 @@ from harness.compat.modelopt_autotune.schemes import (
     RegionPattern,
     ResolvedInsertionPoint,
 )
+from harness.compat.modelopt_autotune.settings import AutotunerError
 from harness.graph.model import Model, Node, TensorType
 from harness.graph.partition.patterns import Pattern, find_patterns
 from harness.graph.partition.regions import discover_regions

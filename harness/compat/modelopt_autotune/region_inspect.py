@@ -1,6 +1,4 @@
-"""`python -m harness.compat.modelopt_autotune.region_inspect`: what `qdq regions` shows, under the flags of
-ModelOpt's tool.
-"""
+"""Command line of ModelOpt's region_inspect, with the output of `qdq regions`."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from harness.analysis.region_report import inspect_regions
-from harness.compat.modelopt_autotune.arguments import add_sizes, parse_shapes
+from harness.compat.modelopt_autotune.settings import add_sizes, parse_shapes
 from harness.errors import UserError
 from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.dimension_errors import parse_dims
@@ -18,14 +16,15 @@ __all__ = ["main"]
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Print the regions of a model; the exit code is 2 after a mistake."""
+    """Print the regions of a model; return 2 after a mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m harness.compat.modelopt_autotune.region_inspect", description=__doc__
+        prog="python -m harness.compat.modelopt_autotune.region_inspect",
+        description="Show the regions of a model, as `qdq regions` does.",
     )
     parser.add_argument("--model", "-m", required=True, help="ONNX file; also zoo:NAME or assets:PATH")
-    parser.add_argument("--verbose", "-v", action="store_true", help="also the names of nodes and boundary tensors")
+    parser.add_argument("--verbose", "-v", action="store_true", help="show the names of nodes and boundary tensors")
     parser.add_argument("--max-sequence-size", type=int, default=10, help="longest sequence (default: %(default)s)")
-    parser.add_argument("--include-all-regions", action="store_true", help="also regions without quantizable operators")
+    parser.add_argument("--include-all-regions", action="store_true", help="list regions without quantizable operators")
     add_sizes(parser)
     options = parser.parse_args(given)
     if options.max_sequence_size < 1:

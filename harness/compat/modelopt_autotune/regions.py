@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from harness.compat.modelopt_autotune.common import AutotunerError
+from harness.compat.modelopt_autotune.settings import AutotunerError
 from harness.graph.model import Model
 from harness.graph.partition.regions import Region as GraphRegion
 from harness.graph.partition.regions import RegionType

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self, overload
 
-from harness.compat.modelopt_autotune.common import InvalidSchemeError
 from harness.compat.modelopt_autotune.regions import Region
+from harness.compat.modelopt_autotune.settings import InvalidSchemeError
 from search.space import PointKind
 
 __all__ = [

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.compat.modelopt_autotune.common import AutotunerError, Config
 from harness.compat.modelopt_autotune.region_index import PlacementMap, RegionIndex
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.schemes import UNMEASURED_MS, InsertionScheme, PatternSchemes
+from harness.compat.modelopt_autotune.settings import AutotunerError, Config
 from harness.compat.modelopt_autotune.storage import Measurement
 from harness.config.plan import TaskSpec
 from harness.config.sections import Calibration, ModelSpec, PluginSpec

@@ -1,19 +1,51 @@
-"""Workflow and benchmark functions with the names of ModelOpt's autotune."""
+"""Workflow from a float model to an optimized one, under ModelOpt's names.
+
+`AutotuneRun` is a searcher of `harness.search_loop`: it proposes the initial design and then the schemes of one pattern
+after the other, each on the best of the patterns before. The loop builds and times them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import logging
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.api import Candidate
 from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
-from harness.compat.modelopt_autotune.benchmark import benchmark_onnx_model, init_benchmark_instance
-from harness.compat.modelopt_autotune.common import AutotunerError, Config
-from harness.compat.modelopt_autotune.procedure import AutotuneJob, run_job
+from harness.compat.modelopt_autotune.benchmark import (
+    benchmark_onnx_model,
+    current_benchmark,
+    init_benchmark_instance,
+    is_noisy,
+)
+from harness.compat.modelopt_autotune.delivery import BASELINE, AutotuneJob, Delivery, RunContext
+from harness.compat.modelopt_autotune.regions import Region
+from harness.compat.modelopt_autotune.settings import AutotunerError, AutotunerNotInitializedError, Config
+from harness.compat.modelopt_autotune.storage import PatternCache
+from harness.errors import UserError
+from harness.graph.load import load
+from harness.graph.pattern_cache import describe_foreign_schemes
+from harness.graph.rules.points import explain_no_points
+from harness.progress import ProgressTask, format_incumbent
+from harness.records import Failed, Outcome
+from harness.results_dir.journal import Journal
+from harness.search_loop.loop import SearchTask, run_search
+from harness.statistics import Interval, median_ci
+from harness.task_setup.model_loader import MIN_OPSET
+from harness.timing.workers.trial_pool import SyncExecutor
+from search.api import Failure, Observation, Score
+from search.space import Placement
 
-__all__ = ["benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow"]
+__all__ = ["benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow", "run_job"]
+
+_logger = logging.getLogger(__name__)
+STATE_SAVE_INTERVAL_S = 10.0
 
 
 def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is ModelOpt's
@@ -33,30 +65,30 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
     calibration_data: str | None = None,
     calibration_samples: int | None = None,
 ) -> QDQAutotuner:
-    """Optimize a model region after region; call `init_benchmark_instance` first.
+    """Optimize a model region by region; call `init_benchmark_instance` first.
 
     Args:
         model_path: File of the model, or an `onnx.ModelProto`.
-        output_dir: Takes all files; None: none are kept.
-        num_schemes_per_region: Schemes that are measured for one pattern at most.
-        pattern_cache_file: Pattern cache of an earlier run; one that is not there is warned of.
-        state_file: By default `autotuner_state.yaml` in the output folder. Where it is there, the run goes on.
+        output_dir: Folder for all files; None: they are deleted.
+        num_schemes_per_region: Maximum number of schemes that are measured for one pattern.
+        pattern_cache_file: Pattern cache of an earlier run; a missing file causes a warning.
+        state_file: State to resume from, if it exists; by default `autotuner_state.yaml` in the output folder.
         quant_type: "int8" or "fp8".
         default_dq_dtype: Type of tensors whose type cannot be inferred.
-        qdq_baseline_model: Q/DQ model made from this model, to begin with.
-        node_filter_list: Wildcards; regions without any node whose name matches one of them stay float.
+        qdq_baseline_model: Q/DQ model made from this model, for the initial design.
+        node_filter_list: Wildcards; regions without a node whose name matches one of them stay float.
         verbose: See `Config`.
         model_transform: Applied to each `onnx.ModelProto` before it is built or written.
-        model_or_path: Another name of `model_path`, which ModelOpt's later versions use.
-        calibration_data: See `Config`, as for the next.
-        calibration_samples: Number of its samples at most; None: all.
+        model_or_path: Name of `model_path` in later versions of ModelOpt.
+        calibration_data: See `Config`.
+        calibration_samples: See `Config`.
 
     Returns:
-        The autotuner as it is in the end.
+        The autotuner at the end of the run.
 
     Raises:
         AutotunerNotInitializedError: There is no benchmark.
-        UserError: Anything given that cannot be used, or a float model that cannot be timed.
+        UserError: An argument cannot be used, or the float model cannot be timed.
     """
     model = model_or_path if model_path is None else model_path
     if model is None:
@@ -70,7 +102,7 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
             calibration_data=calibration_data,
             calibration_samples=calibration_samples,
         )
-        plan = AutotuneJob(
+        job = AutotuneJob(
             output_dir=Path(folder),
             schemes_per_region=num_schemes_per_region,
             pattern_cache_file=None if pattern_cache_file is None else Path(pattern_cache_file),
@@ -80,4 +112,254 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
             config=config,
             transform=model_transform,
         )
-        return run_job(model, plan)
+        return run_job(model, job)
+
+
+def run_job(model: Any, job: AutotuneJob) -> QDQAutotuner:
+    """Run a job; measurements are saved even if it is interrupted.
+
+    Args:
+        model: File of the model, or an `onnx.ModelProto`.
+
+    Raises:
+        AutotunerNotInitializedError: There is no benchmark.
+        UserError: A setting cannot be used, the float model cannot be timed, or the searcher failed.
+    """
+    benchmark = current_benchmark()
+    if benchmark is None:
+        raise AutotunerNotInitializedError("Benchmark instance not initialized: call init_benchmark_instance() first")
+    autotuner = _create_autotuner(model, job)
+    try:
+        run = AutotuneRun(RunContext(job, autotuner, benchmark))
+        run.search()
+        Delivery(run.context, run.remarks).deliver()
+    finally:
+        if autotuner.baseline_latency_ms is not None:
+            autotuner.save_state(str(job.state))
+        benchmark.time_against_reference(None, None)
+    return autotuner
+
+
+def _create_autotuner(model: Any, job: AutotuneJob) -> QDQAutotuner:
+    for folder in ("logs", "region_models"):
+        (job.output_dir / folder).mkdir(parents=True, exist_ok=True)
+    cache = None
+    if job.pattern_cache_file is not None:
+        if job.pattern_cache_file.exists():
+            cache = PatternCache.load(str(job.pattern_cache_file))
+        else:
+            _logger.warning("%s: there is no such pattern cache, so the start is cold", job.pattern_cache_file)
+    loaded = load(Path(model), min_opset=MIN_OPSET) if isinstance(model, str | Path) else model
+    autotuner = QDQAutotuner(loaded)
+    autotuner.initialize(job.config, cache)
+    if job.state.exists():
+        autotuner.load_state(str(job.state))
+        job.observer.say(f"going on with {job.state}: {len(autotuner.session.measured)} models are measured")
+        for sentence in autotuner.changes:
+            job.observer.say(sentence)
+    return autotuner
+
+
+class AutotuneRun:
+    """Search of a job, as the searcher of the search loop.
+
+    Attributes:
+        remarks: Lines about schemes of the pattern cache that were measured elsewhere.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self._autotuner, self._session, self._job = context.autotuner, context.session, context.job
+        self._outcome: Score | Failure | None = None
+        self._log_name = "baseline"
+        self._saved_s = time.monotonic()
+        self._warm = (
+            self._autotuner.pattern_cache.seeds
+            if self._job.pattern_cache_file and self._autotuner.pattern_cache
+            else None
+        )
+        self.remarks = describe_foreign_schemes(self._warm, self._session.origin) if self._warm else ()
+
+    def search(self) -> None:
+        """Time the float model, the initial design and the schemes of all patterns."""
+        autotuner, session, say = self._autotuner, self._session, self._job.observer.say
+        for sentence in self.remarks:
+            _logger.warning(sentence)
+        self.context.export(BASELINE, session.space.float_placement())
+        regions = self._selected_regions()
+        session.restrict_to_patterns({autotuner.graph.pattern(region).signature for region in regions})
+        say(self._describe_workload())
+        say(f"scales: calibrated on {session.task.calibrated_on}")
+        for precision in session.task.accuracy_only:
+            say(f"this device only emulates {precision}: latencies say nothing of a device that has it")
+        self._time_baseline()
+        turns = [session.chart.whole] if self._job.whole else regions
+        with self._job.observer.work("search" if self._job.whole else "regions", len(turns)) as step:
+            self._proposals = self._propose(turns, step)
+            self._run_loop()
+            for _ in self._proposals:  # the patterns that a limit cut short
+                raise AssertionError("a proposal beyond the limit")
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        """Return the next placement to measure."""
+        placement = next(self._proposals, None)
+        return [] if placement is None else [placement]
+
+    def tell(self, observation: Observation) -> None:
+        """Receive the outcome of the last proposal."""
+        self._outcome = observation.outcome
+
+    def _run_loop(self) -> None:
+        """Run the search loop; its journal is temporary, as the state file is the record to resume from."""
+        limit = self._job.max_evals
+        task = SearchTask(
+            space=self._session.space,
+            searcher=self,
+            initial_design=(),
+            candidate=self.context.candidate,
+            evaluations=sys.maxsize if limit is None else max(0, limit - len(self._session.measured)),
+            patience=sys.maxsize,
+        )
+        with Journal(self._session.folder / "journal.jsonl", {}) as journal:
+            ended = run_search(task, SyncExecutor(self._measure), journal, lambda event: None)
+        if ended.broken is not None:
+            raise UserError(
+                f"searcher {self._job.config.searcher!r}: {ended.broken.reason}; give the same command again when it "
+                f"is mended\n{ended.broken.log_tail}"
+            )
+
+    def _measure(self, candidate: Candidate, _: Interval | None = None) -> Outcome:
+        return self.context.benchmark.measure(candidate, self.context.log(self._log_name))
+
+    def _time_baseline(self) -> None:
+        """Time the float model alone; if that is too uncertain, time everything else in turns with it.
+
+        Raises:
+            UserError: It cannot be timed.
+        """
+        autotuner, benchmark = self._autotuner, self.context.benchmark
+        if autotuner.baseline_latency_ms is None:
+            outcome = self._measure(self.context.candidate(self._session.space.float_placement()))
+            if isinstance(outcome, Failed):
+                raise UserError(
+                    f"{autotuner.graph.model.source}: the float model cannot be timed on {benchmark.backend.use}, so "
+                    f"there is nothing to compare with: {outcome.stage}: {outcome.reason}"
+                )
+            autotuner.submit(median_ci(outcome.samples_ms).value)
+            autotuner.beside_float = is_noisy(outcome)
+        if autotuner.beside_float:
+            benchmark.time_against_reference(self._job.output_dir / BASELINE, self.context.baseline_ms)
+            self._job.observer.say(
+                "timing noise is high on this machine: models are timed in turns with the float model, whose "
+                f"{self.context.baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
+            )
+
+    def _propose(self, regions: Sequence[Region], step: ProgressTask) -> Iterator[Placement]:
+        """Yield the placements to measure, and store the outcome of each."""
+        yield from self._propose_initial()
+        for region in regions:
+            if not self._is_limit_reached or self._count_measured(self._autotuner.graph.pattern(region).signature):
+                self._autotuner.set_profile_region(region, commit=True)
+                if self._autotuner.current_profile_pattern_schemes is not None:
+                    yield from self._propose_schemes(region)
+            step.advance(self._describe_best())
+        self._autotuner.set_profile_region(None, commit=True)
+
+    def _propose_initial(self) -> Iterator[Placement]:
+        """Yield the initial design; the best of it holds for each pattern until the pattern is profiled."""
+        session, baseline_ms = self._session, self.context.baseline_ms
+        design = session.initial_placements(self._warm, self._job.qdq_baseline)
+        found = {}
+        for name, placement in design.items():
+            known = session.measured.get(session.space.digest(placement))
+            if known is None and not self._is_limit_reached:
+                self._log_name = f"start_{name}"
+                yield placement
+                latency_ms, stderr_ms = self._told()
+                known = session.record(placement, latency_ms, stderr_ms=stderr_ms)
+            if known is not None:
+                found[name] = known.latency_ms or float("inf")
+        best = min(found, key=lambda name: found[name], default=None)
+        if best is not None and found[best] < baseline_ms:
+            session.base = design[best]
+        said = [
+            f"{name} {'failed' if value == float('inf') else f'{value:.3f} ms ({baseline_ms / value:.2f}x)'}"
+            for name, value in found.items()
+        ]
+        said += [f"{name} left out (max_evals)" for name in design if name not in found]
+        self._job.observer.say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(said)}")
+
+    def _propose_schemes(self, region: Region) -> Iterator[Placement]:
+        """Yield the schemes of a region's pattern, counting those measured before an interruption."""
+        autotuner, limit = self._autotuner, self._job.schemes_per_region
+        signature = autotuner.graph.pattern(region).signature
+        left = not self._is_limit_reached or autotuner.generate() >= 0  # which restores the known results
+        while (
+            left
+            and self._count_measured(signature) < limit
+            and not self._is_limit_reached
+            and (left := (index := autotuner.generate()) >= 0)
+        ):
+            self._log_name = f"region_{region.id}_scheme_{index}"
+            yield autotuner.placement()
+            latency_ms, stderr_ms = self._told()
+            autotuner.submit(latency_ms or float("inf"), latency_ms is not None, stderr_ms)
+            if time.monotonic() - self._saved_s > STATE_SAVE_INTERVAL_S:
+                autotuner.save_state(str(self._job.state))
+                self._saved_s = time.monotonic()
+        if left and self._count_measured(signature) < limit:
+            autotuner.unfinished.add(signature)
+        name = f"region_{region.id}_level_{region.level}.onnx"
+        self.context.export(f"region_models/{name}", autotuner.placement(best=True))
+        autotuner.save_state(str(self._job.state))
+
+    def _told(self) -> tuple[float | None, float]:
+        """Return latency and standard error of the last proposal in ms; None and 0 if it failed."""
+        outcome = self._outcome
+        return (outcome.objective, outcome.stderr) if isinstance(outcome, Score) else (None, 0.0)
+
+    def _describe_workload(self) -> str:
+        """Return the size of the search, or why there is nothing to search."""
+        graph, regions, session = self._autotuner.graph, self._autotuner.regions, self._session
+        if not len(session.space):
+            return explain_no_points(graph.model, graph.dialect, graph.precision)
+        patterns = {graph.pattern(region) for region in regions}
+        return (
+            f"{len(regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points "
+            f"(inputs of nodes and of child regions, and outputs), {len(session.allowed)} of them to be searched"
+        )
+
+    def _selected_regions(self) -> list[Region]:
+        """Return the regions with a node whose name matches a filter; without filters all.
+
+        Raises:
+            AutotunerError: No node matches.
+        """
+        filters, nodes = self._job.node_filters, self._autotuner.graph.nodes
+
+        def matches(region: Region) -> bool:
+            names = (nodes[index].name for index in region.get_region_nodes_and_descendants())
+            return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in filters)
+
+        found = [region for region in self._autotuner.regions if not filters or matches(region)]
+        if filters and not found:
+            raise AutotunerError(f"node filters {', '.join(filters)}: no node of the model has such a name")
+        return found
+
+    def _count_measured(self, signature: str) -> int:
+        """Return the number of models that were measured for a pattern."""
+        return sum(each.signature == signature for each in self._session.measured.values())
+
+    @property
+    def _is_limit_reached(self) -> bool:
+        return self._job.max_evals is not None and len(self._session.measured) >= self._job.max_evals
+
+    def _describe_best(self) -> str:
+        space = self._session.space
+        known = {digest: each.latency_ms for digest, each in self._session.measured.items() if each.latency_ms}
+        if not known:
+            return ""
+        best = min(known, key=lambda digest: known[digest])
+        is_float = best == space.digest(space.float_placement())
+        beside = self._autotuner.beside_float
+        return format_incumbent(known[best], self.context.baseline_ms, beside=beside, is_float=is_float)

@@ -9,7 +9,7 @@ import pytest
 
 from harness import registry
 from harness.compat.modelopt_autotune import Config
-from harness.compat.modelopt_autotune.arguments import get_parser
+from harness.compat.modelopt_autotune.settings import get_parser
 from harness.compat.tao_specs import ptq
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.experiment import parse_experiment

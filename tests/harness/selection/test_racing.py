@@ -12,12 +12,11 @@ import pytest
 from turns import Instant, Listening, row
 
 from harness.api import Candidate
-from harness.compat.modelopt_autotune.runoff import FinalSelection, select_fastest
 from harness.config.sections import Sampling
 from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.selection.paired_timing import PairedComparison, read_speedups
-from harness.selection.racing import FIRST_SCHEDULE, run_race
+from harness.selection.racing import FIRST_SCHEDULE, run_race, select_winner
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines
@@ -147,17 +146,13 @@ def test_a_known_noise_floor_keeps_rivals_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("broken", "won"), [("", "a"), ("a", "b"), ("ab", "c"), ("abc", "")])
-def test_autotune_delivers_whoever_came_through(tmp_path: Path, broken: str, won: str) -> None:
+def test_a_winner_is_found_among_the_rows_that_finished(tmp_path: Path, broken: str, won: str) -> None:
     """Of a and b, which stay close, either may fail in the second heat; c was beaten in the first."""
     machine = Machine(
         {"a": 1.0, "b": 1.001, "c": 1.5},
         broken=lambda name, number: name in broken and (number == 1 or name == "c"),
     )
-    rivals = [row(name).candidate for name in "abc"]
-    runoff = FinalSelection(
-        path=tmp_path / "runoff.jsonl", facts={}, open_engines=machine.open, observer=NullProgress()
-    )
-    found, speedup = select_fastest(rivals, replace(row(FLOAT).candidate, digest=FLOAT), runoff)
+    found, speedup = select_winner(contest(tmp_path, "abc"), machine.open, NullProgress())
     assert found == won
     assert speedup == pytest.approx({"a": 2.0, "b": 2.0 / 1.001, "c": 2.0 / 1.5, "": 0.0}[won])
 

@@ -1,6 +1,5 @@
 """The command line: flags and defaults, files, going on after Ctrl-C, and what it says to mistakes."""
 
-import importlib
 import json
 import re
 import sys
@@ -11,17 +10,21 @@ import onnx
 import pytest
 
 from harness.cli.main import main
-from harness.compat.modelopt_autotune import MODE_PRESETS, get_node_filter_list
-from harness.compat.modelopt_autotune.arguments import get_parser, select_mode_preset
+from harness.compat.modelopt_autotune import MODE_PRESETS, delivery, get_node_filter_list, workflows
 from harness.compat.modelopt_autotune.benchmark import (
     Benchmark,
-    backend_use,
+    backend_spec,
     benchmark_onnx_model,
     init_benchmark_instance,
     split_arguments,
 )
-from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError
-from harness.compat.modelopt_autotune.summary import AutotuneResult, summary_lines
+from harness.compat.modelopt_autotune.delivery import AutotuneResult, summary_lines
+from harness.compat.modelopt_autotune.settings import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    get_parser,
+    select_mode_preset,
+)
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
@@ -33,8 +36,6 @@ from harness.records import Failed
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
 from harness.timing.confirmation import ConfirmationSummary, ContenderSummary
-
-procedure = importlib.import_module("harness.compat.modelopt_autotune.procedure")
 
 
 def qdq(*arguments):
@@ -68,20 +69,15 @@ def test_defaults_are_those_of_the_guide():
     assert (options.mode, options.quant_type, options.default_dq_dtype) == ("default", "int8", "float32")
     assert options.timing_cache.endswith("trtexec_timing.cache")
     assert (options.use_trtexec, options.verbose, options.plugin_libraries) == (False, False, None)
-    depth = select_mode_preset(options)
-    assert (depth.schemes_per_region, depth.warmup_runs, depth.timing_runs) == (50, 50, 100)
+    assert select_mode_preset(options) == {"schemes_per_region": 50, "warmup_runs": 50, "timing_runs": 100}
 
 
 @pytest.mark.parametrize("mode", list(MODE_PRESETS))
 def test_a_mode_sets_what_was_not_given(mode):
     parse = get_parser().parse_args
-    assert vars_of(select_mode_preset(parse(["-m", "m", "--mode", mode]))) == dict(MODE_PRESETS[mode])
+    assert select_mode_preset(parse(["-m", "m", "--mode", mode])) == MODE_PRESETS[mode]
     given = select_mode_preset(parse(["-m", "m", "--mode", mode, "-s", "50", "--timing_runs", "7"]))
-    assert vars_of(given) == {**MODE_PRESETS[mode], "schemes_per_region": 50, "timing_runs": 7}
-
-
-def vars_of(depth):
-    return {name: getattr(depth, name) for name in depth.__dataclass_fields__}
+    assert given == {**MODE_PRESETS[mode], "schemes_per_region": 50, "timing_runs": 7}
 
 
 def test_several_plug_in_libraries_follow_one_flag():
@@ -233,7 +229,7 @@ def test_calibration_data_decide_the_scales(folder, runtime):
 
 
 def test_calibration_data_that_do_not_fit_are_refused_before_anything_is_timed(folder, runtime, capsys, monkeypatch):
-    monkeypatch.setattr("harness.compat.modelopt_autotune.command.select_float_baseline", pytest.fail)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.__main__.select_float_baseline", pytest.fail)
     np.savez(folder / "odd.npz", x=np.zeros((2, 1, 3, 8, 8), np.float32))
     assert qdq("-m", "model.onnx", "--calibration_data", "odd.npz") == 2
     assert re.search(r"odd\.npz: a sample of array 'x' is 1 x 3 x 8 x 8, but the input takes", capsys.readouterr().err)
@@ -264,11 +260,11 @@ def test_a_runoff_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading(fo
     def refused(*arguments):
         raise UserError("the baseline failed in the confirmation: memory: more than 16 GB")
 
-    monkeypatch.setattr("harness.compat.modelopt_autotune.procedure.select_fastest", refused)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.delivery.select_winner", refused)
     runtime.generous = True
     assert qdq("-m", "model.onnx", "--max_evals", "12") == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "No runoff of the fastest 4, the lowest reading chooses: the baseline failed" in said
+    assert "No final selection of the fastest 4, the lowest reading chooses: the baseline failed" in said
     fastest = max(runtime.measured[:12], key=lambda candidate: len(candidate.edges))
     final = onnx.load(confirmed(folder / "autotuner_output"))
     assert sorted(read_qdq_edges(final).items()) == list(fastest.edges)
@@ -292,7 +288,7 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, cap
     assert qdq("-m", "model.onnx", "--max_evals", "4", "--searcher", "tpe") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "calibration_data was data.npz and is None: models that are written have the scales of the present" in said
-    assert "searcher was auto and is tpe: what the other one measured counts" in said
+    assert "searcher was auto and is tpe: measurements of the other searcher count" in said
 
 
 @pytest.mark.parametrize(
@@ -304,10 +300,10 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, cap
             False,
             "Slower than the float model, so final.onnx is that model; the one with Q/DQ pairs is kept",
         ),
-        ("tie", 7, True, "Not faster than the float model beyond noise, so final.onnx is that model; the one with"),
+        ("tie", 7, True, "Not faster beyond noise than the float model, so final.onnx is that model; the one with"),
         ("tie", 0, False, "Final: the float model, because no placement of Q/DQ pairs proved faster"),
         ("faster", 7, False, "Scales are of random data, so its accuracy is unknown: give --calibration_data"),
-        ("faster", 7, True, "Its accuracy was not looked at: qdq run does"),
+        ("faster", 7, True, "Its accuracy was not measured: qdq run does"),
     ],
 )
 def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
@@ -327,13 +323,13 @@ def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, runtime):
     runtime.generous = True
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     said = (folder / "autotuner_output/logs/final.log").read_text()
-    assert re.search(r"While it was searched it read \d+\.\d{3}x: .* only the fresh builds count", said)
+    assert re.search(r"The reading of the search was \d+\.\d{3}x: .* only the fresh builds count", said)
 
 
 def test_what_does_not_prove_faster_is_kept_and_the_float_model_delivered(folder, runtime, capsys, monkeypatch):
     out = folder / "autotuner_output"
     runtime.generous = True  # while it is searched; fresh builds of a worker know nothing of that
-    monkeypatch.setattr(procedure, "is_proven_faster", lambda summary: False)
+    monkeypatch.setattr(delivery, "is_proven_faster", lambda summary: False)
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
     assert read_qdq_edges(onnx.load(out / "not_faster.onnx"))
@@ -348,7 +344,7 @@ def test_what_proves_faster_is_delivered_and_what_an_earlier_run_kept_goes(folde
     out.mkdir()
     (out / "not_faster.onnx").write_text("of an earlier run")
     runtime.generous = True
-    monkeypatch.setattr(procedure, "is_proven_faster", lambda summary: True)
+    monkeypatch.setattr(delivery, "is_proven_faster", lambda summary: True)
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     assert read_qdq_edges(onnx.load(out / "optimized_final.onnx"))
     assert not {"not_faster.onnx", "unproved.onnx"}.intersection(path.name for path in out.iterdir())
@@ -375,7 +371,7 @@ def test_a_float_model_that_cannot_be_timed_is_told_with_its_reason(folder, runt
 
 
 def test_a_qdq_baseline_that_is_none_is_refused_before_anything_is_timed(folder, runtime, capsys, monkeypatch):
-    monkeypatch.setattr("harness.compat.modelopt_autotune.command.select_float_baseline", pytest.fail)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.__main__.select_float_baseline", pytest.fail)
     assert qdq("-m", "model.onnx", "--qdq_baseline", "model.onnx") == 2
     assert "model.onnx: holds no Q/DQ pair, so there is no placement to read from it" in capsys.readouterr().err
 
@@ -551,11 +547,11 @@ def test_the_workflow_takes_either_name_of_the_model_and_a_transform(folder, ben
 
 
 def test_measurements_are_saved_while_a_region_is_under_profile(folder, benchmark_instance, monkeypatch):
-    monkeypatch.setattr(procedure, "STATE_SAVE_INTERVAL_S", -1.0)
+    monkeypatch.setattr(workflows, "STATE_SAVE_INTERVAL_S", -1.0)
     saved = []
-    original = procedure.QDQAutotuner.save_state
+    original = workflows.QDQAutotuner.save_state
     monkeypatch.setattr(
-        procedure.QDQAutotuner, "save_state", lambda self, path: (saved.append(path), original(self, path))
+        workflows.QDQAutotuner, "save_state", lambda self, path: (saved.append(path), original(self, path))
     )
     region_pattern_autotuning_workflow("model.onnx", folder / "out", num_schemes_per_region=3)
     assert len(saved) > 6
@@ -569,7 +565,7 @@ def test_options_of_tensorrt_reach_a_backend_that_takes_them(monkeypatch):
 
     monkeypatch.setattr("harness.registry.plugin_signature", lambda *_: inspect.signature(backend))
     given = {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}
-    use = backend_use("trtexec", given)
+    use = backend_spec("trtexec", given)
     assert use.params == {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}
 
 

@@ -9,8 +9,7 @@ from contextlib import closing
 import pytest
 
 from harness.cli.main import main
-from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance
-from harness.compat.modelopt_autotune.sampling_policy import is_noisy
+from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance, is_noisy
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured

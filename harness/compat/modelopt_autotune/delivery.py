@@ -1,0 +1,305 @@
+"""Delivery of a job's result: final selection, output check, confirmation on fresh builds, files and summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from harness.api import Candidate
+from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
+from harness.compat.modelopt_autotune.benchmark import Benchmark
+from harness.compat.modelopt_autotune.session import export_model
+from harness.compat.modelopt_autotune.settings import Config
+from harness.config.sections import Confirmation, Limits
+from harness.errors import UserError
+from harness.graph.io.files import move_model
+from harness.graph.qdq.read_edges import count_pairs
+from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
+from harness.progress import NullProgress, Observer
+from harness.records import MAIN_BENCHMARKER
+from harness.selection.paired_timing import SELECTION_LOG_NAME, PairedComparison
+from harness.selection.racing import FIRST_SCHEDULE, select_winner
+from harness.timing.confirmation import ConfirmationSummary, Contender
+from harness.timing.provenance import format_options, machine_lacks_vnni
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
+from harness.verification.dynamic_delivery import format_fixed_shapes, write_dynamic_model
+from harness.verification.output_comparison import CHECK_FILE_NAME
+from search.space import Placement
+
+__all__ = ["AutotuneJob", "AutotuneResult", "Delivery", "RunContext", "summary_lines"]
+
+FINALISTS = Confirmation().contenders
+BUILDS, NOISY_MACHINE_BUILDS = 3, 6  # fresh builds of the result and of the float model
+BASELINE, FINAL, NOT_FASTER = "baseline.onnx", "optimized_final.onnx", "not_faster.onnx"
+UNPROVED = "unproved.onnx"  # the result until it is confirmed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutotuneJob:
+    """Job of the workflow; see `harness.compat.modelopt_autotune.workflows`.
+
+    Attributes:
+        whole: Give the whole model to the searcher at once, instead of region by region.
+        max_evals: Maximum number of measured models, with the baseline and earlier runs; None: no limit.
+    """
+
+    output_dir: Path
+    schemes_per_region: int = 30
+    pattern_cache_file: Path | None = None
+    state_file: Path | None = None
+    qdq_baseline: Path | None = None
+    node_filters: tuple[str, ...] = ()
+    config: Config = field(default_factory=Config)
+    whole: bool = False
+    max_evals: int | None = None
+    transform: Transform | None = None
+    observer: Observer = field(default_factory=NullProgress)
+
+    @property
+    def state(self) -> Path:
+        return self.state_file or self.output_dir / "autotuner_state.yaml"
+
+
+class RunContext:
+    """Autotuner, benchmark and files of a running job."""
+
+    def __init__(self, job: AutotuneJob, autotuner: QDQAutotuner, benchmark: Benchmark) -> None:
+        self.job = job
+        self.autotuner = autotuner
+        self.benchmark = benchmark
+        self.session = autotuner.session
+
+    @property
+    def baseline_ms(self) -> float:
+        return self.autotuner.baseline_latency_ms or float("inf")
+
+    def candidate(self, placement: Placement, file: Path | None = None) -> Candidate:
+        """Return the candidate of a placement, with the transform of the job, or with a file that has it already."""
+        candidate = self.session.task.candidate(placement)
+        if file is not None:
+            return replace(candidate, source=lambda: file)
+        if self.job.transform is None:
+            return candidate
+        path = self.session.folder / "transformed.onnx"
+
+        def source() -> Path:
+            self._export(placement, path)
+            return path
+
+        return replace(candidate, source=source)
+
+    def export(self, name: str, placement: Placement) -> Path:
+        """Write the model of a placement to the output folder."""
+        path = self.job.output_dir / name
+        self._export(placement, path)
+        return path
+
+    def _export(self, placement: Placement, path: Path) -> None:
+        proto = self.session.proto(self.session.space.resolve(placement))
+        export_model(proto if self.job.transform is None else self.job.transform(proto), path)
+
+    def log(self, name: str) -> Path:
+        return self.job.output_dir / f"logs/{name}.log"
+
+
+class Delivery:
+    """Choice, confirmation and files of the result.
+
+    Args:
+        remarks: Lines that follow the summary.
+    """
+
+    def __init__(self, context: RunContext, remarks: tuple[str, ...]) -> None:
+        self._context = context
+        self._job, self._session = context.job, context.session
+        self._remarks = remarks
+        self._float = self._session.space.float_placement()
+        self._float_candidate = context.candidate(self._float, context.job.output_dir / BASELINE)
+
+    def deliver(self) -> None:
+        """Write the result, compare fresh builds of it and of the float model, and report both."""
+        context, session, benchmark = self._context, self._session, self._context.benchmark
+        best, rivals, wrong = self._finalists(context.autotuner.placement(best=True))
+        chosen = self._select(best, rivals)
+        tried = context.export(UNPROVED, chosen)
+        benchmark.measure(context.candidate(chosen), context.log("final"))
+        builds = NOISY_MACHINE_BUILDS if context.autotuner.beside_float else BUILDS
+        summary = benchmark.confirm(context.candidate(chosen, tried), self._float_candidate, builds)
+        known, pairs = session.measured.get(session.space.digest(chosen)), count_pairs(tried)
+        file, kept = self._write(tried, chosen, is_proven_faster(summary))
+        result = AutotuneResult(
+            file=file,
+            kept=kept,
+            pairs=pairs,
+            read=context.baseline_ms / known.latency_ms if known is not None and known.latency_ms else None,
+            options=format_options(benchmark.describe().get("options", {})),
+            calibrated=self._job.config.calibration_data is not None,
+        )
+        lines = [*summary_lines(summary, result), *self._write_dynamic(file), *self._remarks]
+        if wrong:
+            lines.append(
+                f"{wrong} of the fastest models are left out: {benchmark.describe().get('name')} computes something "
+                f"else than their files say (see {self._job.output_dir / CHECK_FILE_NAME})"
+            )
+        for line in lines:
+            self._job.observer.say(line)
+        with context.log("final").open("a", encoding="utf-8") as log:
+            log.write("\n".join(lines) + "\n")
+
+    def _finalists(self, best: Placement) -> tuple[Placement, dict[str, Placement], int]:
+        """Return the result of the search, it and the fastest placements by digest, and how many had wrong outputs.
+
+        Placements with wrong outputs are left out; the float model replaces the result of the search if it is one.
+        """
+        session, wrong = self._session, set[str]()
+        with self._open_checker() as is_wrong:
+            while True:
+                rivals = session.fastest_by_digest(FINALISTS, self._context.baseline_ms, wrong)
+                if any(best.choices):
+                    rivals = {session.space.digest(best): best, **rivals}
+                found = {digest for digest, each in rivals.items() if is_wrong(self._context.candidate(each))}
+                if not found:
+                    return best, rivals, len(wrong)
+                wrong |= found
+                if session.space.digest(best) in wrong:
+                    best = self._float
+
+    @contextmanager
+    def _open_checker(self) -> Iterator[Callable[[Candidate], bool]]:
+        """Return a function that tells whether the runtime's outputs differ from those of a candidate's file."""
+        observer, floating = self._job.observer, self._job.output_dir / BASELINE
+        if runs_no_model(self._context.benchmark.backend):
+            yield lambda candidate: False
+            return
+        with self._context.benchmark.open_fresh_engines() as engines:
+            plan = CheckPlan(
+                float_file=floating,
+                floats={MAIN_BENCHMARKER: floating},
+                feeds=self._session.task.feeds,
+                folder=self._job.output_dir,
+                work=self._session.folder / "check",
+                limits=Limits(),
+                saturates=machine_lacks_vnni(),
+            )
+            with RuntimeChecker(plan, engines, observer) as checker:
+                checker.check(self._float_candidate, name="the float model")
+
+                def is_wrong(candidate: Candidate) -> bool:
+                    found = checker.check(candidate)
+                    if found.verdict == "not checked":
+                        observer.say(f"{candidate.digest}: {found}")
+                    return found.is_wrong
+
+                yield is_wrong
+
+    def _select(self, best: Placement, rivals: dict[str, Placement]) -> Placement:
+        """Return the winner of the final selection; a single rival needs none, as the confirmation judges it."""
+        if len(rivals) < 2:
+            return next(iter(rivals.values()), best)
+        contest = PairedComparison(
+            name="final selection",
+            path=self._job.output_dir / "logs" / SELECTION_LOG_NAME,
+            header={"rows": sorted(rivals), "heats": list(TURNS_PER_RACING_ROUND), **self._session.facts},
+            baseline=Contender(name="baseline", candidate=self._float_candidate),
+            rows=tuple(Contender(name=name, candidate=self._context.candidate(p)) for name, p in rivals.items()),
+            schedule=FIRST_SCHEDULE,
+        )
+        try:
+            won, speedup = select_winner(contest, self._context.benchmark.open_fresh_engines, self._job.observer)
+        except UserError as error:  # several engines at once may need more memory than one
+            self._job.observer.say(
+                f"No final selection of the fastest {len(rivals)}, the lowest reading chooses: {error}"
+            )
+            return best if any(best.choices) else next(iter(rivals.values()))
+        return rivals[won] if won and (speedup > 1 or any(best.choices)) else best
+
+    def _write(self, tried: Path, chosen: Placement, is_faster: bool) -> tuple[Path, Path | None]:
+        """Deliver the model that was confirmed, or the float model if it is not faster.
+
+        Returns:
+            The delivered file, and the file of the confirmed model if that is another one.
+        """
+        final, kept = (self._job.output_dir / name for name in (FINAL, NOT_FASTER))
+        for path in (kept, kept.with_name(f"{kept.name}.data")):  # of an earlier run
+            path.unlink(missing_ok=True)
+        if is_faster or not any(chosen.choices):
+            self._context.autotuner.delivered = chosen
+            move_model(tried, final)
+            return final, None
+        self._context.autotuner.delivered = self._float
+        move_model(tried, kept)
+        return self._context.export(FINAL, self._float), kept
+
+    def _write_dynamic(self, file: Path) -> list[str]:
+        """Write the result with the dynamic axes of the original model, and return a line about it."""
+        model = self._session.task.model
+        made = write_dynamic_model(model, file, self._context.benchmark.backend.use)
+        return [] if made is None else [f"{file.name} takes {format_fixed_shapes(model)} alone; {made.remark}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutotuneResult:
+    """Delivered file and the model that was confirmed.
+
+    Attributes:
+        file: Path of the delivered model.
+        kept: Path of the confirmed model if the float model was delivered instead, else None.
+        pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
+        read: Speedup of the confirmed model in the search; None if unknown.
+        options: Options of the runtime, as text.
+        calibrated: Whether the scales come from calibration data.
+    """
+
+    file: Path
+    kept: Path | None
+    pairs: int
+    read: float | None
+    options: str
+    calibrated: bool
+
+
+def is_proven_faster(summary: ConfirmationSummary) -> bool:
+    """Return whether fresh builds of the result are faster than the float model beyond noise."""
+    return "final" in summary.rows and summary.rows["final"].verdict == "faster"
+
+
+def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Iterator[str]:
+    """Yield the lines that end a run.
+
+    Args:
+        summary: Confirmation with the rows "baseline" and "final".
+    """
+    kept = "" if result.kept is None else f"; the one with Q/DQ pairs is kept as {result.kept.name}"
+    instead = f"so {result.file.name} is that model{kept}"
+    if "final" not in summary.rows:
+        yield f"Final: could not be timed: {summary.failed['final'].reason}"
+        if result.kept is not None:
+            yield f"A model that cannot be timed is not delivered, {instead}"
+        return
+    row, interval = summary.rows["final"], summary.rows["final"].speedup
+    yield f"Baseline: {summary.rows['baseline'].latency_ms.value:.3f} ms, built afresh as the final model is"
+    if result.kept is None and not result.pairs:
+        yield "Final: the float model, because no placement of Q/DQ pairs proved faster"
+        yield f"Written: {result.file}, which is that model"
+        return
+    yield (
+        f"{'Final' if result.kept is None else result.kept.name}: {row.latency_ms.value:.3f} ms "
+        f"({interval.value:.3f}x speedup, 95 % interval {interval.low:.3f} to {interval.high:.3f}, {row.verdict}; "
+        f"{row.builds} fresh builds in turns with the baseline, A/A floor {100 * summary.floor:.1f} %), "
+        f"{result.pairs} Q/DQ pairs"
+    )
+    yield f"Written: {result.file}{f' (timed with {result.options}: deploy it so)' if result.options else ''}"
+    if result.kept is not None:
+        slower = row.verdict == "slower"
+        yield f"{'Slower than' if slower else 'Not faster beyond noise than'} the float model, {instead}"
+    elif not result.calibrated:
+        yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
+    else:
+        yield "Its accuracy was not measured: qdq run does, with the evaluator fidelity if there are no labels"
+    if result.read is not None and result.read > interval.high:
+        yield (
+            f"The reading of the search was {result.read:.3f}x: the best of many readings is low by luck, so only the "
+            "fresh builds count"
+        )

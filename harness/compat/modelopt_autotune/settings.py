@@ -1,0 +1,290 @@
+"""Settings of an autotuner in Python and on the command line, with ModelOpt's names and defaults, and its errors."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from harness.config.precision_names import normalize_float_precision
+from harness.errors import UserError
+
+__all__ = [
+    "MIN_TIMING_RUNS", "MODE_PRESETS", "AutotunerError", "AutotunerNotInitializedError", "Config",
+    "InvalidSchemeError", "add_sizes", "get_node_filter_list", "get_parser", "ineffective_flags", "parse_arguments",
+    "parse_dq_dtype", "parse_shapes", "select_mode_preset",
+]  # fmt: skip
+
+QUANT_TYPES = ("int8", "fp8")
+DQ_DTYPES = ("float16", "float32", "bfloat16")
+_PRESET_KEYS = ("schemes_per_region", "warmup_runs", "timing_runs")
+_PRESETS = {"quick": (30, 10, 50), "default": (50, 50, 100), "extensive": (200, 50, 200)}  # of ModelOpt 0.47
+MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {mode: MappingProxyType(dict(zip(_PRESET_KEYS, preset, strict=True))) for mode, preset in _PRESETS.items()}
+)
+MIN_TIMING_RUNS = 3  # the fewest readings with a median and an interval
+MAX_FILTER_BYTES = 1 << 20
+TRTEXEC_FLAG = "--trtexec_benchmark_args"
+
+
+class AutotunerError(UserError):
+    """Mistake in the use of an autotuner."""
+
+
+class AutotunerNotInitializedError(AutotunerError):
+    """The autotuner or the benchmark was used before it was initialized."""
+
+
+class InvalidSchemeError(AutotunerError):
+    """The scheme or region does not exist or is malformed."""
+
+
+def parse_dq_dtype(text: str) -> str:
+    """Return ModelOpt's name of a float type ("float16") from any usual spelling."""
+    return {"f16": "float16", "f32": "float32", "bf16": "bfloat16"}.get(normalize_float_precision(text), text)
+
+
+@dataclass
+class Config:
+    """Settings of an autotuner, with ModelOpt's names and defaults; those from `backend` on are additions.
+
+    Attributes:
+        verbose: Log the resolved insertion points of each export.
+        performance_threshold: Accepted for compatibility, without effect in ModelOpt, too.
+        default_q_scale: Scale of every activation if plug-in operators prevent a calibration. Otherwise scales come
+            from calibration: with equal ones, pairs cancel out and look fast.
+        default_q_zero_point: Accepted for compatibility, without effect: the dialect has the zero points.
+        default_quant_type: "int8" or "fp8".
+        default_dq_dtype: Type of tensors whose type cannot be inferred: "float16", "float32" or "bfloat16".
+        maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
+        minimum_topdown_search_size: Number of nodes from which a convergence is split.
+        top_percent_to_mutate: Share of the measured schemes, best first, that parents are drawn from.
+        minimum_schemes_to_mutate: Minimum number of schemes that parents are drawn from.
+        maximum_mutations: Maximum number of points of each kind that a mutation adds, and removes.
+        maximum_generation_attempts: Known proposals in a row after which `generate` gives up.
+        pattern_cache_minimum_distance: Number of points in which cached schemes differ at least.
+        pattern_cache_max_entries_per_pattern: Maximum number of cached schemes of one pattern.
+        backend: Benchmarker whose dialect the Q/DQ pairs have; None: that of the benchmark, or OpenVINO.
+        backend_params: Parameters of the backend.
+        searcher: Searcher of schemes; "random_mutation" is ModelOpt's algorithm.
+        seed: Seed of the searcher.
+        calibration_data: An `.npz` file with an array for each input, samples first; None: random data.
+        calibration_samples: Maximum number of its samples, evenly spread over the file; None: all.
+    """
+
+    verbose: bool = False
+    performance_threshold: float = 1.02
+    default_q_scale: float = 0.1
+    default_q_zero_point: int = 0
+    default_quant_type: str = "int8"
+    default_dq_dtype: str = "float32"
+    maximum_sequence_region_size: int = 10
+    minimum_topdown_search_size: int = 10
+    top_percent_to_mutate: float = 0.1
+    minimum_schemes_to_mutate: int = 10
+    maximum_mutations: int = 3
+    maximum_generation_attempts: int = 100
+    pattern_cache_minimum_distance: int = 4
+    pattern_cache_max_entries_per_pattern: int = 32
+    backend: str | None = None
+    backend_params: Mapping[str, Any] = field(default_factory=dict)
+    searcher: str = "random_mutation"
+    seed: int = 0
+    calibration_data: str | None = None
+    calibration_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        self.default_dq_dtype = parse_dq_dtype(self.default_dq_dtype)
+        for name, allowed in (("default_quant_type", QUANT_TYPES), ("default_dq_dtype", DQ_DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise AutotunerError(f"{name}: one of {', '.join(allowed)}, but got {getattr(self, name)!r}")
+        if self.calibration_samples is not None and self.calibration_samples < 1:
+            raise AutotunerError(f"calibration_samples: at least 1, but got {self.calibration_samples!r}")
+        if not self.default_q_scale > 0:
+            raise AutotunerError(f"default_q_scale: above 0, but got {self.default_q_scale!r}")
+
+
+def select_mode_preset(options: argparse.Namespace) -> dict[str, int]:
+    """Return schemes_per_region, warmup_runs and timing_runs: the mode's, if not given by a flag.
+
+    Raises:
+        AutotunerError: A number is too small.
+    """
+    given = {name: value for name in _PRESET_KEYS if (value := getattr(options, name)) is not None}
+    least = {"schemes_per_region": 1, "warmup_runs": 0, "timing_runs": 1}
+    for name, value in given.items():
+        if value < least[name]:
+            raise AutotunerError(f"--{name} is at least {least[name]}, but got {value}")
+    return {**MODE_PRESETS[options.mode], **given}
+
+
+def ineffective_flags(options: argparse.Namespace, taken: Collection[str], *, typed: bool) -> Iterator[str]:
+    """Yield the flags of a command line that have no effect, with the reason.
+
+    Args:
+        taken: Parameters that the backend was given.
+        typed: Whether the type of every tensor that may be quantized is known.
+    """
+    if options.timing_cache != get_parser().get_default("timing_cache") and "timing_cache_file" not in taken:
+        yield f"--timing_cache {options.timing_cache}: this backend has no timing cache"
+    if options.calibration_samples is not None and options.calibration_data is None:
+        yield "--calibration_samples: there is no --calibration_data to take samples of"
+    if typed and options.default_dq_dtype != "float32":
+        yield f"--default_dq_dtype {options.default_dq_dtype}: all types of this model are known"
+    if options.timing_runs is not None and options.timing_runs < MIN_TIMING_RUNS:
+        yield f"--timing_runs {options.timing_runs}: {MIN_TIMING_RUNS} are timed, the fewest that have a median"
+    if options.mode != "default" and all(getattr(options, name) is not None for name in _PRESET_KEYS):
+        yield f"--mode {options.mode}: each of its figures is given by a flag of its own"
+
+
+def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
+    """Return the wildcards of a file, one a line, without empty lines and those that start with "#".
+
+    Raises:
+        UserError: The file cannot be read, or has no wildcard.
+    """
+    if not node_filter_list_path:
+        return None
+    path = Path(node_filter_list_path)
+    try:
+        if path.stat().st_size > MAX_FILTER_BYTES:
+            raise UserError(f"--node_filter_list {path}: more than {MAX_FILTER_BYTES} bytes are no list of wildcards")
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UserError(f"--node_filter_list {path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--node_filter_list {path}: cannot be read: it is no text") from error
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise UserError(f"--node_filter_list {path}: there is no wildcard in it; one a line, such as *conv*")
+    return found
+
+
+def parse_shapes(options: argparse.Namespace) -> dict[str, str]:
+    """Return the static shapes by input name.
+
+    Raises:
+        AutotunerError: One is not of the form NAME:SHAPE.
+    """
+    found = {}
+    for text in options.shape or ():
+        name, colon, shape = text.rpartition(":")
+        if not colon:
+            raise AutotunerError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
+        found[name] = shape
+    return found
+
+
+def parse_arguments(given: Sequence[str], prog: str) -> argparse.Namespace:
+    """Parse a command line; a mistake ends the process, as in argparse."""
+    joined: list[str] = []
+    for argument in given:  # argparse takes a value such as --verbose for an option
+        if joined and joined[-1] == TRTEXEC_FLAG:
+            joined[-1] = f"{TRTEXEC_FLAG}={argument}"
+        else:
+            joined.append(argument)
+    return get_parser(prog).parse_args(joined)
+
+
+def get_parser(prog: str = "python -m harness.compat.modelopt_autotune") -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        allow_abbrev=False,  # a misspelled flag is refused at once, not after the run
+        description="Finds by measured latency where Q/DQ pairs belong in an ONNX model, region after region.",
+        epilog=f"Example: {prog} --onnx_path model.onnx --output_dir out/model. "
+        "An interrupted run goes on when the same command is given again.",
+    )
+    parser.add_argument("--verbose", "-v", action="store_true", help="show log messages of all parts")
+    for title, flags in _FLAGS.items():
+        group = parser.add_argument_group(title)
+        for names, options in flags.items():
+            group.add_argument(*names.split(), **options)
+        if title == "Model and Output":
+            add_sizes(group)
+    return parser
+
+
+def add_sizes(group: Any) -> None:
+    """Add the flags that fix dynamic inputs."""
+    group.add_argument(
+        "--shape", action="append", metavar="NAME:1x3x224x224", help="static shape of a dynamic input; repeat per input"
+    )
+    group.add_argument(
+        "--dim",
+        action="append",
+        metavar="SYMBOL=128",
+        help="size of a dynamic dimension, by its symbol; repeat per symbol (default: 1 for the batch)",
+    )
+
+
+_DEFAULT = "(default: %(default)s)"
+_FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "Model and Output": {
+        "--onnx_path -m": {"required": True, "help": "ONNX file; also zoo:NAME or assets:PATH"},
+        "--output_dir -o": {"default": "./autotuner_output", "help": f"folder of the results {_DEFAULT}"},
+    },
+    "Autotuning Strategy": {
+        "--mode": {
+            "choices": list(MODE_PRESETS),
+            "default": "default",
+            "help": "preset of schemes_per_region, warmup_runs and timing_runs; their flags override it "
+            "(default: default)",
+        },
+        "--schemes_per_region -s": {"type": int, "help": "schemes measured for a region (default: 50, or the mode's)"},
+        "--pattern_cache": {"type": Path, "help": "pattern cache of an earlier run, for a warm start"},
+        "--qdq_baseline": {"help": "Q/DQ model made from this model, for the initial design"},
+        "--state_file": {"type": Path, "help": "state file (default: OUTPUT_DIR/autotuner_state.yaml)"},
+        "--node_filter_list": {
+            "help": "file of wildcards, one a line; regions without a node of such a name stay float"
+        },
+        "--searcher": {
+            "help": "searcher of the whole model at once, see qdq list (default: random mutation, region by region)"
+        },
+        "--max_evals": {
+            "type": int,
+            "help": "maximum number of measured models, all regions together (default: no limit)",
+        },
+        "--seed": {"type": int, "default": 0, "help": f"seed of the searcher {_DEFAULT}"},
+    },
+    "Quantization": {
+        "--quant_type": {"choices": QUANT_TYPES, "default": "int8", "help": _DEFAULT},
+        "--default_dq_dtype": {
+            "type": parse_dq_dtype,
+            "choices": DQ_DTYPES,
+            "default": "float32",
+            "help": f"type of tensors whose type cannot be inferred {_DEFAULT}",
+        },
+        "--calibration_data": {
+            "help": ".npz file with an array for each input, samples first; .npy for one input; all samples count "
+            "(default: random data)"
+        },
+        "--calibration_samples": {
+            "type": int,
+            "metavar": "N",
+            "help": "calibrate on N samples of --calibration_data, evenly spread over the file (default: all)",
+        },
+    },
+    "Benchmark": {
+        "--backend": {
+            "help": "openvino, onnxruntime, tensorrt, ... (see qdq list; default: openvino, which needs no GPU)"
+        },
+        "--use_trtexec": {"action": "store_true", "help": "time with TensorRT's trtexec"},
+        "--timing_cache": {
+            "default": str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"),
+            "help": f"TensorRT's timing cache; other backends have none {_DEFAULT}",
+        },
+        "--warmup_runs": {"type": int, "help": "inferences before timing (default: 50, or the mode's)"},
+        "--timing_runs": {"type": int, "help": "timed inferences (default: 100, or the mode's)"},
+        "--plugin_libraries --plugins": {
+            "nargs": "+",
+            "metavar": "FILE",
+            "help": "libraries with operators of TensorRT",
+        },
+        TRTEXEC_FLAG: {"help": "further arguments of trtexec, as one quoted text"},
+    },
+}
