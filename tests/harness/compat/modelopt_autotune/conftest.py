@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from harness.cli.main import main
 from harness.compat.modelopt_autotune.benchmark import Benchmark, _current_benchmarks, init_benchmark_instance
 from harness.graph.builder import GraphBuilder
+from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured
 from harness.runtimes.simulated import SimulatedBenchmarker
 
@@ -83,3 +85,43 @@ def benchmark_instance(runtime):
     yield runtime
     _current_benchmarks.get().close()
     _current_benchmarks.set(None)
+
+
+@pytest.fixture
+def tune(folder, runtime, capsys):
+    """`qdq autotune` of `model.onnx` on the simulated backend, in this process; what it says, on one line."""
+
+    def run(*arguments, out="out", code=0, lines=False):
+        given = {"--backend": "simulated", "-m": "model.onnx", "-o": out}
+        if "--use_trtexec" in arguments:
+            del given["--backend"]
+        rest = [text for flag, value in given.items() if flag not in arguments for text in (flag, value)]
+        capsys.readouterr()
+        try:
+            main(["autotune", *rest, *map(str, arguments)])
+            found = 0
+        except SystemExit as end:
+            found = int(end.code or 0)
+        said = capsys.readouterr().err
+        assert found == code, said
+        return said if lines else " ".join(said.split())
+
+    run.runtime = runtime
+    return run
+
+
+@pytest.fixture
+def measured(folder):
+    """What the state of a run has by digest."""
+    return lambda out="out": read_plain_yaml(folder / out / "autotuner_state.yaml", 1 << 24)["measured"]
+
+
+@pytest.fixture
+def confirmed(folder):
+    """File of the model that was built afresh: fresh builds know nothing of what the runtime of a test likes."""
+
+    def find(out="out"):
+        kept = folder / out / "not_faster.onnx"
+        return kept if kept.exists() else folder / out / "optimized_final.onnx"
+
+    return find

@@ -1,0 +1,290 @@
+"""The way from a float model to an optimized one: files, limits, going on after Ctrl-C, and what is delivered."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from harness.compat.modelopt_autotune import delivery, workflows
+from harness.compat.modelopt_autotune.benchmark import Benchmark
+from harness.compat.modelopt_autotune.delivery import AutotuneResult, summary_lines
+from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
+from harness.errors import UserError
+from harness.graph.pattern_cache_io import read_cache
+from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.statistics import Interval
+from harness.timing.confirmation import ConfirmationSummary, ContenderSummary
+
+
+def edges_in(path):
+    return sorted(read_qdq_edges(onnx.load(path)).items())
+
+
+def consumers(candidate):
+    return {edge.consumer for edge, _ in candidate.edges}
+
+
+def digests(runtime):
+    return [candidate.digest for candidate in runtime.measured]
+
+
+def test_every_file_has_its_name_and_place(folder, tune, confirmed):
+    tune("-s", "4")
+    out = folder / "out"
+    assert {path.name for path in out.iterdir()} - {"not_faster.onnx"} == {
+        "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "logs",
+        "region_models",
+    }  # fmt: skip
+    logs = {path.name for path in (out / "logs").iterdir()}
+    assert {"baseline.log", "final.log"} <= logs
+    assert any(name.startswith("region_") and "_scheme_" in name for name in logs)
+    assert all("_level_" in path.name for path in (out / "region_models").iterdir())
+    assert edges_in(out / "baseline.onnx") == []
+    best = min(tune.runtime.measured, key=tune.runtime.truth_ms)
+    assert edges_in(confirmed()) == list(best.edges) != []
+    assert "speedup, 95 % interval" in (out / "logs/final.log").read_text()
+    assert read_cache(out / "autotuner_state_pattern_cache.yaml").origins[0].backend == "simulated"
+
+
+def test_an_interrupted_run_goes_on_to_where_it_would_have_come(folder, tune):
+    tune("-s", "5", out="whole")
+    expected = digests(tune.runtime)
+    tune.runtime.measured.clear()
+    tune.runtime.stop_after = len(expected) // 2
+    assert "run the same command again" in tune("-s", "5", out="parts", code=130)
+    assert (folder / "parts/autotuner_state.yaml").exists()
+    tune.runtime.stop_after = None
+    assert "going on with parts/autotuner_state.yaml" in tune("-s", "5", out="parts")
+    assert digests(tune.runtime) == expected
+    assert (folder / "parts/optimized_final.onnx").read_bytes() == (folder / "whole/optimized_final.onnx").read_bytes()
+
+
+def test_an_interruption_before_the_first_measurement_says_so(folder, tune):
+    tune.runtime.stop_after = 0
+    assert "interrupted; nothing was measured yet: run the same command again" in tune(code=130)
+    assert not (folder / "out/autotuner_state.yaml").exists()
+
+
+def test_a_finished_run_measures_its_result_alone_when_run_again(folder, tune):
+    for count in (None, 1):
+        tune.runtime.measured.clear()
+        tune("-s", "3", "--state_file", "elsewhere.yaml")
+        assert count is None or len(tune.runtime.measured) == count
+    assert (folder / "elsewhere.yaml").exists()
+    assert (folder / "elsewhere_pattern_cache.yaml").exists()
+
+
+def test_the_limit_on_measured_models_and_the_seed_hold(tune, measured):
+    tune("--max_evals", "9", out="a")
+    tune("--max_evals", "9", "--seed", "1", out="b")
+    assert len(measured("a")) == 9
+    assert list(measured("a")) != list(measured("b"))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_starts_beyond_the_limit_are_left_out_and_named(tune, measured, limit):
+    assert "all left out (max_evals)" in tune("--max_evals", limit)
+    assert len(measured()) == limit
+
+
+def test_a_larger_limit_goes_on_where_the_smaller_one_cut_the_walk_short(tune, measured, confirmed):
+    tune.runtime.generous = True
+    tune("--max_evals", "25", "-s", "6", out="whole")
+    expected = set(digests(tune.runtime))
+    tune.runtime.measured.clear()
+    for limit in (4, 4, 9, 25):
+        tune("--max_evals", limit, "-s", "6", out="parts")
+        assert len(measured("parts")) <= limit
+    assert len(measured("parts")) == len(measured("whole"))
+    assert set(digests(tune.runtime)) == expected
+    before = confirmed("parts").read_bytes()
+    assert before == confirmed("whole").read_bytes()
+    tune("--max_evals", "25", "-s", "6", out="parts")
+    assert confirmed("parts").read_bytes() == before, "the same limit again comes to the same"
+
+
+def test_a_filter_given_later_leaves_patterns_float_that_were_done_before(folder, tune):
+    tune.runtime.generous = True
+    tune("-s", "4")
+    (folder / "filter.txt").write_text("stem*\n")
+    tune.runtime.measured.clear()
+    tune("-s", "4", "--node_filter_list", "filter.txt")
+    quantized = consumers(tune.runtime.measured[-1])
+    assert quantized
+    assert not any(name.startswith("block1") for name in quantized)
+
+
+def test_a_searcher_gets_the_whole_model(folder, tune, measured):
+    tune("--searcher", "evolutionary", "--max_evals", "20")
+    assert len(measured()) == 20
+    assert len({each["signature"] for each in measured().values()} - {""}) == 1
+    assert len(read_cache(folder / "out/autotuner_state_pattern_cache.yaml").patterns) > 1
+
+
+def test_a_warm_start_measures_what_the_cache_has_and_says_where_it_comes_from(folder, tune, make_small):
+    runtime = tune.runtime
+    tune("-s", "20", out="first")
+    best_ms = min(runtime.truth_ms(candidate) for candidate in runtime.measured)
+    runtime.measured.clear()
+    cache = folder / "first/autotuner_state_pattern_cache.yaml"
+    assert "measured with" not in tune("--max_evals", "6", "--pattern_cache", cache, out="second")
+    assert runtime.truth_ms(runtime.measured[3]) == pytest.approx(best_ms)
+    (folder / "away.yaml").write_text(cache.read_text().replace("backend: simulated", "backend: tensorrt"))
+    make_small(5).save(folder / "deeper.onnx")
+    said = tune("-m", "deeper.onnx", "--max_evals", "6", "--pattern_cache", "away.yaml", out="third")
+    assert "backend 'tensorrt' instead of 'simulated': good starts at best" in said
+    assert (folder / "third/logs/start_pattern_cache_0.log").exists()
+    assert "backend 'tensorrt' instead of 'simulated'" in (folder / "third/logs/final.log").read_text()
+    merged = read_cache(folder / "third/autotuner_state_pattern_cache.yaml")
+    assert {origin.backend for origin in merged.origins} == {"simulated", "tensorrt"}
+
+
+def test_a_qdq_baseline_is_one_of_the_starts(folder, tune):
+    tune("-s", "10", out="first")
+    final = folder / "first/optimized_final.onnx"
+    tune.runtime.measured.clear()
+    tune("--max_evals", "4", "--qdq_baseline", final, out="second")
+    assert any(list(candidate.edges) == edges_in(final) for candidate in tune.runtime.measured[:4])
+
+
+def test_settings_that_changed_are_named_when_a_run_goes_on(folder, tune):
+    np.savez(folder / "data.npz", x=np.ones((4, 3, 16, 16), np.float32))
+    tune.runtime.generous = True
+    tune("--max_evals", "4", "--calibration_data", "data.npz", "--searcher", "auto")
+    said = tune("--max_evals", "4", "--searcher", "tpe")
+    assert "calibration_data was data.npz and is None: models that are written have the scales of the present" in said
+    assert "searcher was auto and is tpe: measurements of the other searcher count" in said
+
+
+def test_the_fastest_meet_before_one_is_delivered(folder, tune, confirmed):
+    """The search likes every pair; fresh builds know better."""
+    runtime, log = tune.runtime, folder / "out/logs/runoff.jsonl"
+    runtime.generous = True
+    tune("--max_evals", "12")
+    met = json.loads(log.read_text().splitlines()[0])["rows"]
+    assert len(met) in (4, 5), "the four that read fastest, and what the walk came to"
+    read = sorted(runtime.measured, key=runtime.truth_ms)
+    rivals = {candidate.digest: runtime.truth_ms(candidate) for candidate in read}
+    assert max(rivals[digest] for digest in met) <= runtime.truth_ms(read[4]), "of equals any"
+    fresh = SimulatedBenchmarker()  # what the worker of the fresh builds has
+    truth_ms = {c.digest: fresh.truth_ms(c.edges) for c in read if c.digest in met}
+    (digest,) = {candidate.digest for candidate in read if list(candidate.edges) == edges_in(confirmed())}
+    assert truth_ms[digest] <= 1.01 * min(truth_ms.values()) < 0.98 * max(truth_ms.values())
+    before = log.read_bytes()
+    tune("--max_evals", "12")
+    assert log.read_bytes() == before, "it is held once"
+
+
+def test_a_selection_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading(tune, confirmed, monkeypatch):
+    def refused(*arguments):
+        raise UserError("the baseline failed in the confirmation: memory: more than 16 GB")
+
+    monkeypatch.setattr(delivery, "select_winner", refused)
+    tune.runtime.generous = True
+    said = tune("--max_evals", "12")
+    assert "No final selection of the fastest 4, the lowest reading chooses: the baseline failed" in said
+    fastest = max(tune.runtime.measured[:12], key=lambda candidate: len(candidate.edges))
+    assert edges_in(confirmed()) == list(fastest.edges)
+
+
+def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmark_instance):
+    benchmark_instance.generous = True
+    autotuner = region_pattern_autotuning_workflow(str(folder / "model.onnx"), folder / "out", 4)
+    assert autotuner.delivered is not None
+    autotuner.export_onnx(str(folder / "best.onnx"), best=True)
+    assert edges_in(folder / "best.onnx") == edges_in(folder / "out/optimized_final.onnx")
+    assert bool(edges_in(folder / "best.onnx")) == any(autotuner.placement(best=True).choices)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "pairs", "calibrated", "says"),
+    [
+        ("slower", 7, False, "Slower than the float model, so final.onnx is that model; the one with Q/DQ pairs is"),
+        ("tie", 7, True, "Not faster beyond noise than the float model, so final.onnx is that model; the one with"),
+        ("tie", 0, False, "Final: the float model, because no placement of Q/DQ pairs proved faster"),
+        ("faster", 7, False, "Scales are of random data, so its accuracy is unknown: give --calibration_data"),
+        ("faster", 7, True, "Its accuracy was not measured: qdq run does"),
+    ],
+)
+def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
+    one = Interval(value=1.0, low=0.9, high=1.1)
+    row = ContenderSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
+    summary = ConfirmationSummary(floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
+    kept = Path("out/kept.onnx") if pairs and verdict != "faster" else None
+    file = Path("out/final.onnx")
+    told = AutotuneResult(file=file, kept=kept, pairs=pairs, read=None, options="", calibrated=calibrated)
+    said = list(summary_lines(summary, told))
+    figures = f"{verdict}; 3 fresh builds in turns with the baseline, A/A floor 1.2 %), {pairs} Q/DQ pairs"
+    assert (figures in said[1]) == (pairs > 0), "the float model has no speedup over itself"
+    assert any(line.startswith(says) for line in said)
+
+
+def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, tune):
+    tune.runtime.generous = True
+    tune("--max_evals", "3")
+    said = (folder / "out/logs/final.log").read_text()
+    assert re.search(r"The reading of the search was \d+\.\d{3}x: .* only the fresh builds count", said)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_what_proves_faster_is_delivered_and_else_the_float_model(folder, tune, monkeypatch, faster):
+    out = folder / "out"
+    out.mkdir()
+    (out / "not_faster.onnx").write_text("of an earlier run")
+    tune.runtime.generous = True  # while it is searched; fresh builds of a worker know nothing of that
+    monkeypatch.setattr(delivery, "is_proven_faster", lambda summary: faster)
+    said = tune("--max_evals", "3")
+    assert not (out / "unproved.onnx").exists()
+    if faster:
+        assert edges_in(out / "optimized_final.onnx")
+        assert not (out / "not_faster.onnx").exists()
+    else:
+        assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
+        assert edges_in(out / "not_faster.onnx")
+        assert "optimized_final.onnx is that model; the one with Q/DQ pairs is kept as not_faster.onnx" in said
+
+
+def test_an_interruption_of_the_confirmation_delivers_nothing_unproved(folder, tune, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    tune.runtime.generous = True
+    monkeypatch.setattr(Benchmark, "confirm", interrupted)
+    tune("--max_evals", "3", code=130)
+    assert not (folder / "out/optimized_final.onnx").exists()
+
+
+def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, tune):
+    tune.runtime.broken = True
+    tune("-s", "3")
+    assert (folder / "out/optimized_final.onnx").read_bytes() == (folder / "out/baseline.onnx").read_bytes()
+
+
+def test_the_workflow_takes_either_name_of_the_model_and_a_transform(folder, benchmark_instance, model):
+    seen = []
+
+    def transform(proto):
+        seen.append(proto)
+        return proto
+
+    for given in ({"model_path": "model.onnx"}, {"model_or_path": model, "model_transform": transform}):
+        autotuner = region_pattern_autotuning_workflow(**given, num_schemes_per_region=2)
+        assert autotuner.baseline_latency_ms == 10.0
+        assert autotuner.profiled_patterns
+    assert seen
+    assert not list(folder.glob("*output*"))
+
+
+def test_measurements_are_saved_while_a_region_is_under_profile(folder, benchmark_instance, monkeypatch):
+    monkeypatch.setattr(workflows, "STATE_SAVE_INTERVAL_S", -1.0)
+    saved = []
+    original = workflows.QDQAutotuner.save_state
+    monkeypatch.setattr(
+        workflows.QDQAutotuner, "save_state", lambda self, path: (saved.append(path), original(self, path))
+    )
+    region_pattern_autotuning_workflow("model.onnx", folder / "out", num_schemes_per_region=3)
+    assert len(saved) > 6
