@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.accuracy.calibration.ptq import PtqOptions
+from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.calibration.ranges import (
-    CalibrationKey,
     Ranges,
     cached_ranges,
     finite_ranges,
@@ -19,14 +17,11 @@ from harness.accuracy.calibration.ranges import (
     require_quantizable,
     restrict_space,
 )
-from harness.accuracy.data.batching import describe_sample_count, make_batches
-from harness.accuracy.data.datasets import open_data
-from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
 from harness.api import Array, Candidate, capabilities_of
 from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
 from harness.config.plan import TaskSpec
-from harness.config.sections import ModelSpec, PluginSpec
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
@@ -37,7 +32,6 @@ from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.points import explain_no_points
 from harness.progress import Observer
-from harness.random_inputs import random_feeds
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.io import explain_write_errors
 from harness.search_loop.loop import InitialPlacement
@@ -55,14 +49,13 @@ from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
 
 __all__ = [
-    "ALL_SAMPLES", "MIN_OPSET", "CalibrationBatches", "Runtime", "Task", "calibrate_task", "compose_task",
+    "MIN_OPSET", "BackendProperties", "Task", "calibrate_task", "compose_task",
     "dialect_use", "evaluator_spec", "open_model", "read_runtime",
 ]  # fmt: skip
 
 Facts = Mapping[str, Any]
 UNCALIBRATED_ABS_MAX = 12.7
 """Bound of every range where operators of a plug-in keep the model from being run for calibration."""
-ALL_SAMPLES = sys.maxsize  # number of samples without a limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +189,7 @@ def compose_task(
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
-    feeds = CalibrationBatches(spec.model, model)
+    feeds = CalibrationBatches(spec.model, model, input_types(model))
     if not runtime.is_in_process and not (work.parent / ACCURACY_FILE_NAME).exists():
         FloatTrial(work, experiment.limits, observer).run(spec.model, model, model_file)
     if feeds.is_random:
@@ -237,7 +230,7 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     model_file: Path,
     space: Space,
     *,
-    runtime: Runtime,
+    runtime: BackendProperties,
     feeds: CalibrationBatches,
     observer: Observer,
     uncalibrated_abs_max: float = UNCALIBRATED_ABS_MAX,
@@ -274,82 +267,13 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     )
 
 
-class CalibrationBatches:
-    """Calibration batches of one model; each iteration makes them again.
-
-    Args:
-        spread: Take the samples evenly from a file of arrays, and name the file in the description.
-    """
-
-    def __init__(self, spec: ModelSpec, model: Model, *, spread: bool = False) -> None:
-        self._spec = spec
-        self._model = model
-        self._types = input_types(model)
-        self.settings = spec.calibration
-        self.is_random = spec.calibration.data is None
-        self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
-        if spec.calibration.data is None:
-            self._batches = None
-            self.description = "random data"
-            self.fingerprint = "random feeds 1"
-        else:
-            dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples, spread=spread)
-            preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
-            self._batches = make_batches(dataset, preprocess, self._types)
-            self.description = f"{len(dataset)} samples"
-            self.fingerprint = dataset.fingerprint
-            if spread:
-                limit = self.settings.samples if self.settings.samples < ALL_SAMPLES else None
-                self.description = describe_sample_count(dataset, limit, str(spec.calibration.data["path"]))
-                self.fingerprint += f", {len(dataset)} of {dataset.available}"
-        if spread:  # the specification has no shapes then
-            self.fingerprint += f" as {self._types}"
-
-    @property
-    def count(self) -> int:
-        """Return the number of batches."""
-        return self.settings.samples if self._batches is None else len(self._batches)
-
-    def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        if self._batches is None:
-            return random_feeds(self._types, self.settings.samples)
-        return iter(self._batches)
-
-    def batch_label(self, index: int) -> str:
-        """Return the name of the data of a batch for messages."""
-        return "random data" if self._batches is None else self._batches.batch_label(index)
-
-    def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
-        """Return the options for PTQ tools."""
-        return {
-            "dialect_name": dialect.name,
-            "method": self.settings.method,
-            "percentile": self.settings.percentile,
-            "precision": precision,
-        }
-
-    @property
-    def cache_key(self) -> CalibrationKey:
-        """Return the key for caches of anything made from these batches."""
-        used = self._preprocess
-        return CalibrationKey(
-            model_sha256=self._model.sha256,
-            data=self.fingerprint,
-            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}"
-            f"{sorted(self._spec.dims.items()) if self._spec.dims else ''}",
-            method=self.settings.method,
-            percentile=self.settings.percentile,
-            samples=self.settings.samples,
-        )
-
-
 def dialect_use(backend: PluginSpec, facts: Facts) -> str:
     """Return the registry name of a backend's dialect on the device with these facts."""
     return dialect_name_for(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
+class BackendProperties:
     """Properties of a backend that decide about its candidates.
 
     Attributes:
@@ -364,7 +288,7 @@ class Runtime:
     is_in_process: bool
 
 
-def read_runtime(backend: PluginSpec, facts: Facts | None = None) -> Runtime:
+def read_runtime(backend: PluginSpec, facts: Facts | None = None) -> BackendProperties:
     """Return the properties of a backend.
 
     Args:
@@ -377,7 +301,7 @@ def read_runtime(backend: PluginSpec, facts: Facts | None = None) -> Runtime:
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
     capabilities = capabilities_of(benchmarker)
-    return Runtime(
+    return BackendProperties(
         dialect=load_dialect(dialect_name_for(benchmarker, backend.use, facts)),
         emulated=capabilities.emulated,
         facts=facts,

@@ -18,9 +18,17 @@ from harness.compat.modelopt_autotune.settings import InvalidSchemeError
 from search.space import PointKind
 
 __all__ = [
-    "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
-    "InsertionScheme", "NodeInputInsertionPoint", "PatternSchemes", "RegionGraph", "RegionPattern",
-    "ResolvedInsertionPoint", "make_insertion_point",
+    "Address",
+    "ChildRegionInputInsertionPoint",
+    "ChildRegionOutputInsertionPoint",
+    "InsertionPoint",
+    "InsertionScheme",
+    "NodeInputInsertionPoint",
+    "PatternSchemes",
+    "RegionPattern",
+    "RegionResolver",
+    "ResolvedInsertionPoint",
+    "make_insertion_point",
 ]  # fmt: skip
 
 Address = tuple[PointKind, tuple[int, int]]
@@ -28,7 +36,7 @@ Address = tuple[PointKind, tuple[int, int]]
 UNMEASURED_MS = float("inf")  # ModelOpt's value for a missing latency
 
 
-class RegionGraph(Protocol):
+class RegionResolver(Protocol):
     """Graph in which regions are resolved; `region_index.RegionIndex` implements it."""
 
     def addresses(self, region: Region) -> list[Address]: ...
@@ -66,12 +74,12 @@ class InsertionPoint(_PlainValues, ABC):
     def address(self) -> Address | None:
         """Kind and place in the space of placements; None if no dimension has this place."""
 
-    def resolve(self, region: Region, graph: RegionGraph) -> set[ResolvedInsertionPoint]:
+    def resolve(self, region: Region, graph: RegionResolver) -> set[ResolvedInsertionPoint]:
         """Return the inputs that the point quantizes in one region; empty if the rules forbid it."""
         return graph.resolve(region, [self])
 
     @classmethod
-    def collect_from_region(cls, region: Region, graph: RegionGraph) -> list[Self]:
+    def collect_from_region(cls, region: Region, graph: RegionResolver) -> list[Self]:
         """Return all legal points of this class in a region."""
         points = (make_insertion_point(*address) for address in graph.addresses(region))
         return [point for point in points if isinstance(point, cls)]
@@ -246,18 +254,18 @@ class RegionPattern:
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     @classmethod
-    def from_region(cls, region: Region, graph: RegionGraph) -> RegionPattern:
+    def from_region(cls, region: Region, graph: RegionResolver) -> RegionPattern:
         return graph.pattern(region)
 
     @overload
     def matches(self, other: RegionPattern) -> bool: ...
     @overload
-    def matches(self, other: Region, graph: RegionGraph, scheme: None = None) -> list[int] | None: ...
+    def matches(self, other: Region, graph: RegionResolver, scheme: None = None) -> list[int] | None: ...
     @overload
-    def matches(self, other: Region, graph: RegionGraph, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
+    def matches(self, other: Region, graph: RegionResolver, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
 
     def matches(
-        self, other: RegionPattern | Region, graph: RegionGraph | None = None, scheme: InsertionScheme | None = None
+        self, other: RegionPattern | Region, graph: RegionResolver | None = None, scheme: InsertionScheme | None = None
     ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
         """Compare with another pattern, or match a region.
 
@@ -277,7 +285,7 @@ class RegionPattern:
             return graph.order(other) if fits else None
         return graph.resolve(other, scheme.points) if fits else set()
 
-    def get_full_insertion_scheme(self, region: Region, graph: RegionGraph) -> InsertionScheme:
+    def get_full_insertion_scheme(self, region: Region, graph: RegionResolver) -> InsertionScheme:
         """Return the scheme with all legal points.
 
         Raises:
@@ -287,7 +295,7 @@ class RegionPattern:
             raise ValueError(f"region {region.id} has another pattern than {self.get_short_signature(12)}")
         return graph.full_scheme(region)
 
-    def format_tree(self, region: Region, graph: RegionGraph, indent: int = 0) -> str:
+    def format_tree(self, region: Region, graph: RegionResolver, indent: int = 0) -> str:
         """Return one line for a region and each region below it."""
         line = f"{'  ' * indent}Region {region.id}: {self.signature} (size={self.size})\n"
         return line + "".join(graph.pattern(c).format_tree(c, graph, indent + 1) for c in region.children)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
+from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, CalibrationBatches
 from harness.compat.modelopt_autotune.region_index import PlacementMap, RegionIndex
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.schemes import UNMEASURED_MS, InsertionScheme, PatternSchemes
@@ -27,7 +28,7 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER
 from harness.task_setup.model_loader import input_types
-from harness.task_setup.task import ALL_SAMPLES, CalibrationBatches, Runtime, Task, calibrate_task
+from harness.task_setup.task import BackendProperties, Task, calibrate_task
 from search.api import CONTRACT, Failure, Observation, Score, Searcher
 from search.space import Placement, Resolved, Space
 from search.subspace import SubspaceSearcher
@@ -55,7 +56,12 @@ class AutotuneSession:
     """
 
     def __init__(
-        self, index: RegionIndex, regions: Sequence[Region], config: Config, backend: PluginSpec, runtime: Runtime
+        self,
+        index: RegionIndex,
+        regions: Sequence[Region],
+        config: Config,
+        backend: PluginSpec,
+        runtime: BackendProperties,
     ) -> None:
         self._config = config
         self.regions = tuple(regions)
@@ -314,7 +320,9 @@ class _LoggingProgress(NullProgress):
         _logger.warning(text)
 
 
-def _make_task(model: Model, space: Space, config: Config, backend: PluginSpec, runtime: Runtime, folder: Path) -> Task:
+def _make_task(
+    model: Model, space: Space, config: Config, backend: PluginSpec, runtime: BackendProperties, folder: Path
+) -> Task:
     """Calibrate a model and cast it to the float precision of the backend.
 
     Raises:
@@ -357,7 +365,8 @@ def calibration_batches(model: Model, path: str | None, samples: int | None) -> 
                 "images are for 'qdq run', which knows how to turn them into inputs"
             )
         calibration = Calibration(data={"use": kind, "path": path}, samples=samples or ALL_SAMPLES)
-    return CalibrationBatches(ModelSpec(use=model.source, calibration=calibration), model, spread=True)
+    spec = ModelSpec(use=model.source, calibration=calibration)
+    return CalibrationBatches(spec, model, input_types(model), spread=True)
 
 
 def export_model(proto: Any, path: Path | None) -> bytes:

@@ -275,19 +275,19 @@ class AutotuneRun:
             if known is None and not self._is_limit_reached:
                 self._log_name = f"start_{name}"
                 yield placement
-                latency_ms, stderr_ms = self._told()
+                latency_ms, stderr_ms = self._last_result()
                 known = session.record(placement, latency_ms, stderr_ms=stderr_ms)
             if known is not None:
                 found[name] = known.latency_ms or float("inf")
         best = min(found, key=lambda name: found[name], default=None)
         if best is not None and found[best] < baseline_ms:
             session.base = design[best]
-        said = [
+        parts = [
             f"{name} {'failed' if value == float('inf') else f'{value:.3f} ms ({baseline_ms / value:.2f}x)'}"
             for name, value in found.items()
         ]
-        said += [f"{name} left out (max_evals)" for name in design if name not in found]
-        self._job.observer.say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(said)}")
+        parts += [f"{name} left out (max_evals)" for name in design if name not in found]
+        self._job.observer.say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(parts)}")
 
     def _propose_schemes(self, region: Region) -> Iterator[Placement]:
         """Yield the schemes of a region's pattern, counting those measured before an interruption."""
@@ -302,7 +302,7 @@ class AutotuneRun:
         ):
             self._log_name = f"region_{region.id}_scheme_{index}"
             yield autotuner.placement()
-            latency_ms, stderr_ms = self._told()
+            latency_ms, stderr_ms = self._last_result()
             autotuner.submit(latency_ms or float("inf"), latency_ms is not None, stderr_ms)
             if time.monotonic() - self._saved_s > STATE_SAVE_INTERVAL_S:
                 autotuner.save_state(str(self._job.state))
@@ -313,7 +313,7 @@ class AutotuneRun:
         self.context.export(f"region_models/{name}", autotuner.placement(best=True))
         autotuner.save_state(str(self._job.state))
 
-    def _told(self) -> tuple[float | None, float]:
+    def _last_result(self) -> tuple[float | None, float]:
         """Return latency and standard error of the last proposal in ms; None and 0 if it failed."""
         outcome = self._outcome
         return (outcome.objective, outcome.stderr) if isinstance(outcome, Score) else (None, 0.0)

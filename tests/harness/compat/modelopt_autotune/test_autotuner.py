@@ -54,6 +54,28 @@ def fewer_is_slower(autotuner):
     return 10.0 - len(autotuner.get_resolved_insertion_points(best=False)) / 10
 
 
+def measure(autotuner, region, count, latency=fewer_is_slower, **submitted):
+    """Measure so many schemes of a region, and say which."""
+    autotuner.set_profile_region(region)
+    found = []
+    for _ in range(count):
+        found.append(autotuner.generate())
+        assert found[-1] >= 0
+        autotuner.submit(latency(autotuner) if callable(latency) else latency, **submitted)
+    return found
+
+
+def exported(autotuner, **options):
+    return onnx.ModelProto.FromString(autotuner.export_onnx(**options))
+
+
+def resumed(model, path):
+    autotuner = QDQAutotuner(model)
+    autotuner.initialize(Config())
+    autotuner.load_state(str(path))
+    return autotuner
+
+
 def test_the_first_latency_is_the_baseline_and_the_walk_ends_at_the_best_of_each_pattern(model):
     autotuner = begun(model)
     assert autotuner.baseline_latency_ms == 10.0
@@ -70,11 +92,8 @@ def test_a_choice_applies_to_every_region_of_its_pattern(model):
     leaves = [region for region in autotuner.regions if region.type is RegionType.LEAF]
     patterns = [autotuner.graph.pattern(region) for region in leaves]
     twice = next(region for region, pattern in zip(leaves, patterns, strict=True) if patterns.count(pattern) == 2)
-    autotuner.set_profile_region(twice)
-    for _ in range(5):
-        autotuner.generate()
-        autotuner.submit(fewer_is_slower(autotuner))
-    proto = onnx.ModelProto.FromString(autotuner.export_onnx(best=True))
+    measure(autotuner, twice, 5)
+    proto = exported(autotuner, best=True)
     consumers = {edge.consumer for edge in read_qdq_edges(proto)}
     assert {name.replace("0", "#").replace("1", "#") for name in consumers if "block0" in name} == {
         name.replace("0", "#").replace("1", "#") for name in consumers if "block1" in name
@@ -102,10 +121,7 @@ def test_a_scheme_that_was_generated_is_offered_until_its_latency_is_submitted(m
 
 def test_a_failed_scheme_is_an_error_and_never_the_best(model):
     autotuner = begun(model)
-    autotuner.set_profile_region(autotuner.regions[0])
-    for _ in range(3):
-        index = autotuner.generate()
-        autotuner.submit(float("inf"), success=False)
+    for index in measure(autotuner, autotuner.regions[0], 3, float("inf"), success=False):
         assert autotuner.current_profile_pattern_schemes.schemes[index].error
     assert autotuner.current_profile_pattern_schemes.best_scheme.is_empty
     assert autotuner.export_onnx(best=True) == autotuner.export_onnx(insert_qdq=False)
@@ -126,7 +142,7 @@ def test_exports_carry_exactly_the_resolved_points_and_file_and_bytes_agree(mode
     found = {(edge.tensor, index[edge.consumer], edge.slot) for edge in read_qdq_edges(proto)}
     points = autotuner.get_resolved_insertion_points(best=False)
     assert found == {(p.tensor_name, p.node_index, p.input_index) for p in points}
-    assert read_qdq_edges(onnx.ModelProto.FromString(autotuner.export_onnx(insert_qdq=False))) == {}
+    assert read_qdq_edges(exported(autotuner, insert_qdq=False)) == {}
 
 
 def test_a_transform_sees_the_model_before_it_is_written(model, tmp_path):
@@ -138,12 +154,6 @@ def test_a_transform_sees_the_model_before_it_is_written(model, tmp_path):
 
     content = begun(model).export_onnx(None, insert_qdq=False, model_transform=marked)
     assert onnx.ModelProto.FromString(content).producer_name == "transformed"
-
-
-def test_fp8_is_written_as_fp8(model):
-    autotuner = begun(model, default_quant_type="fp8")
-    walk(autotuner, fewer_is_slower, limit=4)
-    assert set(read_qdq_edges(onnx.ModelProto.FromString(autotuner.export_onnx())).values()) == {"fp8"}
 
 
 def test_a_graph_of_graphsurgeon_is_a_model_too(model):
@@ -173,23 +183,25 @@ def test_steps_out_of_order_are_told_with_the_step_that_is_missing(model):
     [
         ({"default_quant_type": "int4"}, "default_quant_type: one of int8, fp8, but got 'int4'"),
         ({"default_dq_dtype": "double"}, "default_dq_dtype: one of float16, float32, bfloat16, but got 'double'"),
+        (
+            {"default_quant_type": "fp8", "backend": "onnxruntime"},
+            r"quant_type 'fp8': dialect 'onnxruntime(_7bit)?' has int8",
+        ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, says):
+def test_settings_that_cannot_be_are_refused(model, settings, says):
     with pytest.raises(AutotunerError, match=says):
-        Config(**settings)
+        begun(model, **settings)
 
 
-def test_a_precision_that_the_backend_lacks_is_refused(model):
-    with pytest.raises(AutotunerError, match=r"quant_type 'fp8': dialect 'onnxruntime(_7bit)?' has int8"):
-        QDQAutotuner(model).initialize(Config(default_quant_type="fp8", backend="onnxruntime"))
-
-
-def test_the_backend_decides_about_the_form_of_the_pairs(model):
-    autotuner = begun(model, backend="onnxruntime")
-    walk(autotuner, fewer_is_slower, limit=3)
-    proto = onnx.ModelProto.FromString(autotuner.export_onnx())
-    zero_points = {t.data_type for t in proto.graph.initializer if "zero" in t.name}
+def test_backend_and_precision_decide_about_the_form_of_the_pairs(model):
+    made = {}
+    for name, settings in {"fp8": {"default_quant_type": "fp8"}, "uint8": {"backend": "onnxruntime"}}.items():
+        autotuner = begun(model, **settings)
+        walk(autotuner, fewer_is_slower, limit=4)
+        made[name] = exported(autotuner)
+    assert set(read_qdq_edges(made["fp8"]).values()) == {"fp8"}
+    zero_points = {t.data_type for t in made["uint8"].graph.initializer if "zero" in t.name}
     assert onnx.TensorProto.UINT8 in zero_points
 
 
@@ -209,7 +221,7 @@ def test_the_default_type_counts_where_none_can_be_inferred(make_small):
     assert "y" in {p.tensor_name for point in points for p in point.resolve(region, autotuner.graph)}
     autotuner.submit(10.0)  # ONNX Runtime cannot run the model, so there are no ranges
     walk(autotuner, fewer_is_slower, limit=5)
-    written = onnx.ModelProto.FromString(autotuner.export_onnx())
+    written = exported(autotuner)
     scales = {
         float(onnx.numpy_helper.to_array(t)) for t in written.graph.initializer if "scale" in t.name and not t.dims
     }
@@ -219,7 +231,7 @@ def test_the_default_type_counts_where_none_can_be_inferred(make_small):
 def test_what_an_export_already_has_is_imported_and_tried_first(model):
     done = begun(model)
     walk(done, fewer_is_slower)
-    tensors = get_quantized_tensors(onnx.ModelProto.FromString(done.export_onnx()))
+    tensors = get_quantized_tensors(exported(done))
     autotuner = begun(model)
     autotuner.import_insertion_points(sorted(tensors))
     everything = done.get_resolved_insertion_points()
@@ -252,10 +264,7 @@ def test_schemes_of_the_cache_come_first_and_are_measured_again(model):
 @pytest.mark.parametrize("searcher", ["random", "random_mutation", "evolutionary", "tpe"])
 def test_what_is_slower_than_what_there_was_is_never_kept(model, searcher):
     autotuner = begun(model, searcher=searcher)
-    autotuner.set_profile_region(autotuner.session.chart.whole)
-    for _ in range(4):
-        assert autotuner.generate() >= 0
-        autotuner.submit(12.0)
+    measure(autotuner, autotuner.session.chart.whole, 4, 12.0)
     autotuner.set_profile_region(None, commit=True)
     assert autotuner.placement(best=True) == autotuner.session.space.float_placement()
 
@@ -264,10 +273,7 @@ def test_a_turn_of_the_whole_model_begins_with_what_its_patterns_came_to(model):
     autotuner = begun(model)
     walk(autotuner, fewer_is_slower)
     reached = autotuner.get_resolved_insertion_points()
-    autotuner.set_profile_region(autotuner.session.chart.whole)
-    for _ in range(3):
-        assert autotuner.generate() >= 0
-        autotuner.submit(9.9)
+    measure(autotuner, autotuner.session.chart.whole, 3, 9.9)
     assert autotuner.get_resolved_insertion_points() == reached
 
 
@@ -281,10 +287,7 @@ def test_patterns_that_are_done_stay_float_where_they_may_not_be_quantized_any_m
 
 def test_the_whole_model_can_have_its_turn_at_once(model):
     autotuner = begun(model, searcher="evolutionary", seed=3)
-    autotuner.set_profile_region(autotuner.session.chart.whole)
-    for _ in range(15):
-        assert autotuner.generate() >= 0
-        autotuner.submit(fewer_is_slower(autotuner))
+    measure(autotuner, autotuner.session.chart.whole, 15)
     best = autotuner.current_profile_pattern_schemes.best_scheme
     autotuner.set_profile_region(None, commit=True)
     assert autotuner.placement() == next(
@@ -307,6 +310,7 @@ def test_custom_regions_are_profiled_as_they_are(model):
     second.nodes = {len(names) - 1}
     autotuner = Custom(model, [first, second])
     autotuner.initialize(Config())
+    assert autotuner.regions == [first, second]
     autotuner.submit(10.0)
     walk(autotuner, fewer_is_slower)
     points = autotuner.get_resolved_insertion_points()
@@ -340,17 +344,15 @@ def test_a_state_brings_back_what_is_done_and_an_interrupted_turn_goes_on_with_t
             broken.submit(fewer_is_slower(broken))
             count -= 1
     broken.save_state(str(path))
-    resumed = QDQAutotuner(model)
-    resumed.initialize(Config())
-    resumed.load_state(str(path))
-    assert resumed.baseline_latency_ms == 10.0
-    again = walk(resumed, fewer_is_slower)
+    later = resumed(model, path)
+    assert later.baseline_latency_ms == 10.0
+    again = walk(later, fewer_is_slower)
     assert len(first) > 3
     assert len(second) > 3
     assert next(iter(again.values())) == second[3:]
-    assert resumed.get_resolved_insertion_points() == whole.get_resolved_insertion_points()
+    assert later.get_resolved_insertion_points() == whole.get_resolved_insertion_points()
     assert (tmp_path / "autotuner_state_pattern_cache.yaml").exists()
-    assert resumed.pattern_cache.num_patterns == whole.pattern_cache.num_patterns
+    assert later.pattern_cache.num_patterns == whole.pattern_cache.num_patterns
 
 
 def test_a_searcher_hears_how_sure_a_latency_is_and_so_it_does_after_an_interruption(model, tmp_path, monkeypatch):
@@ -359,22 +361,19 @@ def test_a_searcher_hears_how_sure_a_latency_is_and_so_it_does_after_an_interrup
         RandomMutationSearcher, "tell", lambda self, observation: told.append(observation.outcome.stderr)
     )
     autotuner = begun(model)
-    autotuner.set_profile_region(autotuner.regions[0])
-    for stderr_ms in (0.25, 0.5):
-        assert autotuner.generate() >= 0
-        autotuner.submit(9.0, stderr_ms=stderr_ms)
+    measure(autotuner, autotuner.regions[0], 1, 9.0, stderr_ms=0.25)
+    assert autotuner.generate() >= 0
+    autotuner.submit(9.0, stderr_ms=0.5)
     assert told[-2:] == [0.25, 0.5]
     autotuner.save_state(str(tmp_path / "state.yaml"))
     told.clear()
-    resumed = QDQAutotuner(model)
-    resumed.initialize(Config())
-    resumed.load_state(str(tmp_path / "state.yaml"))
-    resumed.set_profile_region(resumed.regions[0])
-    resumed.generate()
+    later = resumed(model, tmp_path / "state.yaml")
+    later.set_profile_region(later.regions[0])
+    later.generate()
     assert {0.25, 0.5} <= set(told)
 
 
-def test_a_state_of_something_else_is_refused_with_what_differs(model, make_small, tmp_path):
+def test_a_state_of_something_else_or_nowhere_is_refused(model, make_small, tmp_path):
     path = tmp_path / "state.yaml"
     begun(model).save_state(str(path))
     other = begun(make_small(3).build())
@@ -382,6 +381,8 @@ def test_a_state_of_something_else_is_refused_with_what_differs(model, make_smal
         other.load_state(str(path))
     with pytest.raises(FileNotFoundError):
         other.load_state(str(tmp_path / "none.yaml"))
+    with pytest.raises(AutotunerError, match=r"cannot be written: .*; make room and go on"):
+        other.save_state(str(path / "state.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -408,12 +409,6 @@ def test_a_damaged_state_is_refused(model, tmp_path, change, says):
     assert path.read_text() != text
     with pytest.raises(UserError, match=says):
         autotuner.load_state(str(path))
-
-
-def test_a_state_that_cannot_be_written_says_so(model, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(AutotunerError, match=r"cannot be written: .*; make room and go on"):
-        begun(model).save_state(str(tmp_path / "file" / "state.yaml"))
 
 
 def test_schemes_and_patterns_go_through_plain_values():

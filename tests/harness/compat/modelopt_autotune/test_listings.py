@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from harness.compat.modelopt_autotune import Config, PatternCache, QDQAutotuner, QDQAutotunerBase
+from harness.compat.modelopt_autotune import Config, PatternCache, QDQAutotuner
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
 from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
 from harness.compat.modelopt_autotune.workflows import (
@@ -127,19 +127,6 @@ def test_every_setting_of_the_guide_is_one_of_ours():
         minimum_topdown_search_size=10, verbose=True,
     )  # fmt: skip
     assert Config(verbose=True) == config, "they are the defaults"
-
-
-def test_a_custom_autotuner_keeps_its_regions(tiny):
-    class CustomAutotuner(QDQAutotunerBase):
-        def __init__(self, model, custom_regions):
-            super().__init__(model)
-            self.regions = custom_regions
-
-    found = QDQAutotuner(onnx.load("model.onnx"))
-    found.initialize()
-    custom = CustomAutotuner(onnx.load("model.onnx"), found.regions[:1])
-    custom.initialize(Config())
-    assert custom.regions == found.regions[:1]
 
 
 def test_a_model_that_cannot_be_built_is_infinite_and_the_log_says_why(tiny):

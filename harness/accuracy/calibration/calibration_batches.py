@@ -1,0 +1,92 @@
+"""Calibration batches of a model, from the data of its specification."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+
+from harness.accuracy.calibration.ptq import PtqOptions
+from harness.accuracy.calibration.ranges import CalibrationKey
+from harness.accuracy.data.batching import describe_sample_count, make_batches
+from harness.accuracy.data.datasets import open_data
+from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
+from harness.api import Array
+from harness.config.sections import ModelSpec
+from harness.graph.model import Model
+from harness.graph.rules.dialects import Dialect
+from harness.random_inputs import InputTypes, random_feeds
+
+__all__ = ["ALL_SAMPLES", "CalibrationBatches"]
+
+ALL_SAMPLES = sys.maxsize  # number of samples without a limit
+
+
+class CalibrationBatches:
+    """Calibration batches of one model; each iteration makes them again.
+
+    Args:
+        spec: Specification of the model with its calibration.
+        types: Element type and shape of each input.
+        spread: Take the samples evenly from a file of arrays, and name the file in the description.
+    """
+
+    def __init__(self, spec: ModelSpec, model: Model, types: InputTypes, *, spread: bool = False) -> None:
+        self._spec = spec
+        self._model = model
+        self._types = types
+        self.settings = spec.calibration
+        self.is_random = spec.calibration.data is None
+        self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
+        if spec.calibration.data is None:
+            self._batches = None
+            self.description = "random data"
+            self.fingerprint = "random feeds 1"
+        else:
+            dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples, spread=spread)
+            preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
+            self._batches = make_batches(dataset, preprocess, self._types)
+            self.description = f"{len(dataset)} samples"
+            self.fingerprint = dataset.fingerprint
+            if spread:
+                limit = self.settings.samples if self.settings.samples < ALL_SAMPLES else None
+                self.description = describe_sample_count(dataset, limit, str(spec.calibration.data["path"]))
+                self.fingerprint += f", {len(dataset)} of {dataset.available}"
+        if spread:  # the specification has no shapes then
+            self.fingerprint += f" as {self._types}"
+
+    @property
+    def count(self) -> int:
+        """Return the number of batches."""
+        return self.settings.samples if self._batches is None else len(self._batches)
+
+    def __iter__(self) -> Iterator[Mapping[str, Array]]:
+        if self._batches is None:
+            return random_feeds(self._types, self.settings.samples)
+        return iter(self._batches)
+
+    def batch_label(self, index: int) -> str:
+        """Return the name of the data of a batch for messages."""
+        return "random data" if self._batches is None else self._batches.batch_label(index)
+
+    def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
+        """Return the options for PTQ tools."""
+        return {
+            "dialect_name": dialect.name,
+            "method": self.settings.method,
+            "percentile": self.settings.percentile,
+            "precision": precision,
+        }
+
+    @property
+    def cache_key(self) -> CalibrationKey:
+        """Return the key for caches of anything made from these batches."""
+        used = self._preprocess
+        return CalibrationKey(
+            model_sha256=self._model.sha256,
+            data=self.fingerprint,
+            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}"
+            f"{sorted(self._spec.dims.items()) if self._spec.dims else ''}",
+            method=self.settings.method,
+            percentile=self.settings.percentile,
+            samples=self.settings.samples,
+        )
