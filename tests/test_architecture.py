@@ -3,11 +3,18 @@
 import ast
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
+from harness.config.experiment import load_experiment
+from harness.graph.builder import GraphBuilder
+from harness.pipeline.runner import run_experiment
+from harness.progress import NullProgress
+from harness.runtimes.simulated import SimulatedBenchmarker
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,3 +93,35 @@ def test_no_class_name_is_defined_twice():
 
 def test_tests_hold_no_packages():
     assert not list((ROOT / "tests").rglob("__init__.py")), "tests/search/__init__.py would shadow the package search"
+
+
+MAX_FRAMES = 18
+SMALL_RUN = """
+experiment: frames
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random]
+seeds: [0]
+initial: [float, all]
+budget: {evaluations: [3]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+def test_few_frames_lie_between_the_command_and_a_build(tmp_path, monkeypatch):
+    builder = GraphBuilder("net", seed=0)
+    x = builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3, pad=1)
+    builder.output(builder.conv(x, 8, 3, pad=1), name="y")
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "frames.yaml").write_text(SMALL_RUN)
+    build, depths = SimulatedBenchmarker.build, []
+
+    def counting(self, *args):
+        own = [f.filename for f in traceback.extract_stack() if f.filename.startswith(str(ROOT / "harness"))]
+        depths.append(len(own))
+        return build(self, *args)
+
+    monkeypatch.setattr(SimulatedBenchmarker, "build", counting)
+    run_experiment(load_experiment(tmp_path / "frames.yaml"), out=tmp_path / "out", observer=NullProgress())
+    assert depths
+    assert max(depths) + 2 <= MAX_FRAMES  # `main` and the command `run` come before `run_experiment`

@@ -112,7 +112,7 @@ def run_experiment(
             searching=searching,
         )
         try:
-            run_with_recovery(folder, lambda: _run_task(place, experiment, observer), accept_changes, observer)
+            run_with_recovery(folder, partial(_run_task, place, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
             if not isinstance(error, FingerprintMismatch):  # what is refused leaves everything as it was

@@ -145,7 +145,14 @@ def run_search(
         UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given);
             or as the searcher raised it.
     """
-    return _SearchLoop(task, executor, journal, watch).run()
+    loop = _SearchLoop(task, executor, journal, watch)
+    loop.fill_window()
+    while loop.waiting:
+        asked, placement = loop.waiting.popleft()
+        told, resumed = loop.await_outcome(asked)
+        loop.tell(asked, placement, told, resumed)
+        loop.fill_window()
+    return loop.result()
 
 
 _Proposal = tuple[Placement, str]
@@ -167,7 +174,7 @@ class _SearchLoop:
         self._counted_s = 0.0  # of what the searcher took for itself
         self._asked = 0
         self._numbers: dict[str, int] = {}
-        self._waiting: deque[tuple[Proposal, Placement]] = deque()
+        self.waiting: deque[tuple[Proposal, Placement]] = deque()
         self._come: dict[int, TrialResult] = {}
         self._seen: dict[str, TrialResult] = {}
         self._failures: dict[str, tuple[Placement, Failed]] = {}
@@ -178,20 +185,17 @@ class _SearchLoop:
         self._scored: list[ScoredPlacement] = []
         self._started_s = time.monotonic() - journal.elapsed_s
 
-    def run(self) -> SearchLoopResult:
-        self._fill_window()
-        while self._waiting:
-            self._tell_next()
-            self._fill_window()
+    def result(self) -> SearchLoopResult:
+        """Return how the search ended."""
         left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
         known = self._seen | {entry.proposal.digest: entry.result for entry in left if entry.result}
         spent = len(known) >= self._task.evaluations or self._is_out_of_time()
         reason = _termination_reason(self._searcher.broken, spent, self._duplicates_in_a_row, known)
         return SearchLoopResult(evaluations=len(known), reason=reason, broken=self._searcher.broken)
 
-    def _fill_window(self) -> None:
+    def fill_window(self) -> None:
         """Ask for as many proposals as may be under way."""
-        while (free := self._task.window - len(self._waiting)) > 0 and (proposals := self._propose(free)):
+        while (free := self._task.window - len(self.waiting)) > 0 and (proposals := self._propose(free)):
             for placement, origin in proposals:
                 self._ask(placement, origin)
 
@@ -215,11 +219,9 @@ class _SearchLoop:
             return []
         if self._seeds:
             return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
-        if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
+        if self.waiting and self.waiting[-1][0].origin.startswith("seed:"):
             return []  # a searcher's first proposal follows the outcomes of the initial design
-        if not any(
-            asked.origin == RETRY_ORIGIN for asked, _ in self._waiting
-        ):  # else there may still be one that works
+        if not any(asked.origin == RETRY_ORIGIN for asked, _ in self.waiting):  # else there may still be one that works
             self._stop_if_initial_design_failed()
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
@@ -228,14 +230,14 @@ class _SearchLoop:
         if not self._all_results_told(RETRY_ORIGIN):
             return []
         if self._again is None:
-            under_way = {asked.digest for asked, _ in self._waiting}  # of a run that was interrupted
+            under_way = {asked.digest for asked, _ in self.waiting}  # of a run that was interrupted
             failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
             self._again = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
         return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
 
     def _all_results_told(self, origin: str) -> bool:
         """Return whether all outcomes of earlier proposals were reported to the searcher."""
-        return not self._waiting or self._waiting[0][0].origin.startswith(origin)
+        return not self.waiting or self.waiting[0][0].origin.startswith(origin)
 
     def _stop_if_initial_design_failed(self) -> None:
         """Stop if all initial placements fail: then the cause is not the placement."""
@@ -273,7 +275,7 @@ class _SearchLoop:
         self._asked += 1
         self._numbers.setdefault(digest, asked.number)
         self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
-        self._waiting.append((asked, placement))
+        self.waiting.append((asked, placement))
         recorded = self._journaled_outcome(asked.number)
         if earlier is None and (recorded is None or recorded.result is None):
             self._executor.submit(
@@ -291,10 +293,8 @@ class _SearchLoop:
                 f"a library changed: {CHANGED_RUN_ADVICE}"
             )
 
-    def _tell_next(self) -> None:
-        """Tell the outcome of the oldest pending proposal."""
-        asked, placement = self._waiting.popleft()
-        told, resumed = self._await_outcome(asked)
+    def tell(self, asked: Proposal, placement: Placement, told: TrialResult, resumed: bool) -> None:
+        """Tell the searcher the outcome of a proposal."""
         self._seen[asked.digest] = told
         if isinstance(told.outcome, Failed):
             self._failures[asked.digest] = (placement, told.outcome)
@@ -319,7 +319,7 @@ class _SearchLoop:
         )
         self._watch(trial)
 
-    def _await_outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
+    def await_outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
         """Return the outcome of a proposal, and whether it was known before; wait for it if needed."""
         if asked.duplicate_of is not None:
             return self._seen[asked.digest], True

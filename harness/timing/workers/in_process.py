@@ -93,7 +93,11 @@ class InProcess(Engines):
 
     def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
         extra = (on_progress,) if method in ("evaluate", "prepare") else ()
-        return as_outcome(_STAGES.get(method, method), lambda: getattr(self, f"_{method}")(*args, *extra))
+        started_s = time.perf_counter()
+        try:
+            return getattr(self, f"_{method}")(*args, *extra)
+        except Exception as error:  # plug-ins and runtimes may raise anything
+            return _to_failed(error, _STAGES.get(method, method), started_s)
 
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._benchmarkers[benchmarker].describe()
@@ -230,16 +234,21 @@ def as_outcome(stage: str, work: Callable[[], T]) -> T | Failed:
     started_s = time.perf_counter()
     try:
         return work()
-    except UserError:
-        raise
     except Exception as error:  # plug-ins and runtimes may raise anything
-        if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS:
-            raise UserError(f"{stage}: {error}; free disk space, then run the same command again to resume") from error
-        reason, trace = f"{type(error).__name__}: {error}", last_lines(traceback.format_exc())
-        if isinstance(error, CandidateError):
-            stage, reason, trace = error.stage, str(error), ""
-        wall_s = time.perf_counter() - started_s
-        return Failed(stage=stage, reason=" ".join(reason.split())[:500], log_tail=trace, wall_s=wall_s)
+        return _to_failed(error, stage, started_s)
+
+
+def _to_failed(error: Exception, stage: str, started_s: float) -> Failed:
+    """Return the exception of a plug-in call as a `Failed`; raise it again if it does not depend on the candidate."""
+    if isinstance(error, UserError):
+        raise error
+    if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS:
+        raise UserError(f"{stage}: {error}; free disk space, then run the same command again to resume") from error
+    reason, trace = f"{type(error).__name__}: {error}", last_lines(traceback.format_exc())
+    if isinstance(error, CandidateError):
+        stage, reason, trace = error.stage, str(error), ""
+    wall_s = time.perf_counter() - started_s
+    return Failed(stage=stage, reason=" ".join(reason.split())[:500], log_tail=trace, wall_s=wall_s)
 
 
 def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:
