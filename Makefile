@@ -5,13 +5,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test check lint bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/qdq run experiments/quickstart.yaml --out out/quickstart
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Lint, types, and the quick tests of the modules that differ from the last commit: for use while editing.
+check: lint
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_architecture.py $$(git diff --name-only HEAD | \
+	  sed -nE 's#^(harness|search)/(.*/)?([a-z0-9_]+)\.py$$#tests/\1/\2test_\3.py#p; /^tests\/.*test_.*py$$/p' | \
+	  sort -u | xargs -r ls 2>/dev/null)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
