@@ -131,9 +131,7 @@ class SurrogateModel:
         return holding
 
     def _fit_front(self, rows: FeatureRows, scores: Sequence[Score], firsts: Vector, awaited: FeatureRows) -> None:
-        """Fit the second objective and set the front of feasible scores and of pending rows that are expected to be
-        feasible.
-        """
+        """Fit the second objective, and set the front of feasible and expectedly feasible rows."""
         rated = [n for n, score in enumerate(scores) if len(score.values) > 1]
         holding = [n for n in rated if scores[n].violation == 0]
         self._front = None

@@ -168,9 +168,7 @@ def next_inputs(space: Space) -> Mapping[int, int]:
 
 
 def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
-    """Map each node input to the points that read its node's result: the next input and all points that share its
-    tensors.
-    """
+    """Map each node input to the readers of its node's result: the next input and points on its tensors."""
     sharing: dict[str, set[int]] = defaultdict(set)
     for index, dimension in enumerate(space.dimensions):
         for edge in dimension.edges:
@@ -187,8 +185,7 @@ def singletons(space: Space) -> tuple[tuple[int, ...], ...]:
 
 
 def move_sets(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return sets of dimensions to move together, coarse to fine, without repeats: across patterns, within them,
-    points.
+    """Return sets of dimensions to move together, coarse to fine: across patterns, within patterns, points.
 
     Across patterns: a role, the readers of its results, both, and the outputs. Within patterns: a pattern, a role in
     it, the

@@ -66,12 +66,14 @@ class FeatureRows:
 
 @dataclass(frozen=True, slots=True)
 class _EdgeIndicators:
-    """Attributes:
-    cover: Dimensions that cover each atom, in order, padded with -1 [atoms, depth].
-    count: Number of edges.
-    cost: Share of the model's multiply-accumulates.
-    owner: The dimension whose role and pattern an atom has: a node's input before any other kind.
-    members: Number of the atom of each edge.
+    """Edges of a space and the dimensions that cover them.
+
+    Attributes:
+        cover: Dimensions that cover each atom, in order, padded with -1 [atoms, depth].
+        count: Number of edges.
+        cost: Share of the model's multiply-accumulates.
+        owner: The dimension whose role and pattern an atom has: a node's input before any other kind.
+        members: Number of the atom of each edge.
     """
 
     cover: npt.NDArray[np.int64]

@@ -135,8 +135,7 @@ def run_search_loop(
     batch: int = 1,
     initial: Sequence[Placement] = (),
 ) -> list[Observation]:
-    """Evaluate the initial placements, then ask and tell until `evaluations` placements are known, initial ones
-    included.
+    """Evaluate the initial placements, then ask and tell until `evaluations` placements are known.
 
     A known placement is reported again with its known outcome and costs nothing, as in the harness.
     """

@@ -47,9 +47,7 @@ class SearcherContract:
         raise NotImplementedError("a subclass of SearcherContract defines make(self, space, seed)")
 
     def transcript(self) -> list[list[int]]:
-        """Return the proposals of one fixed run with foreign observations, batches, a failure and a repeated
-        observation.
-        """
+        """Return the proposals of a fixed run with foreign observations, batches, failures and repeats."""
         space = synthetic_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
         objective = SyntheticObjective(space, seed=3)
         searcher = self.make(space, 7)

@@ -1,5 +1,4 @@
-"""Program of the child process of `harness.external_searchers.modelopt`: ModelOpt's workflow, which knows nothing
-of the harness.
+"""Program of the child process of `harness.external_searchers.modelopt`: ModelOpt's workflow.
 
 A process of its own, because the workflow keeps control from its first model to its last, draws from the global random
 state, holds its benchmark in a module's global, and goes through Python sets of strings, so that only a fixed

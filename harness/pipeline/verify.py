@@ -131,7 +131,7 @@ class ExportedRow:
 
 
 def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
-    """The exported model of a row.
+    """Return the exported model of a row.
 
     Args:
         where: The row, see `harness.report.trace.find_main_row`.
@@ -170,7 +170,7 @@ def _exported_row(cell: CellResults, row: str) -> ExportedRow | None:
 def _find_row(
     cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path
 ) -> tuple[CellResults, ExportedModel]:
-    """The row of a file: where it lies in a cell's own folder, else by its content."""
+    """Return the row of a file: by its path in a task's own folder, else by its content."""
     rows = [(cell, row) for cell in cells for row in cell.rows.values()]
     for cell, row in rows:
         if (cell.folder / "models" / row.file).resolve() == file.resolve():
@@ -298,7 +298,7 @@ class _Reproduction:
         return CheckResult(what="runtime", holds=not (found.is_wrong or text), found=f"{text}{found}")
 
     def _check_speedup(self, recorded: Interval, worker: WorkerSpec, cell: Task, observer: Observer) -> CheckResult:
-        """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""
+        """Measure the speedup with new builds; it holds if both intervals overlap or differ by less than the floor."""
         baseline = Contender(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement()))
         turn = Contender(name=self.row.id, candidate=self._candidate(cell), benchmarker=self.row.benchmarker)
         events = []

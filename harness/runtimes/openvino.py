@@ -216,8 +216,7 @@ def _port_dtype(port: Any) -> np.dtype[Any]:
 
 
 def _read_executed_layers(compiled: Any) -> tuple[Layer, ...]:
-    """Return the layers of the execution graph (OpenVINO documentation, "Query device properties": runtime
-    information).
+    """Return the layers of the execution graph (OpenVINO docs, "Query device properties", runtime information).
 
     Nodes computed from constants only, such as weights in another type or layout, run once and take no inference time.
     """

@@ -95,9 +95,7 @@ class SimulatedBenchmarker:
         return float(self.base_ms * np.exp(limit * shift / (limit + abs(shift))))
 
     def wanted(self, edge: Edge, precision: str) -> bool:
-        """Return whether the known optimum quantizes this edge to this precision (one precision besides float is
-        assumed).
-        """
+        """Return whether the known optimum quantizes this edge to this precision."""
         key = np.array([self._hash(f"{edge}{precision}")], dtype=np.uint64)
         return bool(_hash_to_unit_interval(key)[0] < self.wanted_share)
 

@@ -200,9 +200,7 @@ class _RTXProbe:
         return readings.gpu_ms
 
     def conditions(self) -> Mapping[str, float]:
-        """Return the conditions of the GPU during sampling and the host's overhead; see
-        `harness.runtimes.tensorrt.session`.
-        """
+        """Return the GPU's conditions during sampling and the host's overhead, as `EngineProbe.conditions` does."""
         end_to_end_ms = statistics.median(self._timer.end_to_end(5))
         return {**self._clocks.take_facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}
 

@@ -61,8 +61,7 @@ class Scoring:
         return SEARCH_EVALUATOR if SEARCH_EVALUATOR in self.evaluators else MAIN_BENCHMARKER
 
     def goal(self, book: AccuracyStore, model_file: Path, folder: Path) -> Goal:
-        """Return the goal of the searches, scoring the float model (the reference of every drop) if it has no score
-        yet.
+        """Return the goal of the searches; the float model, the reference of every drop, is scored if needed.
 
         Reports to the observer if the float model scores next to nothing.
 

@@ -74,8 +74,7 @@ class InitialDesign:
     facts: Mapping[str, Any]
 
     def placements(self, starts: Sequence[PluginSpec]) -> dict[str, dict[str, Placement]]:
-        """Return for each entry its placements by name; none if a tool failed or its model shares nothing with this
-        one.
+        """Return for each entry its placements by name; none if a tool failed or its model shares nothing.
 
         Raises:
             UserError: A pattern cache cannot be read.

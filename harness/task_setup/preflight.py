@@ -47,10 +47,8 @@ SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
 def check_experiment(experiment: Experiment) -> tuple[str, ...]:
     """Run all cheap checks of every task.
 
-    Args:
-
     Returns:
-        What is allowed, but should be known beforehand; a line each.
+        Remarks on settings that are allowed but may surprise, one line each.
 
     Raises:
         UserError: The first thing that does not fit, with what would.
@@ -84,10 +82,8 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
 
     If a backend reads models at FP16 or BF16, each is cast, and its quantizable points are determined.
 
-    Args:
-
     Returns:
-        What is allowed but should be known beforehand: casts that fail, and what calibration and the PTQ tools will not
+        Remarks, one line each: casts that fail, and what calibration and the PTQ tools will not
         do with a model; a line each.
 
     Raises:

@@ -154,9 +154,7 @@ def assign_cells(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor
 
 
 def loss(model: Tensor, images: Tensor, targets: Tensor) -> Tensor:
-    """Return cross entropy of the scores plus CIoU loss of the boxes, both per unit of target score (TOOD, section
-    3.3).
-    """
+    """Return cross entropy of scores plus CIoU loss of boxes, per unit of target score (TOOD, section 3.3)."""
     boxes, logits = model.raw(images)
     boxes, logits = boxes.transpose(1, 2), logits.transpose(1, 2)
     with torch.no_grad():

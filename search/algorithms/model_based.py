@@ -86,8 +86,7 @@ class AutoSearcher(ArchiveSearcher):
         return found or random_neighbour(best, self._space, self._rng, self._archive)
 
     def _is_dominated_by_violation(self, rule: Placement) -> bool:
-        """Return whether a rule quantizes everything that a violating placement does: more pairs do not restore
-        accuracy.
+        """Return whether a rule quantizes everything that a violating placement quantizes.
 
         Nothing is known of a constraint that the float model is not known to hold: it may be one of latency, which more
         pairs do heal.
@@ -133,8 +132,7 @@ class AutoSearcher(ArchiveSearcher):
         return [*self._wide[:count], *(others[index] for index in sorted(kept))]
 
     def _random_candidates(self) -> Iterator[Placement]:
-        """Yield candidates that are no single move: near-best placements, crossovers, several points at once, random
-        sets.
+        """Yield candidates that are no single move: rivals of the best, crossovers, several points, random sets.
 
         Where an operator gains only if several of its points change together, no sequence of single moves gets there.
         """
@@ -180,9 +178,7 @@ class AutoSearcher(ArchiveSearcher):
             yield from self._cumulative_moves(base, self._order_by_exchange_rate(base, advisor, back=False))
 
     def _order_by_exchange_rate(self, base: Placement, advisor: SurrogateModel, *, back: bool) -> list[Move]:
-        """Return moves to float by violation removed per latency lost, or away from float by latency gained per
-        violation.
-        """
+        """Return moves to float by violation per latency, or from float by latency per violation."""
         moves = [move for move in self._sample_moves(self._candidates // 4) if (move[1] == 0) == back]
         advice = advisor.score([base, *(self._apply(base, move) for move in moves)])
         slower = advice.objective[1:] - advice.objective[0]

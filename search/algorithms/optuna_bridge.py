@@ -127,8 +127,7 @@ class _OptunaStudySearcher(ArchiveSearcher):
             self._study.tell(trial, outcome.values)
 
     def _constraints(self, outcome: Score | Failure) -> dict[str, float]:
-        """Return the constraint values of a trial; empty before the first violation, since constrained sampling is
-        slow.
+        """Return the constraint values of a trial; none before the first violation, to sample fast.
 
         Optuna ranks violating trials by the violation alone, so unchecked ones get tiny violations in the order of
         their

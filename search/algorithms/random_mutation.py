@@ -83,9 +83,7 @@ class RandomMutationSearcher(ArchiveSearcher):
             self._alike.add(entry.digest)
 
     def _propose(self) -> Placement | None:
-        """Return a scheme of the first pattern that has one, or None while pending outcomes decide which scheme it
-        commits.
-        """
+        """Return a scheme of the first pattern that has one, or None while pending outcomes decide its commit."""
         while self._turns:
             if (placement := self._propose_in_pattern()) is not None:
                 self._had.add(self._space.digest(placement))

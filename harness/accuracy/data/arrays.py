@@ -240,9 +240,7 @@ def _selected_span(chosen: Sequence[int]) -> slice:
 
 
 def _select_within_span(chosen: Sequence[int]) -> Any:
-    """Return the index of the chosen rows within their span; a full slice, which copies nothing, if they are
-    contiguous.
-    """
+    """Return the index of the chosen rows within their span; a slice, which copies nothing, if possible."""
     shifted = [index - chosen[0] for index in chosen]
     return slice(None) if shifted == list(range(len(shifted))) else shifted
 

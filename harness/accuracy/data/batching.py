@@ -77,8 +77,7 @@ def make_batch(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
 
 
 def describe_sample_count(data: ImageDataset | ArrayDataset, limit: int | None, place: str) -> str:
-    """Describe how many samples are used and the effect of the limit: it dropped some, or asked for more than there
-    are.
+    """Describe how many samples are used and whether the limit dropped some or exceeds their number.
 
     Args:
         data: Opened with that limit, spread evenly.

@@ -114,7 +114,7 @@ def select_coco_images(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[s
 
 
 def order_coco_categories(coco: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Number the categories by their position in `classes`, so that ascending ids are the model's classes.
+    """Renumber the categories by their position in `classes`, so that ascending ids are the model's classes.
 
     Raises:
         UserError: A category that has boxes is not among the classes.

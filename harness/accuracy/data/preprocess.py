@@ -72,9 +72,7 @@ class Prepared:
         return np.broadcast_to(np.asarray(self.scale, np.float64), 2)
 
     def to_image(self, boxes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Convert boxes (shape (n, 4): left, top, right, bottom) from input pixels to image pixels, clipped to the
-        image.
-        """
+        """Convert boxes (n, 4) of left, top, right, bottom from input to image pixels, clipped to the image."""
         height, width = self.original
         moved = (np.asarray(boxes, np.float64).reshape(-1, 4) - np.tile(self.offset, 2)) / np.tile(self.scales, 2)
         inside: npt.NDArray[np.float64] = np.clip(moved, 0.0, np.array([width, height, width, height], np.float64))

@@ -39,6 +39,7 @@ def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Seq
 
 
 def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
+    """Return an integer of a data mapping, at least `least`, which is also its default."""
     value = spec.get(key, least)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"data.{key}: a whole number from {least}, but got {value!r}")
@@ -46,6 +47,7 @@ def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
 
 
 def read_text_key(spec: Mapping[str, Any], key: str) -> str:
+    """Return a required text of a data mapping."""
     value = spec.get(key)
     if not isinstance(value, str) or not value:
         raise UserError(f"data.{key}: this key is required, but got {value!r}")
@@ -53,4 +55,5 @@ def read_text_key(spec: Mapping[str, Any], key: str) -> str:
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
+    """Return a mapping as JSON with sorted keys, for digests."""
     return json.dumps(value, sort_keys=True, default=str).encode()

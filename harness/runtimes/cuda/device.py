@@ -191,9 +191,7 @@ class GpuConditions:
     held_back: frozenset[str] = frozenset()
 
     def merge_worst(self, other: GpuConditions) -> GpuConditions:
-        """Return the worse of two readings: the lower clocks, the higher temperature and power, and all throttle
-        reasons.
-        """
+        """Return the worse of two readings: lower clocks, higher temperature and power, all throttle reasons."""
         return GpuConditions(
             mhz=_choose_known(min, self.mhz, other.mhz),
             memory_mhz=_choose_known(min, self.memory_mhz, other.memory_mhz),
