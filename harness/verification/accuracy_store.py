@@ -150,7 +150,7 @@ def _evaluate(
 
 @contextmanager
 def scoring_progress(observer: Observer, title: str) -> Iterator[ScoringCallback]:
-    """What shows how far one scoring is: a bar, from the first word of it on."""
+    """Return a progress callback of one scoring, which shows a bar from its first call on."""
     with ExitStack() as stack:
         bar: ProgressTask | None = None
         seen = 0
