@@ -150,7 +150,7 @@ class QDQAutotunerBase:
         `current_profile_pattern_schemes` is None afterwards if the pattern is finished already.
 
         Args:
-            region: One of `regions`, or `session.chart.whole` for the whole model at once.
+            region: One of `regions`, or `session.placement_map.whole` for the whole model at once.
             commit: Keep the schemes of the region before.
 
         Raises:
@@ -163,14 +163,16 @@ class QDQAutotunerBase:
         self.delivered = None
         if region is None:
             return
-        if region not in session.chart:
+        if region not in session.placement_map:
             raise ValueError(f"region {region.id} is none of the autotuner's regions")
         pattern = self.graph.pattern(region)
         if any(known.pattern == pattern for known in self.profiled_patterns):
             return
         around = session.with_schemes(self.profiled_patterns)
         self._search = session.pattern_search(region, around)
-        self._search.seed([session.chart.encode(region, around)])  # the present scheme competes; usually it is measured
+        self._search.seed(
+            [session.placement_map.encode(region, around)]
+        )  # the present scheme competes; usually it is measured
         if self.pattern_cache is not None:
             self._search.seed(self.pattern_cache.initial_schemes(pattern.signature))
 
@@ -239,7 +241,7 @@ class QDQAutotunerBase:
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """Return the inputs of nodes that have a Q/DQ pair in `placement`."""
         session = self.session
-        found = session.chart.resolved_points(session.space.resolve(self.placement(best)))
+        found = session.placement_map.resolved_points(session.space.resolve(self.placement(best)))
         if verbose:
             _logger.info("%d insertion points: %s", len(found), sorted(map(repr, found)))
         return found

@@ -175,8 +175,8 @@ class RegionIndex:
         self.model = replace(model, types={**unknown, **model.types}) if unknown else model
         self.dialect = dialect
         self.precision = precision
-        self._chart: PlacementMap | None = None
-        self._charted: tuple[Region, ...] = ()
+        self._map: PlacementMap | None = None
+        self._mapped_regions: tuple[Region, ...] = ()
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -191,16 +191,16 @@ class RegionIndex:
         )
         return [from_graph(child) for child in root.children]
 
-    def chart(self, regions: Sequence[Region]) -> PlacementMap:
+    def placement_map(self, regions: Sequence[Region]) -> PlacementMap:
         """Return the map of these regions; the last one is cached."""
-        if self._chart is None or self._charted != tuple(regions):
-            self._chart = PlacementMap(self.model, self.dialect, self.precision, regions)
-            self._charted = tuple(regions)
-        return self._chart
+        if self._map is None or self._mapped_regions != tuple(regions):
+            self._map = PlacementMap(self.model, self.dialect, self.precision, regions)
+            self._mapped_regions = tuple(regions)
+        return self._map
 
     def _map_of(self, region: Region) -> PlacementMap:
-        if self._chart is not None and region in self._chart:
-            return self._chart
+        if self._map is not None and region in self._map:
+            return self._map
         while region.parent is not None:
             region = region.parent
         return PlacementMap(self.model, self.dialect, self.precision, [region])
@@ -222,10 +222,10 @@ class RegionIndex:
 
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]:
         """Return the inputs that points quantize in a region, as far as the rules allow it."""
-        chart = self._map_of(region)
-        edges = chart.edges(region)
+        placement_map = self._map_of(region)
+        edges = placement_map.edges(region)
         wanted = {edge for point in points if point.address for edge in edges.get(point.address, ())}
-        return chart.resolved_points(tuple((edge, self.precision) for edge in wanted))
+        return placement_map.resolved_points(tuple((edge, self.precision) for edge in wanted))
 
 
 def untyped_linear_inputs(model: Model) -> list[str]:

@@ -65,11 +65,11 @@ class AutotuneSession:
     ) -> None:
         self._config = config
         self.regions = tuple(regions)
-        self.chart: PlacementMap = index.chart(regions)
+        self.placement_map: PlacementMap = index.placement_map(regions)
         self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
         self.folder = Path(self._scratch.name)
-        self.task = _make_task(index.model, self.chart.space, config, backend, runtime, self.folder)
-        self.chart.narrow(self.task.space)
+        self.task = _make_task(index.model, self.placement_map.space, config, backend, runtime, self.folder)
+        self.placement_map.narrow(self.task.space)
         self.space = self.task.space
         self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
         self.base = self.space.float_placement()
@@ -97,19 +97,19 @@ class AutotuneSession:
 
     def restrict_to_patterns(self, signatures: Iterable[str]) -> None:
         """Leave all patterns but these float."""
-        kept = {index for signature in signatures for index in self.chart.dimensions(signature).values()}
+        kept = {index for signature in signatures for index in self.placement_map.dimensions(signature).values()}
         self.allowed = tuple(sorted(kept))
 
     def pattern_search(self, region: Region, around: Placement) -> PatternSearch:
         """Return a search of a region's pattern with all other patterns as in a placement."""
-        return PatternSearch(self.chart, region, self.allowed, around, self._config)
+        return PatternSearch(self.placement_map, region, self.allowed, around, self._config)
 
     def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
         """Return the base with the best scheme of each profiled pattern, float where quantization is not allowed."""
         placement = self.base
         for schemes in profiled:
             if schemes.best_scheme is not None:
-                placement = self.chart.decode(schemes.pattern_signature, schemes.best_scheme, placement)
+                placement = self.placement_map.decode(schemes.pattern_signature, schemes.best_scheme, placement)
         return self._without_forbidden(placement)
 
     def proto(self, resolved: Resolved) -> Any:
@@ -157,7 +157,7 @@ class AutotuneSession:
     def cache_entries(self, placement: Placement, latency_ms: float, baseline_ms: float) -> engine.PatternCache:
         """Return the entries of the pattern cache that a measurement gives."""
         observation = _observation(self.space, placement, Score(objective=latency_ms))
-        return engine.build_cache([observation], self.space, self.chart.sizes, baseline_ms, self.origin)
+        return engine.build_cache([observation], self.space, self.placement_map.sizes, baseline_ms, self.origin)
 
     def initial_placements(self, cache: engine.PatternCache | None, qdq_baseline: Any) -> dict[str, Placement]:
         """Return the initial design by name: simple placements, and those of earlier results.
@@ -195,7 +195,7 @@ class PatternSearch:
     """Search of one pattern with all others fixed.
 
     Args:
-        chart: The regions.
+        placement_map: The regions.
         region: Region of the pattern; the region of the whole model stands for all patterns.
         allowed: Dimensions that may be quantized.
         around: Placement of all other dimensions.
@@ -207,19 +207,19 @@ class PatternSearch:
     """
 
     def __init__(
-        self, chart: PlacementMap, region: Region, allowed: Sequence[int], around: Placement, config: Config
+        self, placement_map: PlacementMap, region: Region, allowed: Sequence[int], around: Placement, config: Config
     ) -> None:
         self.region = region
-        self.schemes = PatternSchemes(chart.pattern(region))
+        self.schemes = PatternSchemes(placement_map.pattern(region))
         self.index: int | None = None
-        self._chart = chart
+        self._map = placement_map
         self._around = around
         self._attempts = config.maximum_generation_attempts
         self._stderr_ms: dict[str, float] = {}  # by the hash of the scheme: ModelOpt's schemes have no such field
-        own = set(chart.dimensions(self.signature).values())
+        own = set(placement_map.dimensions(self.signature).values())
         indices = [index for index in allowed if region.type is RegionType.ROOT or index in own]
         make = partial(_make_searcher, config=config, signature=self.signature)
-        self._part = SubspaceSearcher(chart.space, indices, around, make) if indices else None
+        self._part = SubspaceSearcher(placement_map.space, indices, around, make) if indices else None
 
     @property
     def signature(self) -> str:
@@ -228,7 +228,7 @@ class PatternSearch:
     def seed(self, schemes: Iterable[InsertionScheme]) -> None:
         """Add schemes to measure before all others, without the results that they have."""
         for scheme in schemes:
-            fresh = self._chart.encode(self.region, self.placement(scheme))
+            fresh = self._map.encode(self.region, self.placement(scheme))
             if self._part is not None and all(known.hash != fresh.hash for known in self.schemes.schemes):
                 self.schemes.schemes.append(fresh)
 
@@ -246,7 +246,7 @@ class PatternSearch:
         in_vain = 0
         while in_vain < self._attempts and self._part is not None and (asked := self._part.ask(1)):
             in_vain += 1
-            scheme = self._chart.encode(self.region, asked[0])
+            scheme = self._map.encode(self.region, asked[0])
             earlier = next((known for known in schemes if known.hash == scheme.hash), None)
             if earlier is not None:
                 self._tell_searcher(earlier)
@@ -278,10 +278,10 @@ class PatternSearch:
         """Return the placement of the whole model with this scheme."""
         if self._part is None:
             return self._around
-        return self._part.embed(self._chart.decode(self.signature, scheme, self._around))
+        return self._part.embed(self._map.decode(self.signature, scheme, self._around))
 
     def _look_up(self, scheme: InsertionScheme, measured: Mapping[str, Measurement]) -> Measurement | None:
-        known = measured.get(self._chart.space.digest(self.placement(scheme)))
+        known = measured.get(self._map.space.digest(self.placement(scheme)))
         if known is not None:
             self.fill(scheme, known)
         return known
@@ -291,7 +291,7 @@ class PatternSearch:
             failed = Failure(stage="measure", reason="the model that has this scheme could not be measured")
             stderr_ms = self._stderr_ms.get(scheme.hash, 0.0)
             outcome = failed if scheme.error else Score(objective=scheme.latency_ms, stderr=stderr_ms)
-            self._part.tell(_observation(self._chart.space, self.placement(scheme), outcome))
+            self._part.tell(_observation(self._map.space, self.placement(scheme), outcome))
 
 
 def _observation(space: Space, placement: Placement, outcome: Score | Failure) -> Observation:

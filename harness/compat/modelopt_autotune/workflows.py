@@ -193,7 +193,7 @@ class AutotuneRun:
         for precision in session.task.accuracy_only:
             say(f"this device only emulates {precision}: latencies say nothing of a device that has it")
         self._time_baseline()
-        turns = [session.chart.whole] if self._job.whole else regions
+        turns = [session.placement_map.whole] if self._job.whole else regions
         with self._job.observer.work("search" if self._job.whole else "regions", len(turns)) as step:
             self._proposals = self._propose(turns, step)
             self._run_loop()

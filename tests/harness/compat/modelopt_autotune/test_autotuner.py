@@ -264,7 +264,7 @@ def test_schemes_of_the_cache_come_first_and_are_measured_again(model):
 @pytest.mark.parametrize("searcher", ["random", "random_mutation", "evolutionary", "tpe"])
 def test_what_is_slower_than_what_there_was_is_never_kept(model, searcher):
     autotuner = begun(model, searcher=searcher)
-    measure(autotuner, autotuner.session.chart.whole, 4, 12.0)
+    measure(autotuner, autotuner.session.placement_map.whole, 4, 12.0)
     autotuner.set_profile_region(None, commit=True)
     assert autotuner.placement(best=True) == autotuner.session.space.float_placement()
 
@@ -273,7 +273,7 @@ def test_a_turn_of_the_whole_model_begins_with_what_its_patterns_came_to(model):
     autotuner = begun(model)
     walk(autotuner, fewer_is_slower)
     reached = autotuner.get_resolved_insertion_points()
-    measure(autotuner, autotuner.session.chart.whole, 3, 9.9)
+    measure(autotuner, autotuner.session.placement_map.whole, 3, 9.9)
     assert autotuner.get_resolved_insertion_points() == reached
 
 
@@ -287,12 +287,11 @@ def test_patterns_that_are_done_stay_float_where_they_may_not_be_quantized_any_m
 
 def test_the_whole_model_can_have_its_turn_at_once(model):
     autotuner = begun(model, searcher="evolutionary", seed=3)
-    measure(autotuner, autotuner.session.chart.whole, 15)
+    measure(autotuner, autotuner.session.placement_map.whole, 15)
     best = autotuner.current_profile_pattern_schemes.best_scheme
     autotuner.set_profile_region(None, commit=True)
-    assert autotuner.placement() == next(
-        p for p in [autotuner.session.chart.decode(autotuner.profiled_patterns[0].pattern_signature, best, None)]
-    )  # fmt: skip
+    signature, placement_map = autotuner.profiled_patterns[0].pattern_signature, autotuner.session.placement_map
+    assert autotuner.placement() == placement_map.decode(signature, best, None)
     assert fewer_is_slower(autotuner) == best.latency_ms
     assert autotuner.pattern_cache.num_patterns > 1
 
