@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 
-__all__ = ["InputTypes", "check_types", "feeds_digest", "random_feeds"]
+__all__ = ["InputTypes", "check_types", "feeds_digest", "random_feed", "random_feeds"]
 
 _NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 MAX_INPUT_ELEMENTS = 2**28  # 1 GiB of FP32
@@ -34,10 +34,13 @@ def random_feeds(types: InputTypes, count: int, seed: int = 0) -> Iterator[dict[
     Raises:
         UserError: An input is neither numeric nor boolean, or too large.
     """
-    dtypes = check_types(types)
-    for index in range(count):
-        rng = np.random.default_rng([seed, index])
-        yield {name: _draw_array(rng, dtype, types[name][1]) for name, dtype in dtypes.items()}
+    return (random_feed(types, index, seed) for index in range(count))
+
+
+def random_feed(types: InputTypes, index: int, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
+    """Return feed `index` of `random_feeds`."""
+    rng = np.random.default_rng([seed, index])
+    return {name: _draw_array(rng, dtype, types[name][1]) for name, dtype in check_types(types).items()}
 
 
 def feeds_digest(feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> str:

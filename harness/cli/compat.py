@@ -84,7 +84,7 @@ def calib_data(
 
     Example: `qdq calib-data coco/train2017 -o calib.npy --preprocess ultralytics --samples 500`
     """
-    from harness.compat.tao_specs.calib_data import ADVISED_SAMPLE_COUNT, input_size, write_calibration
+    from harness.compat.tao_specs.dataset import ADVISED_SAMPLE_COUNT, input_size, write_calibration
 
     found = input_size(preprocess, size, model)
     count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, found, samples)
@@ -106,8 +106,7 @@ def gen_trt_engine(
 
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
-    from harness.compat.tao_specs.engine import build_engine
-    from harness.compat.tao_specs.engine_file import TENSORRT, engine_path
+    from harness.compat.tao_specs.engine import TENSORRT, build_engine, engine_path
     from harness.compat.tao_specs.spec import read_spec, require_section
 
     found, base = read_spec(spec), spec.resolve().parent

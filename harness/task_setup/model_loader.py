@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +15,12 @@ from harness.errors import UserError
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.paths import resolve_path
-from harness.random_inputs import check_types
+from harness.random_inputs import InputTypes, check_types
 
-__all__ = ["MIN_OPSET", "describe_workload", "evaluator_spec", "input_types", "open_model", "safe_file_name"]
+__all__ = [
+    "MIN_OPSET", "complete_evaluator", "describe_workload", "evaluator_spec", "input_types", "open_model",
+    "safe_file_name",
+]  # fmt: skip
 
 MIN_OPSET = 17
 """Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
@@ -57,20 +59,43 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
     """
     if spec.evaluator is None:
         return None
-    use, params = spec.evaluator.use, dict(spec.evaluator.params)
+    params = dict(spec.evaluator.params)
     if half is not None:
         if not isinstance(params.get("data"), Mapping):
-            raise UserError(f"evaluator {use!r} has no 'data' of which one half could be set aside")
+            raise UserError(f"evaluator {spec.evaluator.use!r} has no 'data' of which one half could be set aside")
         params["data"] = {**params["data"], "half": half}
-    inputs = input_types(model)
     reference = work / f"reference{'' if half is None else f'-{half}'}.npz"
-    supplied = {"inputs": inputs, "reference": reference, "base": spec.base_dir}
-    wanted = inspect.signature(registry.load_plugin("evaluator", use)).parameters
+    evaluator = spec.evaluator.model_copy(update={"params": params})
+    return complete_evaluator(evaluator, input_types(model), spec.base_dir, spec.preprocess, reference)
+
+
+def complete_evaluator(
+    evaluator: PluginSpec,
+    inputs: InputTypes,
+    base: Path | None,
+    preprocess: PluginSpec | None,
+    reference: Path | None = None,
+) -> PluginSpec:
+    """Return an evaluator with the parameters that the harness knows.
+
+    Args:
+        evaluator: The evaluator as the user gives it.
+        inputs: Element type and shape of each input of the model.
+        base: Folder that relative paths start from.
+        preprocess: Preprocessing, unless the evaluator has one of its own.
+        reference: File for outputs of the float model.
+
+    Raises:
+        UserError: Unknown or missing parameters, or data that do not fit the inputs.
+    """
+    use, params = evaluator.use, dict(evaluator.params)
+    supplied = {"inputs": inputs, "reference": reference, "base": base}
+    wanted = registry.plugin_signature("evaluator", use).parameters
     if wanted.keys() & {"input_name", "input_shape"}:
         supplied |= image_input_params(params.get("data"), inputs)
-    if spec.preprocess is not None and "preprocess" in wanted:
-        params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
-    return PluginSpec(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)
+    if preprocess is not None and "preprocess" in wanted:
+        params.setdefault("preprocess", {"use": preprocess.use, "params": preprocess.params})
+    return PluginSpec(use=use, params=evaluator_params(use, params, supplied), label=evaluator.label)
 
 
 def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -14,7 +14,7 @@ import pytest
 from harness import registry
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.api import Accuracy, Candidate, Infer
-from harness.compat.tao_specs.sensitivity import rank_layers
+from harness.compat.tao_specs.comparison import rank_layers
 from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, parser
 
 from harness import registry
 from harness.api import Candidate
-from harness.compat.tao_specs.sensitivity import rank_layers
+from harness.compat.tao_specs.comparison import rank_layers
 from harness.graph.qdq.upcast import write_float32_copy
 from harness.progress import NullProgress
 

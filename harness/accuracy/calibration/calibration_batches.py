@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from harness.accuracy.calibration.ptq import PtqOptions
 from harness.accuracy.calibration.ranges import CalibrationKey
-from harness.accuracy.data.batching import describe_sample_count, make_batches
+from harness.accuracy.data.batching import RANDOM_DATA, describe_sample_count, make_batches, random_batches
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
 from harness.api import Array
 from harness.config.sections import ModelSpec
 from harness.graph.model import Model
 from harness.graph.rules.dialects import Dialect
-from harness.random_inputs import InputTypes, random_feeds
+from harness.random_inputs import InputTypes
 
 __all__ = ["ALL_SAMPLES", "CalibrationBatches"]
 
@@ -38,8 +38,8 @@ class CalibrationBatches:
         self.is_random = spec.calibration.data is None
         self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
         if spec.calibration.data is None:
-            self._batches = None
-            self.description = "random data"
+            self._batches = random_batches(types, self.settings.samples)
+            self.description = RANDOM_DATA
             self.fingerprint = "random feeds 1"
         else:
             dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples, spread=spread)
@@ -57,16 +57,14 @@ class CalibrationBatches:
     @property
     def count(self) -> int:
         """Return the number of batches."""
-        return self.settings.samples if self._batches is None else len(self._batches)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        if self._batches is None:
-            return random_feeds(self._types, self.settings.samples)
         return iter(self._batches)
 
     def batch_label(self, index: int) -> str:
         """Return the name of the data of a batch for messages."""
-        return "random data" if self._batches is None else self._batches.batch_label(index)
+        return self._batches.batch_label(index)
 
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """Return the options for PTQ tools."""

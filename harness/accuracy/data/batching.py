@@ -14,11 +14,16 @@ from harness.accuracy.data.datasets import ImageDataset
 from harness.accuracy.data.preprocess import FloatArray, ImagePreprocessor, Size
 from harness.api import Array
 from harness.errors import UserError, suggest_names
-from harness.random_inputs import InputTypes, check_types
+from harness.random_inputs import InputTypes, check_types, random_feed
 
-__all__ = ["InputBatches", "describe_sample_count", "image_input", "image_size", "make_batch", "make_batches"]
+__all__ = [
+    "RANDOM_DATA", "InputBatches", "describe_sample_count", "image_input", "image_size", "make_array_batches",
+    "make_batch", "make_batches", "random_batches",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
+
+RANDOM_DATA = "random data"  # description of random batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,11 @@ class InputBatches:
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
         return map(self.make, range(self.count))
+
+
+def random_batches(inputs: InputTypes, count: int) -> InputBatches:
+    """Return random inputs, the same in each iteration; see `random_feeds`."""
+    return InputBatches(count=count, make=lambda index: random_feed(inputs, index), batch_label=lambda _: RANDOM_DATA)
 
 
 def image_size(input_name: str, shape: Sequence[int]) -> Size:
@@ -115,7 +125,7 @@ def make_batches(
     if total == 1:
         logger.warning("there is one sample: other samples may leave its ranges, and have other outputs; give more")
     if isinstance(data, ArrayDataset):
-        return _array_batches(data, inputs, total)
+        return make_array_batches(data, inputs, total)
     if preprocess is None:
         raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
     name = image_input(inputs)
@@ -133,7 +143,8 @@ def make_batches(
     return InputBatches(count=-(-total // batch), make=make, size=batch, batch_label=label)
 
 
-def _array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> InputBatches:
+def make_array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> InputBatches:
+    """Return batches of the first `total` samples of arrays; see `make_batches`."""
     if UNNAMED_ARRAY in data.arrays:
         if len(inputs) > 1:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Backend `qdq`: each layer in the precision that the spec asks for it, in the dialect of a runtime."""
+"""Backend `qdq`: quantize each layer to its own precision, in the dialect of a runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from harness import registry
 from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, range_warnings
 from harness.api import Array
-from harness.compat.tao_specs.selection import assign_layers, match_skip_names
+from harness.compat.tao_specs.layers import assign_layers, match_skip_names
 from harness.compat.tao_specs.spec import Dtype, LayerSpec
 from harness.errors import UserError, suggest_names
 from harness.graph.load import load, save_to_folder
@@ -30,27 +30,26 @@ __all__ = ["DTYPE_PRECISIONS", "LayerwiseRequest", "parse_builtin_arguments", "q
 logger = logging.getLogger(__name__)
 
 MIN_OPSET = 17
+DEFAULT_DIALECT = "tensorrt"
+#: Precision of `harness.graph` by dtype of a spec.
 DTYPE_PRECISIONS: Mapping[Dtype, str] = MappingProxyType(
     {"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8e5m2", "native": "float"}
 )
-"""Dtypes of a spec as the graph room calls them."""
-EMULATED_PRECISION = "fp8e5m2"
-"""ONNX and OpenVINO have it; no dialect offers it to a search, because no kernel of TensorRT takes it."""
-DEFAULT_DIALECT = "tensorrt"
+EMULATED_PRECISION = "fp8e5m2"  # in ONNX and OpenVINO; in no dialect, because no kernel of TensorRT takes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerwiseRequest:
-    """What is to be quantized, and how.
+    """Model and layers to quantize.
 
     Attributes:
         model_path: Float model.
-        source: What messages call it.
+        source: Name of the model in messages.
         shapes: Static shape of each input.
-        layers: First match counts.
+        layers: Entries of `layers`; the first match counts.
         skip_names: Names, wildcards or modules that stay native.
-        method: How ranges are taken from the data.
-        dialect: Name of the form of Q/DQ.
+        method: Calibration method.
+        dialect: Name of the dialect.
     """
 
     model_path: Path
@@ -63,66 +62,58 @@ class LayerwiseRequest:
 
 
 def parse_builtin_arguments(given: Mapping[str, Any]) -> str:
-    """The dialect that `backend_kwargs` of this backend names.
-
-    Raises:
-        UserError: Another key, or no dialect of that name.
-    """
+    """Return the dialect in `backend_kwargs`, or raise `UserError` for another key or an unknown dialect."""
     for name in given:
         if name != "dialect":
             raise UserError(
-                f"backend_kwargs.{name}: backend 'qdq' takes 'dialect' alone; {suggest_names(name, ('dialect',))} "
-                "(ModelOpt's arguments go with backend: modelopt.onnx)"
+                f"backend_kwargs.{name}: backend 'qdq' takes only 'dialect'; {suggest_names(name, ('dialect',))} "
+                "(for ModelOpt's arguments set backend: modelopt.onnx)"
             )
-    name = given.get("dialect", DEFAULT_DIALECT)
-    registry.find_entry_point("dialect", str(name))
-    return str(name)
+    name = str(given.get("dialect", DEFAULT_DIALECT))
+    registry.find_entry_point("dialect", name)
+    return name
 
 
 def quantize_builtin(
-    order: LayerwiseRequest, output_path: Path, batches: Iterable[Mapping[str, Array]], work: Path
+    request: LayerwiseRequest, output_path: Path, batches: Iterable[Mapping[str, Array]], work: Path
 ) -> Path:
-    """Quantize as the layers say.
+    """Quantize a model layer by layer.
 
     Args:
-        order: What and how.
-        output_path: Where the Q/DQ model goes.
+        request: Model and layers.
+        output_path: Path of the Q/DQ model, which is returned.
         batches: Calibration data, input arrays by name; read once.
         work: Scratch folder.
 
-    Returns:
-        `output_path`.
-
     Raises:
-        UserError: A dtype that the dialect does not have, two dtypes in one layer, or nothing that may be quantized.
+        UserError: The dialect lacks a dtype, a layer has two dtypes, or nothing can be quantized.
     """
-    precisions = _requested_precisions(order.layers)
-    dialect = _load_dialect(order.dialect, precisions)
-    model = load(
-        order.model_path, source=order.source, shapes=order.shapes, min_opset=max(MIN_OPSET, dialect.opset(precisions))
-    )
-    chosen = _LayerSelector(model, dialect, precisions).select_edges(order)
-    tensors = {edge.tensor for edge in chosen if edge.tensor not in model.constants}
-    ranges: Ranges = calibrate(save_to_folder(model, work), tensors, batches, method=order.method, source=order.source)
+    precisions = _requested_precisions(request.layers)
+    dialect = _load_dialect(request.dialect, precisions)
+    min_opset = max(MIN_OPSET, dialect.opset(precisions))
+    model = load(request.model_path, source=request.source, shapes=request.shapes, min_opset=min_opset)
+    selected = _LayerSelector(model, dialect, precisions).select_edges(request)
+    tensors = {edge.tensor for edge in selected if edge.tensor not in model.constants}
+    float_file = save_to_folder(model, work)
+    ranges: Ranges = calibrate(float_file, tensors, batches, method=request.method, source=request.source)
     for remark in range_warnings(ranges):
-        logger.warning("%s: %s", order.source, remark)
+        logger.warning("%s: %s", request.source, remark)
     known = finite_ranges(ranges)
-    float_nodes = {e.consumer for e in chosen if e.tensor not in model.constants and e.tensor not in known}
-    kept = {e: p for e, p in chosen.items() if e.consumer not in float_nodes or e.tensor in known}
-    return Inserter(model, dialect, known).export(tuple(sorted(kept.items())), output_path)
+    float_nodes = {e.consumer for e in selected if e.tensor not in model.constants and e.tensor not in known}
+    edges = {e: p for e, p in selected.items() if e.consumer not in float_nodes or e.tensor in known}
+    return Inserter(model, dialect, known).export(tuple(sorted(edges.items())), output_path)
 
 
 def _requested_precisions(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
-    """What is asked for, in order of appearance."""
-    found: dict[str, None] = {}
+    """Return the precisions of all layers in order of appearance."""
     for i, layer in enumerate(layers):
-        dtypes = [t.dtype for t in (layer.weights, layer.activations) if t.dtype != "native"]
-        if len(set(dtypes)) > 1:
+        if len(set(layer.dtypes)) > 1:
+            weights, activations = layer.dtypes
             raise UserError(
-                f"layers.{i}: weights in {dtypes[0]} and activations in {dtypes[1]}: no runtime multiplies the two; "
+                f"layers.{i}: weights in {weights} and activations in {activations}: no runtime multiplies the two; "
                 "use one dtype for both, or native for one"
             )
-        found.update(dict.fromkeys(DTYPE_PRECISIONS[dtype] for dtype in dtypes))
+    found = dict.fromkeys(DTYPE_PRECISIONS[dtype] for layer in layers for dtype in layer.dtypes)
     if not found:
         raise UserError("quantize.layers: every dtype is native, so there is nothing to quantize")
     return tuple(found)
@@ -138,42 +129,36 @@ def _load_dialect(name: str, precisions: Sequence[str]) -> Dialect:
             raise UserError(f"layers: dialect {name!r} has {offered}, but got {names[precision]}")
     if EMULATED_PRECISION in precisions:
         if name == DEFAULT_DIALECT:
-            logger.warning("layers: TensorRT takes FP8 as E4M3 alone: it will refuse to build a model with fp8_e5m2")
+            logger.warning("layers: TensorRT takes FP8 only as E4M3: it rejects models with fp8_e5m2")
         return replace(dialect, precisions=dialect.precisions | {EMULATED_PRECISION})
     return dialect
 
 
 class _LayerSelector:
-    """Turns entries of `layers` into edges."""
+    """Selection of the edges of `layers`."""
 
     def __init__(self, model: Model, dialect: Dialect, precisions: Sequence[str]) -> None:
         self._model = model
         self._dialect = dialect
         self._points = find_points(model, dialect, precisions)
 
-    def select_edges(self, order: LayerwiseRequest) -> dict[Any, str]:
-        """Precision by edge.
-
-        Raises:
-            UserError: Nothing may be quantized.
-        """
+    def select_edges(self, request: LayerwiseRequest) -> dict[Any, str]:
+        """Return the precision of each quantized edge; raise `UserError` if there is none."""
         nodes = self._model.nodes
-        out = match_skip_names(nodes, order.skip_names)
-        layers = assign_layers(nodes, order.layers, LINEAR_OPS)
-        wanted = {
-            node.index: layer for node, layer in zip(nodes, layers, strict=True) if layer and node.name not in out
-        }
-        chosen: dict[Any, str] = {}
-        for index, layer in wanted.items():
+        skipped = match_skip_names(nodes, request.skip_names)
+        layers = assign_layers(nodes, request.layers, LINEAR_OPS)
+        assigned = {n.index: layer for n, layer in zip(nodes, layers, strict=True) if layer and n.name not in skipped}
+        selected: dict[Any, str] = {}
+        for index, layer in assigned.items():
             for point in self._points[index]:
-                chosen.update(self._point_edges(point, layer))
+                selected.update(self._point_edges(point, layer))
         if self._dialect.quantize_outputs:
-            for edge, precision in self._output_edges(wanted, chosen, out):
-                chosen.setdefault(edge, precision)
-        self._warn_forbidden(order.layers, wanted, {edge.consumer for edge in chosen})
-        if not chosen:
-            raise UserError(f"{order.source}: nothing is left to quantize; look at layers and skip_names")
-        return chosen
+            for edge, precision in self._output_edges(assigned, selected, skipped):
+                selected.setdefault(edge, precision)
+        self._warn_forbidden(request.layers, assigned, {edge.consumer for edge in selected})
+        if not selected:
+            raise UserError(f"{request.source}: nothing is left to quantize; check layers and skip_names")
+        return selected
 
     def _point_edges(self, point: QuantizationPoint, layer: LayerSpec) -> Iterator[tuple[Any, str]]:
         linear = self._model.nodes[point.node].op in self._dialect.linear_ops
@@ -184,36 +169,33 @@ class _LayerSelector:
                 yield edge, precision
 
     def _output_edges(
-        self, wanted: Mapping[int, LayerSpec], chosen: Mapping[Any, str], out: frozenset[str]
+        self, assigned: Mapping[int, LayerSpec], selected: Mapping[Any, str], skipped: frozenset[str]
     ) -> Iterator[tuple[Any, str]]:
-        """What reads the result of a quantized linear operator, where the dialect fuses it only then."""
-        quantized = {edge.consumer for edge in chosen}
-        for index, layer in wanted.items():
+        """Yield edges from quantized linear operators to their consumers, for dialects that fuse only then."""
+        quantized = {edge.consumer for edge in selected}
+        for index, layer in assigned.items():
             node = self._model.nodes[index]
             if node.op not in self._dialect.linear_ops or node.name not in quantized:
                 continue
             for reader, slot in self._model.consumers.get(node.outputs[0], ()):
                 points = [p for p in self._points[reader] if any(e.slot == slot for e in p.edges)]
-                if self._model.nodes[reader].name not in out:
+                if self._model.nodes[reader].name not in skipped:
                     yield from (pair for point in points for pair in self._point_edges(point, layer))
 
     def _warn_forbidden(
-        self, layers: Sequence[LayerSpec], wanted: Mapping[int, LayerSpec], quantized: set[str]
+        self, layers: Sequence[LayerSpec], assigned: Mapping[int, LayerSpec], quantized: set[str]
     ) -> None:
-        """Name the entries that ask for what the rules forbid everywhere."""
+        """Log the entries all of whose nodes the placement rules forbid."""
         for i, layer in enumerate(layers):
-            meant = [self._model.nodes[index] for index, found in wanted.items() if found is layer]
-            asked = {layer.weights.dtype, layer.activations.dtype} != {"native"}
-            if asked and meant and not any(node.name in quantized for node in meant):
+            nodes = [self._model.nodes[index] for index, found in assigned.items() if found is layer]
+            if layer.dtypes and nodes and not any(node.name in quantized for node in nodes):
                 logger.warning(
-                    "layers.%d: none of the %d nodes of %r may be quantized for %s; %s", i, len(meant),
-                    layer.module_name, self._dialect.name, self._forbidden_reason(meant, layer),
+                    "layers.%d: none of the %d nodes of %r may be quantized for %s; %s", i, len(nodes),
+                    layer.module_name, self._dialect.name, self._forbidden_reason(nodes, layer),
                 )  # fmt: skip
 
     def _forbidden_reason(self, nodes: Sequence[Node], layer: LayerSpec) -> str:
-        precision = DTYPE_PRECISIONS[
-            (layer.activations if layer.activations.dtype != "native" else layer.weights).dtype
-        ]
+        precision = DTYPE_PRECISIONS[layer.dtypes[-1]]
         rules = (first_violated_rule(self._model, self._dialect, node, 0, precision) for node in nodes)
         counts = Counter(rule.text for rule in rules if rule is not None)
-        return " ".join(text for text, _ in counts.most_common(1)) or "constants alone are not quantized there"
+        return " ".join(text for text, _ in counts.most_common(1)) or "their only quantizable inputs are constants"

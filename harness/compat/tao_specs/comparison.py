@@ -1,42 +1,53 @@
-"""Evaluations side by side: each drop against the first with its interval, and what to do about a large one."""
+"""Comparison of evaluations, and the layers to leave native if a drop is large."""
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.data.batching import image_input, image_size
+import numpy as np
+
+from harness import registry
+from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.accuracy.metrics.intervals import drop_estimate, few_images_note, metric_estimate
-from harness.api import Array
-from harness.compat.tao_specs.calibration_feeds import open_calibration_feeds
-from harness.compat.tao_specs.evaluate import EvaluationResult
-from harness.compat.tao_specs.layout import suggest_decoder
-from harness.compat.tao_specs.model_file import static_shapes, static_types
-from harness.compat.tao_specs.sensitivity import rank_layers, suggest_skip_names
+from harness.api import Array, Benchmarker, Candidate
+from harness.compat.tao_specs.dataset import calibration_feeds, open_calibration_data
+from harness.compat.tao_specs.evaluate import EvaluationResult, suggest_layout
+from harness.compat.tao_specs.model_file import static_inputs, write_static_copy
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.config.sections import PluginSpec
-from harness.errors import CandidateError, UserError
+from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.graph.qdq.remove_pairs import PairRemover
+from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
 from harness.graph.signature import read_signature
 from harness.progress import Observer
 from harness.random_inputs import InputTypes
 from harness.statistics import Interval
 
-__all__ = ["MAX_ACCEPTABLE_DROP", "ComparisonRow", "advise_native_layers", "compare_evaluations"]
+__all__ = [
+    "MAX_ACCEPTABLE_DROP", "ComparisonRow", "LayerSensitivity", "advise_native_layers", "compare_evaluations",
+    "rank_layers", "suggest_skip_names",
+]  # fmt: skip
 
 FLOAT32_NOTE = "run in float32, see above"
+#: A larger drop needs other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %).
 MAX_ACCEPTABLE_DROP = 0.01
-"""A larger drop asks for other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %)."""
+MAX_FEEDS = 4
+MAX_SUGGESTED_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """One row of the comparison.
+    """Row of the comparison.
 
     Attributes:
-        interval: The metric with its 95 % interval over images, where there is one.
-        drop: Against the first row, positive where this one is worse; None for the first itself.
+        interval: The metric with its 95 % interval over images, if there is one.
+        drop: Loss against the first row, positive if this row is worse; None for the first row.
     """
 
     scored: EvaluationResult
@@ -45,7 +56,7 @@ class ComparisonRow:
     note: str
 
     def cells(self) -> tuple[str, ...]:
-        """As text: spec, engine or model, precisions, metric, drop, note."""
+        """Return spec, engine or model, precisions, metric, drop and note as text."""
         drop = "baseline" if self.drop is None else _format_interval(self.drop, "+.4f")
         precisions = "+".join(self.scored.precisions) or "float"
         metric = f"{self.scored.metric} {_format_interval(self.interval, '.4f')}"
@@ -53,69 +64,23 @@ class ComparisonRow:
 
 
 def compare_evaluations(found: Sequence[EvaluationResult]) -> tuple[ComparisonRow, ...]:
-    """The rows of a comparison, the first evaluation being the baseline.
+    """Return the rows of a comparison; the first evaluation is the baseline.
 
     Raises:
-        UserError: They have different metrics or different images.
+        UserError: The evaluations have different metrics or different images.
     """
     first = found[0]
-    lines = []
+    rows = []
     for scored in found:
         if scored.metric != first.metric:
             raise UserError(f"{scored.name}: its metric is {scored.metric}, that of {first.name} {first.metric}")
-        value = scored.accuracy.metrics[scored.metric]
         own = metric_estimate(scored.accuracy, scored.metric)
-        figure = Interval(value=value, low=value, high=value) if own is None else own.interval
+        interval = _point(scored.accuracy.metrics[scored.metric]) if own is None else own.interval
         drop = None if scored is first else _estimate_drop(first, scored)
         few = "" if own is None else few_images_note(own.images)
         note = "; ".join(filter(None, (few, FLOAT32_NOTE if scored.note else "")))
-        lines.append(ComparisonRow(scored=scored, interval=figure, drop=drop, note=note))
-    return tuple(lines)
-
-
-def advise_native_layers(line: ComparisonRow, dataset: DatasetSection, base: Path, observer: Observer) -> list[str]:
-    """Which layers to leave native, as lines; nothing where the drop is acceptable or there are no Q/DQ pairs.
-
-    Args:
-        line: A row.
-        dataset: Section `dataset` of its spec, whose images the layers are tried on.
-        base: Folder that relative paths start from.
-        observer: Sees how far it is.
-    """
-    drop, path = line.drop, line.scored.model
-    if drop is None or drop.value <= MAX_ACCEPTABLE_DROP or not line.scored.precisions:
-        return []
-    head = [
-        f"{line.scored.name}: the drop, {drop.value:.4f}, is above {MAX_ACCEPTABLE_DROP:.2f}; leave some layers native:"
-    ]
-    if path is None:
-        return [*head, f"(which ones cannot be said: the ONNX file of {line.scored.what} is not there)"]
-    try:
-        return head + suggest_skip_names(
-            rank_layers(path, _open_feeds(path, line.scored.inputs, dataset, base), observer)
-        )
-    except (CandidateError, UserError) as error:
-        return [*head, f"(which ones cannot be said: {error})"]
-
-
-def _open_feeds(path: Path, inputs: InputTypes, dataset: DatasetSection, base: Path) -> Iterable[Mapping[str, Array]]:
-    """Return a few inputs, of the calibration data where they are named, else of the labelled images.
-
-    Args:
-        path: The model.
-        inputs: As the evaluation fed them; where they are not known, the model and the spec say.
-        dataset: Section `dataset`.
-        base: Folder that relative paths start from.
-    """
-    declared, sources = read_signature(path), dataset.test_data_sources
-    types = inputs or static_types(declared, static_shapes(declared, 1, dataset.shapes, dims=dataset.dims))
-    evaluated = None if sources is None else sources.image_dir or sources.arrays
-    changes: dict[str, Any] = {"samples": 4, "calibration_data": dataset.calibration_data or evaluated}
-    if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
-        name = image_input(types)
-        layout = suggest_decoder(declared.outputs, image_size(name, types[name][1]))
-        changes["preprocess"] = layout and PluginSpec(use=layout)
-    return open_calibration_feeds(dataset.model_copy(update=changes), types, base).batches
+        rows.append(ComparisonRow(scored=scored, interval=interval, drop=drop, note=note))
+    return tuple(rows)
 
 
 def _estimate_drop(first: EvaluationResult, scored: EvaluationResult) -> Interval:
@@ -126,11 +91,114 @@ def _estimate_drop(first: EvaluationResult, scored: EvaluationResult) -> Interva
     if found is not None:
         return found.interval
     sign = 1.0 if scored.higher_is_better else -1.0
-    value = sign * (first.accuracy.metrics[first.metric] - scored.accuracy.metrics[scored.metric])
+    return _point(sign * (first.accuracy.metrics[first.metric] - scored.accuracy.metrics[scored.metric]))
+
+
+def _point(value: float) -> Interval:
     return Interval(value=value, low=value, high=value)
 
 
-def _format_interval(figure: Interval, digits: str) -> str:
-    if figure.low == figure.high:
-        return format(figure.value, digits)
-    return f"{figure.value:{digits}} [{figure.low:{digits}}, {figure.high:{digits}}]"
+def _format_interval(interval: Interval, digits: str) -> str:
+    if interval.low == interval.high:
+        return format(interval.value, digits)
+    return f"{interval.value:{digits}} [{interval.low:{digits}}, {interval.high:{digits}}]"
+
+
+def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path, observer: Observer) -> list[str]:
+    """Return lines that name layers to leave native; none if the drop is acceptable or nothing is quantized.
+
+    Args:
+        row: A row.
+        dataset: Section `dataset` of its spec, on whose images the layers are tried.
+        base: Folder that relative paths start from.
+        observer: Receives progress.
+    """
+    drop, path = row.drop, row.scored.model
+    if drop is None or drop.value <= MAX_ACCEPTABLE_DROP or not row.scored.precisions:
+        return []
+    head = f"{row.scored.name}: the drop, {drop.value:.4f}, is above {MAX_ACCEPTABLE_DROP:.2f}; leave layers native:"
+    if path is None:
+        return [head, f"(layers cannot be ranked: the ONNX file of {row.scored.what} is missing)"]
+    try:
+        feeds = _open_feeds(path, row.scored.inputs, dataset, base)
+        return [head, *suggest_skip_names(rank_layers(path, feeds, observer))]
+    except (CandidateError, UserError) as error:
+        return [head, f"(layers cannot be ranked: {error})"]
+
+
+def _open_feeds(path: Path, inputs: InputTypes, dataset: DatasetSection, base: Path) -> Iterable[Mapping[str, Array]]:
+    """Return a few inputs from the calibration data, or else from the labelled data."""
+    declared, sources = read_signature(path), dataset.test_data_sources
+    types = inputs or static_inputs(declared, dataset.shapes, dataset.dims)
+    evaluated = None if sources is None else sources.image_dir or sources.arrays
+    changes: dict[str, Any] = {"samples": MAX_FEEDS, "calibration_data": dataset.calibration_data or evaluated}
+    if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
+        layout = suggest_layout(types, declared.outputs)
+        changes["preprocess"] = layout and PluginSpec(use=layout)
+    dataset = dataset.model_copy(update=changes)
+    return calibration_feeds(dataset, open_calibration_data(dataset, base), types)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSensitivity:
+    """Effect of the Q/DQ pairs of one layer.
+
+    Attributes:
+        node: Name of the layer.
+        sqnr_db: SQNR of the model's worst output if only this layer is quantized; lower is worse.
+    """
+
+    node: str
+    sqnr_db: float
+
+
+def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> tuple[LayerSensitivity, ...]:
+    """Return the layers of a Q/DQ model, the worst first.
+
+    Args:
+        path: The model; ONNX Runtime without its optimizers runs it, so that any precision is emulated.
+        feeds: Inputs of equal shapes, which dynamic inputs get; the first `MAX_FEEDS` are used.
+        observer: Receives progress; each layer is one build.
+
+    Raises:
+        CandidateError: The model does not run.
+    """
+    inputs = list(itertools.islice(feeds, MAX_FEEDS))
+    runtime: Benchmarker = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
+    found = []
+    with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
+        types = {name: ("", array.shape) for feed in inputs[:1] for name, array in feed.items()}
+        fixed = write_static_copy(path, read_signature(path), types, Path(scratch) / "static.onnx") if inputs else path
+        wide = write_float32_copy(fixed, Path(scratch))
+        if wide is not None:
+            observer.say(f"{path.name}: {UPCAST_NOTE}")
+        remover = PairRemover(wide or fixed)
+        step = stack.enter_context(
+            observer.work(f"{path.name}: each layer quantized alone", len(remover.quantized_nodes))
+        )
+        file = Path(scratch) / path.name
+        expected = _run_model(runtime, remover.write(frozenset(), file), inputs)
+        layout = plan_comparison(expected)
+        for node in remover.quantized_nodes:
+            outputs = _run_model(runtime, remover.write(frozenset({node}), file), inputs)
+            try:
+                sqnr_db = compare_outputs(zip(expected, outputs, strict=True), layout).metrics["sqnr_db"]
+            except EvaluationFailed:
+                sqnr_db = -np.inf
+            step.advance()
+            found.append(LayerSensitivity(node=node, sqnr_db=sqnr_db))
+    return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
+
+
+def _run_model(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+    candidate = Candidate(digest=path.stem, edges=(), source=lambda: path)
+    with runtime.open(runtime.build(candidate, path.parent)) as probe:
+        return [probe.infer(feed) for feed in inputs]
+
+
+def suggest_skip_names(ranked: Sequence[LayerSensitivity]) -> list[str]:
+    """Return `skip_names` as lines of a spec file."""
+    if not ranked:
+        return ["no activation of this model is quantized: the drop comes from its weights alone"]
+    lines = ["skip_names:  # the worst layers first, by outputs with and without the Q/DQ pairs of the layer"]
+    return lines + [f'  - "{layer.node}"  # {layer.sqnr_db:.1f} dB' for layer in ranked[:MAX_SUGGESTED_LAYERS]]

@@ -1,36 +1,80 @@
-"""`qdq gen-trt-engine`: the section `gen_trt_engine` of a spec file, on TensorRT or on another runtime."""
+"""`qdq gen-trt-engine`: build, save and load engines; a JSON file next to each holds the facts needed to run it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.compat.tao_specs.engine_file import TENSORRT, EngineFacts, engine_path, save_engine
-from harness.compat.tao_specs.model_file import open_onnx_file, static_shapes, static_types
+from pydantic import TypeAdapter
+
+from harness import registry
+from harness.api import Artifact, Benchmarker, Candidate, SupportsSave
+from harness.compat.tao_specs.model_file import (
+    name_write_errors,
+    open_onnx_file,
+    shapes_of,
+    static_inputs,
+    write_static_copy,
+)
 from harness.compat.tao_specs.spec import DatasetSection, EngineSection, TensorRTOptions
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
-from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.signature import ModelSignature, with_static_inputs
+from harness.graph.signature import Dims, ModelSignature
 from harness.random_inputs import InputTypes
+from harness.task_setup.model_loader import safe_file_name
 
-__all__ = ["build_engine"]
+__all__ = [
+    "TENSORRT", "EngineFacts", "build_engine", "engine_for_other_runtime", "engine_path", "load_engine", "read_facts",
+    "save_engine",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-BATCH_SIZE_KEYS = frozenset({"min_batch_size", "opt_batch_size", "max_batch_size"})
+SCHEMA_VERSION = 1
+MAX_FACTS_BYTES = 1 << 20
+TENSORRT = "tensorrt"
+TENSORRT_SUFFIXES = (".trt", ".engine", ".plan")
 TENSORRT_PRECISIONS: Mapping[str, str] = {"FP16": "f16", "BF16": "bf16", "TF32": "tf32", "FP32": "f32"}
+BATCH_SIZE_KEYS = frozenset({"min_batch_size", "opt_batch_size", "max_batch_size"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """Content of `ENGINE.json`.
+
+    Attributes:
+        backend: Name of the benchmarker that reads the engine.
+        params: Parameters of the benchmarker.
+        inputs: Element type and shape of each input.
+        onnx_file: Source model, relative to the folder of the engine.
+        precisions: Precisions of its Q/DQ pairs.
+        describe: Facts about the runtime and its device.
+        outputs: Shape of each output of the source model.
+        sha256: Digest of the engine file.
+    """
+
+    backend: str
+    params: dict[str, Any]
+    inputs: dict[str, tuple[str, tuple[int, ...]]]
+    onnx_file: str
+    precisions: tuple[str, ...]
+    describe: dict[str, Any]
+    outputs: dict[str, Dims] = field(default_factory=dict)
+    sha256: str = ""
 
 
 def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, backend: PluginSpec) -> EngineFacts:
-    """Build an engine and write it, and what must be known to run it beside it.
+    """Build an engine and write it with its facts.
 
-    A model with Q/DQ pairs is built strongly typed, whatever is said: its types are then the engine's, and FP16 is put
-    into the ONNX file first (TensorRT 11 has no other way; the benchmarker `tensorrt` does it).
+    A model with Q/DQ pairs is always built strongly typed, with the types of the ONNX file, into which FP16 is written
+    first (TensorRT 11 has no other way; the benchmarker `tensorrt` does it).
 
     Args:
         section: Section `gen_trt_engine`.
@@ -39,80 +83,70 @@ def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, ba
         backend: The runtime, with parameters beyond those of the section.
 
     Raises:
-        UserError: Anything in it that cannot be used; no TensorRT or no GPU, with what is missing.
+        UserError: The section does not fit the model; TensorRT or a GPU is missing.
     """
     path, declared = open_onnx_file(section.onnx_file, base, "gen_trt_engine.onnx_file")
     options, target = section.tensorrt, engine_path(base / section.trt_engine, backend.use)
     _log_precisions(declared, section, backend)
+    types = _types_at_batch(declared, options, dataset, options.opt_batch_size)
+    facts = EngineFacts(
+        backend=backend.use,
+        params=dict(backend.params),
+        inputs=dict(types),
+        onnx_file=os.path.relpath(path, target.resolve().parent),
+        precisions=tuple(sorted(declared.precisions)),
+        describe={},
+        outputs=dict(declared.outputs),
+    )
     if backend.use == TENSORRT:
-        return _build_with_tensorrt(section, (path, target), declared, dataset, backend.params)
-    shapes = _shapes_at_batch(declared, options, dataset, options.opt_batch_size)
-    dynamic = any(None in dims for _, dims in declared.inputs.values())
-    if dynamic:
+        params = _tensorrt_params(declared, options, dataset)
+        return _save_tensorrt_engine(path, target, replace(facts, params={**params, **backend.params}))
+    if any(None in dims for _, dims in declared.inputs.values()):
         logger.warning(
-            "backend %s: engines here have one batch size; opt_batch_size, %d, is taken",
-            backend.use,
-            options.opt_batch_size,
-        )
+            "backend %s: its engines have one batch size; opt_batch_size, %d, is used",
+            backend.use, options.opt_batch_size,
+        )  # fmt: skip
     if options.data_type != "FP32":
         logger.warning(
-            "backend %s: data_type %s is TensorRT's; floats run as its own parameters say",
-            backend.use,
-            options.data_type,
-        )
-    facts = _make_facts((path, target), declared, backend, static_types(declared, shapes))
+            "backend %s: data_type %s is only for TensorRT; set the float precision by --param",
+            backend.use, options.data_type,
+        )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
-        model = with_static_inputs(path, InputSizes(shapes=shapes), Path(scratch) / "model.onnx") if dynamic else path
-        return save_engine(model, target, facts)
+        return save_engine(write_static_copy(path, declared, types, Path(scratch) / "model.onnx"), target, facts)
 
 
-def _build_with_tensorrt(
-    section: EngineSection,
-    paths: tuple[Path, Path],
-    declared: ModelSignature,
-    dataset: DatasetSection,
-    extra: Mapping[str, Any],
-) -> EngineFacts:
-    path, target = paths
-    options = section.tensorrt
-    params: dict[str, Any] = {
-        "precision": TENSORRT_PRECISIONS[options.data_type],
-        "workspace_gb": options.workspace_size * 2**20 / 1e9,
-        "profiles": _optimization_profiles(declared, options, dataset),
-        **extra,
-    }
-    types = static_types(declared, _shapes_at_batch(declared, options, dataset, options.opt_batch_size))
+def _save_tensorrt_engine(path: Path, target: Path, facts: EngineFacts) -> EngineFacts:
     try:
-        return save_engine(path, target, _make_facts(paths, declared, PluginSpec(use=TENSORRT, params=params), types))
+        return save_engine(path, target, facts)
     except UserError as error:
-        if isinstance(error.__cause__, CandidateError):  # TensorRT is here, and refuses the model
+        if isinstance(error.__cause__, CandidateError):  # TensorRT is installed and rejects the model
             raise
         raise UserError(f"{error}; or build without TensorRT: --backend openvino or --backend onnxruntime") from error
 
 
-def _optimization_profiles(
-    declared: ModelSignature, options: TensorRTOptions, dataset: DatasetSection
-) -> dict[str, dict[str, str]]:
-    """Smallest, usual and largest shape of each dynamic input."""
+def _tensorrt_params(declared: ModelSignature, options: TensorRTOptions, dataset: DatasetSection) -> dict[str, Any]:
+    """Return parameters of the benchmarker, with minimum, optimum and maximum shape of each dynamic input."""
     sizes = {"min": options.min_batch_size, "opt": options.opt_batch_size, "max": options.max_batch_size}
     dynamic = [name for name, (_, dims) in declared.inputs.items() if None in dims]
-    if not dynamic:
-        if options.max_batch_size > 1:
-            logger.warning("tensorrt.max_batch_size: the model's batch is fixed, so the sizes given are left aside")
-        return {}
-    shapes = {key: _shapes_at_batch(declared, options, dataset, size) for key, size in sizes.items()}
-    return {name: {key: "x".join(map(str, shapes[key][name])) for key in sizes} for name in dynamic}
+    if not dynamic and options.max_batch_size > 1:
+        logger.warning("tensorrt.max_batch_size: ignored, because the batch of the model is fixed")
+    shapes = {key: shapes_of(_types_at_batch(declared, options, dataset, size)) for key, size in sizes.items()}
+    return {
+        "precision": TENSORRT_PRECISIONS[options.data_type],
+        "workspace_gb": options.workspace_size * 2**20 / 1e9,
+        "profiles": {name: {key: "x".join(map(str, shapes[key][name])) for key in sizes} for name in dynamic},
+    }
 
 
-def _shapes_at_batch(
+def _types_at_batch(
     declared: ModelSignature, options: TensorRTOptions, dataset: DatasetSection, batch: int
-) -> dict[str, tuple[int, ...]]:
-    """Static shapes for a batch size; where sizes are given, they count more than the first number of a shape does."""
-    found = static_shapes(declared, batch, dataset.shapes, dims=dataset.dims)
+) -> InputTypes:
+    """Return types and shapes at a batch size, which, if given, overrides the first number of given shapes."""
+    found = static_inputs(declared, dataset.shapes, dataset.dims, batch=batch)
     if not BATCH_SIZE_KEYS & options.model_fields_set:
         return found
     dynamic = {name for name, (_, dims) in declared.inputs.items() if dims and dims[0] is None}
-    return {name: (batch, *shape[1:]) if name in dynamic else shape for name, shape in found.items()}
+    return {n: (kind, (batch, *shape[1:]) if n in dynamic else shape) for n, (kind, shape) in found.items()}
 
 
 def _log_precisions(declared: ModelSignature, section: EngineSection, backend: PluginSpec) -> None:
@@ -120,19 +154,110 @@ def _log_precisions(declared: ModelSignature, section: EngineSection, backend: P
     if found:
         logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(sorted(found)))
     if "fp8e5m2" in found and backend.use == TENSORRT:
-        logger.warning("%s: TensorRT takes FP8 as E4M3 alone; this file has E5M2", section.onnx_file)
+        logger.warning("%s: TensorRT takes FP8 only as E4M3; this file has E5M2", section.onnx_file)
 
 
-def _make_facts(
-    paths: tuple[Path, Path], declared: ModelSignature, backend: PluginSpec, types: InputTypes
-) -> EngineFacts:
-    path, target = paths
-    return EngineFacts(
-        backend=backend.use,
-        params=dict(backend.params),
-        inputs={name: (kind, tuple(shape)) for name, (kind, shape) in types.items()},
-        onnx_file=os.path.relpath(path, target.resolve().parent),
-        precisions=tuple(sorted(declared.precisions)),
-        describe={},
-        outputs=dict(declared.outputs),
-    )
+def engine_path(requested: Path, backend: str) -> Path:
+    """Return the path of an engine: as requested, but with the backend as suffix instead of one of TensorRT's.
+
+    Raises:
+        UserError: The path of an engine of TensorRT has another suffix than TensorRT's.
+    """
+    if backend == TENSORRT and requested.suffix not in TENSORRT_SUFFIXES:
+        raise UserError(
+            f"gen_trt_engine.trt_engine: a name that ends in {', '.join(TENSORRT_SUFFIXES)}, but got {requested.name}"
+        )
+    foreign = backend != TENSORRT and requested.suffix in TENSORRT_SUFFIXES
+    return requested.with_suffix(f".{safe_file_name(backend)}") if foreign else requested
+
+
+def engine_for_other_runtime(requested: Path) -> Path | None:
+    """Return the only engine of another runtime if that of TensorRT is missing, see `engine_path`, or None.
+
+    Raises:
+        UserError: There are engines of several runtimes.
+    """
+    if requested.exists() or requested.suffix not in TENSORRT_SUFFIXES:
+        return None
+    others = (engine_path(requested, plugin.name) for plugin in registry.installed_plugins("benchmarker"))
+    found = sorted(path for path in others if path.is_file())
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise UserError(f"evaluate.trt_engine: there is no {requested.name}, but {names}: name one")
+    return found[0] if found else None
+
+
+def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
+    """Build an engine; write it and its facts, which are returned with digest and description of the runtime.
+
+    Raises:
+        UserError: The runtime is missing, rejects the model or cannot write engines, or a file cannot be written.
+    """
+    runtime = _create_runtime(facts, "write engines to")
+    candidate = Candidate(digest=model.stem, edges=(), source=lambda: model)
+    try:
+        with name_write_errors(f"trt_engine {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            runtime.save(candidate, path)
+            written = replace(facts, sha256=_sha256(path), describe=dict(runtime.describe()))
+            text = json.dumps({"schema": SCHEMA_VERSION, **asdict(written)}, indent=1)
+            _facts_path(path).write_text(text, encoding="utf-8")
+    except CandidateError as error:
+        raise UserError(f"{Path(facts.onnx_file).name}: no engine: {error}") from error
+    return written
+
+
+def read_facts(path: Path) -> EngineFacts | None:
+    """Return the facts of an engine, or None without a file of them.
+
+    Raises:
+        UserError: The file is damaged, or belongs to another engine.
+    """
+    file = _facts_path(path)
+    if not file.exists():
+        return None
+    try:
+        if file.stat().st_size > MAX_FACTS_BYTES:
+            raise ValueError("too large")
+        body = json.loads(file.read_text(encoding="utf-8"))
+        if body.pop("schema") != SCHEMA_VERSION:
+            raise ValueError("another schema")
+        facts = TypeAdapter(EngineFacts).validate_python(body)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"{file}: damaged ({problem}); build the engine again with qdq gen-trt-engine") from error
+    if facts.sha256 != _sha256(path):
+        raise UserError(f"{file}: belongs to another engine than {path.name}; build it again with qdq gen-trt-engine")
+    return facts
+
+
+def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
+    """Load an engine from its file.
+
+    Raises:
+        UserError: The runtime is missing, rejects the file or cannot read engines.
+    """
+    runtime = _create_runtime(facts, "read engines from")
+    try:
+        return runtime, runtime.load(path)
+    except CandidateError as error:
+        raise UserError(
+            f"{path}: {error}; an engine needs the version and the kind of device that built it: build it again"
+        ) from error
+
+
+def _create_runtime(facts: EngineFacts, use: str) -> Any:
+    """Return a benchmarker, or raise `UserError` if it cannot save and load engines."""
+    made = registry.create_plugin("benchmarker", facts.backend, facts.params)
+    if not isinstance(made, SupportsSave):
+        raise UserError(f"backend {facts.backend!r} cannot {use} a file; use openvino, onnxruntime or tensorrt")
+    return made
+
+
+def _facts_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

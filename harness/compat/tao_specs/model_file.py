@@ -1,45 +1,45 @@
-"""The ONNX file that a spec names: found, checked, and with the static shapes that the harness needs."""
+"""ONNX file of a spec: existence, format, and static shapes of its inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
-from harness.errors import UserError, suggest_names
+from harness.errors import UserError, prefix_key, suggest_names
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, format_axes, parse_shape, resolve_shapes
-from harness.graph.signature import Dims, ModelSignature, read_signature
+from harness.graph.signature import Dims, ModelSignature, read_signature, with_static_inputs
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes
 
-__all__ = ["SampleShapes", "ShapeOptionNames", "locate_spec_file", "open_onnx_file", "static_shapes", "static_types"]
+__all__ = [
+    "SampleShapes", "ShapeOptionNames", "locate_spec_file", "name_write_errors", "open_onnx_file", "shapes_of",
+    "static_inputs", "write_static_copy",
+]  # fmt: skip
 
 PYTORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
-PICKLE_MAGIC, ZIP_MAGIC = b"\x80", b"PK"
-"""How the files of torch.save begin, before and since PyTorch 1.6."""
+PICKLE_MAGIC, ZIP_MAGIC = b"\x80", b"PK"  # first bytes of files of torch.save, before and since PyTorch 1.6
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeOptionNames:
-    """Where users say the shapes of inputs; NAME and SHAPE stand for an input's.
+    """Options for the shapes of inputs, for messages; NAME, SHAPE, SYMBOL and SIZE are placeholders.
 
     Attributes:
-        key: What messages call the shape of an input.
-        remedy: How to give one.
-        dim_remedy: How to give sizes of symbols; SIZES stands for them.
-        dim_form: How one of them is written, and what stands between two.
+        key: The shape of an input.
+        remedy: How to give a shape.
+        dim_remedy: How to give sizes of symbols; SIZES is replaced by the list of them.
+        dim_form: Form of one size, and the separator of two.
     """
 
     key: str
     remedy: str
     dim_remedy: str = ""
     dim_form: tuple[str, str] = ("", "")
-
-    @property
-    def section(self) -> str:
-        """Begins messages about sizes that do not fit."""
-        return self.key.removesuffix("NAME").rstrip(". ")
 
     def describe_remedy(self, name: str, axes: Axes, symbols: Sequence[str]) -> str:
         """Return how to make an input static: by its missing symbols, or by its shape."""
@@ -48,26 +48,18 @@ class ShapeOptionNames:
         by_shape = self.remedy.replace("NAME", name).replace("SHAPE", example)
         if not (symbols and self.dim_remedy) or None in axes[1:]:
             return by_shape
-        form, between = self.dim_form
-        sizes = between.join(form.replace("SYMBOL", symbol).replace("SIZE", str(usual)) for symbol in symbols)
+        form, separator = self.dim_form
+        sizes = separator.join(form.replace("SYMBOL", symbol).replace("SIZE", str(usual)) for symbol in symbols)
         return f"{self.dim_remedy.replace('SIZES', sizes)}, or {by_shape}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleShapes:
-    """Shape of one sample of the calibration data by input, with or without the batch dimension.
+class SampleShapes(NamedTuple):
+    """Name of calibration data in messages, and the shape of one sample by input, with or without the batch."""
 
-    Attributes:
-        source: Names the data in messages.
-    """
-
-    source: str = "calibration data"
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    source: str
+    shapes: Mapping[str, Shape]
 
 
-SPEC_OPTION_NAMES = ShapeOptionNames(
-    key="dataset.shapes.NAME", remedy="its static shape under dataset.shapes, for instance {NAME: SHAPE}"
-)
 SPEC_OPTION_NAMES = ShapeOptionNames(
     key="dataset.shapes.NAME",
     remedy="its static shape under dataset.shapes, for instance {NAME: SHAPE}",
@@ -77,20 +69,20 @@ SPEC_OPTION_NAMES = ShapeOptionNames(
 
 
 def open_onnx_file(text: str, base: Path, key: str) -> tuple[Path, ModelSignature]:
-    """The file behind a key of a spec, and what it says of itself.
+    """Return path and signature of the ONNX file that a key of a spec names.
 
     Args:
         text: A path, or `assets:PATH`.
         base: Folder that relative paths start from.
-        key: What messages call it.
+        key: Name of the key in messages.
 
     Raises:
-        UserError: Nothing there; a PyTorch file; a name that does not end in .onnx; no ONNX inside.
+        UserError: The file is missing, is a PyTorch file, has another suffix than .onnx, or is not an ONNX model.
     """
     suffix = Path(text).suffix.lower()
     if suffix in PYTORCH_SUFFIXES:
         raise UserError(
-            f"{key}: {text} is a PyTorch file, and this backend takes ONNX alone; export it first "
+            f"{key}: {text} is a PyTorch file, but this backend takes only ONNX; export it first "
             "(torch.onnx.export, 'yolo export format=onnx', or TAO's export action)"
         )
     if suffix != ".onnx":
@@ -105,107 +97,112 @@ def open_onnx_file(text: str, base: Path, key: str) -> tuple[Path, ModelSignatur
 
 
 def locate_spec_file(text: str, base: Path, key: str) -> Path:
-    """`harness.paths.resolve_path`, with the key of the spec in its message.
-
-    Raises:
-        UserError: Nothing is there.
-    """
-    try:
+    """Return `resolve_path(text, base)`; errors name the key."""
+    with prefix_key(key):
         return resolve_path(text, base)
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error
 
 
-def static_shapes(
+@contextmanager
+def name_write_errors(target: str) -> Iterator[None]:
+    """Raise an `OSError` of the body as a `UserError` that begins with the target."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error.strerror or error}") from error
+
+
+def static_inputs(
     declared: ModelSignature,
-    batch: int,
-    given: Mapping[str, str],
-    names: ShapeOptionNames = SPEC_OPTION_NAMES,
-    samples: SampleShapes | None = None,
+    shapes: Mapping[str, str],
     dims: Mapping[str, int] = MappingProxyType({}),
-) -> dict[str, tuple[int, ...]]:
-    """Return a shape without dynamic dimensions for each input: as given, else that of the calibration data.
+    *,
+    batch: int = 1,
+    samples: SampleShapes | None = None,
+    names: ShapeOptionNames = SPEC_OPTION_NAMES,
+) -> InputTypes:
+    """Return element type and static shape of each input: as given, else as in the calibration data.
 
     Args:
-        declared: The model.
-        batch: For dimensions that are the batch by their name, and where only the first dimension is dynamic.
-        given: Shapes by input.
-        names: Names the option or key of `given` in messages.
-        samples: Of the calibration data.
+        declared: Signature of the model.
+        shapes: Shapes by input.
         dims: Sizes by symbol.
+        batch: Size of dimensions that are the batch by name, and of a first dimension that alone is dynamic.
+        samples: Shapes of the calibration data.
+        names: Options for messages.
 
     Raises:
-        UserError: More than the batch is dynamic, and neither a shape nor data are given; data of another shape than
-            the input; a shape for an input that the model does not have.
+        UserError: More than the batch is dynamic, and neither a shape nor data are given; the data have another shape
+            than the input; there is no such input.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in given.items():
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
         key = names.key.replace("NAME", name)
         if name not in declared.inputs:
             raise UserError(f"{key}: the model has no such input; {suggest_names(name, declared.inputs)}")
         found[name] = parse_shape(shape, key)
     for name, (_, own) in declared.inputs.items():
-        if name not in found and (whole := _sample_shape(name, own, samples or SampleShapes(), batch)) is not None:
+        if samples and name not in found and (whole := _sample_shape(name, own, samples, batch)) is not None:
             found[name] = whole
-    dynamic = {
-        name: _zero_as_unknown(declared.axes[name]) for name, (_, sizes) in declared.inputs.items() if None in sizes
-    }
+    dynamic = {name: declared.axes[name] for name, (_, sizes) in declared.inputs.items() if None in sizes}
+    dynamic = {name: axes and tuple(axis or None for axis in axes) for name, axes in dynamic.items()}  # 0: unknown
     sizes = InputSizes(
         shapes={name: found[name] for name in dynamic if name in found},
         dims={**_batch_symbols(dynamic, batch, found, dims), **dims},
     )
-    known = resolve_shapes(dynamic, sizes, names.section, batch=batch)
+    known = resolve_shapes(dynamic, sizes, names.key.removesuffix("NAME").rstrip(". "), batch=batch)
     for name, axes in dynamic.items():
         if name not in known.shapes:
-            asked = names.describe_remedy(name, axes or (), known.missing.symbols)
+            remedy = names.describe_remedy(name, axes or (), known.missing.symbols)
             missing = f", and {samples.source} has no array for it" if samples and samples.shapes else ""
-            raise UserError(f"input {name!r} is {format_axes(axes)}{missing}: say {asked}")
+            raise UserError(f"input {name!r} is {format_axes(axes)}{missing}: give {remedy}")
     for name, (_, declared_sizes) in declared.inputs.items():
         found.setdefault(name, known.shapes.get(name) or tuple(size for size in declared_sizes if size is not None))
-    return {name: found[name] for name in declared.inputs}
-
-
-def _zero_as_unknown(axes: Axes | None) -> Axes | None:
-    """Return the dimensions of an input with those of size 0 as unknown ones."""
-    return None if axes is None else tuple(axis or None for axis in axes)
+    return {name: (dtype, found[name]) for name, (dtype, _) in declared.inputs.items()}
 
 
 def _batch_symbols(
     dynamic: Mapping[str, Axes | None], batch: int, found: Mapping[str, object], dims: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the batch for symbols, whatever their name, that are the only dynamic dimension and the first."""
+    """Return the batch for symbols, of any name, that are the first and only dynamic dimension."""
     given = {axis for name in found for axis in dynamic.get(name) or ()}
     others = {axis for axes in dynamic.values() for axis in (axes or ())[1:]}
     first = {axes[0] for axes in dynamic.values() if axes and all(isinstance(axis, int) for axis in axes[1:])}
     return {axis: batch for axis in first - given - others if isinstance(axis, str) and axis not in dims}
 
 
-def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> tuple[int, ...] | None:
-    """Return the shape of an input with the sizes of a sample where its own are dynamic; None: nothing tells.
+def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> Shape | None:
+    """Return the shape of an input with the sizes of a sample for its dynamic dimensions, or None without any.
 
     Raises:
-        UserError: More than the batch is dynamic, and the sample is of another shape.
+        UserError: More than the batch is dynamic, and the sample has another shape.
     """
     sample = samples.shapes.get(name)
     if sample is None or (dims and None not in dims):
         return None
-    if not dims:  # the file says nothing of its rank: a sample without dimensions is a single number
+    if not dims:  # unknown rank: a sample without dimensions is a single number
         return (batch, *sample) if sample else ()
     whole = sample if len(sample) == len(dims) else (dims[0] or batch, *sample)
     if len(whole) == len(dims) and all(size in (None, own) for size, own in zip(dims, whole, strict=True)):
         return whole
-    if None not in dims[1:]:  # who feeds the data compares them
+    if None not in dims[1:]:  # compared again when the data are fed
         return None
     raise UserError(
-        f"{samples.source}: a sample of {name!r} is {_format_dims(sample, ' x ')}, but the input takes "
-        f"{_format_dims(dims[1:], ' x ')} (without the batch; ? is any size)"
+        f"{samples.source}: a sample of {name!r} is {_format_dims(sample)}, but the input takes "
+        f"{_format_dims(dims[1:])} (without the batch; ? is any size)"
     )
 
 
-def _format_dims(dims: Dims, sign: str = "x") -> str:
-    return sign.join("?" if size is None else str(size) for size in dims) or "a single number"
+def _format_dims(dims: Dims) -> str:
+    return " x ".join("?" if size is None else str(size) for size in dims) or "a single number"
 
 
-def static_types(declared: ModelSignature, shapes: Mapping[str, tuple[int, ...]]) -> InputTypes:
-    """Element type and static shape of each input."""
-    return {name: (dtype, shapes[name]) for name, (dtype, _) in declared.inputs.items()}
+def shapes_of(types: InputTypes) -> dict[str, Shape]:
+    """Return the shape of each input."""
+    return {name: shape for name, (_, shape) in types.items()}
+
+
+def write_static_copy(path: Path, declared: ModelSignature, types: InputTypes, target: Path) -> Path:
+    """Write a copy with these static inputs; return `path` itself if its inputs are static."""
+    if not any(None in dims for _, dims in declared.inputs.values()):
+        return path
+    return with_static_inputs(path, InputSizes(shapes=shapes_of(types)), target)

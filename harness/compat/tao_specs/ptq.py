@@ -1,4 +1,4 @@
-"""`qdq ptq`: ModelOpt's command line for post-training quantization, with its names, checked before it starts."""
+"""`qdq ptq`: the options of ModelOpt's command line for post-training quantization, checked before it starts."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.compat.tao_specs.calibration_feeds import open_calibration_feeds, sample_shapes
-from harness.compat.tao_specs.model_file import ShapeOptionNames, open_onnx_file, static_shapes, static_types
+from harness.compat.tao_specs.dataset import calibration_feeds, open_calibration_data, sample_shapes
+from harness.compat.tao_specs.layers import PRESETS, describe_defaults, match_skip_names
+from harness.compat.tao_specs.model_file import ShapeOptionNames, name_write_errors, open_onnx_file, static_inputs
 from harness.compat.tao_specs.modelopt_arguments import (
     check_arguments,
     modelopt_float_dtype,
     node_name_patterns,
     option_remedy,
 )
-from harness.compat.tao_specs.presets import PRESETS, describe_defaults, describe_presets
 from harness.compat.tao_specs.quantize import (
     QuantizationResult,
     add_calibration_shapes,
-    count_precisions,
+    quantization_result,
     quantize_with_modelopt,
     refuse_quantized,
 )
-from harness.compat.tao_specs.selection import match_skip_names
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.errors import UserError, suggest_names
 from harness.graph.passes.dimension_errors import parse_dims
-from harness.graph.signature import ModelSignature, read_signature
+from harness.graph.signature import ModelSignature
 from harness.paths import resolve_path
 
 __all__ = ["get_parser", "run_ptq"]
 
 logger = logging.getLogger(__name__)
 
+#: Calibration methods by mode, the default first (docstring of `modelopt.onnx.quantization.quantize`).
 CALIBRATION_METHODS: Mapping[str, tuple[str, ...]] = {
     "int8": ("entropy", "max"),
     "fp8": ("entropy", "max"),
     "int4": ("awq_clip", "rtn_dq"),
 }
-"""Calibration methods by mode, the default first (`modelopt.onnx.quantization.quantize`, its docstring)."""
 CLI_OPTION_NAMES = ShapeOptionNames(
     key="--calibration_shapes NAME",
     remedy="--calibration_shapes NAME:SHAPE",
@@ -52,45 +51,49 @@ FORWARDED_OPTIONS = (
     "calibrate_per_node", "calibration_shapes", "high_precision_dtype", "use_external_data_format", "simplify",
     "disable_mha_qdq", "dq_only", "block_size", "opset",
 )  # fmt: skip
+LIST_OPTIONS = ("op_types_to_quantize", "op_types_to_exclude", "nodes_to_quantize", "nodes_to_exclude")
 
 
 def run_ptq(given: Sequence[str], prog: str = "qdq ptq") -> QuantizationResult | list[str]:
-    """Do what a command line says.
-
-    Returns:
-        The quantized model, or lines to show where only those were asked for (`--show-defaults`).
+    """Quantize by a command line; with `--show-defaults` return lines of text instead.
 
     Raises:
-        UserError: Anything in it that cannot be used, and ModelOpt's own words where it fails.
+        UserError: An option cannot be used, or ModelOpt fails.
     """
     options, unknown = get_parser(prog).parse_known_args(given)
     if unknown:
-        way = option_remedy(unknown[0])
-        raise UserError(f"{unknown[0]}: no option of {prog}; {way or f'{prog} --help shows all'}")
+        remedy = option_remedy(unknown[0])
+        raise UserError(f"{unknown[0]}: no option of {prog}; {remedy or f'{prog} --help shows all'}")
     if options.show_defaults:
-        return describe_defaults() + describe_presets()
+        return describe_defaults()
     if options.onnx_path is None:
         raise UserError(f"--onnx_path: the float model is needed; '{prog} --help' shows all options")
     path, declared = open_onnx_file(options.onnx_path, Path.cwd(), "--onnx_path")
     refuse_quantized(declared, options.onnx_path)
     arguments = _modelopt_arguments(options, declared)
     target = _output_path(options, path)
-    dataset = DatasetSection(
-        calibration_data=_check_data(options.calibration_data), samples=None
-    )  # all, as ModelOpt's command
-    samples = sample_shapes(dataset, tuple(declared.inputs), Path.cwd(), "--calibration_data")
-    shapes = static_shapes(
-        declared, 1, _parse_shapes(options.calibration_shapes), CLI_OPTION_NAMES, samples, parse_dims(options.dim or ())
+    place = options.calibration_data
+    if place is not None and Path(place).is_dir():
+        raise UserError(
+            f"--calibration_data: a .npy or an .npz file, but {place} is a folder; "
+            f"'qdq calib-data {place} -o calib.npy --preprocess NAME' writes one from it"
+        )
+    dataset = DatasetSection(calibration_data=place, samples=None)  # all samples, as ModelOpt's command
+    data = open_calibration_data(dataset, Path.cwd(), "--calibration_data")
+    types = static_inputs(
+        declared,
+        _parse_shapes(options.calibration_shapes),
+        parse_dims(options.dim or ()),
+        samples=sample_shapes(data, tuple(declared.inputs)),
+        names=CLI_OPTION_NAMES,
     )
-    feeds = open_calibration_feeds(dataset, static_types(declared, shapes), Path.cwd(), "--calibration_data")
-    quantize_with_modelopt(path, target, feeds.batches, add_calibration_shapes(arguments, declared, shapes))
-    return QuantizationResult(
-        path=target, layers=count_precisions(read_signature(target)), calibrated_on=feeds.description
-    )
+    feeds, calibrated_on = calibration_feeds(dataset, data, types)
+    quantize_with_modelopt(path, target, feeds, add_calibration_shapes(arguments, declared, types))
+    return quantization_result(target, calibrated_on)
 
 
 def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
-    """The parser; lists take spaces or commas."""
+    """Return the parser; lists take spaces or commas."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Quantize an ONNX model with NVIDIA ModelOpt.",
@@ -98,57 +101,52 @@ def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--onnx_path", help="float model (.onnx)")
-    add("--output_path", help="Q/DQ model [default: MODEL.quant.onnx beside the model]")
+    add("--output_path", help="Q/DQ model [default: MODEL.quant.onnx in the folder of the model]")
     add("--quantize_mode", default="int8", choices=list(CALIBRATION_METHODS))
-    add("--calibration_data", "--calibration_data_path", help=".npy, .npz (qdq calib-data makes one)")
+    add("--calibration_data", "--calibration_data_path", help=".npy, .npz (qdq calib-data writes one)")
     add("--calibration_method", help="max or entropy; int4: awq_clip or rtn_dq")
     add("--calibration_eps", nargs="+", default=["cpu"], metavar="EP", help=f"any of {', '.join(KNOWN_PROVIDERS)}")
     add("--calibration_shapes", help="input0:1x3x256x256,input1:... [default: those of --calibration_data]")
     add("--dim", action="append", metavar="SYMBOL=128", help="size of a dynamic dimension by its symbol; repeat")
-    add("--op_types_to_quantize", nargs="+", metavar="OP")
-    add("--op_types_to_exclude", nargs="+", metavar="OP")
-    add("--nodes_to_quantize", nargs="+", metavar="REGEX")
-    add("--nodes_to_exclude", nargs="+", metavar="REGEX")
+    for name in LIST_OPTIONS:
+        add(f"--{name}", nargs="+", metavar="OP" if name.startswith("op_") else "REGEX")
     add("--trt_plugins", nargs="+", metavar="FILE", help="TensorRT plug-in libraries (.so)")
     add("--calibrate_per_node", action="store_true", help="less memory, more time")
     add(
         "--high_precision_dtype", default="fp16", type=modelopt_float_dtype, choices=["fp32", "fp16", "bf16"],
-        help="of what stays float",
+        help="precision of operators that stay float",
     )  # fmt: skip
     add("--use_external_data_format", action="store_true", help="for models above 2 GB")
-    add("--simplify", action="store_true")
-    add("--disable_mha_qdq", action="store_true")
-    add("--dq_only", action="store_true")
+    for flag in ("--simplify", "--disable_mha_qdq", "--dq_only"):
+        add(flag, action="store_true")
     add("--block_size", type=int, help="for int4")
     add("--opset", type=int)
     add("--preset", choices=list(PRESETS), help="a named choice of layers, see --show-defaults")
-    add("--show-defaults", action="store_true", help="what is quantized and left out by default, and the presets")
+    add("--show-defaults", action="store_true", help="show the defaults of ModelOpt and the presets")
     return parser
 
 
 def _modelopt_arguments(options: argparse.Namespace, declared: ModelSignature) -> dict[str, Any]:
-    """The options in ModelOpt's words."""
     mode = options.quantize_mode
-    found: dict[str, Any] = {
+    passed = {name: getattr(options, name) for name in FORWARDED_OPTIONS}
+    passed = {name: value for name, value in passed.items() if value not in (None, False)}
+    passed |= {name: _split_lists(getattr(options, name)) for name in LIST_OPTIONS if getattr(options, name)}
+    check_arguments({name: value for name, value in passed.items() if name != "nodes_to_exclude"}, "--")
+    for option in LIST_OPTIONS[:2]:
+        for op in set(passed.get(option, ())) - declared.operators:
+            logger.warning("--%s: the model has no %r; %s", option, op, suggest_names(op, declared.operators))
+    if options.trt_plugins:
+        passed["trt_plugins"] = [str(resolve_path(file)) for file in _split_lists(options.trt_plugins)]
+    return {
         "quantize_mode": mode,
         "calibration_method": _calibration_method(options.calibration_method, mode),
         "calibration_eps": _calibration_providers(options),
         "log_level": "WARNING",
+        **_apply_preset(options, declared, passed),
     }
-    passed = {name: getattr(options, name) for name in FORWARDED_OPTIONS}
-    passed = {name: value for name, value in passed.items() if value not in (None, False)}
-    lists = ("op_types_to_quantize", "op_types_to_exclude", "nodes_to_quantize", "nodes_to_exclude")
-    passed |= {name: _split_lists(getattr(options, name)) for name in lists if getattr(options, name)}
-    check_arguments({name: value for name, value in passed.items() if name != "nodes_to_exclude"}, "--")
-    for name in lists[:2]:
-        _warn_unknown_operators(passed.get(name, ()), declared, f"--{name}")
-    if options.trt_plugins:
-        passed["trt_plugins"] = [str(resolve_path(file)) for file in _split_lists(options.trt_plugins)]
-    return {**found, **_apply_preset(options, declared, passed)}
 
 
 def _apply_preset(options: argparse.Namespace, declared: ModelSignature, passed: dict[str, Any]) -> dict[str, Any]:
-    """What a preset adds."""
     if options.preset is None:
         return passed
     preset = PRESETS[options.preset]
@@ -159,15 +157,15 @@ def _apply_preset(options: argparse.Namespace, declared: ModelSignature, passed:
             raise UserError(f"--preset {options.preset} is for --quantize_mode int8, but got {options.quantize_mode}")
         ops = [op for op in preset.op_types if op in declared.operators]
         return {**passed, "op_types_to_quantize": [*passed.get("op_types_to_quantize", ()), *ops]}
-    names = node_name_patterns(sorted(match_skip_names(declared.nodes, preset.skip_names, f"preset {options.preset}")))
+    names = node_name_patterns(match_skip_names(declared.nodes, preset.skip_names, f"preset {options.preset}"))
     return {**passed, "nodes_to_exclude": [*passed.get("nodes_to_exclude", ()), *names]}
 
 
 def _calibration_method(given: str | None, mode: str) -> str:
     known = CALIBRATION_METHODS[mode]
     if given is not None and given not in known:
-        raise UserError(f"--calibration_method: {' or '.join(known)} for {mode}, but got {given!r}; "
-                        f"{suggest_names(given, known)}")  # fmt: skip
+        hint = suggest_names(given, known)
+        raise UserError(f"--calibration_method: {' or '.join(known)} for {mode}, but got {given!r}; {hint}")
     return given or known[0]
 
 
@@ -180,35 +178,18 @@ def _calibration_providers(options: argparse.Namespace) -> list[str]:
     return found
 
 
-def _split_lists(values: Sequence[str] | None) -> list[str]:
-    """`A B` and `A,B` alike."""
-    return [part for value in values or () for part in value.split(",") if part]
-
-
-def _warn_unknown_operators(names: Sequence[str], declared: ModelSignature, option: str) -> None:
-    for name in names:
-        if name not in declared.operators:
-            logger.warning("%s: the model has no %r; %s", option, name, suggest_names(name, declared.operators))
+def _split_lists(values: Sequence[str]) -> list[str]:
+    return [part for value in values for part in value.split(",") if part]
 
 
 def _parse_shapes(text: str | None) -> dict[str, str]:
     found = {}
-    for part in (text or "").split(","):
+    for part in filter(None, (text or "").split(",")):
         name, colon, shape = part.rpartition(":")
-        if part and not colon:
+        if not colon:
             raise UserError(f"--calibration_shapes: NAME:1x3x256x256, with commas between inputs, but got {part!r}")
-        if part:
-            found[name] = shape
+        found[name] = shape
     return found
-
-
-def _check_data(given: str | None) -> str | None:
-    if given is not None and Path(given).is_dir():
-        raise UserError(
-            f"--calibration_data: a .npy or an .npz file, but {given} is a folder; "
-            f"'qdq calib-data {given} -o calib.npy --preprocess NAME' makes one of it"
-        )
-    return given
 
 
 def _output_path(options: argparse.Namespace, path: Path) -> Path:
@@ -217,8 +198,6 @@ def _output_path(options: argparse.Namespace, path: Path) -> Path:
         raise UserError(f"--output_path: a name that ends in .onnx, but got {target.name}")
     if target.resolve() == path.resolve():
         raise UserError(f"--output_path: {target} is the float model itself; choose another name")
-    try:
+    with name_write_errors(f"--output_path {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output_path {target}: its folder cannot be made: {error.strerror or error}") from error
     return target

@@ -1,8 +1,8 @@
-"""Spec files in the shape that TAO users know, as frozen values: unknown keys and wrong values are errors.
+"""Schema of spec files as TAO defines them: frozen values; unknown keys and wrong values are errors.
 
-Sections `quantize`, `gen_trt_engine`, `evaluate`, `dataset`, `results_dir` as NVIDIA's TAO documentation has them
-("ModelOpt ONNX Backend (Static PTQ)", sections 9.2, 9.5 and 9.8). What that document leaves to the trained model's own
-configuration (preprocessing, decoder, input shapes) is said in `dataset` and `evaluate`.
+Sections `quantize`, `gen_trt_engine`, `evaluate`, `dataset`, `results_dir` follow NVIDIA's TAO documentation ("ModelOpt
+ONNX Backend (Static PTQ)", sections 9.2, 9.5 and 9.8). Settings that TAO takes from the trained model's own
+configuration (preprocessing, decoder, input shapes) are keys of `dataset` and `evaluate`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from harness.compat.tao_specs.presets import PRESETS
+from harness.compat.tao_specs.layers import PRESETS
 from harness.config.precision_names import normalize_float_precision
 from harness.config.sections import PluginSpec
 from harness.config.validation_errors import to_user_error
@@ -21,25 +21,17 @@ from harness.config.yaml_loader import read_yaml_mapping
 from harness.errors import UserError, suggest_names
 
 __all__ = [
-    "DatasetSection",
-    "Dtype",
-    "EngineSection",
-    "EvaluateSection",
-    "LayerSpec",
-    "QuantizeSection",
-    "Spec",
-    "TensorDtype",
-    "TensorRTOptions",
-    "parse_spec",
-    "read_spec",
-    "require_section",
+    "DatasetSection", "Dtype", "EngineSection", "EvaluateSection", "LayerSpec", "QuantizeSection", "Spec",
+    "TensorDtype", "TensorRTOptions", "parse_spec", "read_spec", "require_section",
 ]  # fmt: skip
 
 Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
 MAX_SPEC_BYTES = 1 << 20
 DATA_TYPE_NAMES = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
-EXAMPLES_HINT = "experiments/specs has one of each kind to start from"
+EXAMPLES_HINT = "experiments/specs has one example of each kind"
 T = TypeVar("T")
+NonEmpty = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class _SpecModel(BaseModel):
@@ -51,24 +43,34 @@ def _tuple_of(kind: Any) -> Any:
 
 
 class TensorDtype(_SpecModel):
-    """What weights or activations are stored in; "native" leaves them as they are."""
+    """Storage type of weights or activations; "native" leaves them unchanged."""
 
     dtype: Dtype = "native"
 
+    @property
+    def is_native(self) -> bool:
+        """Whether nothing is quantized."""
+        return self.dtype == "native"
+
 
 class LayerSpec(_SpecModel):
-    """One entry of `layers`.
+    """Entry of `layers`.
 
     Attributes:
         module_name: Operator type ("Conv"), node name ("/model.0/conv/Conv"), or a wildcard over either. "*" alone
-            means what the backend quantizes by default.
-        weights: Of the operators that it matches.
-        activations: Of their data inputs.
+            means the operators that the backend quantizes by default.
+        weights: Type of the weights of matching operators.
+        activations: Type of their data inputs.
     """
 
-    module_name: Annotated[str, Field(min_length=1)]
+    module_name: NonEmpty
     weights: TensorDtype = TensorDtype()
     activations: TensorDtype = TensorDtype()
+
+    @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """Types of weights and activations that are not native."""
+        return tuple(each.dtype for each in (self.weights, self.activations) if not each.is_native)
 
 
 def _check_preset(value: Any) -> Any:
@@ -80,8 +82,8 @@ def _check_preset(value: Any) -> Any:
 def _check_backend(value: Any) -> Any:
     if value == "modelopt.pytorch":
         raise ValueError(
-            "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch', which takes PyTorch modules, no ONNX files; 'qdq' "
-            "has its precision layer by layer"
+            "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch', which takes PyTorch modules instead of ONNX files; "
+            "'qdq' has its precision layer by layer"
         )
     return value
 
@@ -97,15 +99,15 @@ class QuantizeSection(_SpecModel):
 
     Attributes:
         model_path: ONNX file; relative paths start from the folder of the spec file, as everywhere in it.
-        results_dir: Where `quantized_model.onnx` goes; by default the file's own `results_dir`.
-        backend: "modelopt.onnx": NVIDIA ModelOpt, one dtype for all layers. "qdq": ours, each layer as asked.
-        algorithm: How ranges are taken from the data; ModelOpt knows minmax as max.
-        device: Where ModelOpt calibrates: "cpu", "cuda", "cuda:1", "trt".
-        skip_names: Names of nodes, wildcards on them, or modules ("/head" is all below it); they stay native.
-        preset: See `harness.compat.tao_specs.presets`.
-        default_layer_dtype: Accepted and ignored, as documented.
-        default_activation_dtype: Likewise.
-        backend_kwargs: For "modelopt.onnx" whatever `modelopt.onnx.quantization.quantize` takes; for "qdq" `dialect`.
+        results_dir: Folder of `quantized_model.onnx`; None: `results_dir` of the file.
+        backend: "modelopt.onnx": NVIDIA ModelOpt, one dtype for all layers. "qdq": built in, a dtype for each layer.
+        algorithm: Calibration method; ModelOpt's name of minmax is max.
+        device: Device of ModelOpt's calibration: "cpu", "cuda", "cuda:1", "trt".
+        skip_names: Node names, wildcards over them, or modules ("/head": all nodes below it) that stay native.
+        preset: Name in `harness.compat.tao_specs.layers.PRESETS`.
+        default_layer_dtype: Accepted and ignored, as documented by TAO.
+        default_activation_dtype: Accepted and ignored, as documented by TAO.
+        backend_kwargs: For "modelopt.onnx" arguments of `modelopt.onnx.quantization.quantize`; for "qdq" `dialect`.
     """
 
     model_path: str
@@ -115,7 +117,7 @@ class QuantizeSection(_SpecModel):
     algorithm: Literal["minmax", "max", "entropy"] = "minmax"
     device: Annotated[str, AfterValidator(_check_device)] = "cpu"
     layers: _tuple_of(LayerSpec) = ()  # type: ignore[valid-type]
-    skip_names: _tuple_of(Annotated[str, Field(min_length=1)]) = ()  # type: ignore[valid-type]
+    skip_names: _tuple_of(NonEmpty) = ()  # type: ignore[valid-type]
     preset: Annotated[str | None, BeforeValidator(_check_preset)] = None
     default_layer_dtype: Dtype | None = None
     default_activation_dtype: Dtype | None = None
@@ -123,28 +125,28 @@ class QuantizeSection(_SpecModel):
 
     @model_validator(mode="after")
     def _has_layers(self) -> QuantizeSection:
-        layers = PRESETS[self.preset].op_types if self.preset else ()
-        if not self.layers and not layers:
+        forced = PRESETS[self.preset].op_types if self.preset else ()
+        if not self.layers and not forced:
             raise ValueError(
                 "quantize.layers: at least one entry is required, for instance "
                 "{module_name: Conv, weights: {dtype: int8}, activations: {dtype: int8}}"
             )
-        if self.layers and layers:
-            raise ValueError(f"quantize.preset: {self.preset!r} says itself what is quantized; leave layers out")
+        if self.layers and forced:
+            raise ValueError(f"quantize.preset: {self.preset!r} sets the quantized operators; leave layers out")
         return self
 
 
 class TestDataSources(_SpecModel):
-    """Labelled images, or arrays that are ready for the model.
+    """Labelled images, or arrays that are inputs of the model.
 
     Attributes:
         image_dir: Folder of images.
-        json_file: Their labels in COCO's form (.json) or as lines "FILENAME CLASS" (.txt).
+        json_file: Their labels in COCO format (.json) or as lines "FILENAME CLASS" (.txt).
         arrays: A `.npz` file with an array for each input of the model, or a `.npy` file for its only input.
-        labels: Of the arrays: the name of one in the `.npz` file, or a .npy, .npz, .csv or .txt file.
+        labels: Labels of the arrays: the name of one in the `.npz` file, or a .npy, .npz, .csv or .txt file.
     """
 
-    __test__ = False  # pytest would take it for a test by its name
+    __test__ = False  # pytest collects classes by this name
 
     image_dir: str | None = None
     json_file: str | None = None
@@ -156,9 +158,9 @@ class TestDataSources(_SpecModel):
         if (self.image_dir is None) == (self.arrays is None):
             raise ValueError("dataset.test_data_sources: give either image_dir or arrays")
         if self.arrays is None and self.labels is not None:
-            raise ValueError("dataset.test_data_sources.labels: those of images are given as json_file")
+            raise ValueError("dataset.test_data_sources.labels: labels of images are given as json_file")
         if self.arrays is not None and self.json_file is not None:
-            raise ValueError("dataset.test_data_sources.json_file: the labels of arrays are given as labels")
+            raise ValueError("dataset.test_data_sources.json_file: labels of arrays are given as labels")
         return self
 
 
@@ -166,34 +168,35 @@ class DatasetSection(_SpecModel):
     """Section `dataset`.
 
     Attributes:
-        test_data_sources: Labelled images for `qdq evaluate`; also calibration data where none is given.
-        batch_size: Images of one inference, where the model's own batch is dynamic.
+        test_data_sources: Labelled data for `qdq evaluate`; calibration data too, if none are given.
+        batch_size: Images of one inference, if the batch of the model is dynamic.
         calibration_data: A folder of images, a `.npy` or an `.npz` file.
-        preprocess: What turns an image into an input (`qdq list`).
-        classes: Names of the model's classes in the order of its outputs; by default those of the labels.
-        samples: Calibration samples at most; None: all. ModelOpt's README advises 500 or more for CNNs and ViTs.
-        count: Images of the evaluation at most; None: all.
-        shapes: Static shapes by input name, where more than the batch is dynamic. Batch sizes of an engine go before
+        preprocess: Preprocessing of images (`qdq list`).
+        classes: Names of the model's classes in the order of its outputs; empty: those of the labels.
+        samples: Maximum number of calibration samples; None: all. ModelOpt's README advises 500 or more for CNNs and
+            ViTs.
+        count: Maximum number of images of the evaluation; None: all.
+        shapes: Static shapes by input name, if more than the batch is dynamic. Batch sizes of an engine override
             their first number.
         dims: Sizes of dynamic dimensions by symbol, such as {time: 128}.
     """
 
     test_data_sources: TestDataSources | None = None
-    batch_size: Annotated[int, Field(ge=1)] = 1
+    batch_size: Count = 1
     calibration_data: str | None = None
     preprocess: PluginSpec | None = None
     classes: _tuple_of(str) = ()  # type: ignore[valid-type]
-    samples: Annotated[int, Field(ge=1)] | None = 512
-    count: Annotated[int, Field(ge=1)] | None = None
+    samples: Count | None = 512
+    count: Count | None = None
     shapes: dict[str, str] = {}
-    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
+    dims: dict[str, Count] = {}
 
 
 def _normalize_data_type(value: Any) -> Any:
     if isinstance(value, str) and value.upper() in ("INT8", "FP8"):
         raise ValueError(
             f"FP16, BF16, TF32 or FP32, but got {value!r}: scales come with the Q/DQ pairs of the ONNX file, so "
-            "quantize it first (qdq quantize) and name here what the other layers run in"
+            "quantize it first (qdq quantize) and give here the precision of the other layers"
         )
     return DATA_TYPE_NAMES.get(normalize_float_precision(value), value) if isinstance(value, str) else value
 
@@ -202,16 +205,16 @@ class TensorRTOptions(_SpecModel):
     """Section `gen_trt_engine.tensorrt`.
 
     Attributes:
-        data_type: What everything outside of Q/DQ pairs runs in.
+        data_type: Precision of everything outside of Q/DQ pairs.
         workspace_size: In MB (2^20 bytes).
-        min_batch_size: Of the optimization profile, where the model's batch is dynamic.
+        min_batch_size: Batch sizes of the optimization profile, if the batch of the model is dynamic.
     """
 
     data_type: Annotated[Literal["FP16", "BF16", "TF32", "FP32"], BeforeValidator(_normalize_data_type)] = "FP16"
-    workspace_size: Annotated[int, Field(ge=1)] = 1024
-    min_batch_size: Annotated[int, Field(ge=1)] = 1
-    opt_batch_size: Annotated[int, Field(ge=1)] = 1
-    max_batch_size: Annotated[int, Field(ge=1)] = 1
+    workspace_size: Count = 1024
+    min_batch_size: Count = 1
+    opt_batch_size: Count = 1
+    max_batch_size: Count = 1
 
     @model_validator(mode="after")
     def _ascending(self) -> TensorRTOptions:
@@ -233,12 +236,12 @@ class EvaluateSection(_SpecModel):
     """Section `evaluate`.
 
     Attributes:
-        trt_engine: An engine that `qdq gen-trt-engine` built; either this or `onnx_file`.
+        trt_engine: An engine of `qdq gen-trt-engine`; either this or `onnx_file`.
         onnx_file: A model, built for the evaluation.
-        backend: Runtime of `onnx_file`; by default ONNX Runtime without its optimizers, which does what the Q/DQ pairs
-            say, in any precision.
-        evaluator: By default mAP for labels in COCO's form, top-1 for lines "FILENAME CLASS" and for arrays.
-        decode: Decoder of a detector; by default found by the shapes of its outputs.
+        backend: Runtime of `onnx_file`; default ONNX Runtime without its optimizers, which emulates Q/DQ pairs of any
+            precision.
+        evaluator: Default mAP for labels in COCO format, top-1 for lines "FILENAME CLASS" and for arrays.
+        decode: Decoder of a detector; None: found by the shapes of its outputs.
     """
 
     trt_engine: str | None = None
@@ -255,7 +258,7 @@ class EvaluateSection(_SpecModel):
 
 
 class Spec(_SpecModel):
-    """A spec file; each command wants its own section and leaves the others alone."""
+    """Spec file; each command needs its own section and ignores the others."""
 
     quantize: QuantizeSection | None = None
     gen_trt_engine: EngineSection | None = None
@@ -268,23 +271,21 @@ def read_spec(path: Path) -> Spec:
     """Read and check a spec file.
 
     Raises:
-        UserError: With file, key, value and what is allowed.
+        UserError: With file, key, value and the allowed values.
     """
     try:
         if path.stat().st_size > MAX_SPEC_BYTES:
-            raise UserError(
-                f"{path}: more than {MAX_SPEC_BYTES} bytes are no spec file, which is YAML text; {EXAMPLES_HINT}"
-            )
+            raise UserError(f"{path}: not a spec file: more than {MAX_SPEC_BYTES} bytes; {EXAMPLES_HINT}")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is no spec file, which is YAML text; {EXAMPLES_HINT}") from error
+        raise UserError(f"{path}: not a spec file, which is YAML text; {EXAMPLES_HINT}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     return parse_spec(text, str(path))
 
 
 def parse_spec(text: str, source: str) -> Spec:
-    """Check a spec given as YAML text; `source` names it in messages."""
+    """Check a spec given as YAML text; `source` is its name in messages."""
     try:
         return Spec.model_validate(read_yaml_mapping(text, source, "a spec file"))
     except ValidationError as error:
@@ -292,11 +293,7 @@ def parse_spec(text: str, source: str) -> Spec:
 
 
 def require_section(found: T | None, name: str, source: str) -> T:
-    """A section that a command cannot do without.
-
-    Raises:
-        UserError: It is not there.
-    """
+    """Return a section, or raise `UserError` if the file does not have it."""
     if found is None:
         raise UserError(f"{source}: there is no section {name!r}; {EXAMPLES_HINT}")
     return found

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from harness.accuracy.data.preprocess import open_preprocess
 from harness.cli.main import app
-from harness.compat.tao_specs.calib_data import input_size, write_calibration
+from harness.compat.tao_specs.dataset import input_size, write_calibration
 from harness.errors import UserError
 
 
@@ -36,30 +36,28 @@ def test_the_size_of_the_inputs(detector: Path) -> None:
     assert input_size("nanodet", None, None) == (320, 320)
     assert input_size("array", "96x128", None) == (96, 128)
     assert input_size("array", None, str(detector)) == (128, 128)
-    with pytest.raises(UserError, match=r"--preprocess array: say the size of the inputs"):
-        input_size("array", None, None)
-    with pytest.raises(UserError, match=r"no preprocessing is called 'yolo11'; did you mean 'yolox'"):
-        input_size("yolo11", None, None)
-    with pytest.raises(UserError, match=r"--size and --model: give one"):
-        input_size("array", "8x8", str(detector))
-    with pytest.raises(UserError, match=r"--size: height and width, such as 640x640, but got '1x3x8x8'"):
-        input_size("array", "1x3x8x8", None)
+    for preprocess, size, model, problem in (
+        ("array", None, None, r"--preprocess array: .*--size 640x640 or --model"),
+        ("yolo11", None, None, r"no preprocessing is called 'yolo11'; did you mean 'yolox'"),
+        ("array", "8x8", str(detector), r"--size and --model: give one"),
+        ("array", "1x3x8x8", None, r"--size: height and width, such as 640x640, but got '1x3x8x8'"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            input_size(preprocess, size, model)
 
 
 def test_what_cannot_be_written(coco: Path, tmp_path: Path) -> None:
-    array = {"use": "ultralytics", "params": {}}
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "bad"):
+        (tmp_path / name).mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"IMAGES: no images \(.*\) in .*empty"):
-        write_calibration(tmp_path / "empty", tmp_path / "c.npy", array, (32, 32), 1)
-    with pytest.raises(UserError, match=r"a .npy file is written"):
-        write_calibration(coco / "train2017", tmp_path / "c.npz", array, (32, 32), 1)
-    with pytest.raises(UserError, match=r"cannot be written"):
-        write_calibration(coco / "train2017", tmp_path / "file" / "c.npy", array, (32, 32), 1)
-    with pytest.raises(UserError, match=r"no preprocessing is called 'yolo'"):
-        write_calibration(coco / "train2017", tmp_path / "c.npy", {"use": "yolo", "params": {}}, (32, 32), 1)
-    (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"x.png: cannot be read as an image"):
-        write_calibration(tmp_path / "bad", tmp_path / "c.npy", array, (32, 32), 1)
+    for images, output, preprocess, problem in (
+        (tmp_path / "empty", "c.npy", "ultralytics", r"IMAGES: no images \(.*\) in .*empty"),
+        (coco / "train2017", "c.npz", "ultralytics", r"\.npy file"),
+        (coco / "train2017", "file/c.npy", "ultralytics", r"cannot be written"),
+        (coco / "train2017", "c.npy", "yolo", r"no preprocessing is called 'yolo'"),
+        (tmp_path / "bad", "c.npy", "ultralytics", r"x.png: cannot be read as an image"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            write_calibration(images, tmp_path / output, {"use": preprocess, "params": {}}, (32, 32), 1)
     assert not list(tmp_path.glob("c.npy*"))

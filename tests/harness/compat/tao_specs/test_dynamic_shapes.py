@@ -9,16 +9,14 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from spec_runs import layer, quantize_model
 
 from harness.compat.tao_specs import ptq as command
-from harness.compat.tao_specs.quantize import QuantizationResult, quantize
-from harness.compat.tao_specs.sensitivity import rank_layers
-from harness.compat.tao_specs.spec import parse_spec, require_section
+from harness.compat.tao_specs.comparison import rank_layers
+from harness.compat.tao_specs.quantize import QuantizationResult
 from harness.errors import UserError
 from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.progress import NullProgress
-
-LAYERS = "{module_name: MatMul, weights: {dtype: int8}, activations: {dtype: int8}}"
 
 
 def saved(nodes: list[Any], inputs: list[Any], weights: dict[str, Any], path: Path) -> Path:
@@ -40,10 +38,8 @@ def tokens(path: Path, names: tuple[str, ...] = ("input_ids",), dims: Any = ("ba
 
 
 def run_quantize(model: Path, data: Path, folder: Path, loader: Any = None) -> QuantizationResult:
-    text = f"quantize: {{model_path: {model}, backend: qdq, layers: [{LAYERS}]}}\n"
-    text += f"dataset: {{calibration_data: {data}}}\n" if loader is None else ""
-    spec = parse_spec(text, "s")
-    return quantize(require_section(spec.quantize, "", ""), spec.dataset, folder, folder / "results", loader)
+    dataset = f"calibration_data: {data}" if loader is None else ""
+    return quantize_model(model, folder, layer("MatMul"), dataset=dataset, loader=loader)
 
 
 @pytest.fixture
@@ -95,8 +91,8 @@ def test_ptq_takes_the_shape_of_images(
 
 @pytest.mark.parametrize(("arrays", "message"), [
     ({"input_ids": (3, 12, 4, 4)}, "a sample of 'input_ids' is 12 x 4 x 4, but the input takes"),
-    ({"other": (3, 12)}, "'input_ids' is .* no array for it: say --dim seq=128, or --cal.*_shapes input_ids:1x128"),
-    ({}, "'input_ids' is .*: say --dim seq=128, or --calibration_shapes input_ids:1x128"),
+    ({"other": (3, 12)}, "'input_ids' is .* no array for it: give --dim seq=128, or --cal.*_shapes input_ids:1x128"),
+    ({}, "'input_ids' is .*: give --dim seq=128, or --calibration_shapes input_ids:1x128"),
 ])  # fmt: skip
 def test_arrays_that_do_not_tell_the_sizes(
     tmp_path: Path, modelopt: list[Any], arrays: dict[str, tuple[int, ...]], message: str

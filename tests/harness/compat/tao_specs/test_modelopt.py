@@ -1,4 +1,4 @@
-"""What ModelOpt is told for a spec or a command line; and, slowly, that it does it."""
+"""Arguments of ModelOpt for a spec or a command line, and (slow tests) their effect."""
 
 from __future__ import annotations
 
@@ -10,30 +10,24 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from typer.testing import CliRunner
+from small import qdq
+from spec_runs import E4M3, E5M2, INT8, NATIVE, layer, quantize_spec
 
-from harness.cli.main import app
-from harness.compat.tao_specs import modelopt_arguments as told
+from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
-from harness.compat.tao_specs.calib_data import input_size
-from harness.compat.tao_specs.presets import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS
-from harness.compat.tao_specs.quantize import quantize
+from harness.compat.tao_specs.dataset import input_size
+from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS
 from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.read_edges import read_qdq_edges
 from harness.graph.signature import read_signature
 
-INT8 = "weights: {dtype: int8}, activations: {dtype: int8}"
-E4M3 = "weights: {dtype: fp8_e4m3fn}, activations: {dtype: fp8_e4m3fn}"
-E5M2 = "weights: {dtype: fp8_e5m2}, activations: {dtype: fp8_e5m2}"
-NATIVE = "weights: {dtype: native}, activations: {dtype: native}"
-
 
 def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:
     spec = parse_spec(f"quantize:\n  model_path: {model}\n  layers: [{layers}]\n{extra}", "s")
     found = require_section(spec.quantize, "quantize", "s")
-    return told.make_modelopt_arguments(found, found.layers, read_signature(model).nodes)
+    return modelopt_arguments.make_modelopt_arguments(found, found.layers, read_signature(model).nodes)
 
 
 def test_its_interface_is_read_without_importing_it() -> None:
@@ -41,7 +35,7 @@ def test_its_interface_is_read_without_importing_it() -> None:
 
     real = inspect.signature(theirs).parameters
     plain = {name: p.default for name, p in real.items() if p.kind is not p.VAR_KEYWORD}
-    found = dict(told.modelopt_parameters())
+    found = dict(modelopt_arguments.modelopt_parameters())
     assert found.keys() == plain.keys()
     for name, default in plain.items():
         assert found[name] == (None if default is inspect.Parameter.empty else default), name
@@ -61,7 +55,7 @@ def test_its_defaults_are_those_that_it_tells() -> None:
 def test_a_section_in_its_words(small: Path) -> None:
     found = arguments(
         small,
-        f"{{module_name: Conv, {INT8}}}, {{module_name: Gemm, {INT8}}}, {{module_name: Add, {NATIVE}}}",
+        f"{layer('Conv')}, {layer('Gemm')}, {layer('Add', NATIVE)}",
         "  algorithm: entropy\n  skip_names: [/head]\n"
         "  backend_kwargs: {use_external_data_format: true, calibrate_per_node: true, high_precision_dtype: fp32}\n",
     )
@@ -81,19 +75,19 @@ def test_a_section_in_its_words(small: Path) -> None:
 
 def test_native_layers_stay_native_whatever_else_is_left_out(small: Path) -> None:
     extra = "  backend_kwargs: {op_types_to_exclude: [Relu]}\n"
-    found = arguments(small, f"{{module_name: Add, {NATIVE}}}, {{module_name: '*', {INT8}}}", extra)
+    found = arguments(small, f"{layer('Add', NATIVE)}, {layer('*')}", extra)
     assert found["op_types_to_exclude"] == ["Add", "Relu"]
 
 
 @pytest.mark.parametrize(("algorithm", "method"), [("minmax", "max"), ("max", "max"), ("entropy", "entropy")])
 def test_algorithms(algorithm: str, method: str, small: Path) -> None:
-    found = arguments(small, f"{{module_name: '*', {INT8}}}", f"  algorithm: {algorithm}\n")
+    found = arguments(small, layer("*"), f"  algorithm: {algorithm}\n")
     assert found["calibration_method"] == method
     assert "op_types_to_quantize" not in found  # "*": its own defaults
 
 
 def test_names_of_nodes_are_expressions_that_match_them_alone(small: Path) -> None:
-    found = arguments(small, f"{{module_name: /backbone/conv1/*, {INT8}}}")
+    found = arguments(small, layer("/backbone/conv1/*"))
     assert found["op_types_to_quantize"] == ["Conv"]
     assert found["nodes_to_quantize"] == ["/backbone/conv1/Conv$"]
 
@@ -101,8 +95,8 @@ def test_names_of_nodes_are_expressions_that_match_them_alone(small: Path) -> No
 @pytest.mark.parametrize(
     ("layers", "mode", "said"),
     [
-        (f"{{module_name: Conv, {INT8}}}, {{module_name: Gemm, {E4M3}}}", "int8", "it applies the first, int8, to all"),
-        (f"{{module_name: Conv, {E5M2}}}", "fp8", "ModelOpt writes FP8 as E4M3 whichever is asked"),
+        (f"{layer('Conv')}, {layer('Gemm', E4M3)}", "int8", "it applies the first, int8, to all"),
+        (layer("Conv", E5M2), "fp8", "ModelOpt writes FP8 only as E4M3"),
         ("{module_name: Conv, weights: {dtype: int8}}", "int8", "quantizes weights and activations alike"),
     ],
 )
@@ -124,12 +118,12 @@ def test_what_it_cannot_do_is_said(layers: str, mode: str, said: str, small: Pat
 )
 def test_backend_kwargs_are_checked_before_it_starts(extra: str, said: str, small: Path) -> None:
     with pytest.raises(UserError, match=said):
-        arguments(small, f"{{module_name: Conv, {INT8}}}", f"  backend_kwargs: {extra}\n")
+        arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
 
 
 def test_layers_that_match_nothing(small: Path) -> None:
     with pytest.raises(UserError, match=r"no entry matches any node of the model"):
-        arguments(small, f"{{module_name: LSTM, {INT8}}}")
+        arguments(small, layer("LSTM"))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +134,8 @@ def test_layers_that_match_nothing(small: Path) -> None:
     ],
 )  # fmt: skip
 def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(told, "describe_environment", lambda: {"gpus": gpus})
-    assert told.execution_providers(device) == eps
+    monkeypatch.setattr(modelopt_arguments, "describe_environment", lambda: {"gpus": gpus})
+    assert modelopt_arguments.execution_providers(device) == eps
     missing = device != "cpu" and not gpus
     assert (f"device: {device}: there is no NVIDIA GPU here" in caplog.text) == missing
 
@@ -201,9 +195,9 @@ def test_presets(small: Path, noise: Path, tmp_path: Path, given: list[dict[str,
 
 
 def test_show_defaults() -> None:
-    done = CliRunner().invoke(app, ["ptq", "--show-defaults"])
-    assert "activations: Softmax, Sigmoid, Tanh" in done.output
-    assert "extreme_int8" in done.output
+    lines = command.run_ptq(["--show-defaults"])
+    assert "  activations: Softmax, Sigmoid, Tanh" in lines
+    assert any("extreme_int8" in line for line in lines)
 
 
 def test_the_result_lies_beside_the_model_by_default(
@@ -227,7 +221,7 @@ def test_the_result_lies_beside_the_model_by_default(
             ["--calibration_eps", "gpu"],
             "--calibration_eps: any of NvTensorRtRtx, trt, cuda:x, dml:x, cpu, but got 'gpu'",
         ),
-        (["--calibration_data", "."], "is a folder; 'qdq calib-data . -o calib.npy --preprocess NAME' makes one"),
+        (["--calibration_data", "."], "is a folder; 'qdq calib-data . -o calib.npy --preprocess NAME' writes one"),
         (["--trt_plugins", "none.so"], "none.so: no such file"),
         (["--output_path", "o.trt"], "--output_path: a name that ends in .onnx, but got o.trt"),
         (["--calibration_shapes", "1x3x8x8"], "--calibration_shapes: NAME:1x3x256x256"),
@@ -261,12 +255,12 @@ def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
     g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
     asked = ["--onnx_path", str(g.save(tmp_path / "wide.onnx"))]
     with pytest.raises(
-        UserError, match=r"Nx3xHxW: say --dim H=640 --dim W=640, or --calibration_shapes images:1x3x640x640"
+        UserError, match=r"Nx3xHxW: give --dim H=640 --dim W=640, or --calibration_shapes images:1x3x640x640"
     ):
         command.run_ptq(asked)
     with pytest.raises(UserError, match=r"--calibration_shapes image: the model has no such input; did you mean"):
         command.run_ptq([*asked, "--calibration_shapes", "image:1x3x8x8"])
-    with pytest.raises(UserError, match=r"say its height and width instead, such as --size 640x640"):
+    with pytest.raises(UserError, match=r"its height and width instead, such as --size 640x640"):
         input_size("array", None, str(tmp_path / "wide.onnx"))
 
 
@@ -276,16 +270,15 @@ def test_the_first_dtype_is_applied_to_all_and_warned(small: Path, noise: Path, 
 quantize:
   model_path: {small}
   backend: modelopt.onnx
-  layers: [{{module_name: Conv, {INT8}}}, {{module_name: Gemm, {E4M3}}}]
+  layers: [{layer("Conv", INT8)}, {layer("Gemm", E4M3)}]
   skip_names: [/backbone/conv2]
   backend_kwargs: {{high_precision_dtype: fp32, calibrate_per_node: true}}
 dataset: {{calibration_data: {noise}, samples: 1}}
 results_dir: out
 """
-    spec = parse_spec(text, "s")
-    found = quantize(require_section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path / "out")
+    found = quantize_spec(text, tmp_path)
     precisions = {edge.consumer: p for edge, p in read_qdq_edges(onnx.load(found.path)).items()}
-    assert found.path == tmp_path / "out/quantized_model.onnx"
+    assert found.path == tmp_path / "results/quantized_model.onnx"
     assert precisions["/backbone/conv1/Conv"] == "int8"
     assert "/backbone/conv2/Conv" not in precisions
     assert set(precisions.values()) == {"int8"}
@@ -306,14 +299,13 @@ def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "int4.onnx").exists()
 
 
-def test_int4_of_a_matmul(tmp_path: Path) -> None:
+def test_int4_of_a_matmul(tmp_path: Path, capsys: Any) -> None:
     g = GraphBuilder("linear", opset=19, seed=1)
     g.output(g.linear(g.input("x", (1, 8, 256)), 256, bias=False), name="y")
     model = g.save(tmp_path / "linear.onnx")
     np.save(tmp_path / "calib.npy", np.random.default_rng(0).normal(size=(2, 8, 256)).astype(np.float32))
-    done = CliRunner().invoke(app, [
+    assert not qdq(
         "ptq", "--onnx_path", str(model), "--quantize_mode", "int4", "--calibration_method", "rtn_dq",
         "--calibration_data", str(tmp_path / "calib.npy"), "--output_path", str(tmp_path / "int4.onnx"),
-    ], catch_exceptions=False)  # fmt: skip
-    assert done.exit_code == 0
-    assert "1 int4" in done.output
+    )  # fmt: skip
+    assert "1 int4" in capsys.readouterr().out

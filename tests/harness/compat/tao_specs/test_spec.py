@@ -1,4 +1,4 @@
-"""What a spec file may say, and what is said about one that is wrong."""
+"""Spec files: valid keys and values, and messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -103,13 +103,16 @@ def test_defaults_are_those_of_the_document() -> None:
         (quantize("  mode: weight_only_ptq"), "quantize.mode: Input should be 'static_ptq'"),
         (
             quantize("  backend: modelopt.pytorch"),
-            "'modelopt.pytorch', which takes PyTorch modules, no ONNX files; 'qdq'",
+            "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch'",
         ),
         (quantize("  backend: modelopt"), "Input should be 'modelopt.onnx' or 'qdq', but got 'modelopt'; did you mean"),
         (quantize("  device: gpu"), "quantize.device: cpu, cuda, cuda:N or trt, but got 'gpu'"),
         (quantize("  preset: rtdter"), "no preset is called 'rtdter'; did you mean 'rtdetr'"),
         (quantize(layers="[]"), "at least one entry is required, for instance {module_name: Conv"),
-        (quantize("  preset: extreme_int8"), "'extreme_int8' says itself what is quantized; leave layers out"),
+        (
+            quantize("  preset: extreme_int8"),
+            "'extreme_int8' sets the quantized operators",
+        ),
         (
             "gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {data_type: INT8}}",
             "FP16, BF16, TF32 or FP32, but got 'INT8': scales come with the Q/DQ pairs of the ONNX file",
@@ -170,13 +173,13 @@ def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none.yaml: cannot be read"):
         read_spec(tmp_path / "none.yaml")
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04\xff")
-    with pytest.raises(UserError, match=r"model.pt: is no spec file, which is YAML text; experiments/specs has one"):
+    with pytest.raises(UserError, match=r"model.pt: not a spec file.*experiments/specs"):
         read_spec(tmp_path / "model.pt")
     with pytest.raises(UserError, match=r"cannot be read: Is a directory"):
         read_spec(tmp_path)
     large = tmp_path / "large.yaml"
     large.write_text("# " + "x" * (1 << 20))
-    with pytest.raises(UserError, match=r"more than 1048576 bytes are no spec file"):
+    with pytest.raises(UserError, match=r"not a spec file: more than 1048576 bytes"):
         read_spec(large)
 
 

@@ -1,0 +1,335 @@
+"""Data of section `dataset`: labelled data, calibration data, data loaders, and calibration files from images."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from harness import registry
+from harness.accuracy.data.arrays import UNNAMED_ARRAY, ArrayDataset
+from harness.accuracy.data.batching import (
+    RANDOM_DATA,
+    InputBatches,
+    describe_sample_count,
+    image_input,
+    image_size,
+    make_array_batches,
+    make_batches,
+    random_batches,
+)
+from harness.accuracy.data.datasets import ImageDataset, open_data, open_images, spread_indices
+from harness.accuracy.data.preprocess import Size, open_preprocess
+from harness.api import Array
+from harness.compat.tao_specs.model_file import (
+    SampleShapes,
+    ShapeOptionNames,
+    locate_spec_file,
+    name_write_errors,
+    open_onnx_file,
+    static_inputs,
+)
+from harness.compat.tao_specs.spec import DatasetSection
+from harness.errors import UserError
+from harness.graph.passes.static_shapes import parse_shape
+from harness.random_inputs import InputTypes
+
+__all__ = [
+    "ADVISED_SAMPLE_COUNT", "calibration_feeds", "data_keys", "input_size", "labelled_data", "loader_feeds",
+    "map_error_keys", "open_calibration_data", "peek_sample_shapes", "sample_shapes", "write_calibration",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+ADVISED_SAMPLE_COUNT = 500  # for CNNs and ViTs, by ModelOpt's ONNX PTQ README
+CALIBRATION_KEY = "dataset.calibration_data"
+RANDOM_BATCH_COUNT = 8
+#: Keys of batches that are mappings, in TAO's data loaders.
+SINGLE_INPUT_KEYS, STEREO_INPUT_KEYS = ("input", "data", "x", "images"), ("images_left", "images_right")
+#: Key of a spec by key of the harness's `data` mapping, for images and for arrays.
+IMAGE_SPEC_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "images": "dataset.test_data_sources.image_dir",
+        "labels": "dataset.test_data_sources.json_file",
+        "classes": "dataset.classes",
+        "count": "dataset.count",
+    }
+)
+ARRAY_SPEC_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "path": "dataset.test_data_sources.arrays",
+        "labels": "dataset.test_data_sources.labels",
+        "classes": "dataset.classes",
+        "count": "dataset.count",
+    }
+)
+DATA_KEY_PATTERN = re.compile(r"(?<![\w/])data\.(\w+)(?![\w./])")
+#: Usual inputs of models with these preprocessings; YOLOX-Nano and -Tiny have 416 x 416.
+DEFAULT_INPUT_SIZES: Mapping[str, Size] = MappingProxyType(
+    {
+        "ultralytics": (640, 640), "rtdetr": (640, 640), "yolox": (640, 640), "nanodet": (320, 320),
+        "torch_imagenet": (224, 224), "tf_imagenet": (224, 224),
+    }
+)  # fmt: skip
+MODEL_OPTION_NAMES = ShapeOptionNames(key="--model", remedy="its height and width instead, such as --size 640x640")
+
+
+def data_keys(dataset: DatasetSection) -> Mapping[str, str]:
+    """Return the key of the spec by key of the `data` mapping."""
+    sources = dataset.test_data_sources
+    return IMAGE_SPEC_KEYS if sources is None or sources.arrays is None else ARRAY_SPEC_KEYS
+
+
+def labelled_data(dataset: DatasetSection) -> dict[str, Any]:
+    """Return the labelled data as a `data` mapping for evaluators.
+
+    Raises:
+        UserError: There are no data or no labels.
+    """
+    keys, section = data_keys(dataset), dataset.model_dump(exclude_defaults=True)
+    values = {name: _value_at(section, key.split(".")[1:]) for name, key in keys.items()}
+    found: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value
+    }
+    if keys is IMAGE_SPEC_KEYS:
+        if not {"images", "labels"} <= found.keys():
+            raise UserError(
+                "dataset.test_data_sources: image_dir and json_file are needed, the images and their labels (.json in "
+                "COCO format, or .txt with lines 'FILENAME CLASS'), or arrays and labels (a .npz file and the name of "
+                "an array in it)"
+            )
+        return {"use": "images", **found}
+    suffix = Path(found["path"]).suffix
+    if suffix not in (".npz", ".npy"):
+        raise UserError(f"{keys['path']}: a .npz or .npy file, but got {found['path']}")
+    return {"use": suffix[1:], **found}
+
+
+def _value_at(section: Mapping[str, Any], path: Sequence[str]) -> Any:
+    for name in path[:-1]:
+        section = section.get(name, {})
+    return section.get(path[-1])
+
+
+@contextmanager
+def map_error_keys(keys: Mapping[str, str], source: str = "") -> Iterator[None]:
+    """Replace keys of a `data` mapping in error messages by keys of the spec.
+
+    Args:
+        keys: Key of the spec by key of the mapping.
+        source: Prefix of the message.
+    """
+    try:
+        yield
+    except UserError as error:
+        text = DATA_KEY_PATTERN.sub(lambda match: keys.get(match[1], match[0]), str(error))
+        raise UserError(f"{source}: {text}" if source else text) from error
+
+
+def open_calibration_data(
+    dataset: DatasetSection, base: Path, key: str = CALIBRATION_KEY
+) -> ImageDataset | ArrayDataset | None:
+    """Open `calibration_data`, else the evaluation's data; return None, with a warning, without either.
+
+    Args:
+        dataset: The section.
+        base: Folder that relative paths start from.
+        key: Option or key of the data in messages.
+
+    Raises:
+        UserError: The data are missing or invalid, or images have no preprocessing.
+    """
+    place, sources = _calibration_place(dataset), dataset.test_data_sources
+    if place is None:
+        logger.warning(
+            "%s: not given, so random numbers are used (dummy data): do not trust any accuracy of this model; "
+            "give a folder of images, a .npy or an .npz file ('qdq calib-data' makes one)", key,
+        )  # fmt: skip
+        return None
+    if place != dataset.calibration_data:
+        logger.warning(
+            "%s: not given, so test_data_sources are used; the accuracy on them is better than on other data", key
+        )
+    path = locate_spec_file(place, base, key)
+    if not path.is_dir() and path.suffix not in (".npy", ".npz"):
+        raise UserError(f"{key}: a folder of images, a .npy or an .npz file, but got {path.name}")
+    data = {"use": "images", "images": str(path)} if path.is_dir() else {"use": path.suffix[1:], "path": str(path)}
+    if sources is not None and sources.labels is not None and place == sources.arrays:
+        data["labels"] = sources.labels
+    if path.is_dir() and dataset.preprocess is None:
+        raise UserError(f"dataset.preprocess: {place} holds images; give their preprocessing, such as 'yolox'")
+    with map_error_keys({"images": key, "path": key}):
+        return open_data(data, base, dataset.samples, spread=True)
+
+
+def _calibration_place(dataset: DatasetSection) -> str | None:
+    sources = dataset.test_data_sources
+    return dataset.calibration_data or (sources and (sources.image_dir or sources.arrays)) or None
+
+
+def calibration_feeds(
+    dataset: DatasetSection, data: ImageDataset | ArrayDataset | None, inputs: InputTypes
+) -> tuple[InputBatches, str]:
+    """Return batches of the data, or of random numbers for None, and their description.
+
+    Raises:
+        UserError: The data do not fit the inputs.
+    """
+    if data is None:
+        return random_batches(inputs, RANDOM_BATCH_COUNT), RANDOM_DATA
+    used, limit = dataset.preprocess, dataset.samples if "samples" in dataset.model_fields_set else None
+    preprocess = None if used is None else open_preprocess({"use": used.use, "params": used.params})
+    description = describe_sample_count(data, limit, str(_calibration_place(dataset)))
+    return make_batches(data, preprocess, inputs), description
+
+
+def sample_shapes(data: ImageDataset | ArrayDataset | None, names: Sequence[str]) -> SampleShapes | None:
+    """Return the shape of one sample by input, or None for data other than arrays."""
+    if not isinstance(data, ArrayDataset):
+        return None
+    unnamed = data.arrays.get(UNNAMED_ARRAY)
+    arrays = data.arrays if unnamed is None else dict.fromkeys(names[:1], unnamed)
+    return SampleShapes(data.source, {name: array.shape[1:] for name, array in arrays.items()})
+
+
+def peek_sample_shapes(loader: Iterable[Any], names: Sequence[str]) -> tuple[SampleShapes, Iterator[Any]]:
+    """Return the shape of one sample by input from the first batch of a data loader, and all its batches."""
+    batches = iter(loader)
+    first = list(itertools.islice(batches, 1))
+    shapes = {n: array.shape[1:] for batch in first for n, array in _batch_to_feed(batch, names, 1).items()}
+    return SampleShapes("calibration batch 1", shapes), itertools.chain(first, batches)
+
+
+def loader_feeds(loader: Iterable[Any], inputs: InputTypes) -> Iterator[dict[str, Array]]:
+    """Yield the batches of a data loader as inputs of a model, in its batch size.
+
+    A batch is an array or a tensor, a tuple or list whose first element is one, or a mapping with the model's input
+    names, with `images_left` and `images_right` for two inputs, or with one of the keys input, data, x, images.
+
+    Raises:
+        UserError: A batch has another form, or does not fit the inputs.
+    """
+    for number, batch in enumerate(loader, start=1):
+        feed, source = _batch_to_feed(batch, tuple(inputs), number), f"calibration batch {number}"
+        rows = {name: len(array) for name, array in feed.items()}
+        if len(set(rows.values())) > 1:
+            raise UserError(f"{source}: inputs of one batch have different numbers of samples: {rows}")
+        count = next(iter(rows.values()), 0)
+        yield from make_array_batches(ArrayDataset(arrays=feed, fingerprint="", source=source), inputs, count)
+
+
+def _batch_to_feed(batch: Any, names: Sequence[str], number: int) -> dict[str, Array]:
+    if isinstance(batch, Mapping):
+        return _select_inputs(batch, names, number)
+    if isinstance(batch, tuple | list):
+        if not batch:
+            raise UserError(f"calibration batch {number}: an empty {type(batch).__name__}")
+        return _batch_to_feed(batch[0], names, number)
+    if len(names) != 1:
+        raise UserError(
+            f"calibration batch {number}: one array, but the model has the inputs {', '.join(map(repr, names))}; "
+            "give a mapping with these names"
+        )
+    return {names[0]: _to_array(batch, number)}
+
+
+def _select_inputs(batch: Mapping[str, Any], names: Sequence[str], number: int) -> dict[str, Array]:
+    """Return the arrays of a mapping by input name."""
+    single = next((key for key in SINGLE_INPUT_KEYS if key in batch), None)
+    if all(name in batch for name in names):
+        keys: Sequence[str] = names
+    elif len(names) == 2 and all(key in batch for key in STEREO_INPUT_KEYS):
+        names, keys = sorted(names, key=lambda name: "right" in name.lower()), STEREO_INPUT_KEYS
+    elif len(names) == 1 and single is not None:
+        keys = [single]
+    else:
+        raise UserError(
+            f"calibration batch {number}: a mapping with the keys {', '.join(map(repr, batch))}, but expected are "
+            f"{', '.join(map(repr, names))}, or for one input one of {', '.join(SINGLE_INPUT_KEYS)}"
+        )
+    return {name: _to_array(batch[key], number) for name, key in zip(names, keys, strict=True)}
+
+
+def _to_array(value: Any, number: int) -> Array:
+    """Return a NumPy array; tensors of any device are copied to the host."""
+    for step in ("detach", "cpu", "numpy"):
+        value = getattr(value, step)() if hasattr(value, step) else value
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub" or not array.ndim:
+        raise UserError(f"calibration batch {number}: an array of numbers is needed, but got {type(value).__name__}")
+    return array
+
+
+def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
+    """Return height and width of the inputs: those of the model, as given, or usual for the preprocessing.
+
+    Args:
+        preprocess: Name of the preprocessing.
+        size: "640x640", height first.
+        model: ONNX file.
+
+    Raises:
+        UserError: Both size and model are given, neither gives a size, or the preprocessing is unknown.
+    """
+    if size is not None and model is not None:
+        raise UserError("--size and --model: give one of them")
+    if model is not None:
+        types = static_inputs(open_onnx_file(model, Path.cwd(), "--model")[1], {}, names=MODEL_OPTION_NAMES)
+        name = image_input(types)
+        return image_size(name, types[name][1])
+    if size is not None:
+        found = parse_shape(size, "--size")
+        if len(found) != 2:
+            raise UserError(f"--size: height and width, such as 640x640, but got {size!r}")
+        return found
+    registry.find_entry_point("preprocessing", preprocess)
+    if preprocess not in DEFAULT_INPUT_SIZES:
+        raise UserError(f"--preprocess {preprocess}: give the input size by --size 640x640 or --model FILE.onnx")
+    return DEFAULT_INPUT_SIZES[preprocess]
+
+
+def write_calibration(
+    images: Path, output: Path, preprocess: Mapping[str, Any], size: Size, samples: int
+) -> tuple[int, int]:
+    """Write a `.npy` file of shape samples x 3 x height x width, float32, with one image in memory at a time.
+
+    Args:
+        images: Folder of images, taken evenly spread in the order of their names.
+        output: The file; written completely or not at all.
+        preprocess: `{use: NAME, params: {...}}`.
+        size: Height and width of the inputs.
+        samples: Maximum number of samples.
+
+    Returns:
+        Number of samples, and of images in the folder.
+
+    Raises:
+        UserError: An image cannot be read, there is none, or the file cannot be written.
+    """
+    if output.suffix != ".npy":
+        raise UserError(f"-o {output}: the name of a .npy file is needed")
+    prepare = open_preprocess(preprocess)
+    with map_error_keys({"images": "IMAGES"}):
+        data = open_images({"use": "images", "images": str(images)})
+    chosen = spread_indices(len(data), samples)
+    part = output.with_name(f"{output.name}.{os.getpid()}.part")
+    with name_write_errors(f"-o {output}"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(len(chosen), 3, *size))
+            for row, index in enumerate(chosen):
+                file[row] = prepare.prepare(data.image(index), size).tensor
+            file.flush()
+            del file
+            part.replace(output)
+        finally:
+            part.unlink(missing_ok=True)
+    return len(chosen), len(data)

@@ -1,0 +1,189 @@
+"""Selection of nodes by `layers` and `skip_names`, and the presets of the reference documents."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from harness.errors import suggest_names
+
+__all__ = [
+    "DEFAULT_LAYERS_WILDCARD", "DEFAULT_OPERATORS", "FLOAT_BY_DEFAULT", "PRESETS", "HasNameAndOp", "LayerPreset",
+    "assign_layers", "describe_defaults", "match_skip_names",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LAYERS_WILDCARD = "*"  # as `module_name`: the operators that the backend quantizes by default
+MAX_SUGGESTED_MODULES = 8
+
+#: Operators that ModelOpt 0.47 quantizes by default, by mode (docstring of `modelopt/onnx/quantization/quantize.py`).
+DEFAULT_OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "int8": (
+            "Add", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "Gemm", "GlobalAveragePool",
+            "MatMul", "MaxPool", "Mul",
+        ),
+        "fp8": ("Conv", "Gemm", "MatMul"),
+        "int4": ("Gemm", "MatMul"),
+    }
+)  # fmt: skip
+#: Operators that it leaves float for accuracy (how-to on PTQ of YOLO11, section 3.4).
+FLOAT_BY_DEFAULT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "activations": ("Softmax", "Sigmoid", "Tanh"),
+        "structure": ("Concat", "Slice", "Reshape", "Transpose"),
+        "arithmetic, unless fused": ("Add", "Sub", "Mul", "Div"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPreset:
+    """Named choice of layers.
+
+    Attributes:
+        text: Purpose.
+        skip_names: Wildcards over names of nodes that stay native.
+        op_types: Operators to quantize to INT8 instead of `layers`; empty: those of `layers`.
+        expect: Warning about its results, or "".
+    """
+
+    text: str
+    skip_names: tuple[str, ...] = ()
+    op_types: tuple[str, ...] = ()
+    expect: str = ""
+
+
+PRESETS: Mapping[str, LayerPreset] = MappingProxyType(
+    {
+        # TAO documentation, "ModelOpt ONNX Backend (Static PTQ)", section 9.8.8
+        "classifier": LayerPreset(text="classifiers: the last layer stays native", skip_names=("/classifier/*", "/fc")),
+        "rtdetr": LayerPreset(
+            text="RT-DETR: head, encoder and decoder stay native", skip_names=("/head/*", "/encoder/*", "/decoder/*")
+        ),
+        # How-to on PTQ of YOLO11, section 3.4
+        "extreme_int8": LayerPreset(
+            text="every operator that can be forced to INT8: a stress test",
+            op_types=(
+                "Conv", "MatMul", "MaxPool", "Mul", "Add", "Concat", "Sigmoid", "Softmax", "Split", "Transpose",
+                "Reshape", "Slice", "Resize", "Sub", "Div",
+            ),
+            expect=(
+                "extreme INT8 is a stress test, not for deployment: on YOLO11n mAP fell from 0.42 to 0.12 (500 COCO "
+                "images), and TensorRT may fail with an internal error when it builds such a model. Compare it with "
+                "the defaults (qdq evaluate) before you draw conclusions"
+            ),
+        ),
+    }
+)  # fmt: skip
+
+
+def describe_defaults() -> list[str]:
+    """Return lines of text about ModelOpt's defaults and the presets."""
+    lines = ["Quantized by default:"]
+    lines += [f"  {mode}: {', '.join(ops)}" for mode, ops in DEFAULT_OPERATORS.items()]
+    lines.append("Left in high precision by default (force them by --op_types_to_quantize, at your own risk):")
+    lines += [f"  {kind}: {', '.join(ops)}" for kind, ops in FLOAT_BY_DEFAULT.items()]
+    lines.append("Presets:")
+    for name, preset in PRESETS.items():
+        what = f"skip {', '.join(preset.skip_names)}" if preset.skip_names else f"quantize {', '.join(preset.op_types)}"
+        lines.append(f"  {name}: {preset.text} ({what})")
+    return lines
+
+
+class HasNameAndOp(Protocol):
+    """Node of a model or of a signature."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def op(self) -> str: ...
+
+
+class _HasModuleName(Protocol):
+    @property
+    def module_name(self) -> str: ...
+
+
+L = TypeVar("L", bound=_HasModuleName)
+
+
+def match_skip_names(nodes: Sequence[HasNameAndOp], patterns: Iterable[str], key: str = "skip_names") -> frozenset[str]:
+    """Return the names of the nodes that some pattern matches; log a warning for a pattern without a match.
+
+    Args:
+        nodes: Nodes of the model.
+        patterns: Node name, wildcard over names, or module, which means all nodes below it.
+        key: Name of the list in messages.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {node.name for node in nodes if _matches_name(pattern, node.name)}
+        if not matched:
+            logger.warning("%s: %r matches no node; %s", key, pattern, _suggest_node_names(pattern, nodes))
+        found |= matched
+    return frozenset(found)
+
+
+def assign_layers(
+    nodes: Sequence[HasNameAndOp], layers: Sequence[L], default_operators: Iterable[str]
+) -> tuple[L | None, ...]:
+    """Return the first entry of `layers` that matches each node, or None; log a warning for entries without a node.
+
+    Args:
+        nodes: Nodes of the model.
+        layers: Entries in the order of the file.
+        default_operators: Operators that "*" matches.
+    """
+    defaults = frozenset(default_operators)
+    matches = [[i for i, layer in enumerate(layers) if _matches(layer.module_name, node, defaults)] for node in nodes]
+    hits, taken = Counter(i for found in matches for i in found), {found[0] for found in matches if found}
+    for i, layer in enumerate(layers):
+        where, name = f"layers.{i}.module_name", layer.module_name
+        if not hits[i]:
+            operators = {node.op for node in nodes}
+            hint = _suggest_node_names(name, nodes) if "/" in name else suggest_names(name, operators)
+            logger.warning("%s: %r matches no node; %s", where, name, hint)
+        elif i not in taken:
+            logger.warning(
+                "%s: all nodes of %r belong to entries above it; the first match counts, so move it up", where, name
+            )
+    return tuple(layers[found[0]] if found else None for found in matches)
+
+
+def _matches(pattern: str, node: HasNameAndOp, defaults: frozenset[str]) -> bool:
+    if pattern == DEFAULT_LAYERS_WILDCARD:
+        return node.op in defaults
+    return fnmatchcase(node.op, pattern) or _matches_name(pattern, node.name)
+
+
+def _matches_name(pattern: str, name: str) -> bool:
+    return bool(name) and (fnmatchcase(name, pattern) or name.startswith(f"{pattern.rstrip('/')}/"))
+
+
+def _suggest_node_names(pattern: str, nodes: Sequence[HasNameAndOp]) -> str:
+    """Return a hint: similar names of nodes or modules, or else the top modules."""
+    names = [node.name for node in nodes if node.name]
+    if not names:
+        return "the nodes of this model have no names"
+    known = sorted({found for name in names for found in (name, *_parent_modules(name))})
+    close = difflib.get_close_matches(pattern.rstrip("*").rstrip("/"), known, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    # Modules first: exporters give the nodes outside of modules a running number.
+    ordered = sorted(names, key=lambda name: not _parent_modules(name))
+    tops = dict.fromkeys((_parent_modules(name) or [name])[0] for name in ordered)
+    return f"names begin with {', '.join(map(repr, list(tops)[:MAX_SUGGESTED_MODULES]))}"
+
+
+def _parent_modules(name: str) -> list[str]:
+    """Return the modules that contain a node, the outermost first: "/model.0" for "/model.0/Conv"."""
+    return [name[:i] for i, letter in enumerate(name) if letter == "/" and i]
