@@ -44,17 +44,15 @@ class NullProgress:
         """Show nothing."""
 
 
-def format_incumbent(best_ms: float, float_ms: float, *, beside: bool, is_float: bool = False) -> str:
+def format_incumbent(best_ms: float, float_ms: float, *, interleaved: bool, is_float: bool = False) -> str:
     """Describe the incumbent of a search next to the float model.
 
     Args:
         best_ms: Latency of the incumbent.
         float_ms: Latency of the float model on the same scale.
-        beside: Candidates are timed in turns with the float model.
+        interleaved: Candidates are timed in turns with the float model.
         is_float: The incumbent is the float model: a lower reading of it is noise and no gain.
     """
     if is_float or best_ms >= float_ms:
         return f"nothing faster than float's {float_ms:.3f} ms so far"
-    return (
-        f"best {best_ms:.3f} ms, {float_ms / best_ms:.2f}x {'beside' if beside else 'over'} float's {float_ms:.3f} ms"
-    )
+    return f"best {best_ms:.3f} ms, {float_ms / best_ms:.2f}x {'interleaved with' if interleaved else 'over'} float's {float_ms:.3f} ms"

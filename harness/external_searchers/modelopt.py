@@ -64,7 +64,7 @@ class ModelOptAutotune:
 
     def __enter__(self) -> Self:
         folder = self._task.workdir
-        shutil.rmtree(folder, ignore_errors=True)  # it would go on with the state that an ended search left there
+        shutil.rmtree(folder, ignore_errors=True)  # ModelOpt would resume from the state of an earlier search
         folder.mkdir(parents=True)
         (folder / "request.json").write_text(json.dumps(self._request()), encoding="utf-8")
         ours, theirs = socket.socketpair()

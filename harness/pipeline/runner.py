@@ -8,7 +8,7 @@ A results folder holds, for each cell:
     runs/*.jsonl    one journal per search
     runs/*.ended.txt    why a search spent less than its budget; gone when it has gone on to its end
     runs/*.broken.txt   the same of one whose searcher broke, with the end of the traceback where there is one
-    runoff.jsonl    raw samples of the runoff among the best of each search
+    runoff.jsonl    raw samples of the final selection among the best of each search
     rows.json       the finalists: exported files with their hashes, and which method chose which
     accuracy.json   the evaluator's figures of each file
     runtime_check.json  how what the runtime computes compares with what each file says

@@ -44,7 +44,7 @@ __all__ = ["CheckPlan", "RuntimeChecker", "make_check_plan", "runs_no_model"]
 
 CHECK_SAMPLE_COUNT = 4
 MAX_REPORTS = 3
-"""Small models are made of so many wrong models of a task; as a rule they all show the same fault."""
+"""Number of wrong models per task that are reduced to small ones; usually all show the same fault."""
 REPORT_FOLDER_NAME = "wrong_result"
 """Folder, in that of a task, of small models that show a fault."""
 REFERENCE_THREADS = 4

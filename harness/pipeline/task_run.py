@@ -111,8 +111,11 @@ class TaskRun:
             live = mirror_to_optuna(
                 self.folder / OPTUNA_JOURNAL_NAME, name, search.space, self.judge.goal, fresh=not journal.entries
             )
-            beside = self._reference_latency_ms is not None
-            note = partial(format_incumbent, float_ms=baseline_latency(self.folder), beside=beside)
+            note = partial(
+                format_incumbent,
+                float_ms=baseline_latency(self.folder),
+                interleaved=self._reference_latency_ms is not None,
+            )
             ending = run_search(task, executor, journal, _make_trial_callback(step, live, note))
         if ending.broken is not None or search.close_error is None:
             return ending

@@ -174,7 +174,7 @@ def scored_placement(outcome: Outcome, goal: Goal) -> ScoredPlacement | None:
 
 
 MIN_WITNESS_PLACEMENTS = 3
-"""So many placements that are closer to the float model by the proxy bear witness against one that is further away."""
+"""Number of placements closer to the float model by the proxy that suffice to exclude one further away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

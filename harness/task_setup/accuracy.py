@@ -265,7 +265,7 @@ def bound_status(
         value = accuracy.metrics.get(metric, math.nan) if isinstance(accuracy, Accuracy) else math.nan
         if not math.isfinite(value):
             why = f"there is no {metric}" if isinstance(accuracy, Accuracy) else f"{accuracy.stage}: {accuracy.reason}"
-            return False, f"cannot be held to {bound}: {why}"
+            return False, f"cannot be checked against {bound}: {why}"
         values.append(value)
     base, value = values
     limit = absolute_bound(bound, base)
@@ -273,11 +273,11 @@ def bound_status(
     loss = goal.loss(value)
     within = goal.loss_excess(loss) == 0
     shown = f"drop {format_drop(Interval(value=loss, low=math.nan, high=math.nan), metric)}"
-    if metric in METRIC_CAPS:  # a drop from a cap says nothing
+    if metric in METRIC_CAPS:  # a drop from a capped score is meaningless
         shown, limit = f"{metric_name(metric)} {value:.1f}", base - limit
     said = f"{shown} now, {'within' if within else 'beyond'} the bound {limit:g}"
     if results.blind:
-        return False, f"{said}; the float model itself scores {base:.4f}, so that says nothing"
+        return False, f"{said}; the float model itself scores {base:.4f}, so the drop is meaningless"
     return within, said
 
 

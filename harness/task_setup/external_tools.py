@@ -141,7 +141,7 @@ def unavailable_reason(name: str, precision: str) -> str:
 
 
 def method_substitute(name: str, method: Method) -> str:
-    """Return the method that a tool uses instead of one that it lacks, or "" if it has it."""
+    """Return the method that a tool uses instead of one that it lacks, or "" if it supports the method."""
     instead = PTQ_TOOLS[name].method_substitutes.get(method)
     return "" if instead is None else f"{name} has no calibration method {method} and calibrates by {instead}"
 

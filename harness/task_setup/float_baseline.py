@@ -204,7 +204,7 @@ def _file_candidate(file: Path) -> Candidate:
 SAMPLE_COUNT = 8
 """Samples that are scored."""
 UNLABELLED_SAMPLE_FACTOR = 8
-"""So many times as many where none of them has a label, and all of them where those are not enough."""
+"""Factor by which the samples grow if none of them has a label; after that all samples are used."""
 
 
 class FloatTrial:

@@ -83,7 +83,7 @@ def range_warnings(ranges: Ranges) -> tuple[str, ...]:
     if sentinels:
         said.append(
             "one large value (such as the -10000 of a mask) repeats on calibration data and no scale holds the others "
-            f"beside it, so they stay float: {_format_names(sentinels)}"
+            f"next to it, so they stay float: {_format_names(sentinels)}"
         )
     if dead:
         said.append(f"always 0 on calibration data (dead): {_format_names(dead)}; they stay float")

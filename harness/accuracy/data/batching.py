@@ -155,7 +155,7 @@ def make_array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> In
     arrays = data.arrays
     for name in arrays:
         if name not in inputs:
-            remedy = f"an array of labels is named by 'labels: {name}' beside its path"
+            remedy = f"an array of labels is named by 'labels: {name}' next to its path"
             if data.labels is not None:
                 remedy = "the labels are read from elsewhere: leave it out of the file, or give it the name of an input"
             raise UserError(f"{data.source}: the model has no input {name!r}; {suggest_names(name, inputs)}; {remedy}")

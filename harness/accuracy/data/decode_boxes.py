@@ -97,7 +97,7 @@ def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
     if boxes is None or len(outputs) != 2 or shapes != {(1, outputs[boxes].shape[1])}:
         raise EvaluationFailed(
             "decoder 'rtdetr' wants logits of 1 x queries x classes and boxes of 1 x queries x 4 (with 4 classes these "
-            f"are told apart by their names, {LOGITS} and {BOXES}), or outputs called labels, boxes and scores, "
+            f"are distinguished by their names, {LOGITS} and {BOXES}), or outputs called labels, boxes and scores, "
             f"but got {format_output_shapes(outputs)}"
         )
     (logits,) = (array for name, array in outputs.items() if name != boxes)

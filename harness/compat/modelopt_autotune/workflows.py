@@ -362,4 +362,4 @@ class AutotuneRun:
         best = min(known, key=lambda digest: known[digest])
         is_float = best == space.digest(space.float_placement())
         beside = self._autotuner.beside_float
-        return format_incumbent(known[best], self.context.baseline_ms, beside=beside, is_float=is_float)
+        return format_incumbent(known[best], self.context.baseline_ms, interleaved=beside, is_float=is_float)

@@ -63,7 +63,7 @@ class CudaRuntime:
         Raises:
             MeasureFailed: With the function, CUDA's name of the error and its text.
             SystemExit: The error leaves the process without a usable GPU. The sandbox then starts a fresh worker; what
-                goes on with this one would fail for every later candidate.
+                continues with this one would fail for every later candidate.
         """
         status, *results = getattr(self.api, function)(*args)
         if int(status):

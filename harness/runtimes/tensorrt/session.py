@@ -231,7 +231,7 @@ def _engine_profile(engine: Any, name: str) -> ShapeProfile:
 
 
 HOST_TIMING_RUNS = 5
-"""Inferences whose time on the host's clock is put beside the GPU's."""
+"""Number of inferences timed with the host's clock in addition to the GPU's."""
 
 
 class EngineProbe:

@@ -93,7 +93,7 @@ def check_extra_flags(extra: Sequence[str], major: int) -> None:
                 f"extra: {name} is unknown to trtexec {major}, where the ONNX file says what runs in which type"
             )
     if any(argument.startswith(SAFETY_FLAG) for argument in extra) and "--safe" not in extra:
-        raise ValueError(f"extra: {SAFETY_FLAG} needs --safe beside it")
+        raise ValueError(f"extra: {SAFETY_FLAG} also needs --safe")
 
 
 def merge_flags(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:

@@ -128,8 +128,10 @@ class _Scored:
 
 
 def test_the_note_on_the_best_says_how_it_compares_with_float_and_on_which_scale() -> None:
-    assert format_incumbent(0.958, 1.080, beside=True) == "best 0.958 ms, 1.13x beside float's 1.080 ms"
-    assert format_incumbent(0.958, 1.080, beside=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
+    assert format_incumbent(0.958, 1.080, interleaved=True) == "best 0.958 ms, 1.13x interleaved with float's 1.080 ms"
+    assert format_incumbent(0.958, 1.080, interleaved=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
     nothing = "nothing faster than float's 1.080 ms so far"
-    assert format_incumbent(1.102, 1.080, beside=True) == nothing
-    assert format_incumbent(0.958, 1.080, beside=True, is_float=True) == nothing, "a low reading of the float model"
+    assert format_incumbent(1.102, 1.080, interleaved=True) == nothing
+    assert format_incumbent(0.958, 1.080, interleaved=True, is_float=True) == nothing, (
+        "a low reading of the float model"
+    )

@@ -302,7 +302,7 @@ def test_a_row_that_cannot_be_scored_does_not_hold_the_bound(copy: Path, folder:
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     changed(copy / "cell.json", lambda body: body.update(metric="other"))
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
-    assert "bound: BROKEN: cannot be held to 0.9" in capsys.readouterr().out
+    assert "bound: BROKEN: cannot be checked against 0.9" in capsys.readouterr().out
 
 
 def test_that_accuracy_was_not_measured_is_said(copy: Path, folder: Path, capsys: Any) -> None:

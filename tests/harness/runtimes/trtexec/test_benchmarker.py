@@ -211,7 +211,7 @@ def test_no_trtexec_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"workspace_gb": -1}, "workspace_gb: a positive number, but got -1"),
         ({"extra": ["fast"]}, "extra: arguments such as --maxAuxStreams=0, but got 'fast'"),
         ({"extra": ["--exportTimes=x"]}, "extra: --exportTimes is set by the benchmarker"),
-        ({"extra": ["--remoteAutoTuningConfig=x"]}, "extra: --remoteAutoTuningConfig needs --safe beside it"),
+        ({"extra": ["--remoteAutoTuningConfig=x"]}, "extra: --remoteAutoTuningConfig also needs --safe"),
     ],
 )
 def test_options_that_cannot_be_are_refused(params: dict[str, Any], message: str) -> None:

@@ -1,0 +1,41 @@
+"""Language of the code: docstrings, comments and messages avoid the words of forbidden_words.txt."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTED = (ROOT / "tests/forbidden_words.txt").read_text(encoding="utf-8").splitlines()
+WORDS = re.compile(
+    rf"\b(?:{'|'.join(word for word in LISTED if word and not word.startswith('#'))})\b", flags=re.IGNORECASE
+)
+NOT_YET_REWORDED = {
+    "results_dir", "report", "graph", "studies", "compat", "explain", "selection", "analysis", "cli", "config", "verification",
+}  # fmt: skip
+FILES = [
+    path
+    for package in ("harness", "search")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path.relative_to(ROOT).parts[1] not in NOT_YET_REWORDED and path.name != "final_selection.py"
+]
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the strings with several words (docstrings, messages, help texts), without code, and the comments of a file."""
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
+            yield node.lineno, re.sub(r"`[^`]*`|\b[\w.]+\.jsonl", "", node.value)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_of_the_code_avoids_the_forbidden_words(path):
+    assert [(line, found) for line, text in prose(path) if (found := WORDS.findall(text))] == []
