@@ -55,4 +55,5 @@ def format_incumbent(best_ms: float, float_ms: float, *, interleaved: bool, is_f
     """
     if is_float or best_ms >= float_ms:
         return f"nothing faster than float's {float_ms:.3f} ms so far"
-    return f"best {best_ms:.3f} ms, {float_ms / best_ms:.2f}x {'interleaved with' if interleaved else 'over'} float's {float_ms:.3f} ms"
+    comparison = "interleaved with" if interleaved else "over"
+    return f"best {best_ms:.3f} ms, {float_ms / best_ms:.2f}x {comparison} float's {float_ms:.3f} ms"
