@@ -15,7 +15,8 @@ WORDS = re.compile(
     rf"\b(?:{'|'.join(word for word in LISTED if word and not word.startswith('#'))})\b", flags=re.IGNORECASE
 )
 NOT_YET_REWORDED = {
-    "results_dir", "report", "graph", "studies", "compat", "explain", "selection", "analysis", "cli", "config", "verification",
+    "results_dir", "report", "graph", "studies", "compat", "explain", "selection", "analysis", "cli", "config",
+    "verification",
 }  # fmt: skip
 FILES = [
     path
@@ -26,7 +27,7 @@ FILES = [
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the strings with several words (docstrings, messages, help texts), without code, and the comments of a file."""
+    """Yield the comments of a file and its strings of several words (docstrings, messages), without code."""
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
