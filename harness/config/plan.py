@@ -77,7 +77,7 @@ def plan_tasks(experiment: Experiment) -> tuple[TaskSpec, ...]:
 
 
 def with_base_dir(backend: PluginSpec) -> PluginSpec:
-    """Add the parameter `base`, the folder that relative paths start from, if the backend's constructor has it."""
+    """Add the parameter `base`, the folder that relative paths start from, if the backend's constructor accepts it."""
     try:
         parameters = registry.plugin_signature("benchmarker", backend.use).parameters
     except UserError:  # reported when the task runs, so that other tasks run

@@ -81,7 +81,7 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
         raise
     except KeyboardInterrupt:
         kept = f"what was measured is in {job.state}" if job.state.exists() else "nothing was measured yet"
-        observer.say(f"interrupted; {kept}: run the same command again to go on")
+        observer.say(f"interrupted; {kept}: run the same command again to resume")
         raise
 
 

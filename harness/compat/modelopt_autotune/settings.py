@@ -197,7 +197,7 @@ def get_parser(prog: str = "python -m harness.compat.modelopt_autotune") -> argp
         allow_abbrev=False,  # a misspelled flag is refused at once, not after the run
         description="Finds by measured latency where Q/DQ pairs belong in an ONNX model, region after region.",
         epilog=f"Example: {prog} --onnx_path model.onnx --output_dir out/model. "
-        "An interrupted run goes on when the same command is given again.",
+        "An interrupted run resumes when the same command is given again.",
     )
     parser.add_argument("--verbose", "-v", action="store_true", help="show log messages of all parts")
     for title, flags in _FLAGS.items():

@@ -282,7 +282,9 @@ def write_state(state: AutotuneState, path: Path) -> None:
     try:
         write_plain_yaml(state.model_dump(by_alias=True), path)
     except OSError as error:
-        raise AutotunerError(f"{path}: cannot be written: {error.strerror or error}; make room and go on") from error
+        raise AutotunerError(
+            f"{path}: cannot be written: {error.strerror or error}; free disk space, then resume"
+        ) from error
 
 
 def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:

@@ -191,7 +191,7 @@ class AutotuneRun:
         say(self._describe_workload())
         say(f"scales: calibrated on {session.task.calibrated_on}")
         for precision in session.task.accuracy_only:
-            say(f"this device only emulates {precision}: latencies say nothing of a device that has it")
+            say(f"this device only emulates {precision}: latencies do not transfer to a device that supports it")
         self._time_baseline()
         turns = [session.placement_map.whole] if self._job.whole else regions
         with self._job.observer.work("search" if self._job.whole else "regions", len(turns)) as step:

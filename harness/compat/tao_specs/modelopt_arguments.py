@@ -54,7 +54,7 @@ ARGUMENTS_SET_BY_SPEC: Mapping[str, str] = MappingProxyType(
 REFUSED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {
         "autotune": "'qdq autotune' searches placements; its options are those without the prefix autotune_",
-        "keep_intermediate_files": "their folder is removed; 'python -m modelopt.onnx.quantization' has it",
+        "keep_intermediate_files": "their folder is removed; use 'python -m modelopt.onnx.quantization'",
         "trust_calibration_data": "pickled data are never read; write them by numpy.savez",
     }
 )

@@ -380,7 +380,7 @@ def test_a_state_of_something_else_or_nowhere_is_refused(model, make_small, tmp_
         other.load_state(str(path))
     with pytest.raises(FileNotFoundError):
         other.load_state(str(tmp_path / "none.yaml"))
-    with pytest.raises(AutotunerError, match=r"cannot be written: .*; make room and go on"):
+    with pytest.raises(AutotunerError, match=r"cannot be written: .*; free disk space, then resume"):
         other.save_state(str(path / "state.yaml"))
 
 
