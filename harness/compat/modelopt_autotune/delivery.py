@@ -76,7 +76,7 @@ class RunContext:
         return self.autotuner.baseline_latency_ms or float("inf")
 
     def candidate(self, placement: Placement, file: Path | None = None) -> Candidate:
-        """Return the candidate of a placement, with the transform of the job, or with a file that is transformed already."""
+        """Return the candidate of a placement, with the transform of the job or a file already transformed."""
         candidate = self.session.task.candidate(placement)
         if file is not None:
             return replace(candidate, source=lambda: file)
