@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -178,7 +178,7 @@ def call_plugin(label: str, call: Callable[[], T]) -> T:
         raise UserError(f"{label}: {type(error).__name__}: {error}") from error
 
 
-def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Iterable[str] = ()) -> Callable[..., Any]:
+def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Collection[str] = ()) -> Callable[..., Any]:
     """Return the factory of a plug-in after checking names and types of parameters against its signature.
 
     Args:
@@ -188,9 +188,12 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Itera
         supplied: Names of arguments that the harness adds.
 
     Raises:
-        UserError: A parameter is unknown, missing, or of another type than annotated.
+        UserError: A parameter is unknown, missing, set by the harness, or of another type than annotated.
     """
     label, parameters = f"{kind} {use!r}", plugin_signature(kind, use).parameters
+    for name in supplied:
+        if name in params:
+            raise UserError(f"{label}: {name!r} is set by the harness, not by the experiment")
     supplied = {*supplied, "self"}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         allowed = [name for name in parameters if name not in supplied]

@@ -33,8 +33,7 @@ from harness.config.sections import (
     require_distinct,
 )
 from harness.config.validation_errors import to_user_error
-from harness.config.yaml_loader import MAX_FILE_BYTES, read_experiment_yaml
-from harness.errors import UserError
+from harness.config.yaml_loader import read_experiment_yaml, read_text_file
 
 __all__ = ["Experiment", "load_experiment", "parse_experiment", "to_yaml"]
 
@@ -142,24 +141,7 @@ def load_experiment(path: Path, base_dir: Path | None = None) -> Experiment:
     Raises:
         UserError: The message has file, key, value and the allowed values.
     """
-    return parse_experiment(_read_experiment_file(path), str(path), base_dir or path.resolve().parent)
-
-
-def _read_experiment_file(path: Path) -> str:
-    try:
-        if path.suffix == ".onnx" and path.is_file():
-            raise UserError(f"{path}: this is an ONNX model, not an experiment file; name it below 'models' of one")
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise UserError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} for an experiment")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file ({path.resolve()})") from error
-    except IsADirectoryError as error:
-        raise UserError(f"{path}: this is a folder; name the experiment file in it") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: this is not text, so no experiment file") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return parse_experiment(read_text_file(path, "an experiment file"), str(path), base_dir or path.resolve().parent)
 
 
 def parse_experiment(text: str, source: str, base_dir: Path | None = None) -> Experiment:

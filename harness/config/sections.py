@@ -62,6 +62,11 @@ class PluginSpec(ConfigSection):
         """Name in tables."""
         return self.label or self.use.rpartition(":")[2]
 
+    @property
+    def mapping(self) -> dict[str, Any]:
+        """The plug-in as `{use: ..., params: ...}`, for parameters of other plug-ins."""
+        return {"use": self.use, "params": self.params}
+
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:

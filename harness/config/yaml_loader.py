@@ -14,7 +14,7 @@ import yaml
 
 from harness.errors import UserError, describe_type
 
-__all__ = ["MAX_FILE_BYTES", "read_experiment_yaml", "read_yaml_mapping"]
+__all__ = ["read_experiment_yaml", "read_text_file", "read_yaml_mapping"]
 
 MATRIX_LISTS = ("models", "backends", "searchers")
 MAX_FILE_BYTES = 4_000_000
@@ -22,6 +22,24 @@ MAX_NESTING_LEVELS = 50
 MAX_MATRIX_ENTRIES = 10_000  # a few lines could ask for more entries than fit into memory
 #: Numbers that YAML 1.1 reads as text, because it needs a dot before the exponent and a sign in it.
 EXPONENT_NUMBER = re.compile(r"([-+]?\d+)\.?(\d*)[eE]([-+]?)(\d+)")
+
+
+def read_text_file(path: Path, kind: str) -> str:
+    """Return the text of a file of at most `MAX_FILE_BYTES`; errors name its kind, such as "an experiment file"."""
+    try:
+        if path.suffix == ".onnx" and path.is_file():
+            raise UserError(f"{path}: this is an ONNX model, not {kind}; {kind} names the model by a key")
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise UserError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} for {kind}")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file ({path.resolve()})") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: this is a folder, not {kind}; name the file in it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: this is not text, so not {kind}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from harness.config.initial import as_list
 from harness.config.sections import PluginSpec
 from harness.config.validation_errors import to_user_error
-from harness.config.yaml_loader import read_experiment_yaml
+from harness.config.yaml_loader import read_experiment_yaml, read_text_file
 from harness.errors import UserError
 from harness.registry import installed_plugins
 
@@ -20,7 +20,6 @@ __all__ = ["MAX_EVALUATIONS_PER_SEARCH", "MAX_SEEDS", "BudgetStudy", "ReplayedSe
 EXCLUDED_SEARCHERS = ("exhaustive", "optuna")
 """The one walks a table from end to end and says nothing about searching; the other's Gaussian process takes up to a
 second for a proposal. Both run where they are named."""
-MAX_BYTES = 2**20
 
 
 MAX_SEEDS = 10_000
@@ -92,12 +91,7 @@ def load_study(path: Path) -> BudgetStudy:
     Raises:
         UserError: With file, key and what is wrong.
     """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: more than {MAX_BYTES} bytes are no study, which is YAML text")
-        document = read_experiment_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    document = read_experiment_yaml(read_text_file(path, "a study file"), str(path))
     try:
         study = BudgetStudy.model_validate(document)
     except ValidationError as error:

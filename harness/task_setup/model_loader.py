@@ -94,7 +94,7 @@ def complete_evaluator(
     if wanted.keys() & {"input_name", "input_shape"}:
         supplied |= image_input_params(params.get("data"), inputs)
     if preprocess is not None and "preprocess" in wanted:
-        params.setdefault("preprocess", {"use": preprocess.use, "params": preprocess.params})
+        params.setdefault("preprocess", preprocess.mapping)
     return PluginSpec(use=use, params=evaluator_params(use, params, supplied), label=evaluator.label)
 
 

@@ -142,9 +142,6 @@ def _check_objective(objective: Objective, model: ModelSpec) -> None:
 def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
     label = f"searcher {searcher.use!r}"
     supplied = {"space": synthetic_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
-    for name in supplied:
-        if name in searcher.params:
-            raise UserError(f"{label}: {name!r} is set by the harness, not by the experiment")
     made = registry.call_plugin(
         label, lambda: registry.create_plugin("searcher", searcher.use, searcher.params, supplied)
     )
@@ -153,8 +150,6 @@ def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
 
 def _check_external_searcher(peer: SearcherSpec, experiment: Experiment) -> None:
     what = f"peer {peer.use!r}"
-    if "task" in peer.params:
-        raise UserError(f"{what}: 'task' is set by the harness, not by the experiment")
     for part in {"seeds", "sharing"}.intersection(peer.without):
         raise UserError(f"{what}: it has points of its own, so there are no {part} that it could do without")
     made = {*experiment.baselines, *(start.name for start in experiment.initial)}
@@ -204,7 +199,7 @@ def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data:
     use, params = evaluator.use, dict(evaluator.params)
     wanted = registry.plugin_signature("evaluator", use).parameters
     if preprocess is not None and "preprocess" in wanted:
-        params.setdefault("preprocess", {"use": preprocess.use, "params": preprocess.params})
+        params.setdefault("preprocess", preprocess.mapping)
     evaluator_params(use, params, dict.fromkeys(SUPPLIED_PARAMS))
     # By the names that the built-in evaluators use: another one's may be of other kinds.
     if isinstance(params.get("data"), Mapping):
@@ -234,7 +229,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
             _check_channels(loaded)
         if model.calibration.data is not None:
             used = model.preprocess
-            preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
+            preprocess = None if used is None else open_preprocess(used.mapping)
             with prefix_key("calibration"):
                 make_batches(
                     data.open(model.calibration.data, model.base_dir),

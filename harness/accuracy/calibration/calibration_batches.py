@@ -36,7 +36,7 @@ class CalibrationBatches:
         self._types = types
         self.settings = spec.calibration
         self.is_random = spec.calibration.data is None
-        self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
+        self._preprocess = None if spec.preprocess is None else spec.preprocess.mapping
         if spec.calibration.data is None:
             self._batches = random_batches(types, self.settings.samples)
             self.description = RANDOM_DATA

@@ -186,7 +186,7 @@ def calibration_feeds(
     if data is None:
         return random_batches(inputs, RANDOM_BATCH_COUNT), RANDOM_DATA
     used, limit = dataset.preprocess, dataset.samples if "samples" in dataset.model_fields_set else None
-    preprocess = None if used is None else open_preprocess({"use": used.use, "params": used.params})
+    preprocess = None if used is None else open_preprocess(used.mapping)
     description = describe_sample_count(data, limit, str(_calibration_place(dataset)))
     return make_batches(data, preprocess, inputs), description
 

@@ -17,7 +17,7 @@ from harness.compat.tao_specs.layers import PRESETS
 from harness.config.precision_names import normalize_float_precision
 from harness.config.sections import PluginSpec
 from harness.config.validation_errors import to_user_error
-from harness.config.yaml_loader import read_yaml_mapping
+from harness.config.yaml_loader import read_text_file, read_yaml_mapping
 from harness.errors import UserError, suggest_names
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
 ]  # fmt: skip
 
 Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
-MAX_SPEC_BYTES = 1 << 20
 DATA_TYPE_NAMES = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
 EXAMPLES_HINT = "experiments/specs has one example of each kind"
 T = TypeVar("T")
@@ -273,15 +272,7 @@ def read_spec(path: Path) -> Spec:
     Raises:
         UserError: With file, key, value and the allowed values.
     """
-    try:
-        if path.stat().st_size > MAX_SPEC_BYTES:
-            raise UserError(f"{path}: not a spec file: more than {MAX_SPEC_BYTES} bytes; {EXAMPLES_HINT}")
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a spec file, which is YAML text; {EXAMPLES_HINT}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return parse_spec(text, str(path))
+    return parse_spec(read_text_file(path, "a spec file"), str(path))
 
 
 def parse_spec(text: str, source: str) -> Spec:

@@ -170,16 +170,16 @@ def test_a_command_names_the_section_that_it_misses() -> None:
 
 
 def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none.yaml: cannot be read"):
+    with pytest.raises(UserError, match=r"none.yaml: no such file"):
         read_spec(tmp_path / "none.yaml")
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04\xff")
-    with pytest.raises(UserError, match=r"model.pt: not a spec file.*experiments/specs"):
+    with pytest.raises(UserError, match=r"model.pt: .*not a spec file"):
         read_spec(tmp_path / "model.pt")
-    with pytest.raises(UserError, match=r"cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"this is a folder, not a spec file"):
         read_spec(tmp_path)
     large = tmp_path / "large.yaml"
-    large.write_text("# " + "x" * (1 << 20))
-    with pytest.raises(UserError, match=r"not a spec file: more than 1048576 bytes"):
+    large.write_text("#" * 4_000_001)
+    with pytest.raises(UserError, match=r"at most 4000000 for a spec file"):
         read_spec(large)
 
 
