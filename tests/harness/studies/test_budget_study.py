@@ -391,7 +391,7 @@ def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables: list[st
         (STUDY.replace("[5, 12]", "[5, 5]"), [], "budgets: budgets rise, and none comes twice, but got"),
         (STUDY.replace("[5, 12]", "[5, 5001]"), [], "budgets.1: Input should be less than or equal to 5000"),
         (STUDY.replace("seeds: 4", "seeds: 10001"), [], "seeds: Input should be less than or equal to 10000"),
-        (STUDY, ["--seeds", "3", "--cold"], "says everything itself; leave out --seeds, --cold, or change the file"),
+        (STUDY, ["--seeds", "3", "--cold"], "leave out --seeds, --cold, or change the file"),
         (STUDY.replace("seeds: 4", "sedes: 4"), [], "study.yaml: sedes: unknown key; did you mean 'seeds'"),
         (STUDY.replace("[5, 12]", "[]"), [], "study.yaml: budgets: a list with at least one entry, but got []"),
         (STUDY.replace("label: tour", "label: random"), [], "two searchers have one name: random"),
