@@ -23,7 +23,7 @@ from harness.graph.partition.summary import (
     to_json,
 )
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import load_dialect
+from harness.graph.rules.dialects import load_dialect
 from harness.graph.rules.points import float_inputs_with_rule
 from harness.task_setup.task import open_model
 from search.space import Edge, Space

@@ -151,7 +151,7 @@ def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> dic
     Raises:
         UserError: A value is malformed, or a symbol has two sizes.
     """
-    from harness.graph.passes.dimension_errors import parse_dims
+    from harness.graph.passes.static_shapes import parse_dims
 
     sizes = {}
     for text in shapes or ():

@@ -53,8 +53,7 @@ def plugin_purpose(plugin: Plugin) -> str:
 
 
 def _dialect_form(name: str) -> str:
-    from harness.graph.rules.dialect_lookup import load_dialect
-    from harness.graph.rules.dialects import INT8_MAX_LEVEL
+    from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
 
     try:
         dialect = load_dialect(name)

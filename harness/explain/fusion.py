@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.api import Layer
 from harness.explain.layer_kinds import classify_layer, is_low_precision
-from harness.graph.qdq.read_structure import QUANTIZE, QDQGraph
+from harness.graph.qdq.qdq_graph import QUANTIZE, QDQGraph
 
 __all__ = ["FusionFinding", "FusionReport", "explain_layers"]
 
@@ -148,7 +148,7 @@ def _float_reason(name: str, asked: QDQGraph, quantize_outputs: bool, precision:
     for pair, text in asked.unfusable_reasons.items():
         if name in asked.pair_neighbours[pair][1]:
             return f"{pair}: {text}"
-    behind = asked.consumers.get(name, ())
+    behind = asked.linear_readers.get(name, ())
     if quantize_outputs and QUANTIZE not in behind:
         shown = ", ".join(dict.fromkeys(behind)) or "the model's output"
         return f"its output is not quantized (read by {shown}), and this runtime fuses only where it is"

@@ -17,9 +17,9 @@ from harness.explain.fusion import FusionReport, explain_layers
 from harness.explain.layer_timing import time_layers
 from harness.graph.io.files import digest_file
 from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.qdq.read_structure import read_qdq_graph
-from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
-from harness.graph.signature import with_static_inputs
+from harness.graph.passes.static_shapes import copy_with_static_inputs
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.timing.provenance import format_options
 
@@ -61,7 +61,7 @@ def explain_model(
     """
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _runtime_file(use, Path(work))
-        path = with_static_inputs(path, InputSizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
+        path = copy_with_static_inputs(path, InputSizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
         params = dict(backend.params)
         if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters:
             params.setdefault("profile", True)

@@ -108,7 +108,7 @@ class GraphBuilderBase:
         return names[0] if outputs is None else names
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Static shape of a tensor; a dynamic dimension counts as -1.
+        """Return the static shape of a tensor; a dynamic dimension counts as -1.
 
         Raises:
             ValueError: Unknown tensor, or its shape cannot be inferred.
@@ -119,13 +119,13 @@ class GraphBuilderBase:
         return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in known.tensor_type.shape.dim)
 
     def graph(self) -> onnx.GraphProto:
-        """The graph alone, unchecked: the body of an If, Loop or Scan, free to use names from outside."""
+        """Return the graph alone, unchecked: the body of an If, Loop or Scan, which may use names from outside."""
         return helper.make_graph(
             self._nodes, self.name, self._inputs, self._outputs, initializer=list(self._constants.values())
         )
 
     def build(self) -> onnx.ModelProto:
-        """The model, checked, with inferred shapes.
+        """Return the model, checked, with inferred shapes.
 
         Raises:
             onnx.checker.ValidationError: What was built is no valid ONNX.
@@ -185,7 +185,7 @@ class GraphBuilder(GraphBuilderBase):
         name: str | None = None,
         **attrs: Any,
     ) -> str:
-        """A 2-D convolution of NCHW `x`; `groups=-1` means depthwise, `pad=None` keeps the size at stride 1."""
+        """Add a 2-D convolution of NCHW `x`; `groups=-1` means depthwise, `pad=None` keeps the size at stride 1."""
         kh, kw = kernel if isinstance(kernel, tuple) else (kernel, kernel)
         ph, pw = (kh // 2, kw // 2) if pad is None else pad if isinstance(pad, tuple) else (pad, pad)
         inputs = self.shape(x)[1]
@@ -199,7 +199,7 @@ class GraphBuilder(GraphBuilderBase):
         return out
 
     def gemm(self, x: str, features: int, *, bias: bool = True, name: str | None = None) -> str:
-        """A fully connected layer on 2-D `x`, as one Gemm with a [features, inputs] weight."""
+        """Add a fully connected layer on 2-D `x`, as one Gemm with a [features, inputs] weight."""
         label = name or "Gemm"
         inputs = self.shape(x)[-1]
         parameters = [self._weight((features, inputs), inputs, label)]
@@ -208,14 +208,14 @@ class GraphBuilder(GraphBuilderBase):
         return self.op("Gemm", x, *parameters, name=label, transB=1)
 
     def linear(self, x: str, features: int, *, bias: bool = True, name: str | None = None) -> str:
-        """A fully connected layer on the last axis of `x`: MatMul with a [inputs, features] weight, then Add."""
+        """Add a fully connected layer on the last axis of `x`: MatMul with a [inputs, features] weight, then Add."""
         label = name or "MatMul"
         inputs = self.shape(x)[-1]
         out = self.op("MatMul", x, self._weight((inputs, features), inputs, label), name=label)
         return self.op("Add", out, self._bias(features, label)) if bias else out
 
     def batch_norm(self, x: str, *, epsilon: float = 1e-5, gain: float = 1.0, name: str | None = None) -> str:
-        """A BatchNormalization with drawn statistics near the identity, its scale drawn around `gain`."""
+        """Add a BatchNormalization with drawn statistics near the identity, its scale drawn around `gain`."""
         channels, label = self.shape(x)[1], name or "BatchNormalization"
         drawn = {
             "scale": gain * self._rng.uniform(0.5, 1.5, channels),
@@ -227,7 +227,7 @@ class GraphBuilder(GraphBuilderBase):
         return self.op("BatchNormalization", x, *parameters, name=label, epsilon=epsilon)
 
     def layer_norm(self, x: str, *, epsilon: float = 1e-5, name: str | None = None) -> str:
-        """A LayerNormalization of the last axis (opset 17) with scale 1 and bias 0."""
+        """Add a LayerNormalization of the last axis (opset 17) with scale 1 and bias 0."""
         size, label = self.shape(x)[-1], name or "LayerNormalization"
         scale = self.const(np.ones(size, np.float32), f"{label}_scale")
         bias = self.const(np.zeros(size, np.float32), f"{label}_bias")
@@ -282,7 +282,7 @@ def _infer_output_types(
     opsets: Mapping[str, int],
     where: str,
 ) -> dict[str, onnx.TypeProto]:
-    """Types of a node's outputs; none where ONNX does not know the operator or an input is untyped."""
+    """Return the types of a node's outputs; none if ONNX does not know the operator or an input is untyped."""
     known = {name: types[name] for name in node.input if name in types}
     if len(known) < len({name for name in node.input if name}) or not onnx.defs.has(node.op_type, node.domain):
         return {}

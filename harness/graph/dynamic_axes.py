@@ -11,16 +11,15 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx
 
 from harness.errors import UserError
-from harness.graph.io.reader import read_model
-from harness.graph.io.writer import write_model
+from harness.graph.io.files import read_model, write_model
 from harness.graph.load import prepare_model
-from harness.graph.model import Model, find_captures
+from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
+from harness.graph.protos import copy_message, input_values, replace_field, tensors_read
 
 __all__ = ["TransferError", "load_dynamic", "read_original", "transfer_changes", "write_dynamic"]
 
@@ -37,9 +36,7 @@ def read_original(model: Model) -> onnx.ModelProto | None:
         return None
     if isinstance(model.origin.model, Path):
         return read_model(model.origin.model, model.source)[0]
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model.origin.model)
-    return copy
+    return copy_message(model.origin.model)
 
 
 def load_dynamic(model: Model) -> Model | None:
@@ -75,8 +72,7 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     if given is None or twin is None or model.origin is None:
         raise TransferError(f"{model.source}: its inputs are static")
     made = transfer_changes(model.proto, onnx.load(file), twin.proto)
-    constants = {tensor.name for tensor in given.graph.initializer}
-    inputs = [value for value in given.graph.input if value.name not in constants]
+    inputs = input_values(given.graph)
     for ours, theirs in ((made.graph.input, inputs), (made.graph.output, given.graph.output)):
         for own, value in zip(ours, theirs, strict=True):
             if (own.name, own.type) != (value.name, value.type):
@@ -101,26 +97,20 @@ def transfer_changes(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic
         NotCarried: A node, an edge or a constant of the differences is another one in `dynamic`; it is named.
     """
     made = _ChangeTransfer(fixed.graph, quantized.graph, dynamic.graph)
-    result = onnx.ModelProto()
-    result.CopyFrom(dynamic)
-    del result.opset_import[:]
-    result.opset_import.extend(quantized.opset_import)
+    result = copy_message(dynamic)
+    replace_field(result.opset_import, quantized.opset_import)
     result.ir_version = max(dynamic.ir_version, quantized.ir_version)
     nodes = made.sorted_nodes()
-    _replace_repeated_field(result.graph.node, nodes)
-    _replace_repeated_field(result.graph.initializer, made.iter_constants(nodes))
+    replace_field(result.graph.node, nodes)
+    replace_field(result.graph.initializer, made.iter_constants(nodes))
     if made.late:
         names = ", ".join(repr(node.input[0]) for node in made.late.values())
         logger.warning("%s: constant at fixed shapes alone, so at other sizes it keeps that scale", names)
-    _replace_repeated_field(
-        result.graph.value_info, ()
-    )  # runtimes infer it, and that of changed tensors would be wrong
+    del result.graph.value_info[:]  # runtimes infer it, and that of changed tensors would be wrong
     return result
 
 
 class _ChangeTransfer:
-    """The differences of two graphs, and a third one that they are applied to."""
-
     def __init__(self, fixed: onnx.GraphProto, quantized: onnx.GraphProto, dynamic: onnx.GraphProto) -> None:
         self._before = {node.name: node for node in fixed.node}
         self._after = {node.name: node for node in quantized.node if node.name in self._before}
@@ -153,7 +143,7 @@ class _ChangeTransfer:
 
     def iter_constants(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
         """Yield the constants that these nodes read: changed ones as they are in the quantized model."""
-        read = {name for node in nodes for name in (*node.input, *find_captures(node))}
+        read = {name for node in nodes for name in tensors_read(node)}
         read.update(value.name for value in self._dynamic.output)
         for name in [*self._there, *(name for name in self._new if name not in self._there)]:
             if name in read:
@@ -164,20 +154,17 @@ class _ChangeTransfer:
                     yield self._there[name]
 
     def _initial_names(self) -> set[str]:
-        """Names that no node makes."""
         return {"", *self._there, *self._new, *(value.name for value in self._dynamic.input)}
 
     def _transfer_node(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        """Return a node of the dynamic graph with the differences of its counterpart."""
         before, after = self._before.get(node.name), self._after.get(node.name)
         if before is None or after is None or before == after:
             return node
-        result = onnx.NodeProto()
-        result.CopyFrom(after)
+        result = copy_message(after)
         if (node.op_type, node.domain, len(node.output)) != (before.op_type, before.domain, len(before.output)):
             raise TransferError(f"node {node.name!r} is {before.op_type} at fixed shapes and {node.op_type} at others")
         if list(after.attribute) == list(before.attribute):
-            _replace_repeated_field(result.attribute, node.attribute)
+            replace_field(result.attribute, node.attribute)
         elif list(node.attribute) != list(before.attribute):
             raise TransferError(f"node {node.name!r} has other attributes at fixed shapes")
         slots = max(len(before.input), len(after.input), len(node.input))
@@ -189,20 +176,18 @@ class _ChangeTransfer:
         inputs = [mine if old == new else new for old, new, mine in zip(olds, news, own, strict=True)]
         while inputs and not inputs[-1]:
             inputs.pop()
-        _replace_repeated_field(result.input, inputs)
+        replace_field(result.input, inputs)
         return result
 
     def _is_copy(self, old: str, new: str) -> bool:
-        """Tell whether a constant only has another name, as tools give that duplicate shared constants."""
+        """Return whether a constant only has another name, as tools give it to copies of shared constants."""
         if old == new or old not in self._old or new not in self._new:
             return False
-        renamed = onnx.TensorProto()
-        renamed.CopyFrom(self._new[new])
+        renamed = copy_message(self._new[new])
         renamed.name = old
         return bool(renamed == self._old[old])
 
     def _check_edge(self, old: str, own: str, new: str, edge: str) -> None:
-        """Refuse an edge whose tensor is another one in the dynamic graph."""
         if old != own:
             raise TransferError(f"{edge}: with dynamic axes it reads {own!r}")
         if old in self._old and old not in self._there:
@@ -230,7 +215,6 @@ class _ChangeTransfer:
         )
 
     def _check_added_nodes(self, changed: Iterable[onnx.NodeProto]) -> None:
-        """Refuse an added node that reads what the dynamic graph does not have."""
         made = {name for node in (*changed, *self._added) for name in node.output} | self._initial_names()
         for node in self._added:
             for slot, name in enumerate(node.input):
@@ -272,10 +256,3 @@ def _sort_with_added(
 def _pad_names(names: Iterable[str], count: int) -> list[str]:
     found = list(names)
     return found + [""] * (count - len(found))
-
-
-def _replace_repeated_field(field: Any, values: Iterable[object]) -> None:
-    """Give a repeated field of protobuf new contents; `values` may be some of the old."""
-    kept = list(values)
-    del field[:]
-    field.extend(kept)

@@ -10,15 +10,14 @@ import onnx
 
 from harness.errors import UserError
 from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
-from harness.graph.io.reader import read_model
-from harness.graph.io.writer import write_model
-from harness.graph.model import DynamicOriginal, Model
-from harness.graph.partition.nodes import read_nodes
+from harness.graph.io.files import read_model, write_model
+from harness.graph.model import DynamicOriginal, Model, read_nodes
 from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.passes.normalize import densify_sparse_initializers, replace_field
+from harness.graph.passes.normalize import densify_sparse_initializers
 from harness.graph.passes.pipeline import ModelDraft, prepare_passes, run_passes
 from harness.graph.passes.rebatch import with_batch_size
 from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, static_types
+from harness.graph.protos import copy_message, input_values, replace_field
 
 __all__ = ["load", "load_proto", "prepare_model", "save_to_folder", "write_model"]
 
@@ -68,12 +67,11 @@ def load_proto(
     min_opset: int = 17,
 ) -> Model:
     """Prepare a model in memory, which is not changed, for placement; see `load`."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
     origin = DynamicOriginal(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
     sizes = InputSizes(shapes=shapes, dims=dims)
     return replace(
-        _prepare_proto(OriginalModel.of(proto, proto), copy, source, sha256, sizes, min_opset), origin=origin
+        _prepare_proto(OriginalModel.of(proto, proto), copy_message(proto), source, sha256, sizes, min_opset),
+        origin=origin,
     )
 
 
@@ -102,9 +100,9 @@ def _prepare_proto(
     original: OriginalModel, proto: onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
 ) -> Model:
     densify_sparse_initializers(proto.graph)
-    _remove_constants_from_inputs(proto.graph)
+    replace_field(proto.graph.input, input_values(proto.graph))  # ONNX before IR version 4 lists initializers there
     proto = with_batch_size(proto, sizes.shapes, source)
-    declared = _output_types(proto.graph)
+    declared = {value.name: copy_message(value.type) for value in proto.graph.output}
     if not sizes.keep_dynamic:
         fix_inputs(proto, sizes, source)
     interface = ModelInterface.from_graph(proto.graph)
@@ -121,20 +119,6 @@ def _prepare_proto(
     if not sizes.keep_dynamic and not check_equivalent(original, model):
         interface.check_unchanged(proto.graph, draft.types_before_upgrade, source)
     return model
-
-
-def _remove_constants_from_inputs(graph: onnx.GraphProto) -> None:
-    """Remove initializers from the inputs, where ONNX before version 4 of its format lists them."""
-    constants = {tensor.name for tensor in graph.initializer}
-    replace_field(graph.input, [value for value in graph.input if value.name not in constants])
-
-
-def _output_types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
-    """Return the declared types of outputs, which make the result valid ONNX if they cannot be inferred."""
-    types = {value.name: onnx.TypeProto() for value in graph.output}
-    for value in graph.output:
-        types[value.name].CopyFrom(value.type)
-    return types
 
 
 def _restore_declared_type(kind: onnx.TypeProto, declared: onnx.TypeProto, *, whole: bool) -> None:

@@ -1,19 +1,30 @@
-"""Loaded model: checked, prepared, with static shapes, and indexed for the rest of the package."""
+"""Loaded model: checked, prepared, with static shapes, and indexed for the rest of the package.
+
+Subgraphs of a node enter by a digest of what they compute. Outputs of a graph and inputs of a node are ordered, so a
+walk from the outputs against the data flow numbers everything that they depend on in one way only, independent of names
+and of the order of nodes in the file.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy.typing as npt
 import onnx
+from onnx import helper, numpy_helper
 
-__all__ = ["DynamicOriginal", "Model", "Node", "TensorType", "find_captures", "iter_graphs", "iter_subgraphs"]
+from harness.graph.protos import copy_message, find_captures, is_standard_op, opset_versions
+
+__all__ = ["DynamicOriginal", "Model", "Node", "TensorType", "read_nodes"]
 
 _Fact = TypeVar("_Fact")
+_GRAPH_TYPES = frozenset({onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +37,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node, as the region engine sees it.
+    """Node of the main graph.
 
     Attributes:
         index: Position in topological order.
@@ -34,9 +45,9 @@ class Node:
         inputs: Tensor names; "" for an omitted optional input.
         attributes: Plain Python values; graph-valued attributes are absent.
         opaque: The node has a subgraph or is no operator that ONNX defines: it stays float.
-        captures: Tensors that the node's subgraphs read from outside, in an order that no name decides; not among
-            `inputs`.
-        body: Digest of what the subgraphs compute; "" without any.
+        captures: Tensors that the node's subgraphs read from outside, not among `inputs`, in an order independent of
+            names.
+        body: Digest of the subgraphs; "" without any.
     """
 
     index: int
@@ -71,8 +82,8 @@ class Model:
     Attributes:
         proto: Cleaned model: unique node names, topological order, constants as initializers,
             BatchNormalization folded, static shapes inferred.
-        source: What the user called it.
-        sha256: Of the file as it was given, external data included.
+        source: Name of the model in messages and tables.
+        sha256: Digest of the original file, external data included.
         nodes: In topological order; `nodes[i].index == i`.
         types: Type of every tensor of the main graph that shape inference could type.
         origin: The model as it was given, if its inputs are dynamic there; see `harness.graph.dynamic_axes`.
@@ -107,7 +118,7 @@ class Model:
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
-        """Who reads a tensor: (node index, input slot) pairs in graph order; absent where nobody does."""
+        """Readers of a tensor as (node index, input slot) pairs in graph order; absent without readers."""
         found: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for node in self.nodes:
             for slot, name in enumerate(node.inputs):
@@ -115,9 +126,23 @@ class Model:
                     found[name].append((node.index, slot))
         return {name: tuple(pairs) for name, pairs in found.items()}
 
+    def is_activation(self, tensor: str) -> bool:
+        """Return whether a tensor is neither constant nor omitted ("")."""
+        return bool(tensor) and tensor not in self.constants
+
+    def producer_node(self, tensor: str) -> Node | None:
+        """Return the node that computes a tensor; None for inputs and constants."""
+        index = self.producer.get(tensor)
+        return None if index is None else self.nodes[index]
+
+    def constant_array(self, tensor: str) -> npt.NDArray[Any] | None:
+        """Return the value of a constant; None for any other tensor."""
+        constant = self.constants.get(tensor)
+        return None if constant is None else numpy_helper.to_array(constant)
+
     @cached_property
     def captured(self) -> frozenset[str]:
-        """Tensors that some subgraph reads; they have a reader that `consumers` does not list."""
+        """Tensors that a subgraph reads, a reader that `consumers` does not list."""
         return frozenset(name for node in self.nodes for name in node.captures)
 
     @cached_property
@@ -125,40 +150,145 @@ class Model:
         return {}
 
     def cached_analysis(self, find: Callable[[Model], _Fact]) -> _Fact:
-        """Return what a function finds out about this model; it is called once."""
+        """Return the result of an analysis of this model, which is called once."""
         if find not in self._analyses:
             self._analyses[find] = find(self)
         known: _Fact = self._analyses[find]
         return known
 
 
-def iter_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The graph-valued attributes of a node."""
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
+def read_nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
+    """Return the nodes of the main graph of a cleaned model."""
+    opsets = opset_versions(proto)
+    return tuple(_read_node(index, node, opsets) for index, node in enumerate(proto.graph.node))
 
 
-def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and all graphs inside it."""
-    yield graph
-    for node in graph.node:
-        for inner in iter_subgraphs(node):
-            yield from iter_graphs(inner)
+def _read_node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node:
+    body = _digest_subgraphs(node)
+    unreached = find_captures(node).difference(body.captures)  # by what no output of the subgraph depends on
+    return Node(
+        index=index,
+        name=node.name,
+        op=node.op_type,
+        domain=node.domain,
+        inputs=tuple(node.input),
+        outputs=tuple(node.output),
+        attributes={a.name: _attribute_value(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
+        opaque=bool(body.digest) or not is_standard_op(node, opsets),
+        captures=(*body.captures, *sorted(unreached)),
+        body=body.digest,
+    )
 
 
-def find_captures(node: onnx.NodeProto) -> frozenset[str]:
-    """Names that the node's subgraphs use and do not define themselves."""
-    found: set[str] = set()
-    for graph in iter_subgraphs(node):
-        used, defined = {value.name for value in graph.output}, {value.name for value in graph.input}
-        defined.update(tensor.name for tensor in graph.initializer)
-        defined.update(tensor.values.name for tensor in graph.sparse_initializer)
-        for inner in graph.node:
-            used.update(inner.input)
-            used.update(find_captures(inner))
-            defined.update(inner.output)
-        found |= used - defined
-    return frozenset(found - {""})
+def _attribute_value(attribute: onnx.AttributeProto) -> Any:
+    """Return a Python value: numbers, text (bytes if it is none), numpy arrays, or tuples of them."""
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return _decode_text(value)
+    if isinstance(value, onnx.TensorProto):
+        return numpy_helper.to_array(value)
+    if attribute.type == onnx.AttributeProto.STRINGS:
+        return tuple(_decode_text(item) for item in value)
+    return tuple(value) if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS) else value
+
+
+def _decode_text(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+class _SubgraphDigest(NamedTuple):
+    """The subgraphs of one node.
+
+    Attributes:
+        digest: SHA-256 in hexadecimal; "" for a node without subgraphs.
+        captures: Tensors that they read from outside, in the order of the walk.
+    """
+
+    digest: str
+    captures: tuple[str, ...]
+
+
+def _digest_subgraphs(node: onnx.NodeProto) -> _SubgraphDigest:
+    """Return the digest of a node's subgraphs, whose nodes must be in topological order, as the checker requires."""
+    captured: dict[str, int] = {}
+    lines = []
+    for attribute in sorted(node.attribute, key=lambda a: a.name):
+        for graph in _attribute_graphs(attribute):
+            lines += [attribute.name, *_SubgraphWalk(graph, captured).serialize_nodes()]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
+    return _SubgraphDigest(digest, tuple(captured))
+
+
+class _SubgraphWalk:
+    """Numbering of one graph.
+
+    Args:
+        captured: Numbers of the tensors from outside, which all graphs of a node share; new ones are added.
+    """
+
+    def __init__(self, graph: onnx.GraphProto, captured: dict[str, int]) -> None:
+        self._captured = captured
+        self._outputs = [value.name for value in graph.output]
+        self._nodes = list(graph.node)
+        self._producers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
+        self._digests = [_digest_subgraphs(node) for node in self._nodes]
+        self._labels = {"": "_", **{value.name: f"input {index}" for index, value in enumerate(graph.input)}}
+        self._labels.update({tensor.name: _serialize_constant(tensor) for tensor in graph.initializer})
+        sparse = (tensor.values for tensor in graph.sparse_initializer)
+        self._labels.update({values.name: _serialize_constant(values) for values in sparse})
+        self._lines: list[str] = []
+
+    def serialize_nodes(self) -> list[str]:
+        """Return a line for each node that an output depends on, and one for the outputs."""
+        stack = self._outputs[::-1]
+        while stack:
+            name = stack[-1]
+            producer = self._producers.get(name)
+            if name in self._labels or producer is None:
+                stack.pop()
+                self._resolve(name)
+                continue
+            inputs = self._inputs_of(producer)
+            pending = [read for read in inputs if read in self._producers and read not in self._labels]
+            stack.extend(reversed(pending))
+            if not pending:
+                self._number_node(producer)
+        return [*self._lines, " ".join(map(self._resolve, self._outputs))]
+
+    def _inputs_of(self, index: int) -> tuple[str, ...]:
+        return (*self._nodes[index].input, *self._digests[index].captures)
+
+    def _resolve(self, name: str) -> str:
+        if name not in self._labels:
+            self._labels[name] = f"outside {self._captured.setdefault(name, len(self._captured))}"
+        return self._labels[name]
+
+    def _number_node(self, index: int) -> None:
+        node, digest = self._nodes[index], self._digests[index].digest
+        inputs = " ".join(map(self._resolve, self._inputs_of(index)))
+        attributes = " ".join(sorted(filter(None, map(_serialize_attribute, node.attribute))))
+        self._labels.update({name: f"{len(self._lines)}.{slot}" for slot, name in enumerate(node.output) if name})
+        self._lines.append(f"{node.domain}:{node.op_type} {attributes} ({inputs}) {digest}")
+
+
+def _attribute_graphs(attribute: onnx.AttributeProto) -> Sequence[onnx.GraphProto]:
+    return [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
+
+
+def _serialize_constant(tensor: onnx.TensorProto) -> str:
+    """Return type and shape of a constant: its values do not count, as outside of subgraphs."""
+    return f"constant {tensor.data_type} {list(tensor.dims)}"
+
+
+def _serialize_attribute(attribute: onnx.AttributeProto) -> str:
+    """Return an attribute without its doc string: "" for subgraphs, type and shape for tensors."""
+    if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+        return ""
+    if attribute.type == onnx.AttributeProto.TENSOR:
+        return f"{attribute.name} {_serialize_constant(attribute.t)}"
+    plain = copy_message(attribute)
+    plain.ClearField("doc_string")
+    return str(plain.SerializeToString(deterministic=True).hex())

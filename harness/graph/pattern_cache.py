@@ -16,18 +16,8 @@ from search.api import Observation, Score
 from search.space import FLOAT, Placement, PointKind, Space
 
 __all__ = [
-    "MAX_SCHEMES",
-    "MIN_DISTANCE_POINTS",
-    "CachedPattern",
-    "CachedPoint",
-    "CachedScheme",
-    "MeasurementOrigin",
-    "PatternCache",
-    "build_cache",
-    "count_differing_points",
-    "describe_foreign_schemes",
-    "merge_caches",
-    "parse_point",
+    "MAX_SCHEMES", "MIN_DISTANCE_POINTS", "CachedPattern", "CachedPoint", "CachedScheme", "MeasurementOrigin",
+    "PatternCache", "build_cache", "count_differing_points", "describe_foreign_schemes", "merge_caches", "parse_point",
     "propose_placements",
 ]  # fmt: skip
 
@@ -38,7 +28,7 @@ _POINT = re.compile(r"(node_input|child_input|output)/([0-9]{1,6})\.([0-9]{1,6})
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class MeasurementOrigin:
-    """Where a scheme was measured.
+    """Backend, precision and device on which a scheme was measured.
 
     Attributes:
         backend: Name of the benchmarker.
@@ -99,8 +89,8 @@ class PatternCache:
     """The best schemes by the signature of their pattern.
 
     Attributes:
-        minimum_distance: Two schemes of one pattern and origin differ in at least so many points.
-        maximum_schemes: At most so many schemes of one pattern; 0: no limit.
+        minimum_distance: Fewest points in which two schemes of one pattern and origin differ.
+        maximum_schemes: Most schemes of one pattern; 0: no limit.
     """
 
     minimum_distance: int = MIN_DISTANCE_POINTS
@@ -109,12 +99,12 @@ class PatternCache:
 
     @property
     def origins(self) -> tuple[MeasurementOrigin, ...]:
-        """Where its schemes were measured, sorted."""
+        """Origins of its schemes, sorted."""
         return tuple(sorted({scheme.origin for pattern in self.patterns.values() for scheme in pattern.schemes}))
 
 
 def parse_point(text: str) -> CachedPoint:
-    """The point that `str` of it gave.
+    """Return the point whose `str` is a text.
 
     Raises:
         ValueError: It is none.
@@ -127,12 +117,12 @@ def parse_point(text: str) -> CachedPoint:
 
 
 def count_differing_points(first: CachedScheme, second: CachedScheme) -> int:
-    """Points to add or remove, to turn one scheme into the other."""
+    """Count the points to add or remove, to turn one scheme into the other."""
     return len(first.points ^ second.points)
 
 
 def merge_caches(cache: PatternCache, *others: PatternCache) -> PatternCache:
-    """One cache with the best schemes of all; the limits are those of the first. Merging again changes nothing."""
+    """Return a cache with the best schemes of all; the limits are those of the first. Merging is idempotent."""
     found: dict[str, list[CachedScheme]] = {}
     sizes: dict[str, int] = {}
     for each in (cache, *others):
@@ -159,7 +149,7 @@ def build_cache(
     baseline_ms: float | None,
     origin: MeasurementOrigin,
 ) -> PatternCache:
-    """What a search has learned, as a cache: of each pattern the schemes, each as good as the best model that has it.
+    """Return the schemes of each pattern from a search, each as good as the best model with that scheme, as a cache.
 
     So the schemes of the fastest placement come first everywhere. Failures and what breaks a constraint are left out.
 
@@ -187,14 +177,14 @@ def build_cache(
 def propose_placements(
     cache: PatternCache, space: Space, origin: MeasurementOrigin | None = None, limit: int = 4
 ) -> list[Placement]:
-    """Placements to begin a search with: the best scheme of every known pattern, the second best, and so on.
+    """Return placements to begin a search with: the best scheme of every known pattern, the second best, and so on.
 
     Patterns that the cache does not know stay float. A point is left out where the space has none at its place; where
     the space lacks its precision, it takes the first one that is offered there.
 
     Args:
         origin: Schemes from here come before all others.
-        limit: At most so many placements.
+        limit: Most placements to return.
 
     Returns:
         Distinct placements that quantize something; none where the models share no pattern.
@@ -212,7 +202,7 @@ def propose_placements(
 
 
 def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> tuple[str, ...]:
-    """Sentences about schemes that were measured elsewhere, for a warning and for the table; none where all is home."""
+    """Describe differences between where schemes were measured and `origin`, as sentences for a warning and a table."""
     said = []
     for other in cache.origins:
         pairs = (("backend", other.backend, origin.backend), ("precision", other.precision, origin.precision))
@@ -225,12 +215,12 @@ def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> 
 
 
 def _select_schemes(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) -> tuple[CachedScheme, ...]:
-    """The best schemes that are far enough apart; origins take turns, so that a faster device crowds none out."""
+    """Return the best schemes that are far enough apart, from each origin in turn, whatever device is faster."""
     kept: dict[MeasurementOrigin, list[CachedScheme]] = {}
     for scheme in sorted(schemes, key=_scheme_sort_key):
         known = kept.setdefault(scheme.origin, [])
         if maximum and len(known) == maximum:
-            continue  # so many of its own origin come before it
+            continue
         if all(count_differing_points(scheme, other) >= max(1, minimum_distance) for other in known):
             known.append(scheme)
     ranked = [
@@ -249,20 +239,19 @@ def _scheme_sort_key(
 
 
 def _schemes_for_group(cache: PatternCache, group: str, origin: MeasurementOrigin | None) -> Sequence[CachedScheme]:
-    """Schemes of the pattern behind a group of a space, whose name begins the signature."""
+    """Return the schemes of the pattern of a group, whose name begins the signature."""
     found = [pattern for signature, pattern in cache.patterns.items() if signature.startswith(group.partition(".")[0])]
     return sorted(found[0].schemes, key=lambda scheme: scheme.origin != origin) if len(found) == 1 else ()
 
 
 def _point_of_dimension(name: str, group: str, precision: str) -> CachedPoint:
-    """The point of a dimension, by the dimension's name."""
     return parse_point(f"{name.removeprefix(f'{group}/')}/{precision}")
 
 
 def _lowest_latencies(
     observations: Iterable[Observation], patterns: Mapping[str, Sequence[int]]
 ) -> tuple[dict[tuple[str, tuple[int, ...]], float], float | None]:
-    """The lowest latency of each pattern's choices, and that of the float model; None where it was not measured."""
+    """Return the lowest latency of each pattern's choices, and that of the float model, or None if not measured."""
     best: dict[tuple[str, tuple[int, ...]], float] = {}
     floats_ms: list[float] = []
     for observation in observations:
@@ -279,7 +268,7 @@ def _lowest_latencies(
 
 
 def _dimensions_by_signature(space: Space, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The dimensions of each pattern by its whole signature; where each region has its own, those of the first."""
+    """Return the dimensions of each pattern by its whole signature; if each region has its own, those of the first."""
     first: dict[str, tuple[int, ...]] = {}
     for group, indices in space.groups.items():
         first.setdefault(group.partition(".")[0], indices)

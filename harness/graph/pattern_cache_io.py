@@ -66,7 +66,7 @@ def write_cache(cache: PatternCache, path: Path) -> None:
 
 
 def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
-    """A YAML mapping of plain values, read without trust: no aliases, no deep nesting, a limit on its size.
+    """Read a YAML mapping of plain values without trust: no aliases, no deep nesting, limited size.
 
     Raises:
         UserError: With file and place.
@@ -114,7 +114,7 @@ class _AliasFreeDumper(_SafeDumper):  # type: ignore[misc]
 
 
 def _reject_aliases_and_nesting(events: Iterable[Any], path: Path) -> None:
-    """Aliases (an alias bomb needs nothing else) and nesting without end, seen before anything is built of them."""
+    """Raise on aliases (an alias bomb needs nothing else) and deep nesting, before anything is built of them."""
     depth = 0
     for event in events:
         line = event.start_mark.line + 1
@@ -191,7 +191,7 @@ class _CacheRecord(_StrictModel):
         return self
 
     def to_cache(self) -> PatternCache:
-        """The cache; what a hand has added beyond its limits is dropped."""
+        """Return the cache; schemes beyond its limits, which an editor may have added, are dropped."""
         found = {
             p.signature: CachedPattern(
                 signature=p.signature, size=p.size, schemes=tuple(s.to_scheme() for s in p.schemes)

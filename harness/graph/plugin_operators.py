@@ -6,24 +6,26 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any, TypeVar
 
 import onnx
-from google.protobuf.message import Message
 
 from harness.errors import BuildFailed
-from harness.graph.io.writer import write_model
+from harness.graph.io.files import write_model
 from harness.graph.load import load_proto
-from harness.graph.model import find_captures, iter_subgraphs
-from harness.graph.passes.normalize import is_standard_op
 from harness.graph.passes.static_shapes import infer_types
+from harness.graph.protos import (
+    copy_message,
+    is_standard_op,
+    iter_subgraphs,
+    opset_versions,
+    replace_field,
+    tensors_read,
+)
 
 __all__ = [
     "PluginSubgraph", "extract_plugin_subgraph", "find_plugin_nodes", "remove_plugins", "restore_plugins",
     "truncate_before_plugins",
 ]  # fmt: skip
-
-AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 def find_plugin_nodes(
@@ -34,7 +36,7 @@ def find_plugin_nodes(
     Args:
         known: Domain and name of operators that count as known though ONNX does not define them.
     """
-    opsets = {opset.domain: opset.version for opset in proto.opset_import}
+    opsets = opset_versions(proto)
 
     def unknown(node: onnx.NodeProto) -> bool:
         if not is_standard_op(node, opsets) and (node.domain, node.op_type) not in known:
@@ -64,10 +66,10 @@ def truncate_before_plugins(
     if plugins:
         kept = [node for index, node in enumerate(graph.node) if index not in behind]
         domains = {"", *(node.domain for node in kept)}
-        _replace_repeated_field(proto.opset_import, [opset for opset in proto.opset_import if opset.domain in domains])
-        _replace_repeated_field(graph.node, kept)
-        _replace_repeated_field(graph.output, [value for value in graph.output if value.name not in lost])
-        _replace_repeated_field(graph.value_info, [value for value in graph.value_info if value.name not in lost])
+        replace_field(proto.opset_import, [opset for opset in proto.opset_import if opset.domain in domains])
+        replace_field(graph.node, kept)
+        replace_field(graph.output, [value for value in graph.output if value.name not in lost])
+        replace_field(graph.value_info, [value for value in graph.value_info if value.name not in lost])
         file.write_bytes(proto.SerializeToString())
     return lost.intersection(tensors), _operator_names(plugins)
 
@@ -142,9 +144,9 @@ def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
     graph = cut.graph
     kept = [node for index, node in enumerate(graph.node) if index not in plugins]
     made = {name for node in plugins.values() for name in node.output if name}
-    read = {name for node in plugins.values() for name in _node_inputs(node)}
+    read = {name for node in plugins.values() for name in tensors_read(node)}
     types = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
-    inputs = sorted(made.intersection(name for node in kept for name in _node_inputs(node)))
+    inputs = sorted(made.intersection(name for node in kept for name in tensors_read(node)))
     outputs = [value.name for value in graph.output if value.name not in made]
     outputs += sorted(read.intersection(name for node in kept for name in node.output).difference(outputs))
     for name in (*inputs, *outputs):
@@ -154,12 +156,12 @@ def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
                 "export the model with those of all tensors (value_info)"
             )
     moved = {*inputs, *outputs}
-    _replace_repeated_field(graph.node, kept)
-    _replace_repeated_field(graph.input, [*graph.input, *(types[name] for name in inputs)])
-    _replace_repeated_field(graph.output, [types[name] for name in outputs])
-    _replace_repeated_field(graph.value_info, [value for value in graph.value_info if value.name not in moved])
+    replace_field(graph.node, kept)
+    replace_field(graph.input, [*graph.input, *(types[name] for name in inputs)])
+    replace_field(graph.output, [types[name] for name in outputs])
+    replace_field(graph.value_info, [value for value in graph.value_info if value.name not in moved])
     domains = {"", *(node.domain for node in kept)}
-    _replace_repeated_field(cut.opset_import, [opset for opset in cut.opset_import if opset.domain in domains])
+    replace_field(cut.opset_import, [opset for opset in cut.opset_import if opset.domain in domains])
     return cut
 
 
@@ -173,25 +175,25 @@ def restore_plugins(
         proto: The original model.
         plugins: Its plug-in nodes.
     """
-    whole = _copy_message(cut)
+    whole = copy_message(cut)
     graph = whole.graph
     originals = {tensor.name: tensor for tensor in proto.graph.initializer}
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    constants, nodes = {}, [_copy_message(node) for node in plugins.values()]
+    constants, nodes = {}, [copy_message(node) for node in plugins.values()]
     for node in nodes:
         for slot, name in enumerate(node.input):
             if name in originals and types.get(name) != originals[name].data_type:
                 node.input[slot] = name if name not in types else f"{name}.plugin"
-                constants[node.input[slot]] = tensor = _copy_message(originals[name])
+                constants[node.input[slot]] = tensor = copy_message(originals[name])
                 tensor.name = node.input[slot]
     made, final = {n for node in nodes for n in node.output}, {value.name for value in proto.graph.output}
     inner = [value for value in graph.input if value.name in made]
     inner += [value for value in graph.output if value.name not in final]
     graph.value_info.extend(inner)
     graph.initializer.extend(constants.values())
-    _replace_repeated_field(graph.input, [value for value in graph.input if value.name not in made])
-    _replace_repeated_field(graph.output, list(proto.graph.output))
-    _replace_repeated_field(graph.node, _sort_nodes([*graph.node, *nodes]))
+    replace_field(graph.input, [value for value in graph.input if value.name not in made])
+    replace_field(graph.output, list(proto.graph.output))
+    replace_field(graph.node, _sort_nodes([*graph.node, *nodes]))
     domains = {opset.domain for opset in whole.opset_import}
     whole.opset_import.extend(opset for opset in proto.opset_import if opset.domain not in domains)
     return whole
@@ -199,15 +201,14 @@ def restore_plugins(
 
 def _sort_nodes(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
     maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    needed = {index: sorted(maker[n] for n in _node_inputs(node) if n in maker) for index, node in enumerate(nodes)}
+    needed = {index: sorted(maker[n] for n in tensors_read(node) if n in maker) for index, node in enumerate(nodes)}
     return [nodes[index] for index in TopologicalSorter(needed).static_order()]
 
 
 def _dependent_nodes(proto: onnx.ModelProto, nodes: Collection[int]) -> dict[int, onnx.NodeProto]:
-    """Return these nodes and all that depend on them, by index."""
     found, made = dict[int, onnx.NodeProto](), set[str]()
     for index, node in enumerate(proto.graph.node):
-        if index in nodes or not made.isdisjoint(_node_inputs(node)):
+        if index in nodes or not made.isdisjoint(tensors_read(node)):
             found[index] = node
             made.update(filter(None, node.output))
     return found
@@ -219,19 +220,3 @@ def _default_opset(proto: onnx.ModelProto) -> int:
 
 def _operator_names(nodes: Mapping[int, onnx.NodeProto]) -> str:
     return ", ".join(sorted({f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes.values()}))
-
-
-def _node_inputs(node: onnx.NodeProto) -> set[str]:
-    return {name for name in (*node.input, *find_captures(node)) if name}
-
-
-def _copy_message(message: AnyMessage) -> AnyMessage:
-    copy: AnyMessage = type(message)()
-    copy.CopyFrom(message)
-    return copy
-
-
-def _replace_repeated_field(field: Any, values: list[Any]) -> None:
-    """Set the contents of a repeated field; `values` may be some of the old ones."""
-    del field[:]
-    field.extend(values)

@@ -1,4 +1,4 @@
-"""Signature of an ONNX file before any preparation: inputs, outputs and nodes; and copies with static inputs."""
+"""Signature of an ONNX file before any preparation: inputs, outputs and nodes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import helper
 
-from harness.graph.io.reader import read_model
-from harness.graph.io.writer import write_model
-from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
-from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs
-from harness.graph.qdq.read_edges import read_qdq_edges, unique_node_names
+from harness.graph.io.files import read_model
+from harness.graph.passes.dimension_sizes import Axes, axes_of
+from harness.graph.protos import attribute_value, dtype_name, input_values
+from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph
 
-__all__ = [
-    "Dims", "ModelSignature", "NodeSignature", "read_signature", "with_static_inputs",
-    "write_without_output_transpose",
-]  # fmt: skip
+__all__ = ["Dims", "ModelSignature", "NodeSignature", "read_signature", "write_without_output_transpose"]
 
 Dims = tuple[int | None, ...]
 """A shape; None for a dynamic dimension."""
-_QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,37 +66,20 @@ def read_signature(path: Path, source: str | None = None) -> ModelSignature:
     proto, _ = read_model(path, source or str(path))
     graph = proto.graph
     stored: dict[str, set[str]] = {}
-    for edge, precision in read_qdq_edges(proto).items():
+    index = QDQGraph(proto)
+    for edge, precision in index.edges.items():
         stored.setdefault(edge.consumer, set()).add(precision)
-    constants = {tensor.name for tensor in graph.initializer}
-    tensors = [v for v in graph.input if v.name not in constants and v.type.HasField("tensor_type")]
+    tensors = [value for value in input_values(graph) if value.type.HasField("tensor_type")]
     return ModelSignature(
-        inputs={v.name: (_element_type(v), _static_dims(v)) for v in tensors},
+        inputs={v.name: (dtype_name(v.type.tensor_type.elem_type), _static_dims(v)) for v in tensors},
         outputs={v.name: _static_dims(v) for v in graph.output},
         axes={v.name: axes_of(v) for v in tensors},
         nodes=tuple(
             NodeSignature(name=node.name, op=node.op_type, precisions=frozenset(stored.get(name, ())))
-            for node, name in zip(graph.node, unique_node_names(graph), strict=True)
-            if node.op_type not in _QDQ_OPS
+            for node, name in zip(graph.node, index.labels, strict=True)
+            if node.op_type not in QDQ_OPS
         ),
     )
-
-
-def with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path:
-    """Write a copy with static inputs and no other change; Q/DQ models keep their pairs.
-
-    Returns:
-        The copy, or `path` itself if its inputs are static and no size is given, or if it is no ONNX model.
-    """
-    if not (sizes.shapes or sizes.dims):
-        try:
-            if not has_dynamic_inputs(onnx.load(path, load_external_data=False).graph):
-                return path
-        except DecodeError:  # reported when the model is built
-            return path
-    proto, _ = read_model(path, str(path))
-    fix_inputs(proto, sizes, str(path))
-    return write_model(proto, target)
 
 
 def write_without_output_transpose(source: Path, path: Path, name: str) -> Path:
@@ -116,7 +93,7 @@ def write_without_output_transpose(source: Path, path: Path, name: str) -> Path:
     last = next((node for node in model.graph.node if output.name in node.output), None)
     if last is None or last.op_type != "Transpose":
         raise ValueError(f"{source.name}: its output is not made by a Transpose")
-    order = next(tuple(attribute.ints) for attribute in last.attribute if attribute.name == "perm")
+    order = tuple(attribute_value(last, "perm"))
     sizes = [dim.dim_value for dim in output.type.tensor_type.shape.dim]
     inner, shape = last.input[0], [sizes[order.index(axis)] for axis in range(len(order))]
     model.graph.node.remove(last)
@@ -126,10 +103,6 @@ def write_without_output_transpose(source: Path, path: Path, name: str) -> Path:
     output.CopyFrom(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
     path.write_bytes(model.SerializeToString(deterministic=True))
     return path
-
-
-def _element_type(value: onnx.ValueInfoProto) -> str:
-    return str(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)).lower()
 
 
 def _static_dims(value: onnx.ValueInfoProto) -> Dims:

@@ -20,7 +20,7 @@ from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import Confirmation, Limits
 from harness.errors import UserError
 from harness.graph.io.files import digest_file
-from harness.graph.qdq.read_edges import count_pairs, diff_edges
+from harness.graph.qdq.qdq_graph import count_pairs, diff_edges
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER, Failed

@@ -19,9 +19,8 @@ from harness.config.plan import quantized_precisions
 from harness.errors import BuildFailed, install_hint
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import count_pairs
-from harness.graph.rules.dialect_lookup import load_dialect
-from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect
+from harness.graph.qdq.qdq_graph import count_pairs
+from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect, load_dialect
 from harness.paths import cache_dir
 from harness.progress import Observer
 from harness.results_dir.io import explain_write_errors

@@ -27,7 +27,7 @@ from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import require_all_nodes
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
+from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.fingerprint import require_same_fingerprint

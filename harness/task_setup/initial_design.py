@@ -18,7 +18,7 @@ from harness.graph.model import Model
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_placement import import_placement
-from harness.graph.qdq.read_edges import count_pairs
+from harness.graph.qdq.qdq_graph import count_pairs
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION

@@ -15,7 +15,7 @@ from harness.config.plan import SearchSpec
 from harness.config.sections import SearcherSpec
 from harness.errors import BuildFailed
 from harness.external_searchers.adapter import ExternalSearcherAdapter, external_model_path
-from harness.graph.qdq.read_edges import read_precisions
+from harness.graph.qdq.qdq_graph import read_precisions
 from harness.graph.qdq.space import build_space
 from harness.paths import resolve_path
 from harness.records import Failed

@@ -28,7 +28,7 @@ from harness.errors import CandidateError, EvaluationFailed, UserError, prefix_k
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import require_float_model
-from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
+from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.task_setup.accuracy import bound_resolution_note, check_bound
 from harness.task_setup.external_tools import PTQ_FUNCTIONS, tool_remarks

@@ -28,8 +28,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
-from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.graph.rules.points import explain_no_points
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER

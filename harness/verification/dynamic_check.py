@@ -14,8 +14,7 @@ from harness.api import Array
 from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
-from harness.graph.passes.dimension_expressions import evaluate_expression, expression_symbols
-from harness.graph.passes.dimension_sizes import Axes, is_batch
+from harness.graph.passes.dimension_sizes import Axes, evaluate_expression, expression_symbols, is_batch
 from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
 from harness.timing.host_clock import one_line_error
 

@@ -171,7 +171,7 @@ class SuspectModel:
 
     def _describe_operator(self, tensor: str) -> str:
         """Return the operator that computes a tensor, and those in the part with it, which a runtime may fuse."""
-        others = ModelGraph(self._part_file).operators()[:-1]
+        others = ModelGraph(self._part_file).float_operators()[:-1]
         behind = f" behind {', '.join(others)}" if 0 < len(others) <= MAX_OPERATORS_SHOWN else ""
         return f"{self.graph.operator(tensor)}{behind}"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import parser
+from onnx_models import run_onnxruntime
 
 from harness.graph.load import load_proto
 
@@ -25,11 +25,7 @@ def operators(body: str, opset: int = 17) -> list[str]:
     )
     model = load_proto(proto, source="m.onnx", sha256="0")
     x = np.random.default_rng(0).standard_normal((1, 4, 2, 2)).astype(np.float32)
-    sessions = [
-        onnxruntime.InferenceSession(p.SerializeToString(), providers=["CPUExecutionProvider"])
-        for p in (proto, model.proto)
-    ]
-    want, got = (session.run(None, {"x": x})[0] for session in sessions)
+    want, got = (run_onnxruntime(each, {"x": x})[0] for each in (proto, model.proto))
     np.testing.assert_array_equal(got, want)
     assert model.outputs == ("y",)
     assert set(model.types) == {*model.inputs, *model.constants, *(name for n in model.nodes for name in n.outputs)}

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
+from onnx_models import run_onnxruntime
 
 from harness.errors import UserError
 from harness.graph.load import load, load_proto
@@ -24,12 +24,7 @@ X = RNG.standard_normal((1, 3, 8, 8)).astype(np.float32)
 
 
 def run(proto: onnx.ModelProto, x: npt.NDArray[np.float32] = X) -> npt.NDArray[np.float32]:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    result: npt.NDArray[np.float32] = session.run(None, {"x": x})[0]
-    return result
+    return run_onnxruntime(proto, {"x": x}, optimize=False)[0]
 
 
 def resizing(op: str, opset: int, mode: str, scales: Sequence[float], *, constant: bool = True) -> onnx.ModelProto:

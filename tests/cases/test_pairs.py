@@ -12,7 +12,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import count_pairs, diff_edges
+from harness.graph.qdq.qdq_graph import count_pairs, diff_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME
 

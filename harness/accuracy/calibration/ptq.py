@@ -26,8 +26,7 @@ from harness.api import Array
 from harness.errors import BuildFailed, UserError
 from harness.graph.io.files import copy_model, move_model
 from harness.graph.plugin_operators import extract_plugin_subgraph
-from harness.graph.rules.dialect_lookup import load_dialect
-from harness.graph.rules.dialects import INT8_MAX_LEVEL
+from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
 
 __all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 

@@ -29,7 +29,7 @@ from harness.compat.modelopt_autotune.workflows import run_job
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.load import save_to_folder
-from harness.graph.passes.dimension_errors import parse_dims
+from harness.graph.passes.static_shapes import parse_dims
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
 from harness.paths import resolve_path

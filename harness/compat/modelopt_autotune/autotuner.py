@@ -30,7 +30,7 @@ from harness.compat.modelopt_autotune.storage import (
     write_state,
 )
 from harness.config.sections import PluginSpec
-from harness.graph.conversions import digest_model, to_proto
+from harness.graph.io.files import digest_model, to_proto
 from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.task_setup.model_loader import MIN_OPSET

@@ -15,7 +15,7 @@ from harness.compat.modelopt_autotune.settings import Config
 from harness.config.sections import Confirmation, Limits
 from harness.errors import UserError
 from harness.graph.io.files import move_model
-from harness.graph.qdq.read_edges import count_pairs
+from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
 from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER

@@ -10,7 +10,7 @@ from harness.analysis.region_report import inspect_regions
 from harness.compat.modelopt_autotune.settings import add_sizes, parse_shapes
 from harness.errors import UserError
 from harness.graph.partition.summary import TreeOptions
-from harness.graph.passes.dimension_errors import parse_dims
+from harness.graph.passes.static_shapes import parse_dims
 
 __all__ = ["main"]
 

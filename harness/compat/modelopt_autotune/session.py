@@ -21,10 +21,10 @@ from harness.compat.modelopt_autotune.storage import Measurement
 from harness.config.plan import TaskSpec
 from harness.config.sections import Calibration, ModelSpec, PluginSpec
 from harness.graph import pattern_cache as engine
-from harness.graph.conversions import map_to_float_tensors, serialize_model, write_model
+from harness.graph.io.files import serialize_model, write_model
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.import_placement import import_placement, map_to_float_tensors
 from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER
 from harness.task_setup.model_loader import input_types

@@ -18,8 +18,8 @@ from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
 from harness.graph import pattern_cache as engine
-from harness.graph.conversions import map_to_float_tensors
 from harness.graph.pattern_cache_io import read_cache, read_plain_yaml, write_cache, write_plain_yaml
+from harness.graph.qdq.import_placement import map_to_float_tensors
 
 __all__ = [
     "AutotuneState", "Measurement", "PatternCache", "cache_path", "describe_config_changes", "read_state",

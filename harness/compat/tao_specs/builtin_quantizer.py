@@ -19,8 +19,7 @@ from harness.errors import UserError, suggest_names
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model, Node
 from harness.graph.qdq.insert import Inserter
-from harness.graph.rules.dialect_lookup import load_dialect
-from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.graph.rules.placement_rules import first_violated_rule
 from harness.graph.rules.points import QuantizationPoint, find_points

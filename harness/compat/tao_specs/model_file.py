@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from harness.errors import UserError, prefix_key, suggest_names
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, format_axes, parse_shape, resolve_shapes
-from harness.graph.signature import Dims, ModelSignature, read_signature, with_static_inputs
+from harness.graph.passes.static_shapes import copy_with_static_inputs
+from harness.graph.signature import Dims, ModelSignature, read_signature
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes
 
@@ -205,4 +206,4 @@ def write_static_copy(path: Path, declared: ModelSignature, types: InputTypes, t
     """Write a copy with these static inputs; return `path` itself if its inputs are static."""
     if not any(None in dims for _, dims in declared.inputs.values()):
         return path
-    return with_static_inputs(path, InputSizes(shapes=shapes_of(types)), target)
+    return copy_with_static_inputs(path, InputSizes(shapes=shapes_of(types)), target)

@@ -22,11 +22,11 @@ import psutil
 from harness.errors import UserError
 from harness.graph.equivalence.compare import EquivalenceVerdict, compare_runs
 from harness.graph.equivalence.versions import ComparisonTask
+from harness.graph.io.files import is_large, write_model
 from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
-from harness.graph.io.writer import is_large, write_model
 from harness.graph.model import Model, TensorType
-from harness.graph.passes.normalize import constant_value
 from harness.graph.passes.static_shapes import static_types
+from harness.graph.protos import constants_by_name
 
 __all__ = ["ModelInterface", "OriginalModel", "check_equivalent"]
 
@@ -92,16 +92,12 @@ class OriginalModel:
     @classmethod
     def of(cls, proto: onnx.ModelProto, source: Path | onnx.ModelProto, key: str = "") -> OriginalModel:
         """Describe `proto`, which may be changed afterwards, and which was read from `source`."""
-        constants = {tensor.name: tensor for tensor in proto.graph.initializer}
-        for node in proto.graph.node:
-            if node.op_type == "Constant" and (value := constant_value(node)) is not None:
-                constants[node.output[0]] = value
         shapes = {value.name: value.type.tensor_type.shape.dim for value in proto.graph.input}
         return cls(
             source=source,
             key=key,
             nodes=frozenset(map(_serialize_node, proto.graph.node)),
-            constants=constants,
+            constants=constants_by_name(proto.graph),
             samples={name: dims[0].dim_value for name, dims in shapes.items() if dims},
             opsets=_opset_versions(proto),
         )
@@ -177,7 +173,6 @@ def _compare_in_helper(task: ComparisonTask, source: str) -> EquivalenceVerdict:
 
 
 def _is_untouched(original: OriginalModel, proto: onnx.ModelProto) -> bool:
-    """Return whether all nodes and constants of a prepared model are those of the original."""
     opsets = _opset_versions(proto)
     if any(original.opsets.get(domain, version) != version for domain, version in opsets.items()):
         return False
@@ -200,5 +195,4 @@ def _opset_versions(proto: onnx.ModelProto) -> dict[str, int]:
 
 @lru_cache(maxsize=1)
 def _verdict_cache(_process: int) -> OrderedDict[str, EquivalenceVerdict]:
-    """Return the verdicts of a process by key."""
     return OrderedDict()

@@ -28,8 +28,8 @@ from harness.graph.equivalence.versions import (
     accepted_runs,
     is_informative,
 )
-from harness.graph.model import iter_graphs
 from harness.graph.passes.static_shapes import static_types
+from harness.graph.protos import iter_graphs, iter_nodes
 
 __all__ = ["EquivalenceVerdict", "compare_runs"]
 
@@ -148,11 +148,8 @@ def _describe_deviation(found_db: float, limit_db: float) -> str:
 def threshold_db(proto: onnx.ModelProto) -> float:
     """Return the least ratio that a valid preparation of a model keeps, by the coarsest of its float types."""
     types = {value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)}
-    nodes = [node for function in proto.functions for node in function.node]
-    for graph in iter_graphs(proto.graph):
-        types.update(tensor.data_type for tensor in graph.initializer)
-        nodes.extend(graph.node)
-    for attribute in (attribute for node in nodes for attribute in node.attribute):
+    types.update(tensor.data_type for graph in iter_graphs(proto.graph) for tensor in graph.initializer)
+    for attribute in (attribute for node in iter_nodes(proto) for attribute in node.attribute):
         if attribute.name in ("to", "dtype"):
             types.add(attribute.i)
         elif attribute.HasField("t"):

@@ -16,12 +16,11 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.api import Array
-from harness.graph.model import find_captures
-from harness.graph.qdq.read_edges import node_name
+from harness.graph.protos import input_values, tensors_read
+from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name
 
 __all__ = ["ModelGraph", "find_index_outputs", "write_7bit_copy"]
 
-QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 # Operators whose result is discontinuous, or random.
 DISCONTINUOUS_OPS = frozenset(
     {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
@@ -30,43 +29,29 @@ NARROWING_DIVISOR = 2  # of 8-bit integers, for 7 bits
 NARROWED_SUFFIX = "_narrowed"
 
 
-class ModelGraph:
+class ModelGraph(QDQGraph):
     """Graph of a model file, whose external data are loaded, by tensor."""
 
     def __init__(self, path: Path) -> None:
-        self.proto = onnx.load(path)
-        graph = self.proto.graph
-        self._producer = {name: node for node in graph.node for name in node.output if name}
-        self._position = {id(node): index for index, node in enumerate(graph.node)}
-        self._constants = {tensor.name: tensor for tensor in graph.initializer}
-        self.inputs = tuple(value.name for value in graph.input if value.name not in self._constants)
-        self.outputs = tuple(value.name for value in graph.output)
+        super().__init__(onnx.load(path))
+        self._position = {id(node): index for index, node in enumerate(self.proto.graph.node)}
+        self.inputs = tuple(value.name for value in input_values(self.proto.graph))
 
-    def computes(self, tensor: str) -> bool:
-        """Return whether a node computes a tensor of this name."""
-        return tensor in self._producer
-
-    def before_pairs(self, tensor: str) -> str:
-        """Return the input of the Q/DQ pairs that end in a tensor, or the tensor itself."""
-        while (node := self._producer.get(tensor)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
-            tensor = node.input[0]
-        return tensor
-
-    def operators(self) -> list[str]:
+    def float_operators(self) -> list[str]:
         """Return the type of each operator in order, without Q/DQ pairs."""
-        return [node.op_type for node in self.proto.graph.node if node.op_type not in (QUANTIZE, DEQUANTIZE)]
+        return [node.op_type for node in self.proto.graph.node if node.op_type not in QDQ_OPS]
 
     def operator(self, tensor: str) -> str:
         """Return type and name of the operator that computes a tensor, before any Q/DQ pairs."""
-        node = self._producer.get(self.before_pairs(tensor)) or self._producer[tensor]
+        node = self.producer.get(self.before_pairs(tensor)) or self.producer[tensor]
         return f"{node.op_type} {node_name(node)!r}"
 
     @cached_property
     def _depth(self) -> dict[str, int]:
-        """Number of operators on the longest path from an input of the model to each dependent tensor."""
+        """Number of operators on the longest path from an input of the model to each tensor that depends on one."""
         depth = dict.fromkeys(self.inputs, 0)
         for node in self.proto.graph.node:
-            before = [depth[name] for name in _inputs(node) if name in depth]
+            before = [depth[name] for name in tensors_read(node) if name in depth]
             if before:
                 depth.update((name, max(before) + 1) for name in node.output if name)
         return depth
@@ -74,9 +59,9 @@ class ModelGraph:
     def sources(self, tensor: str) -> tuple[str, ...]:
         """Return the input-dependent tensors that a tensor is computed from, without those of QuantizeLinear."""
         found: dict[str, None] = {}
-        node = self._producer.get(tensor)
-        for name in () if node is None else _inputs(node):
-            maker = self._producer.get(name)
+        node = self.producer.get(tensor)
+        for name in () if node is None else tensors_read(node):
+            maker = self.producer.get(name)
             if name in self._depth:
                 found.update(dict.fromkeys(self.sources(name) if maker and maker.op_type == QUANTIZE else (name,)))
         return tuple(found)
@@ -93,15 +78,15 @@ class ModelGraph:
         inside: set[int] = set()
         front, left = {tensor}, operators
         while left > 0:
-            inner = [name for name in front if name in self._producer and name in self._depth]
+            inner = [name for name in front if name in self.producer and name in self._depth]
             if not inner:
                 break
-            latest = max(inner, key=lambda name: self._position[id(self._producer[name])])
-            node = self._producer[latest]
-            left -= node.op_type not in (QUANTIZE, DEQUANTIZE)
+            latest = max(inner, key=lambda name: self._position[id(self.producer[name])])
+            node = self.producer[latest]
+            left -= node.op_type not in QDQ_OPS
             inside.add(id(node))
             front = {name for name in front if name not in node.output}
-            front |= {name for name in _inputs(node) if name in self._depth}
+            front |= {name for name in tensors_read(node) if name in self._depth}
         return tuple(sorted(set(map(self.before_pairs, front)), key=lambda name: self._depth[name]))
 
     def write_submodel(
@@ -129,7 +114,7 @@ class ModelGraph:
             nodes,
             graph.name,
             [_array_info(name, array) for name, array in ends.items()]
-            + [value for value in graph.input if value.name in tensors and value.name not in self._constants],
+            + [value for value in input_values(graph) if value.name in tensors],
             [known.get(name) or onnx.ValueInfoProto(name=name) for name in outputs],
             [tensor for tensor in graph.initializer if tensor.name in tensors],
         )
@@ -140,7 +125,7 @@ class ModelGraph:
     def _bypass_pairs(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         """Yield nodes with an Identity instead of each DequantizeLinear after a QuantizeLinear."""
         for node in nodes:
-            before = self._producer.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+            before = self.producer.get(node.input[0]) if node.op_type == DEQUANTIZE else None
             if before is not None and before.op_type == QUANTIZE:
                 yield helper.make_node("Identity", before.input[:1], node.output)
             else:
@@ -156,10 +141,10 @@ class ModelGraph:
             if name in seen or name in ends:
                 continue
             seen.add(name)
-            node = self._producer.get(name)
+            node = self.producer.get(name)
             if node is not None and id(node) not in wanted:
                 wanted.add(id(node))
-                stack.extend(_inputs(node))
+                stack.extend(tensors_read(node))
         return [node for node in self.proto.graph.node if id(node) in wanted], seen
 
 
@@ -170,7 +155,7 @@ def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
     jumping: set[str] = set()
     sources: dict[str, None] = {}
     for node in graph.node:
-        if any(name in jumping for name in _inputs(node)):
+        if any(name in jumping for name in tensors_read(node)):
             jumping.update(node.output)
         elif node.op_type in DISCONTINUOUS_OPS:
             jumping.update(node.output[1:] if node.op_type == "TopK" else node.output)
@@ -189,7 +174,7 @@ def write_7bit_copy(path: Path, target: Path, what: Literal["weights", "data"]) 
     found = False
     for node in proto.graph.node:
         stored = tensors.get(node.input[0]) if node.op_type == DEQUANTIZE else None
-        if node.op_type not in (QUANTIZE, DEQUANTIZE) or (stored is None) != (what == "data"):
+        if node.op_type not in QDQ_OPS or (stored is None) != (what == "data"):
             continue
         kind = tensors.get(next(iter(node.input[2:]), "")) if stored is None else stored
         if node.input[1] not in tensors or kind is None or kind.data_type not in (TensorProto.INT8, TensorProto.UINT8):
@@ -211,7 +196,6 @@ def write_7bit_copy(path: Path, target: Path, what: Literal["weights", "data"]) 
 def _add_scaled_initializer(
     proto: onnx.ModelProto, tensors: dict[str, onnx.TensorProto], name: str, factor: float
 ) -> None:
-    """Add a multiple of an initializer under a new name."""
     if f"{name}{NARROWED_SUFFIX}" not in tensors:
         made = _scale_tensor(tensors[name], factor)
         made.name = f"{name}{NARROWED_SUFFIX}"
@@ -226,11 +210,6 @@ def _scale_tensor(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
     return numpy_helper.from_array(
         (np.round(made) if array.dtype.kind in "iu" else made).astype(array.dtype), tensor.name
     )
-
-
-def _inputs(node: onnx.NodeProto) -> list[str]:
-    """Return the tensors that a node reads, including those that its subgraphs capture."""
-    return [*filter(None, node.input), *sorted(find_captures(node))]
 
 
 def _array_info(name: str, array: Array) -> Any:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from harness.graph.model import find_captures, iter_graphs
 from harness.graph.passes.normalize import name_nodes
+from harness.graph.protos import iter_graphs, replace_field, tensors_read
 from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 
 __all__ = ["ComparisonTask", "Feeds", "ModelVersion", "RunFailed", "Values", "accepted_runs", "is_informative"]
@@ -132,8 +132,7 @@ class ModelVersion:
         return self.run_samples(self._open_session_with_outputs(names), feeds)
 
     def _open_session_with_outputs(self, outputs: Sequence[str]) -> Any:
-        del self.proto.graph.output[:]
-        self.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        replace_field(self.proto.graph.output, [onnx.ValueInfoProto(name=name) for name in outputs])
         return self.open_session()
 
     def compute_nodes_separately(
@@ -149,7 +148,7 @@ class ModelVersion:
                 if name in values:
                     made.append(name)
                     node.output[slot] = _OWN_PREFIX + name
-        read = {name for node in graph.node for name in (*node.input, *find_captures(node))}
+        read = {name for node in graph.node for name in tensors_read(node)}
         given = {name: values[name] for name in made if name in read}
         for name, value in given.items():
             kind = helper.np_dtype_to_tensor_dtype(value.dtype)
@@ -199,7 +198,6 @@ def is_informative(value: Any) -> bool:
 
 
 def _iter_random_inputs(task: ComparisonTask) -> Iterator[Feeds]:
-    """Yield inputs of each kind in `Comparison.draws`."""
     for draw in task.draws:
         rng = np.random.default_rng(draw)
         yield {name: _random_input(rng, draw, name, task.inputs[name]) for name in sorted(task.inputs)}

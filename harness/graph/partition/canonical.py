@@ -1,6 +1,6 @@
 """Exact canonical form of a region; private to `harness.graph.partition.patterns`.
 
-The inputs of a node are ordered, so a depth-first walk from a *sink* (a node whose results nobody inside the region
+The inputs of a node are ordered, so a depth-first walk from a *sink* (a node whose results no node inside the region
 reads) against the data numbers everything it reaches in one way only. A region with one sink, which is what discovery
 makes, has its canonical order in one such walk. Of several sinks the order is searched: first by colours refined over
 the graph (Weisfeiler, Leman 1968), then by the smallest code, with branches that give equal codes (automorphisms)
@@ -57,7 +57,7 @@ class CanonicalForm:
 
 
 def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
-    """The canonical form of a region."""
+    """Return the canonical form of a region."""
     walk = _Numbering(wiring, subject)
     sinks = walk.sinks()
     if len(sinks) > 1:
@@ -68,7 +68,7 @@ def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
 
 
 def describe_code(wiring: NodeLabels, code: Sequence[int]) -> str:
-    """The code with labels in full: a text that means the same in every model."""
+    """Return a code with labels in full: a text that means the same in every model."""
     lines, place = [], 0
     while place < len(code):
         end = place + 4 + 2 * code[place + 1]
@@ -78,7 +78,7 @@ def describe_code(wiring: NodeLabels, code: Sequence[int]) -> str:
 
 
 class _Numbering:
-    """A numbering in progress, which can be taken back to an earlier mark."""
+    """Numbering in progress, which can be taken back to an earlier mark."""
 
     def __init__(self, wiring: NodeLabels, subject: RegionGraph) -> None:
         self._wiring = wiring
@@ -90,7 +90,7 @@ class _Numbering:
         self.code: list[int] = []
 
     def sinks(self) -> list[int]:
-        """Nodes whose results nobody inside reads, in file order."""
+        """Return the nodes whose results no node inside reads, in file order."""
         wiring = self._wiring
         read = {wiring.producer[tensor] for node in self._subject.nodes for tensor in wiring.reads[node]}
         return [node for node in self._subject.nodes if node not in read]
@@ -176,7 +176,7 @@ class CanonicalSearch:
         return code, order
 
     def _sinks_of_smallest_code(self, sinks: list[int]) -> list[int]:
-        """The sinks that add the smallest code to what is numbered already."""
+        """Return the sinks that add the smallest code to what is numbered already."""
         if len(sinks) == 1 or self._budget <= 0:
             return sinks[:1]
         found: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -189,7 +189,6 @@ class CanonicalSearch:
         return found[min(found)]
 
     def _break_tie(self, tied: list[int], left: list[int], rest: Sequence[list[int]]) -> int:
-        """Of tied sinks one that leads to the smallest code."""
         orbits: dict[tuple[int, ...], int] = {}
         for sink in tied:
             orbits.setdefault(self._explore_sink(sink, left, rest, search=False), sink)
@@ -206,7 +205,7 @@ class CanonicalSearch:
 
 
 def _refine_colours(wiring: NodeLabels, subject: RegionGraph) -> dict[int, int]:
-    """Colours that isomorphic nodes share, refined with the data and against it until they split no further."""
+    """Return colours that isomorphic nodes share, refined along and against the data until they split no further."""
     producer, position, reads = wiring.producer, wiring.position, wiring.reads
     colour = {n: hash((wiring.digest[wiring.label[n]], subject.outputs.get(n, 0))) for n in subject.nodes}
     outside = {t: 0 for n in subject.nodes for t in reads[n] if producer[t] not in colour}

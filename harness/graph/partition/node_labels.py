@@ -81,7 +81,7 @@ def label_nodes(model: Model) -> NodeLabels:
 
 
 def _node_label(model: Model, node: Node) -> str:
-    """Everything about a node, apart from which activations it reads, that two matching nodes have in common."""
+    """Describe what two matching nodes have in common, apart from the activations that they read."""
     parts = [f"{node.domain}:{node.op}", *_relevant_attributes(model, node)]
     kinds = [_input_kind(model, node, slot, name) for slot, name in enumerate(node.inputs)]
     while kinds and kinds[-1] == "_":
@@ -120,7 +120,7 @@ def _relevant_attributes(model: Model, node: Node) -> list[str]:
 
 
 def _classify_groups(node: Node, weight: Sequence[int]) -> str:
-    """Grouped convolutions run other kernels than dense ones; how many groups there are does not matter."""
+    """Return the kind of kernel that a convolution runs in; the number of groups does not matter."""
     groups = int(node.attributes.get("group", 1))
     if groups == 1:
         return "dense"
@@ -129,7 +129,7 @@ def _classify_groups(node: Node, weight: Sequence[int]) -> str:
 
 
 def _stable_value(value: Any) -> Any:
-    """A value whose text is the same in every process: lists as tuples, arrays as a digest."""
+    """Return a value whose text is the same in every process: lists as tuples, arrays as a digest."""
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if isinstance(value, list | tuple):

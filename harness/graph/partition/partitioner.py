@@ -59,7 +59,7 @@ class _ChainItem:
 def partition_graph(
     flow: BranchStructure, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
 ) -> list[RegionDraft]:
-    """Leaves and composites; a parent stands before its children.
+    """Cut a graph into leaves and composites; a parent comes before its children.
 
     Args:
         flow: Chains and branches.
@@ -104,7 +104,7 @@ class _Partitioner:
         return self._drafts
 
     def _cumulative_counts(self, marked: Sequence[bool]) -> list[int]:
-        """How many marked vertices the chains up to each vertex hold, branches included."""
+        """Count the marked vertices of the chain up to each vertex, branches included."""
         flow, totals = self._flow, [int(mark) for mark in marked]
         for vertex, before in enumerate(flow.series):
             totals[vertex] += sum(totals[last] for last in flow.branches[vertex])
@@ -175,7 +175,6 @@ class _Partitioner:
         self._depths.append(0)
 
     def _emit_run(self, parent: int, run: list[_ChainItem]) -> None:
-        """Cut a run of plain items into leaves."""
         if not run:
             return
         groups: list[list[_ChainItem]] = []
@@ -188,7 +187,7 @@ class _Partitioner:
             self._emit_leaf(parent, leaf)
 
     def _emit_repetitions(self, groups: list[list[_ChainItem]]) -> list[list[_ChainItem]]:
-        """Leaves of a long run: one for each repetition of groups, the groups between them packed."""
+        """Return the leaves of a long run: one for each repetition of groups, the groups between them packed."""
         keys = [tuple(self._repetition_key(item) for item in group) for group in groups]
         leaves: list[list[_ChainItem]] = []
         rest: list[list[_ChainItem]] = []
@@ -207,7 +206,7 @@ class _Partitioner:
         return leaves + _pack_leaves(rest, self._longest)
 
     def _find_period(self, groups: list[list[_ChainItem]], keys: list[tuple[Hashable, ...]], place: int) -> int:
-        """The smallest number of groups that fit into a leaf and come again at once, or 0."""
+        """Return the smallest number of groups that fit into a leaf and repeat at once, or 0."""
         period, size = 0, 0
         while place + 2 * period < len(groups):
             size += _total_size(groups[place + period])
@@ -225,7 +224,7 @@ class _Partitioner:
         return label, frozenset(self._labels[v] for v in self._flow.branch_vertices(item.vertex) if self._real[v])
 
     def _split_group(self, group: list[_ChainItem]) -> list[list[_ChainItem]]:
-        """A group that fits into a leaf, else its parts, cut where the data diverges and then by length."""
+        """Return a group that fits into a leaf, else its parts, cut where the data diverges and then by length."""
         if _total_size(group) <= self._longest:
             return [group]
         parts: list[list[_ChainItem]] = []

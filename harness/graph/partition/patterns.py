@@ -42,7 +42,7 @@ class Pattern:
 
 
 def find_patterns(model: Model, root: Region) -> tuple[Pattern, ...]:
-    """The patterns of all regions of a tree, in graph order of their first regions, parents first."""
+    """Return the patterns of all regions of a tree, in graph order of their first regions, parents first."""
     wiring = label_nodes(model)
     found: dict[tuple[RegionType, tuple[int, ...]], list[tuple[Region, CanonicalForm]]] = defaultdict(list)
     for region in root.walk():

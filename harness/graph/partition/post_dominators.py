@@ -36,7 +36,7 @@ class BranchStructure:
         return len(self.series) - 1
 
     def chain(self, last: int) -> list[int]:
-        """The chain that ends in a vertex, in the direction of the data."""
+        """Return the chain that ends in a vertex, in the direction of the data."""
         found = []
         while last >= 0:
             found.append(last)
@@ -44,7 +44,7 @@ class BranchStructure:
         return found[::-1]
 
     def branch_vertices(self, vertex: int) -> Iterator[int]:
-        """All vertices of all branches that converge on a vertex, without the vertex itself."""
+        """Yield all vertices of all branches that converge on a vertex, without the vertex itself."""
         todo = list(self.branches[vertex])
         while todo:
             last = todo.pop()
@@ -55,7 +55,7 @@ class BranchStructure:
 
 
 def find_branch_structure(successors: Sequence[Sequence[int]]) -> BranchStructure:
-    """Chains and branches of an acyclic graph.
+    """Find the chains and branches of an acyclic graph.
 
     Args:
         successors: For each vertex its successors, all with greater numbers, without repetition. A vertex without
@@ -101,14 +101,14 @@ class _AncestorTree:
         jump[vertex] = jump[far] if depth[parent] - depth[far] == depth[far] - depth[jump[far]] else parent
 
     def ancestor_at_depth(self, vertex: int, depth: int) -> int:
-        """The ancestor of a vertex (or itself) at a depth not below its own."""
+        """Return the ancestor of a vertex (or itself) at a depth not below its own."""
         while self.depth[vertex] > depth:
             far = self._jump[vertex]
             vertex = far if self.depth[far] >= depth else self.parent[vertex]
         return vertex
 
     def lowest_common_ancestor(self, a: int, b: int) -> int:
-        """The lowest common ancestor."""
+        """Return the lowest common ancestor of two vertices."""
         a, b = self.ancestor_at_depth(a, self.depth[b]), self.ancestor_at_depth(b, self.depth[a])
         while a != b:
             if self._jump[a] != self._jump[b]:

@@ -1,7 +1,7 @@
 """Regions: connected subgraphs with inputs and outputs, as a tree that covers every node exactly once.
 
 Discovery is hierarchical and deterministic, and what it cuts depends on the neighbourhood only, so repeated blocks
-give equal regions. See `harness.graph.partition`: `flow` for the structure it follows, `outline` for the cuts.
+give equal regions. See `post_dominators` for the structure that it follows and `partitioner` for the cuts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Region:
     outputs: tuple[str, ...]
 
     def walk(self) -> Iterator[Region]:
-        """This region and all below it, parents first."""
+        """Yield this region and all below it, parents first."""
         todo = [self]
         while todo:
             region = todo.pop()
@@ -60,11 +60,11 @@ class Region:
             todo.extend(reversed(region.children))
 
     def iter_leaves(self) -> Iterator[Region]:
-        """The LEAF regions at or below this one."""
+        """Return the LEAF regions at or below this one."""
         return (region for region in self.walk() if region.type is RegionType.LEAF)
 
     def node_indices(self) -> tuple[int, ...]:
-        """Indices of all nodes at or below this region, in topological order."""
+        """Return the indices of all nodes at or below this region, in topological order."""
         return self.nodes if not self.children else tuple(sorted(n for leaf in self.iter_leaves() for n in leaf.nodes))
 
 
@@ -76,7 +76,7 @@ def discover_regions(
     Args:
         model: The model.
         maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: A convergence of at least so many nodes is split into a COMPOSITE.
+        minimum_topdown_search_size: Fewest nodes of a convergence that is split into a COMPOSITE.
 
     Returns:
         The ROOT; each node of the model is in exactly one LEAF below it, and each LEAF is connected.
@@ -102,7 +102,7 @@ def discover_regions(
 
 
 def _consumer_indices(model: Model) -> dict[str, list[int]]:
-    """Indices of the nodes that read a tensor, subgraphs included, in topological order and without repetition."""
+    """Return the indices of the nodes that read a tensor, subgraphs included, in order and without repetition."""
     found: dict[str, list[int]] = defaultdict(list)
     for node in model.nodes:
         for name in {*node.inputs, *node.captures} - {""}:
@@ -111,7 +111,7 @@ def _consumer_indices(model: Model) -> dict[str, list[int]]:
 
 
 def _split_by_main_input(model: Model) -> list[tuple[list[int], str | None]]:
-    """The nodes that depend on the main input with that input, and all other nodes.
+    """Return the nodes that depend on the main input with that input, and all other nodes.
 
     What else comes in (masks, position tables, memory) joins from the side, so it must not hide the main line.
     """
@@ -137,7 +137,7 @@ def _split_by_main_input(model: Model) -> list[tuple[list[int], str | None]]:
 def _partition_part(
     model: Model, readers: Mapping[str, list[int]], nodes: list[int], tensor: str | None, sizes: tuple[int, int]
 ) -> list[RegionDraft]:
-    """Outline one part. Vertex 0 is `tensor`, where given: a block that begins at an input looks like any other."""
+    """Cut one part. Vertex 0 is `tensor`, if given: a block that begins at an input looks like any other."""
     first = 0 if tensor is None else 1
     vertex = {index: position + first for position, index in enumerate(nodes)}
     ends = set(model.outputs)
@@ -164,7 +164,7 @@ def _vertex_kind(node: Node) -> VertexKind:
 
 
 def _repetition_label(node: Node) -> str:
-    """What a node does, as far as a repetition goes; strides may change along it."""
+    """Return what identifies a node in repetitions; strides may change along them."""
     attributes = node.attributes
     return f"{node.domain}:{node.op} {attributes.get('kernel_shape')} {int(attributes.get('group', 1)) > 1}"
 
@@ -185,7 +185,7 @@ class RegionTreeBuilder:
         self._children[self._top].sort(key=lambda child: self._nodes[child][0])
 
     def _order_children(self, number: int) -> int:
-        """Order the children of a draft, which all come after it; the draft, or its child where it is the only one."""
+        """Order the children of a draft; return the draft, or its child if it has only one."""
         children = self._children[number]
         if children:
             children.sort(key=lambda child: self._nodes[child][0])
@@ -193,7 +193,6 @@ class RegionTreeBuilder:
         return children[0] if len(children) == 1 else number
 
     def build_root(self) -> Region:
-        """The tree."""
         order, todo = [], [(self._top, -1)]
         while todo:
             draft, level = todo.pop()

@@ -69,7 +69,7 @@ class DiscoverySummary:
 
 
 def summarize_discovery(model: Model, root: Region, patterns: Sequence[Pattern]) -> DiscoverySummary:
-    """Figures of a discovery."""
+    """Return the figures of a discovery."""
     types = Counter(region.type for region in root.walk())
     sizes = Counter(len(leaf.nodes) for leaf in root.iter_leaves())
     kinds = Counter(pattern.type for pattern in patterns)
@@ -87,7 +87,7 @@ def summarize_discovery(model: Model, root: Region, patterns: Sequence[Pattern])
 
 
 def describe_phases(figures: DiscoverySummary) -> list[str]:
-    """What the two phases of the discovery gave, as lines."""
+    """Describe the results of the two phases of a discovery, as lines."""
     f = figures
     return [
         f"Phase 1 complete: {f.top} regions, {_coverage_line(f)}",
@@ -96,7 +96,7 @@ def describe_phases(figures: DiscoverySummary) -> list[str]:
 
 
 def describe_summary(figures: DiscoverySummary) -> list[str]:
-    """Totals, patterns, and the sizes of LEAF regions with their histogram, as lines."""
+    """Describe totals, patterns, and the sizes of LEAF regions with their histogram, as lines."""
     f = figures
     lines = [
         f"Summary: {f.leaves + f.composites} regions ({f.leaves} LEAF, {f.composites} COMPOSITE), {_coverage_line(f)}",
@@ -116,7 +116,7 @@ def _coverage_line(figures: DiscoverySummary) -> str:
 
 
 def is_quantizable(region: Region, model: Model) -> bool:
-    """Whether a region is worth a look: a LEAF without any of the operators that gain from Q/DQ is not.
+    """Return whether a region is no LEAF or has an operator that gains from Q/DQ.
 
     The same rule as ModelOpt's `has_quantizable_operations` (nvidia-modelopt 0.47, autotune/insertion_points.py).
     """
@@ -124,7 +124,7 @@ def is_quantizable(region: Region, model: Model) -> bool:
 
 
 def describe_tree(root: Region, model: Model, patterns: Sequence[Pattern], view: TreeOptions) -> list[str]:
-    """The regions below the ROOT as lines of a tree."""
+    """Describe the regions below the ROOT as lines of a tree."""
     shared = {region.id: pattern for pattern in patterns for region in pattern.regions}
     lines: list[str] = []
     skipped = 0
@@ -160,14 +160,13 @@ def _region_details(region: Region, model: Model, pattern: Pattern, view: TreeOp
 
 
 def _leaf_shape(region: Region, model: Model) -> str:
-    """What a LEAF is: a sequence, or a convergence of branches."""
     inside = {name for index in region.nodes for name in model.nodes[index].outputs if name}
     fed = [len(inside.intersection(model.nodes[index].inputs)) for index in region.nodes]
     return "convergence of branches" if max(fed, default=0) > 1 else "sequence"
 
 
 def to_json(model: Model, root: Region, patterns: Sequence[Pattern]) -> dict[str, Any]:
-    """Everything as plain values: regions in pre-order with the id of their parent, and patterns."""
+    """Return regions, in pre-order with the id of their parent, and patterns as plain values."""
     signature = {region.id: pattern.signature for pattern in patterns for region in pattern.regions}
     parent = {child.id: region.id for region in root.walk() for child in region.children}
     figures = summarize_discovery(model, root, patterns)

@@ -6,6 +6,8 @@ known symbols ("past + 1"), or from the default: the batch is 1. A symbol has th
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,20 +15,10 @@ from dataclasses import dataclass, field
 import onnx
 
 from harness.errors import UserError, suggest_names
-from harness.graph.passes.dimension_expressions import evaluate_expression, expression_symbols
 
 __all__ = [
-    "Axes",
-    "InputSizes",
-    "MissingSizes",
-    "ResolvedShapes",
-    "axes_of",
-    "format_axes",
-    "format_shape",
-    "is_batch",
-    "parse_shape",
-    "resolve_shapes",
-    "set_shape",
+    "Axes", "InputSizes", "MissingSizes", "ResolvedShapes", "axes_of", "evaluate_expression", "expression_symbols",
+    "format_axes", "format_shape", "is_batch", "parse_shape", "resolve_shapes", "set_shape",
 ]  # fmt: skip
 
 Axis = int | str | None
@@ -40,6 +32,8 @@ BATCH_SYMBOL = re.compile(r"(?:num_?|n_?|dyn_?)?batch(?:es|_?(?:size|dim|axis|nu
 # Symbols, short or made by an exporter, that mean the batch if they are the first dimension of an input.
 LEADING_BATCH_SYMBOL = re.compile(r"[nb]|unk__\d+|.*_dynamic_axes_\d+|(?:p2o\.)?DynamicDimension\.\d+", re.IGNORECASE)
 MAX_SOLVED_SIZE = 32_769  # of a symbol in an expression whose size is given
+MAX_EXPRESSION_CHARS = 200  # a longer text is a name
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +286,6 @@ class _SizeResolver:
         return MissingSizes(symbols=unknown, inputs=tuple(dict.fromkeys(unnamed)))
 
     def _iter_axes(self) -> Iterator[tuple[str, int, Axis]]:
-        """Yield input, position and dimension."""
         for name, axes in self._inputs.items():
             for position, axis in enumerate(axes or ()):
                 yield name, position, axis
@@ -303,3 +296,36 @@ class _SizeResolver:
         if names is None or any(name not in self.sizes for name in names):
             return None
         return evaluate_expression(symbol, {name: self.sizes[name][0] for name in names})
+
+
+def expression_symbols(text: str) -> tuple[str, ...]:
+    """Return the symbols in an expression of integers and symbols with +, -, * and //; () if it is no such."""
+    if len(text) > MAX_EXPRESSION_CHARS:
+        return ()
+    try:
+        tree = ast.parse(text, mode="eval").body
+        _evaluate_tree(tree, None)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    return tuple(dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
+
+
+def evaluate_expression(text: str, values: Mapping[str, int]) -> int | None:
+    """Return the value of an expression that `expression_symbols` accepts; None if it is no size."""
+    try:
+        size = _evaluate_tree(ast.parse(text, mode="eval").body, values)
+    except ZeroDivisionError:
+        return None
+    return size if size > 0 else None
+
+
+def _evaluate_tree(node: ast.expr, values: Mapping[str, int] | None) -> int:
+    """Return the value of a tree; with `values=None` only check that it has no other nodes (`ValueError`)."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        return 1 if values is None else values[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _evaluate_tree(node.left, values), _evaluate_tree(node.right, values)
+        return 1 if values is None else int(_OPERATORS[type(node.op)](left, right))
+    raise ValueError(f"no dimension: {ast.dump(node)}")

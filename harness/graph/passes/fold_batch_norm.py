@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from harness.graph.model import find_captures
+from harness.graph.protos import attribute_value, replace_field, tensors_read
 
 __all__ = ["fold_batch_norms"]
 
@@ -33,7 +33,7 @@ def fold_batch_norms(graph: onnx.GraphProto) -> int:
         Number of folded nodes.
     """
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    uses = Counter(name for node in graph.node for name in (*node.input, *find_captures(node)) if name)
+    uses = Counter(name for node in graph.node for name in tensors_read(node))
     uses.update(value.name for value in graph.output)
     producer = {name: node for node in graph.node for name in node.output if name}
     folded = []
@@ -52,7 +52,7 @@ def fold_batch_norms(graph: onnx.GraphProto) -> int:
 def _is_inference_batch_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> bool:
     if node.op_type != "BatchNormalization" or node.domain or sum(map(bool, node.output)) != 1:
         return False
-    return not _attribute_value(node, "training_mode", 0) and all(name in constants for name in node.input[1:5])
+    return not attribute_value(node, "training_mode", 0) and all(name in constants for name in node.input[1:5])
 
 
 def _fold_into(
@@ -65,12 +65,12 @@ def _fold_into(
     if weight_name not in constants or (bias_name and bias_name not in constants):
         return False
     scale, shift, mean, variance = (_float64_values(constants[name]) for name in norm.input[1:5])
-    factor = scale / np.sqrt(variance + _attribute_value(norm, "epsilon", 1e-5))
+    factor = scale / np.sqrt(variance + attribute_value(norm, "epsilon", 1e-5))
     bias = _float64_values(constants[bias_name]) if bias_name else np.zeros(())
     if bias.size not in (1, len(factor)) or (bias.ndim and bias.shape[-1] != bias.size):
         return False
     if linear.op_type == "Gemm":
-        bias = bias * _attribute_value(linear, "beta", 1.0)
+        bias = bias * attribute_value(linear, "beta", 1.0)
     weight = constants[weight_name]
     dtype = helper.tensor_dtype_to_np_dtype(weight.data_type)
     with np.errstate(over="ignore"):
@@ -79,7 +79,8 @@ def _fold_into(
     if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):  # usually an overflow of float16
         return False
     if linear.op_type == "Gemm":
-        _set_attribute(linear, "beta", 1.0)
+        kept = [attribute for attribute in linear.attribute if attribute.name != "beta"]
+        replace_field(linear.attribute, [*kept, helper.make_attribute("beta", 1.0)])
     del linear.input[1:]
     linear.input.append(_store_constant(new_weight, weight_name, f"{linear.name}_weight", constants, uses))
     linear.input.append(_store_constant(new_bias, bias_name, f"{linear.name}_bias", constants, uses))
@@ -87,13 +88,12 @@ def _fold_into(
 
 
 def _scale_weight(weight: _Floats, factor: _Floats, linear: onnx.NodeProto) -> _Floats:
-    """Return the weight with each output channel multiplied by its factor."""
     if linear.op_type == "Gemm":
-        return weight * (factor[:, None] if _attribute_value(linear, "transB", 0) else factor)
+        return weight * (factor[:, None] if attribute_value(linear, "transB", 0) else factor)
     if linear.op_type == "Conv":
         return weight * factor.reshape(-1, *[1] * (weight.ndim - 1))
     # ConvTranspose: [inputs, outputs / group, ...]; input channels are ordered by group.
-    groups = _attribute_value(linear, "group", 1)
+    groups = attribute_value(linear, "group", 1)
     split = weight.reshape(groups, -1, *weight.shape[1:])
     return (split * factor.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))).reshape(weight.shape)
 
@@ -113,24 +113,13 @@ def _store_constant(
 
 def _rewrite_graph(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: frozenset[str]) -> None:
     nodes = [node for node in graph.node if node.name not in folded]
-    used = {name for node in nodes for name in (*node.input, *find_captures(node))} | {v.name for v in graph.output}
+    used = {name for node in nodes for name in tensors_read(node)} | {v.name for v in graph.output}
     made = {name for node in nodes for name in node.output}
     initializers = [tensor for name, tensor in constants.items() if name in used]
     types = [value for value in graph.value_info if value.name in made]
     for field, values in ((graph.node, nodes), (graph.initializer, initializers), (graph.value_info, types)):
-        del field[:]
-        field.extend(values)
+        replace_field(field, values)
 
 
 def _float64_values(tensor: onnx.TensorProto) -> _Floats:
     return np.asarray(numpy_helper.to_array(tensor)).astype(np.float64)
-
-
-def _attribute_value(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
-
-
-def _set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
-    kept = [a for a in node.attribute if a.name != name]
-    del node.attribute[:]
-    node.attribute.extend([*kept, helper.make_attribute(name, value)])

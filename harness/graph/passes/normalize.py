@@ -9,38 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from onnx import checker, helper, numpy_helper
 
-from harness.errors import UserError
-from harness.graph.model import find_captures, iter_graphs, iter_subgraphs
-from harness.graph.passes.fold_constants import (
-    MAX_FOLDED_BYTES,
-    MAX_SHOWN_BYTES,
-    OPAQUE_DOMAIN,
-    Weights,
-    fold_constants,
+from harness.graph.protos import (
+    constant_value,
+    copy_message,
+    is_standard_op,
+    iter_graphs,
+    opset_versions,
+    replace_field,
+    tensors_read,
 )
 
 __all__ = [
-    "Weights",
-    "check_valid",
-    "constant_value",
-    "densify_sparse_initializers",
-    "externalize_weights",
-    "fold_and_prune",
-    "is_standard_op",
-    "isolate_custom_ops",
-    "lower_constants",
-    "name_nodes",
-    "restore_custom_ops",
+    "MAX_FOLDED_BYTES", "MAX_SHOWN_BYTES", "Weights", "check_valid", "densify_sparse_initializers",
+    "externalize_weights", "isolate_custom_ops", "lower_constants", "name_nodes", "restore_custom_ops",
     "restore_weights",
 ]  # fmt: skip
 
+Weights = dict[str, onnx.TensorProto]
+"""Initializers by name that are kept outside of the model."""
+
+MAX_SHOWN_BYTES = 4096  # larger initializers are weights; smaller ones may be shapes, which inference needs
+MAX_FOLDED_BYTES = 1 << 28  # larger results are not computed in advance
 MASK_PREFIX = "qdq.unknown."
 
 
@@ -55,15 +49,10 @@ def externalize_weights(graph: onnx.GraphProto) -> Weights:
 
 def restore_weights(graph: onnx.GraphProto, weights: Weights) -> None:
     """Undo `detach` for the weights that are still used, in place."""
-    used = {name for node in graph.node for name in (*node.input, *find_captures(node))}
+    used = {name for node in graph.node for name in tensors_read(node)}
     used.update(value.name for value in graph.output)
     replace_field(graph.input, [value for value in graph.input if value.name not in weights])
     graph.initializer.extend(tensor for name, tensor in weights.items() if name in used)
-
-
-def is_standard_op(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
-    """Return whether ONNX defines this operator at the imported version."""
-    return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
 
 
 def isolate_custom_ops(proto: onnx.ModelProto) -> list[str]:
@@ -75,7 +64,7 @@ def isolate_custom_ops(proto: onnx.ModelProto) -> list[str]:
     Returns:
         All operators that ONNX does not define, in any domain, as "domain.op", sorted.
     """
-    opsets = {opset.domain: opset.version for opset in proto.opset_import}
+    opsets = opset_versions(proto)
     custom = [n for graph in iter_graphs(proto.graph) for n in graph.node if not is_standard_op(n, opsets)]
     names = sorted({f"{node.domain or 'ai.onnx'}.{node.op_type}" for node in custom})
     for node in custom:
@@ -116,7 +105,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def lower_constants(graph: onnx.GraphProto) -> None:
-    """Block Constant nodes of the main graph into initializers, in place."""
+    """Turn Constant nodes of the main graph into initializers, in place."""
     rest = []
     for node in graph.node:
         value = constant_value(node) if node.op_type == "Constant" and not node.domain else None
@@ -129,26 +118,8 @@ def lower_constants(graph: onnx.GraphProto) -> None:
         replace_field(graph.node, rest)
 
 
-def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """Return the value of a Constant node as a new tensor; None for a sparse one."""
-    attribute = node.attribute[0]
-    value = helper.get_attribute_value(attribute)
-    tensor = onnx.TensorProto()
-    if attribute.name == "value":
-        tensor.CopyFrom(value)
-    elif attribute.name in ("value_float", "value_floats"):
-        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=np.float32)))
-    elif attribute.name in ("value_int", "value_ints"):
-        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=np.int64)))
-    elif attribute.name in ("value_string", "value_strings"):
-        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=object)))
-    else:
-        return None
-    return tensor
-
-
 def densify_sparse_initializers(graph: onnx.GraphProto) -> None:
-    """Block sparse initializers of the main graph into dense ones, in place: most tools cannot read sparse ones."""
+    """Turn sparse initializers of the main graph into dense ones, in place: most tools cannot read sparse ones."""
     kept = []
     for sparse in graph.sparse_initializer:
         values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
@@ -162,65 +133,6 @@ def densify_sparse_initializers(graph: onnx.GraphProto) -> None:
     replace_field(graph.sparse_initializer, kept)
 
 
-def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
-    """Sort nodes topologically, fold constants and remove what no output needs, in place.
-
-    Nodes with subgraphs and unknown operators are opaque: they are not computed, and tensors that their subgraphs
-    capture count as inputs. Attributes, types and weights stay exactly those of the file. Node names must be unique.
-
-    Raises:
-        UserError: The graph has a cycle.
-    """
-    opaque = {node.name for node in graph.node if any(iter_subgraphs(node)) or not is_standard_op(node, opsets)}
-    nodes = [_opaque_node(node) if node.name in opaque else node for node in graph.node]
-    if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
-        order = _sorted_names(graph, source)
-        nodes.sort(key=lambda node: order[node.name])
-    constants = {tensor.name: tensor for tensor in graph.initializer} | weights
-    outputs = [value.name for value in graph.output]
-    computed, values = fold_constants(nodes, constants, outputs, opsets, source)
-    used, kept = set(outputs), []
-    by_name = {node.name: node for node in graph.node}
-    for node in reversed(nodes):
-        if node.name not in computed and not used.isdisjoint(node.output):
-            used.update(filter(None, node.input))
-            kept.append(by_name[node.name])
-    initializers = [tensor for tensor in graph.initializer if tensor.name in used]
-    initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
-    replace_field(graph.node, kept[::-1])
-    replace_field(graph.initializer, initializers)
-
-
-def _opaque_node(node: onnx.NodeProto) -> onnx.NodeProto:
-    inputs = [*node.input, *sorted(find_captures(node))]
-    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=OPAQUE_DOMAIN, input=inputs, output=node.output)
-
-
-def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
-    later = {name for node in nodes for name in node.output if name}
-    for node in nodes:
-        if not later.isdisjoint(node.input):
-            return False
-        later.difference_update(node.output)
-    return True
-
-
-def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
-    """Return the position of each node in a topological order."""
-    sorted_graph = ir.from_proto(graph)
-    try:
-        sorted_graph.sort()
-    except ValueError as error:
-        raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
-    return {node.name: position for position, node in enumerate(sorted_graph)}
-
-
-def replace_field(field: Any, values: list[Any]) -> None:
-    """Replace the contents of a repeated field of protobuf; `values` may be a part of them."""
-    del field[:]
-    field.extend(values)
-
-
 def check_valid(proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto] = ()) -> None:
     """Raise `onnx.checker.ValidationError` if a model is not valid ONNX; custom operators are allowed.
 
@@ -228,8 +140,7 @@ def check_valid(proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto] = 
         proto: The model.
         constants: Initializers that are not part of it: the checker serializes the model, which is limited to 2 GiB.
     """
-    checked = onnx.ModelProto()
-    checked.CopyFrom(proto)
+    checked = copy_message(proto)
     checked.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in constants)
     for value in checked.graph.output:
         if not value.type.WhichOneof("value") or value.type.HasField("tensor_type"):

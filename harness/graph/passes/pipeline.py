@@ -13,24 +13,22 @@ from onnx_ir.passes.common import InlinePass
 
 from harness.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
-from harness.graph.model import TensorType, iter_graphs, iter_subgraphs
+from harness.graph.model import TensorType
 from harness.graph.passes.fold_batch_norm import fold_batch_norms
 from harness.graph.passes.normalize import (
     Weights,
     check_valid,
     externalize_weights,
-    fold_and_prune,
-    is_standard_op,
     isolate_custom_ops,
     lower_constants,
     name_nodes,
-    replace_field,
     restore_custom_ops,
     restore_weights,
 )
-from harness.graph.passes.remove_noops import remove_noops
-from harness.graph.passes.static_shapes import fold_shape_ops, infer_types, static_types
+from harness.graph.passes.simplify import fold_and_prune, fold_shape_ops, remove_noops
+from harness.graph.passes.static_shapes import infer_types, static_types
 from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE_OPSET, upgrade_opset
+from harness.graph.protos import is_standard_op, iter_graphs, iter_subgraphs, opset_versions, replace_field
 
 __all__ = ["ModelDraft", "Pass", "prepare_passes", "run_passes"]
 
@@ -61,7 +59,7 @@ class ModelDraft:
     @property
     def opsets(self) -> dict[str, int]:
         """Opset version by domain."""
-        return {opset.domain: opset.version for opset in self.proto.opset_import}
+        return opset_versions(self.proto)
 
 
 def _accept(draft: ModelDraft) -> None:

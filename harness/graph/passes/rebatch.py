@@ -15,10 +15,11 @@ import onnx
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph.model import TensorType, find_captures, iter_subgraphs
+from harness.graph.model import TensorType
 from harness.graph.passes.dimension_sizes import parse_shape
 from harness.graph.passes.normalize import externalize_weights, lower_constants, restore_weights
 from harness.graph.passes.static_shapes import infer_types, static_types
+from harness.graph.protos import attribute_value, copy_message, iter_subgraphs, tensors_read
 
 __all__ = ["with_batch_size"]
 
@@ -45,12 +46,11 @@ def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx
     if len(set(batch_sizes.values())) > 1:
         raise UserError(f"{source}: shapes: one number of samples for all inputs, but got {dict(batch_sizes)}")
     samples = next(iter(batch_sizes.values()))
-    one, many = onnx.ModelProto(), onnx.ModelProto()
-    one.CopyFrom(proto)
+    one = copy_message(proto)
     lower_constants(one.graph)
     weights = externalize_weights(one.graph)
     dependent = _dependent_tensors(one.graph, set(batch_sizes))
-    many.CopyFrom(one)
+    many = copy_message(one)
     _set_batch_size(many.graph, set(batch_sizes), dependent, samples)
     before, after = (static_types(infer_types(model, source).graph) for model in (one, many))
     problem = _first_batch_mixing_op(one.graph, dependent, before, after, samples)
@@ -82,13 +82,9 @@ def _dependent_tensors(graph: onnx.GraphProto, inputs: set[str]) -> set[str]:
     """Return the tensors that are computed from the values, and not only the shapes, of these inputs."""
     dependent = set(inputs)
     for node in graph.node:
-        if node.op_type not in SHAPE_OPS and dependent.intersection(_tensors_read(node)):
+        if node.op_type not in SHAPE_OPS and dependent.intersection(tensors_read(node)):
             dependent.update(name for name in node.output if name)
     return dependent
-
-
-def _tensors_read(node: onnx.NodeProto) -> tuple[str, ...]:
-    return (*node.input, *find_captures(node))
 
 
 def _set_batch_size(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], samples: int) -> None:
@@ -122,7 +118,7 @@ def _first_batch_mixing_op(
 ) -> str:
     """Describe the first operator whose result is not the same for each sample; "" if there is none."""
     for node in graph.node:
-        if not dependent.intersection(_tensors_read(node)) or node.op_type in SHAPE_OPS:
+        if not dependent.intersection(tensors_read(node)) or node.op_type in SHAPE_OPS:
             continue
         label = f"{node.op_type} {node.name or node.output[0]!r}"
         if any(True for _ in iter_subgraphs(node)):
@@ -139,7 +135,7 @@ def _first_batch_mixing_op(
 
 
 def _works_along_batch_axis(node: onnx.NodeProto, types: Mapping[str, TensorType]) -> bool:
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
+    axis = attribute_value(node, "axis")
     if axis is None:
         return bool(node.op_type == "Gather")  # whose default is 0
     known = types.get(node.input[0])

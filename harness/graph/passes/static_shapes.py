@@ -1,24 +1,57 @@
-"""Static shapes: sizes of the inputs are fixed, and types of all other tensors are inferred from them."""
+"""Static shapes: sizes of the inputs are fixed or asked for, and types of all other tensors are inferred from them."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
 
-import numpy as np
 import onnx
-from onnx import numpy_helper, shape_inference
+from google.protobuf.message import DecodeError
+from onnx import shape_inference
 
 from harness.errors import UserError
+from harness.graph.io.files import read_model, write_model
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
-from harness.graph.passes.dimension_errors import describe_default_sizes, describe_missing_sizes
-from harness.graph.passes.dimension_sizes import InputSizes, axes_of, parse_shape, resolve_shapes, set_shape
+from harness.graph.passes.dimension_sizes import (
+    Axes,
+    InputSizes,
+    ResolvedShapes,
+    axes_of,
+    format_axes,
+    format_shape,
+    parse_shape,
+    resolve_shapes,
+    set_shape,
+)
+from harness.graph.protos import attribute_value, copy_message, dtype_name, input_values, replace_field
 
-__all__ = ["fix_inputs", "fold_shape_ops", "has_dynamic_inputs", "infer_types", "parse_shape", "static_types"]
+__all__ = [
+    "copy_with_static_inputs",
+    "find_example_sizes",
+    "fix_inputs",
+    "format_size_options",
+    "has_dynamic_inputs",
+    "infer_types",
+    "parse_dims",
+    "parse_shape",
+    "static_types",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 _OPS_TYPED_LIKE_FIRST_INPUT = frozenset({"GroupNormalization"})  # onnx 1.21 infers no type for their result
+_PLAIN_YAML_KEY = re.compile(r"[A-Za-z_][\w.]*")
+# Sizes for examples, of which the first that the model accepts are used.
+EXAMPLE_IMAGE_SIZES = (224, 32)
+EXAMPLE_OTHER_SIZES = (128, 64, 16)
+EXAMPLE_CHANNELS = (3, 1)
+MAX_SHAPE_INITIALIZER_BYTES = 4096  # larger initializers are no shapes, so inference does not need their values
+ExampleSizes = tuple[dict[str, int], dict[str, str]]
+"""Sizes by symbol, and shapes by input."""
 
 
 def fix_inputs(proto: onnx.ModelProto, sizes: InputSizes, source: str) -> None:
@@ -33,9 +66,9 @@ def fix_inputs(proto: onnx.ModelProto, sizes: InputSizes, source: str) -> None:
     inputs = {value.name: value for value in graph.input if value.type.HasField("tensor_type")}
     resolved = resolve_shapes({name: axes_of(value) for name, value in inputs.items()}, sizes, source)
     if resolved.missing:
-        raise UserError(f"{source}: {describe_missing_sizes(proto, resolved, sizes)}")
+        raise UserError(f"{source}: {_describe_missing_sizes(proto, resolved, sizes)}")
     if resolved.default_sizes:
-        logger.warning("%s: %s", source, describe_default_sizes(resolved))
+        logger.warning("%s: %s", source, _describe_default_sizes(resolved))
     for name, value in inputs.items():
         set_shape(value, resolved.shapes[name])
     for value in graph.output:
@@ -43,11 +76,27 @@ def fix_inputs(proto: onnx.ModelProto, sizes: InputSizes, source: str) -> None:
             _clear_shape(value)
 
 
+def copy_with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path:
+    """Write a copy with static inputs and no other change; Q/DQ models keep their pairs.
+
+    Returns:
+        The copy, or `path` itself if its inputs are static and no size is given, or if it is no ONNX model.
+    """
+    if not (sizes.shapes or sizes.dims):
+        try:
+            if not has_dynamic_inputs(onnx.load(path, load_external_data=False).graph):
+                return path
+        except DecodeError:  # reported when the model is built
+            return path
+    proto, _ = read_model(path, str(path))
+    fix_inputs(proto, sizes, str(path))
+    return write_model(proto, target)
+
+
 def has_dynamic_inputs(graph: onnx.GraphProto) -> bool:
     """Return whether an input that is no initializer has a dimension without a fixed size."""
-    constants = {tensor.name for tensor in graph.initializer}
-    inputs = (value for value in graph.input if value.name not in constants and value.type.HasField("tensor_type"))
-    return any(axes is None or not all(isinstance(axis, int) for axis in axes) for axes in map(axes_of, inputs))
+    declared = (axes_of(value) for value in input_values(graph) if value.type.HasField("tensor_type"))
+    return any(axes is None or not all(isinstance(axis, int) for axis in axes) for axes in declared)
 
 
 def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
@@ -60,8 +109,7 @@ def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
         name for node in proto.graph.node if not onnx.defs.has(node.op_type, node.domain) for name in node.output
     }
     kept = [value for value in proto.graph.value_info if value.name in made_by_unknown and not _is_dynamic(value)]
-    del proto.graph.value_info[:]
-    proto.graph.value_info.extend(kept)
+    replace_field(proto.graph.value_info, kept)
     shown, replaced = _replace_uninferable_ops(proto)
     inferred, problem = call_in_helper_process(f"{source}: shape inference", _infer_shapes, shown, source)
     if problem:
@@ -73,9 +121,7 @@ def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
 
 def _replace_uninferable_ops(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[int, onnx.NodeProto]]:
     """Return a copy with Identity for operators without type inference, and these operators by index."""
-    shown = onnx.ModelProto()
-    shown.CopyFrom(proto)
-    replaced = {}
+    shown, replaced = copy_message(proto), {}
     for index, node in enumerate(proto.graph.node):
         if node.op_type in _OPS_TYPED_LIKE_FIRST_INPUT and not node.domain:
             replaced[index] = node
@@ -108,31 +154,10 @@ def static_types(graph: onnx.GraphProto) -> dict[str, TensorType]:
     for value in (*graph.value_info, *graph.output, *graph.input):
         if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type and not _is_dynamic(value):
             tensor = value.type.tensor_type
-            types[value.name] = TensorType(_dtype_name(tensor.elem_type), tuple(d.dim_value for d in tensor.shape.dim))
+            types[value.name] = TensorType(dtype_name(tensor.elem_type), tuple(d.dim_value for d in tensor.shape.dim))
     for initializer in graph.initializer:
-        types[initializer.name] = TensorType(_dtype_name(initializer.data_type), tuple(initializer.dims))
+        types[initializer.name] = TensorType(dtype_name(initializer.data_type), tuple(initializer.dims))
     return types
-
-
-def fold_shape_ops(graph: onnx.GraphProto) -> bool:
-    """Replace Shape and Size of tensors with static shape by initializers, in place; return whether there were any."""
-    names = {node.name for node in graph.node if node.op_type in ("Shape", "Size") and not node.domain}
-    types, outputs = static_types(graph) if names else {}, {value.name for value in graph.output}
-    rest = []
-    for node in graph.node:
-        known = types.get(node.input[0]) if node.name in names else None
-        if known is None or node.output[0] in outputs:
-            rest.append(node)
-            continue
-        bounds = {a.name: a.i for a in node.attribute}
-        sizes = np.array(known.shape[bounds.get("start", 0) : bounds.get("end")], dtype=np.int64)
-        value = sizes if node.op_type == "Shape" else np.prod(sizes, dtype=np.int64)
-        graph.initializer.append(numpy_helper.from_array(np.asarray(value), node.output[0]))
-    changed = len(rest) < len(graph.node)
-    if changed:
-        del graph.node[:]
-        graph.node.extend(rest)
-    return changed
 
 
 def _clear_shape(value: onnx.ValueInfoProto) -> None:
@@ -147,5 +172,120 @@ def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
     )
 
 
-def _dtype_name(element: int) -> str:
-    return str(onnx.TensorProto.DataType.Name(element)).lower()
+def _describe_default_sizes(resolved: ResolvedShapes) -> str:
+    """Return the sentence about batch dimensions that got the default size."""
+    sizes = ", ".join(f"{name} is dynamic and set to {size}" for name, size in resolved.default_sizes.items())
+    symbol = next((name.strip("'") for name in resolved.default_sizes if name.startswith("'")), "batch")
+    return f"{sizes}; another size: {format_size_options({symbol: 8}, {})}"
+
+
+def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes) -> str:
+    """Return the sentence that asks for missing sizes, with an example that passes ONNX's shape inference."""
+    inputs = {v.name: axes_of(v) for v in proto.graph.input if v.type.HasField("tensor_type")}
+    dynamic = "; ".join(
+        f"input {name!r} has the dynamic shape {format_axes(axes)}"
+        for name, axes in inputs.items()
+        if name not in resolved.shapes
+    )
+    dims, shapes = find_example_sizes(proto, inputs, resolved, sizes)
+    sections = (("dims", _format_mapping(dims)), ("shapes", _format_mapping(shapes)))
+    yaml = ", ".join(f"{key}: {{{given}}}" for key, given in sections if given)
+    what = "each symbol once" if dims else "it"
+    return (
+        f"{dynamic}; a placement is measured at one static shape: give {what} in the experiment as '{yaml}', or on the "
+        f"command line as {format_size_options(dims, shapes)}"
+    )
+
+
+def format_size_options(dims: Mapping[str, int], shapes: Mapping[str, str]) -> str:
+    """Return sizes as options of the command line."""
+    flags = [f"--dim {_shell_quote(f'{name}={size}')}" for name, size in dims.items()]
+    return " ".join([*flags, *(f"--shape {_shell_quote(f'{name}:{shape}')}" for name, shape in shapes.items())])
+
+
+def parse_dims(texts: Iterable[str]) -> dict[str, int]:
+    """Return sizes by symbol from options of the command line, each SYMBOL=SIZE."""
+    dims: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.rpartition("=")
+        if not (name and size.strip().isdecimal() and int(size) > 0):
+            raise UserError(f"--dim {text}: SYMBOL=SIZE with a size of at least 1, for instance --dim time=128")
+        if dims.setdefault(name, int(size)) != int(size):
+            raise UserError(f"--dim {name}={dims[name]} and --dim {text}: give one of them")
+    return dims
+
+
+def find_example_sizes(
+    proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes, sizes: InputSizes
+) -> ExampleSizes:
+    """Return the first example that passes shape inference, or the first of all."""
+    examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
+    for dims, shapes in examples:
+        if _passes_inference(proto, InputSizes(shapes={**sizes.shapes, **shapes}, dims={**sizes.dims, **dims})):
+            return dims, shapes
+    return examples[0]
+
+
+def _iter_example_sizes(
+    graph: onnx.GraphProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes
+) -> Iterator[ExampleSizes]:
+    image_axes = {a for axes in inputs.values() for a in (axes or ())[2:] if axes and len(axes) == 4}
+    for image, other, channels in product(EXAMPLE_IMAGE_SIZES, EXAMPLE_OTHER_SIZES, EXAMPLE_CHANNELS):
+        dims = {symbol: image if symbol in image_axes else other for symbol in resolved.missing.symbols}
+        known = {**resolved.known, **dims}
+        shapes = {}
+        for name in resolved.missing.inputs:
+            declared: Axes = (None,) * 4 if (axes := inputs[name]) is None else axes
+            is_image = len(declared) == 4
+            default = (
+                (1, _conv_input_channels(graph, name) or channels, image, image) if is_image else (1, *[other] * 9)
+            )
+            shapes[name] = format_shape(
+                tuple(
+                    axis if isinstance(axis, int) and axis else known.get(str(axis)) or default[position]
+                    for position, axis in enumerate(declared)
+                )
+            )
+        yield dims, shapes
+
+
+def _conv_input_channels(graph: onnx.GraphProto, name: str) -> int | None:
+    """Return the channels that a Conv expects of an input."""
+    weights = {tensor.name: tensor.dims for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Conv" and node.input[0] == name and node.input[1] in weights:
+            return int(weights[node.input[1]][1] * attribute_value(node, "group", 1))
+    return None
+
+
+def _passes_inference(proto: onnx.ModelProto, sizes: InputSizes) -> bool:
+    trial = copy_message(proto)
+    values = {v.name: v for v in trial.graph.input if v.type.HasField("tensor_type")}
+    try:
+        resolved = resolve_shapes({name: axes_of(value) for name, value in values.items()}, sizes, "example")
+        for name, shape in resolved.shapes.items():
+            set_shape(values[name], shape)
+        del trial.graph.value_info[:]
+        for tensor in trial.graph.initializer:
+            if tensor.ByteSize() > MAX_SHAPE_INITIALIZER_BYTES:  # keeps the message below protobuf's 2 GiB
+                tensor.ClearField("raw_data")
+        return not resolved.missing and call_in_helper_process("the example", _try_inference, trial)
+    except UserError:
+        return False
+
+
+def _try_inference(proto: onnx.ModelProto) -> bool:
+    try:
+        shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
+    except Exception:  # any failure rules the example out
+        return False
+    return True
+
+
+def _format_mapping(values: Mapping[str, int] | Mapping[str, str]) -> str:
+    keys = {name: name if _PLAIN_YAML_KEY.fullmatch(name) else repr(name) for name in values}
+    return ", ".join(f"{keys[name]}: {value}" for name, value in values.items())
+
+
+def _shell_quote(text: str) -> str:
+    return text if re.fullmatch(r"[\w.:=/,+-]+", text) else f"'{text}'"

@@ -14,8 +14,7 @@ from onnx import helper, numpy_helper, version_converter
 
 from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
-from harness.graph.model import iter_graphs
-from harness.graph.passes.normalize import constant_value
+from harness.graph.protos import attribute_value, constants_by_name, iter_graphs, replace_field
 
 __all__ = ["EXPLICIT_RESIZE_OPSET", "upgrade_opset"]
 
@@ -47,8 +46,7 @@ def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str
             f"export the model with opset {wanted} or later"
         ) from error
     _restore_resizes(proto.graph, resizes)
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(metadata)
+    replace_field(proto.metadata_props, metadata)
     for graph in iter_graphs(proto.graph):
         # The converter writes shapes that are not always right (onnx 1.21: rank 0 after Softmax).
         del graph.value_info[:]
@@ -67,8 +65,7 @@ def _refuse_unconvertible(graph: onnx.GraphProto, version: int) -> None:
     for node in _iter_nodes(graph, "BatchNormalization", "Dropout", "Scan"):
         if node.op_type == "Scan" and version < _UNBATCHED_SCAN_OPSET:
             raise RuntimeError(f"{_describe_node(node)} has the batch axis of opset 8, which Scan lost in opset 9")
-        is_test = any(attribute.name == "is_test" and attribute.i for attribute in node.attribute)
-        old = version < _NO_IS_TEST_OPSET and node.op_type != "Scan" and not is_test
+        old = version < _NO_IS_TEST_OPSET and node.op_type != "Scan" and not attribute_value(node, "is_test")
         several = sum(map(bool, node.output)) > 1
         if old or (node.op_type == "BatchNormalization" and version < _TRAINING_MODE_OPSET and several):
             raise RuntimeError(f"{_describe_node(node)} is exported for training; export the model for inference")
@@ -76,10 +73,10 @@ def _refuse_unconvertible(graph: onnx.GraphProto, version: int) -> None:
 
 def _explicit_resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return name, attributes and output of the Resize that replaces each Upsample and Resize before opset 11."""
-    constants = _constants_by_name(graph)
+    constants = {name: value for inner in iter_graphs(graph) for name, value in constants_by_name(inner).items()}
     resizes = []
     for node in _iter_nodes(graph, "Upsample", "Resize"):
-        mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
+        mode = attribute_value(node, "mode", "nearest")
         mode = "linear" if mode == "bilinear" else mode  # the name in opset 1
         attributes = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
         if mode == "nearest":
@@ -110,21 +107,13 @@ def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) 
     for node, resize in zip(list(_iter_nodes(graph, "Resize")) if resizes else (), resizes, strict=True):
         node.name = resize.name
         new_names[node.output[0]] = resize.output[0]
-        del node.attribute[:]
-        node.attribute.extend(resize.attribute)
+        replace_field(node.attribute, resize.attribute)
     for inner in iter_graphs(graph) if new_names else ():
         for value in inner.output:
             value.name = new_names.get(value.name, value.name)
         for node in inner.node:
             for names in (node.input, node.output):
                 names[:] = [new_names.get(name, name) for name in names]
-
-
-def _constants_by_name(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Return initializers and values of Constant nodes, including those in subgraphs."""
-    constants = {tensor.name: tensor for inner in iter_graphs(graph) for tensor in inner.initializer}
-    values = ((node.output[0], constant_value(node)) for node in _iter_nodes(graph, "Constant"))
-    return constants | {name: value for name, value in values if value is not None}
 
 
 def _flatten_hardmax(graph: onnx.GraphProto) -> None:
@@ -134,12 +123,11 @@ def _flatten_hardmax(graph: onnx.GraphProto) -> None:
         for node in inner.node:
             nodes += _hardmax_over_rows(node) if node.op_type == "Hardmax" and not node.domain else [node]
         if len(nodes) > len(inner.node):
-            del inner.node[:]
-            inner.node.extend(nodes)
+            replace_field(inner.node, nodes)
 
 
 def _hardmax_over_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+    axis = attribute_value(node, "axis", 1)
     result, rows, largest, shape = (node.output[0] + end for end in ("", ".rows", ".largest", ".shape"))
     return [
         helper.make_node("Flatten", [node.input[0]], [rows], name=f"{node.name}.rows", axis=axis),

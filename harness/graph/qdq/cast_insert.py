@@ -8,15 +8,12 @@ precision the rest of it runs in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-
-import onnx
 
 from harness.errors import UserError
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.rules.dialects import Dialect
-from search.space import Edge, Resolved, edges_digest
+from search.space import Edge, Resolved
 
 __all__ = ["CastInserter", "map_edges_to_cast_model", "require_all_nodes"]
 
@@ -25,7 +22,7 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def map_edges_to_cast_model(resolved: Resolved, cast: Model) -> Resolved:
-    """The same inputs of the same nodes in a cast model.
+    """Return the same inputs of the same nodes in a cast model.
 
     Raises:
         UserError: A node is not there any more.
@@ -67,21 +64,12 @@ class CastInserter(Inserter):
         super().__init__(cast, dialect, _clip_ranges_to_float16(cast, found))
         self._cast = cast
 
-    def insert(self, resolved: Resolved) -> onnx.ModelProto:
-        """See `Inserter.insert`."""
-        return super().insert(map_edges_to_cast_model(resolved, self._cast))
-
-    def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path:
-        """See `Inserter.write`; the name is by default the digest in the float model."""
-        return super().write(map_edges_to_cast_model(resolved, self._cast), folder, name=name or edges_digest(resolved))
-
-    def count_pairs(self, resolved: Resolved) -> int:
-        """See `Inserter.pairs`."""
-        return super().count_pairs(map_edges_to_cast_model(resolved, self._cast))
+    def map_edges(self, resolved: Resolved) -> Resolved:
+        return map_edges_to_cast_model(resolved, self._cast)
 
 
 def _ranges_by_position(model: Model, cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
-    """Return the range of each tensor of a cast model, by the node and input or output where the float model has it.
+    """Return the range of each tensor of a cast model, by node and input or output of the float model.
 
     Casting merges the model's own Casts with new ones or drops them, so names of tensors change. Where several tensors
     of the float model have become one, its range includes all of theirs.

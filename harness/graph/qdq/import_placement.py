@@ -1,31 +1,37 @@
-"""Reads the placement of somebody else's Q/DQ model back, as edges of the float model that it was made from."""
+"""Placement of a Q/DQ model from another tool, read back as edges of the float model that it was made from."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 from pathlib import Path
 
 import onnx
+from onnx import TensorProto
 
 from harness.errors import UserError
-from harness.graph.io.reader import read_model
+from harness.graph.io.files import read_model
 from harness.graph.model import Model, Node
-from harness.graph.partition.node_matching import match_equivalent_nodes
-from harness.graph.qdq.read_edges import read_qdq_edges, unique_node_names
+from harness.graph.protos import input_values
+from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from search.space import Edge
 
-__all__ = ["import_placement", "require_float_model"]
+__all__ = ["import_placement", "map_to_float_tensors", "require_float_model"]
 
 logger = logging.getLogger(__name__)
 
 _QOPERATOR_OPS = frozenset({"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "QGemm", "QAttention"})
-_QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_IGNORED_OPS = QDQ_OPS | {"Cast", "Identity"}
+# Suffixes of ONNX Runtime's quantization tools, which ModelOpt's `quantize` uses too.
+_TENSOR_SUFFIXES = ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized")
+_INTEGER_TYPES = frozenset({TensorProto.INT64, TensorProto.BOOL})  # of shapes and axes, which differ between opsets
 
 
 def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
-    """The quantized edges of a Q/DQ model with their precision, in terms of `model`.
+    """Return the quantized edges of a Q/DQ model with their precision, in terms of `model`.
 
     A quantized input is matched by the name of its node, else by the tensor and the operator that reads it, else by
     what is computed there: names may all have changed. What the other tool fused or added finds no match and is left
@@ -38,13 +44,19 @@ def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge,
     Raises:
         UserError: The file cannot be read, is in QOperator format, or has no Q/DQ pair that fits the model.
     """
-    proto, name = (source, "the Q/DQ model") if isinstance(source, onnx.ModelProto) else _read_proto(source)
-    _require_no_qoperators(proto, name)
-    found = read_qdq_edges(proto)
-    matches = _EdgeMatcher(proto, model)
-    edges = {}
+    name = "the Q/DQ model" if isinstance(source, onnx.ModelProto) else str(source)
+    proto = source if isinstance(source, onnx.ModelProto) else read_model(source, name)[0]
+    for node in proto.graph.node:
+        if _is_qoperator(node.op_type):
+            raise UserError(
+                f"{name}: {node.op_type} {node.name!r} is of the QOperator format, which has no Q/DQ pairs and "
+                "which TensorRT and OpenVINO do not take; quantize again with quant_format=QuantFormat.QDQ"
+            )
+    theirs = QDQGraph(proto)
+    matcher = _EdgeMatcher(theirs, model)
+    found, edges = theirs.edges, {}
     for edge, precision in sorted(found.items()):
-        ours = matches.match_edge(edge)
+        ours = matcher.match_edge(edge)
         if ours is None:
             logger.debug("%s: %s has no counterpart in %s", name, edge, model.source)
         else:
@@ -61,13 +73,9 @@ def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge,
 
 
 def require_float_model(model: Model) -> None:
-    """Let float models pass: a search places Q/DQ pairs itself, and could not tell its own from those that are there.
-
-    Raises:
-        UserError: The model has operators of a quantized one; the text says how such a model is of use.
-    """
+    """Raise `UserError` if a model is quantized already; the text says how such a model can be used."""
     for node in model.nodes:
-        if node.op in _QDQ_OPS or _is_qoperator(node.op):
+        if node.op in QDQ_OPS or _is_qoperator(node.op):
             raise UserError(
                 f"{model.source}: {node.op} {node.name!r} says that this model is quantized already; give the float "
                 "model that it was made from. A Q/DQ model can be where a search starts: --qdq_baseline FILE of 'qdq "
@@ -75,31 +83,26 @@ def require_float_model(model: Model) -> None:
             )
 
 
-def _read_proto(path: Path) -> tuple[onnx.ModelProto, str]:
-    return read_model(path, str(path))[0], str(path)
-
-
 def _is_qoperator(op: str) -> bool:
     return op in _QOPERATOR_OPS or op.startswith("QLinear")
 
 
-def _require_no_qoperators(proto: onnx.ModelProto, name: str) -> None:
-    for node in proto.graph.node:
-        if _is_qoperator(node.op_type):
-            raise UserError(
-                f"{name}: {node.op_type} {node.name!r} is of the QOperator format, which has no Q/DQ pairs and "
-                "which TensorRT and OpenVINO do not take; quantize again with quant_format=QuantFormat.QDQ"
-            )
+def map_to_float_tensors(names: set[str], model: Model) -> set[str]:
+    """Return the tensors of a float model that names from a Q/DQ model refer to, with or without a tool's suffix."""
+    known = model.constants.keys() | model.producer.keys() | set(model.inputs)
+    found: set[str] = set()
+    for name in names:
+        stem = name.rpartition(NAME_PREFIX)[0] or name
+        found.update(known & ({stem} if stem in known else {stem.removesuffix(suffix) for suffix in _TENSOR_SUFFIXES}))
+    return found
 
 
 class _EdgeMatcher:
-    """Finds an edge of the float model for an edge of another model."""
-
-    def __init__(self, theirs: onnx.ModelProto, model: Model) -> None:
-        self._theirs = theirs.graph
+    def __init__(self, theirs: QDQGraph, model: Model) -> None:
+        self._theirs = theirs
         self._model = model
         self._by_name = {node.name: node for node in model.nodes}
-        self._nodes = dict(zip(unique_node_names(theirs.graph), theirs.graph.node, strict=True))
+        self._nodes = dict(zip(theirs.labels, theirs.proto.graph.node, strict=True))
 
     def match_edge(self, edge: Edge) -> Edge | None:
         if not edge.consumer:
@@ -115,17 +118,18 @@ class _EdgeMatcher:
         ]
         if len(readers) == 1:
             return self._edge_at_input(readers[0], edge.slot)
-        twin = self._equivalent_tensors.get(next(name for name in self._nodes[edge.consumer].output if name))
-        return None if twin is None else self._edge_at_input(self._model.nodes[self._model.producer[twin]], edge.slot)
+        twin = self._equivalent_tensors.get(next(name for name in self._nodes[edge.consumer].output if name), "")
+        match = self._model.producer_node(twin)
+        return None if match is None else self._edge_at_input(match, edge.slot)
 
     @cached_property
     def _equivalent_tensors(self) -> Mapping[str, str]:
-        return match_equivalent_nodes(self._theirs, self._model.proto.graph)
+        return _match_equivalent_nodes(self._theirs.proto.graph, self._model.proto.graph)
 
     def _match_output_edge(self, edge: Edge) -> Edge | None:
         if edge.tensor in self._model.outputs:
             return edge
-        names = [value.name for value in self._theirs.output]
+        names = self._theirs.outputs
         same = edge.tensor in names and len(names) == len(self._model.outputs)
         return Edge(self._model.outputs[names.index(edge.tensor)], "", 0) if same else None
 
@@ -133,3 +137,42 @@ class _EdgeMatcher:
         if slot >= len(node.inputs) or not node.inputs[slot]:
             return None
         return Edge(node.inputs[slot], node.name, slot)
+
+
+def _match_equivalent_nodes(theirs: onnx.GraphProto, ours: onnx.GraphProto) -> dict[str, str]:
+    """Return the first output of our node by the first output of each of their nodes that computes the same.
+
+    Both graphs are numbered along the data: a node by its operator and the numbers of what it reads, so equal numbers
+    mean equal computations from the inputs of the model on. Q/DQ pairs and Casts are ignored; constants are compared by
+    shape, since a quantized weight has other values than the float one. Nodes with one number (the projections of query
+    and key, for instance) are paired in the order of the file if both graphs have equally many.
+    """
+    numbers: dict[Hashable, int] = {}
+    found, wanted = (_number_computations(graph, numbers) for graph in (theirs, ours))
+    twins: dict[str, str] = {}
+    for number, names in found.items():
+        counterparts = wanted.get(number, [])
+        if len(counterparts) == len(names):
+            twins.update(zip(names, counterparts, strict=True))
+    return twins
+
+
+def _number_computations(graph: onnx.GraphProto, numbers: dict[Hashable, int]) -> Mapping[int, list[str]]:
+    def number(key: Hashable) -> int:
+        return numbers.setdefault(key, len(numbers))
+
+    known = {tensor.name: number(("constant", *tensor.dims)) for tensor in graph.initializer}
+    known.update((value.name, number(("input", place))) for place, value in enumerate(input_values(graph)))
+    skipped = {tensor.name for tensor in graph.initializer if tensor.data_type in _INTEGER_TYPES}
+    found: dict[int, list[str]] = defaultdict(list)
+    for node in graph.node:
+        if node.op_type == "Constant":
+            skipped.update(node.output)
+        elif node.op_type in _IGNORED_OPS and node.input[0] in known:
+            known[node.output[0]] = known[node.input[0]]
+        else:
+            reads = tuple(known.get(name, -1) for name in node.input if name and name not in skipped)
+            own = number((node.domain, node.op_type, reads))
+            found[own].append(next(name for name in node.output if name))
+            known.update((name, number((own, place))) for place, name in enumerate(node.output))
+    return found

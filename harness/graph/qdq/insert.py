@@ -1,8 +1,8 @@
-"""A placement's Q/DQ pairs inserted into a model, as a proto or straight to a file.
+"""Insertion of a placement's Q/DQ pairs into a model, as a proto or straight to a file.
 
 Activations get one pair per tensor and precision, right behind the tensor's producer and shared by every selected
 consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The
-graph is never sorted or imported again: see `harness.graph.quantize.node_variants`, and `wire` beside it.
+graph is never sorted or parsed again: see `harness.graph.quantize.node_variants` and `protobuf_wire`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import onnx
 from onnx import checker
 
 from harness.errors import UserError
-from harness.graph.io.writer import write_model as write_model
+from harness.graph.io.files import write_model
 from harness.graph.model import Model
 from harness.graph.passes.normalize import check_valid
-from harness.graph.qdq.read_edges import diff_edges
+from harness.graph.qdq.qdq_graph import diff_edges
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
-from harness.graph.quantize.edge_requests import GRAPH_INPUT_INDEX, EdgeRequests, NodeRequests
+from harness.graph.quantize.edge_requests import GRAPH_INPUT_INDEX, EdgeRequests, NodeRequests, SharedScaleFinder
 from harness.graph.quantize.node_variants import NodeVariant, PairVariant, RequestBit, VariantEncoder, VariantTable
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.scales import ActivationScales
-from harness.graph.quantize.shared_scales import SharedScaleFinder
 from harness.graph.rules.dialects import Dialect
 from search.space import Resolved, edges_digest
 
@@ -35,12 +34,7 @@ __all__ = ["Inserter"]
 
 
 class InsertionPlan:
-    """What a placement gives.
-
-    Args:
-        nodes: The nodes of the model.
-        behind: The pairs behind each of them, and last those behind the model's inputs.
-    """
+    """Variants of the nodes of a model, and of the pairs behind each, last of those behind the model's inputs."""
 
     def __init__(self, nodes: list[NodeVariant], behind: list[PairVariant]) -> None:
         self.nodes = nodes
@@ -52,17 +46,15 @@ class InsertionPlan:
 
     @property
     def count_pairs(self) -> int:
-        """Return the number of pairs; see `Inserter.pairs`."""
+        """Number of pairs; see `Inserter.count_pairs`."""
         constants = {constant for form in self.nodes for constant in form.quantized}
         return sum(form.pairs for form in self.behind) + len(constants)
 
 
 class Inserter:
-    """Turns placements into ONNX models of one dialect. Not for use by several threads at once.
+    """Writer of placements of a float model as ONNX models in one dialect. Not thread-safe.
 
     Args:
-        model: The float model.
-        dialect: How the runtime wants its Q/DQ.
         ranges: Smallest and largest value of each activation that may be quantized.
 
     Raises:
@@ -85,20 +77,19 @@ class Inserter:
         ]
         self._makers = [VariantTable(encoder.encode_pairs) for _ in self._readers]
         self._requests = EdgeRequests(model, dialect, self._readers, self._makers)
-        self._ties = SharedScaleFinder(model, dialect, self._scales.links, self._readers, self._makers)
+        self._shared_scales = SharedScaleFinder(model, dialect, self._scales.links, self._readers, self._makers)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
-        self._frame, self._header = (
-            protobuf_wire.split_model_frame(model.proto),
-            protobuf_wire.encode_graph_header(model.proto.graph),
-        )
+        self._frame = protobuf_wire.split_model_frame(model.proto)
+        self._header = protobuf_wire.encode_graph_header(model.proto.graph)
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
-        """The model with exactly these Q/DQ pairs, all weights inside.
+        """Return the model with exactly these Q/DQ pairs, all weights inside.
 
         Raises:
             UserError: An edge is not one of this model's or cannot be quantized, or a range is missing.
         """
+        resolved = self.map_edges(resolved)
         draft = self._plan_insertion(resolved)
         proto = onnx.ModelProto.FromString(protobuf_wire.encode_model(self._frame, self._graph_pieces(draft)))
         dropped = self._unused_constants(draft)
@@ -122,7 +113,7 @@ class Inserter:
         Raises:
             UserError: As `insert`.
         """
-        draft = self._plan_insertion(resolved)
+        draft = self._plan_insertion(self.map_edges(resolved))
         dropped = self._unused_constants(draft)
         records = [record for name, record in self._constants.float_records.items() if name not in dropped]
         records += [self._constants.quantized_records(stored) for stored in draft.stored.values()]
@@ -133,24 +124,24 @@ class Inserter:
         return path
 
     def export(self, resolved: Resolved, path: Path) -> Path:
-        """Write the model to one file; above 1.9 GB, to it and the file `<name>.data` beside it.
-
-        Raises:
-            UserError: As `insert`.
-        """
+        """Write the model of `insert` to one file; above 1.9 GB, to the file and `<name>.data`."""
         return write_model(self.insert(resolved), path)
 
     def count_pairs(self, resolved: Resolved) -> int:
-        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.read_edges.count_pairs` counts the same in
+        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.qdq_graph.count_pairs` counts the same in
         its file.
 
         A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
         even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.
         """
-        return self._plan_insertion(resolved).count_pairs
+        return self._plan_insertion(self.map_edges(resolved)).count_pairs
+
+    def map_edges(self, resolved: Resolved) -> Resolved:
+        """Return the edges of a placement in the model that they are inserted into: here, the edges themselves."""
+        return resolved
 
     def _check_graph(self, proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto]) -> None:
-        """What is promised of any result: the model's own inputs and outputs, and valid ONNX."""
+        """Check that a result has the model's own inputs and outputs and is valid ONNX."""
         inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
         if inputs != [value.name for value in self._model.proto.graph.input] or tuple(outputs) != self._model.outputs:
             raise AssertionError(f"{self._model.source}: insertion changed inputs or outputs: {inputs}, {outputs}")
@@ -167,7 +158,7 @@ class Inserter:
             maker = self._model.producer[tensor]
             asked.producer_masks[maker] |= self._makers[maker].bit(RequestBit("final", tensor, precision))
             asked.consumer_masks[maker] |= self._readers[maker].bit(RequestBit("renamed", tensor))
-        self._ties.mark_shared_scales(asked)
+        self._shared_scales.mark_shared_scales(asked)
         nodes = [
             forms[state] for forms, state in zip(self._readers[:GRAPH_INPUT_INDEX], asked.consumer_masks, strict=False)
         ]
@@ -175,17 +166,16 @@ class Inserter:
         return InsertionPlan(nodes, behind)
 
     def _quantized_outputs(self, asked: NodeRequests) -> list[tuple[str, str]]:
-        """The tensors that leave the model quantized, with their precision."""
         slots = self._readers[GRAPH_INPUT_INDEX][asked.consumer_masks[GRAPH_INPUT_INDEX]]
         return [(self._model.outputs[int(slot)], precision) for slot, precision in sorted(slots.items())]
 
     def _unused_constants(self, draft: InsertionPlan) -> frozenset[str]:
-        """Constants of the float model that nothing reads any more."""
+        """Return the constants of the float model that no node reads any more."""
         replaced = Counter(name for form in draft.nodes if form.replaced for name in form.replaced)
         return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
 
     def _graph_pieces(self, draft: InsertionPlan) -> list[bytes]:
-        """The pieces of the graph, but for its constants."""
+        """Return the pieces of the graph without its constants."""
         ahead = [
             self._header,
             draft.behind[GRAPH_INPUT_INDEX].nodes,

@@ -2,7 +2,7 @@
 
 Three kinds of points, in pattern coordinates: the input of a node (a LEAF's nodes), the input of a child region (a
 COMPOSITE's children), and an output (a LEAF's outputs, into all their consumers). No two dimensions act on the same
-edges: what a child input or an output says must not repeat what is said already.
+edges: a child input or an output that repeats an earlier dimension is left out.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
 
 @dataclass(slots=True)
 class DimensionDraft:
-    """A dimension in the making.
+    """A dimension under construction.
 
     Attributes:
-        group: Pattern, or region of a pattern, that it belongs to.
-        place: Its place in the pattern: node, child or output first, then the input.
-        start: Index of the first node of its first region: dimensions stand in graph order.
-        points: What it acts on, region by region.
+        group: Name of its pattern, or of a region of the pattern.
+        place: Position in the pattern: of the node, child or output, then of the input.
+        start: Index of the first node of its first region, which orders the dimensions.
+        points: Points that it acts on, region by region.
         ends: Model outputs that it acts on.
     """
 
@@ -60,12 +60,12 @@ def build_space(
     root: Region | None = None,
     kinds: Iterable[PointKind] | None = None,
 ) -> Space:
-    """All placements of a model in a dialect.
+    """Build the space of all placements of a model in a dialect.
 
     Args:
         model: The model.
-        dialect: What is legal.
-        precisions: What to offer beside float; a point offers those that are legal for it.
+        dialect: The rules.
+        precisions: Precisions to offer besides float; a point offers those that are legal for it.
         sharing: "pattern": regions of one pattern share a scheme. "region": each region has its own.
         root: Regions; by default those that `discover` finds.
         kinds: Kinds of points; by default node inputs, and outputs where the dialect quantizes them.
@@ -130,7 +130,7 @@ class _SpaceBuilder:
         self._by_edge = {(p.node, e.slot): p for found in points for p in found for e in p.edges}
 
     def draft_dimensions(self, kind: PointKind, patterns: Sequence[Pattern]) -> Iterator[DimensionDraft]:
-        """The dimensions of one kind, pattern by pattern."""
+        """Yield the dimensions of one kind, pattern by pattern."""
         short = _shortest_prefix_length({pattern.signature for pattern in patterns})
         for pattern in patterns:
             if pattern.type is (RegionType.COMPOSITE if kind == "child_input" else RegionType.LEAF):
@@ -151,7 +151,7 @@ class _SpaceBuilder:
     def _region_points(
         self, kind: PointKind, pattern: Pattern, number: int, region: Region
     ) -> Iterator[tuple[tuple[int, int], list[QuantizationPoint], list[Edge]]]:
-        """Place in the pattern, points and model outputs behind each point of a region."""
+        """Yield the place in the pattern, the points and the model outputs of each point of a region."""
         if kind == "node_input":
             for place, index in enumerate(pattern.order[number]):
                 for point in self.points[index]:
@@ -168,7 +168,7 @@ class _SpaceBuilder:
                         yield (place, slot), self._consumer_points(tensor), self._output_edge(tensor)
 
     def _child_inputs(self, pattern: Pattern, number: int) -> list[tuple[frozenset[int], Iterable[str]]]:
-        """Nodes and inputs of each child region; inputs in the canonical order of their readers, not in the file's."""
+        """Return nodes and inputs of each child region; inputs in the canonical order of their readers."""
         children = pattern.children[number]
         owner = {node: place for place, child in enumerate(children) for node in child.node_indices()}
         inputs: list[dict[str, None]] = [{} for _ in children]
@@ -178,7 +178,7 @@ class _SpaceBuilder:
         return [(frozenset(child.node_indices()), names) for child, names in zip(children, inputs, strict=True)]
 
     def _consumer_points(self, tensor: str, inside: frozenset[int] | None = None) -> list[QuantizationPoint]:
-        """The points that read a tensor; whatever is quantized together with it comes along."""
+        """Return the points that read a tensor."""
         found: dict[tuple[int, int], QuantizationPoint] = {}
         for index, slot in self._model.consumers.get(tensor, ()):
             point = self._by_edge.get((index, slot))
@@ -195,7 +195,7 @@ class _SpaceBuilder:
 def _distinct_dimensions(
     drafts: Iterable[DimensionDraft], precisions: Sequence[str], macs: int
 ) -> list[tuple[DimensionDraft, Dimension]]:
-    """The dimensions that act on edges no earlier one acts on in just this combination.
+    """Return the dimensions that act on a set of edges on which no earlier dimension acts.
 
     Which of several patterns keeps such edges is decided by its name, for the order of patterns is the file's.
     """
@@ -222,5 +222,5 @@ def _distinct_dimensions(
 
 
 def _shortest_prefix_length(signatures: set[str]) -> int:
-    """How many digits tell signatures apart, at least 8."""
+    """Return the number of digits that distinguish signatures, at least 8."""
     return next(n for n in itertools.count(8) if len({s[:n] for s in signatures}) == len(signatures))

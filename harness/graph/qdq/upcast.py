@@ -6,7 +6,7 @@ the values are one step off with 1.24), and has no kernel for bfloat16. FP8 is n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -15,9 +15,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from harness.graph.io.reader import read_model
-from harness.graph.io.writer import write_model
-from harness.graph.model import iter_graphs
+from harness.graph.io.files import read_model, write_model
+from harness.graph.protos import attribute_value, copy_message, input_values, iter_graphs, iter_nodes, replace_field
 
 __all__ = ["UPCAST_NOTE", "upcast_to_float32", "write_float32_copy"]
 
@@ -25,7 +24,6 @@ UPCAST_NOTE = (
     "its QuantizeLinear take 16-bit floats, which ONNX Runtime's CPU kernel truncates or lacks: it is run in float32 "
     "between the same pairs, with the same scales"
 )
-"""Said of a file that runs in its float32 form."""
 HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 FP8_TYPES = tuple(kind for name, kind in TensorProto.DataType.items() if name.startswith("FLOAT8"))
 TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision"})
@@ -53,8 +51,7 @@ def write_float32_copy(path: Path, folder: Path) -> Path | None:
 
 def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose 16-bit floats are float32; inputs and outputs keep their types, by Casts."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
+    copy = copy_message(proto)
     before, after = _cast_borders(copy.graph)
     for graph in iter_graphs(copy.graph):
         for tensor in (*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)):
@@ -63,15 +60,13 @@ def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
         if graph is not copy.graph:
             for value in (*graph.input, *graph.output):
                 _declared_type(value.type)
-    for node in _iter_nodes(copy):
+    for node in iter_nodes(copy):
         _widen_attributes(node)
     constants = {tensor.name for tensor in copy.graph.initializer}
     for value in copy.graph.input:
         if value.name in constants:
             _declared_type(value.type)
-    nodes = [*before, *copy.graph.node, *after]
-    del copy.graph.node[:]
-    copy.graph.node.extend(nodes)
+    replace_field(copy.graph.node, [*before, *copy.graph.node, *after])
     return copy
 
 
@@ -82,18 +77,17 @@ def _quantizes_16bit_floats(proto: onnx.ModelProto) -> bool:
         for value in (*graph.input, *graph.output, *graph.value_info):
             types[value.name] = value.type.tensor_type.elem_type
         types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    for node in _iter_nodes(proto):
-        given = {attribute.name: attribute for attribute in node.attribute}
+    for node in iter_nodes(proto):
         if node.op_type == "Cast":
-            types[node.output[0]] = given["to"].i
-        if node.op_type == "Constant" and "value" in given:
-            types[node.output[0]] = given["value"].t.data_type
+            types[node.output[0]] = attribute_value(node, "to")
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            types[node.output[0]] = node.attribute[0].t.data_type
     some = any(kind in HALF_TYPES for kind in types.values())
-    for node in _iter_nodes(proto):
+    for node in iter_nodes(proto):
         if node.op_type != "QuantizeLinear":
             continue
         stored = types.get(node.input[2], 0) if len(node.input) > 2 else 0
-        stored = next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), stored)
+        stored = attribute_value(node, "output_dtype") or stored
         known = [kind for kind in map(types.get, node.input[:2]) if kind]
         half = any(kind in HALF_TYPES for kind in known) if known else some
         if half and (stored not in FP8_TYPES or TensorProto.BFLOAT16 in known):
@@ -103,8 +97,7 @@ def _quantizes_16bit_floats(proto: onnx.ModelProto) -> bool:
 
 def _cast_borders(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
     """Return the Casts behind inputs and in front of outputs, whose inner names are changed everywhere."""
-    constants = {tensor.name for tensor in graph.initializer}
-    inputs = {v.name: v for v in graph.input if v.type.tensor_type.elem_type in HALF_TYPES and v.name not in constants}
+    inputs = {v.name: v for v in input_values(graph) if v.type.tensor_type.elem_type in HALF_TYPES}
     outputs = {v.name: v for v in graph.output if v.type.tensor_type.elem_type in HALF_TYPES and v.name not in inputs}
     names = {name for each in iter_graphs(graph) for node in each.node for name in (*node.input, *node.output)}
     free = next(end for n in count() if not names.intersection(name + (end := f"__float32{n or ''}") for name in names))
@@ -124,13 +117,6 @@ def _cast_borders(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[on
         for name, value in outputs.items()
     ]
     return before, after
-
-
-def _iter_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    for graph in iter_graphs(proto.graph):
-        yield from graph.node
-    for function in proto.functions:
-        yield from function.node
 
 
 def _widen_attributes(node: onnx.NodeProto) -> None:

@@ -1,4 +1,4 @@
-"""The constants of a model in quantized form: each one made once, then only referred to by candidates."""
+"""Constants of a model in quantized form: each is made once, and candidates refer to it."""
 
 from __future__ import annotations
 
@@ -49,12 +49,7 @@ class QuantizedConstant:
 
 
 class ConstantQuantizer:
-    """Quantizes constants on first use; equal requests get equal names, whatever came before.
-
-    Args:
-        model: The float model.
-        dialect: The form wanted.
-    """
+    """Quantizer of the constants of a model; equal requests get equal names, independent of earlier ones."""
 
     def __init__(self, model: Model, dialect: Dialect) -> None:
         self._model = model
@@ -67,7 +62,7 @@ class ConstantQuantizer:
         self._complete: set[str] = set()
 
     def quantize_weight_input(self, node: Node, slot: int, precision: str) -> QuantizedConstant:
-        """The weight at an input of a linear operator: symmetric, one scale per output channel."""
+        """Quantize the weight at an input of a linear operator: symmetric, one scale per output channel."""
         tensor = self._model.constants[node.inputs[slot]]
         axis = self._channel_axis(node, slot)
         name = f"{tensor.name}{NAME_PREFIX}{precision}.axis{axis}"
@@ -76,14 +71,14 @@ class ConstantQuantizer:
         return self._made[name]
 
     def quantize_operand(self, tensor: str, precision: str, scale: Array, zero_point: Array) -> QuantizedConstant:
-        """A constant beside an activation, quantized as activations are."""
+        """Quantize a constant operand of an activation in the same way as activations."""
         name = f"{tensor}{NAME_PREFIX}{precision}.{float(scale):.9g}.{float(zero_point):g}"
         if name not in self._made:
             self._store_quantized(name, quantize_affine(self._constant_array(tensor), scale, zero_point))
         return self._made[name]
 
     def quantize_weight_and_bias(self, node: Node, data_scale: Array) -> dict[int, QuantizedConstant]:
-        """The INT8 weight of a linear operator and its bias in INT32 (scale = alpha x data scale x weight scale).
+        """Quantize a linear operator's weight to INT8, its bias to INT32 (scale = alpha x data scale x weight scale).
 
         Alpha is that of a Gemm, else 1: ONNX Runtime 1.24 adds the stored bias to the integer products and scales their
         sum by all three (microsoft/onnxruntime#28130). A bias left float it would quantize itself, without alpha
@@ -104,7 +99,8 @@ class ConstantQuantizer:
             if name not in self._made:
                 lowest = floor if axis is not None else floor.max()
                 self._store_quantized(
-                    name, self._quantize_array(self._constant_array(node.inputs[1]), axis, "int8", lowest)
+                    name,
+                    self._quantize_array(self._constant_array(node.inputs[1]), axis, "int8", lowest),
                 )
             weight = self._made[name]
         name = f"{node.inputs[2]}{NAME_PREFIX}int32.{suffix}"
@@ -121,7 +117,7 @@ class ConstantQuantizer:
         return {name: self._encode_tensor(tensor) for name, tensor in self._model.constants.items()}
 
     def quantized_records(self, stored: QuantizedConstant) -> bytes:
-        """The tensors of a quantized constant as records of a graph, likewise."""
+        """Return the tensors of a quantized constant as records of a graph: inline, or references into a data file."""
         known = self._encoded.get(stored.output)
         if known is None:
             known = self._encoded[stored.output] = b"".join(map(self._encode_tensor, stored.tensors))
@@ -145,7 +141,7 @@ class ConstantQuantizer:
         return file.references[tensor.name] if file else protobuf_wire.encode_initializer(tensor)
 
     def _data_file_for(self, tensor: TensorProto) -> protobuf_wire.DataFile | None:
-        """The data file that holds a constant; None: it is small enough to stand in the model itself.
+        """Return the data file that holds a constant; None if the constant is small enough for the model itself.
 
         All large constants of the float model are in one file, all weights of one precision in another.
         """
@@ -186,7 +182,7 @@ class ConstantQuantizer:
         return [tensor for stored in found.values() for tensor in stored.tensors]
 
     def _bias(self, node: Node) -> Array | None:
-        """The bias of a linear operator where it may be stored as INT32."""
+        """Return the bias of a linear operator if it may be stored as INT32, else None."""
         if len(node.inputs) < 3 or node.inputs[2] not in self._model.constants:
             return None
         if node.attributes.get("beta", 1.0) != 1 or node.attributes.get("alpha", 1.0) == 0:

@@ -1,35 +1,42 @@
-"""What a placement asks of a model: checked, and told to the nodes that read and make the tensors."""
+"""Edges of a placement as bits of the nodes that read and make the tensors, and the tensors that share a scale in it.
+
+An operator that only moves values (a MaxPool, a Split) runs on stored integers if the tensors on both sides have one
+scale. So its outputs take the scale of its input, but only if that input is quantized: behind a float input they keep
+the scale of their own range. The tensors around a Concat share a scale if all of its inputs are quantized.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from harness.errors import UserError
 from harness.graph.model import Model, Node
+from harness.graph.protos import opset_versions
 from harness.graph.quantize.node_variants import RequestBit, VariantTable
+from harness.graph.quantize.scales import ScaleLinks, SharedScale, find_root
 from harness.graph.quantize.weights import QUANTIZABLE_DTYPES
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.precision_sensitive import find_unquantizable_constants
 from search.space import Edge, Resolved
 
-__all__ = ["GRAPH_INPUT_INDEX", "EdgeRequests", "NodeRequests"]
+__all__ = ["GRAPH_INPUT_INDEX", "EdgeRequests", "NodeRequests", "SharedScaleFinder"]
 
 GRAPH_INPUT_INDEX = -1
-"""What makes the inputs of the model, and reads its outputs: the row behind those of the nodes."""
+"""Row, after those of the nodes, of the producer of the model's inputs and the consumer of its outputs."""
 
 _RequestTarget = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequests:
-    """A placement as the marks (see `VariantTable`) of each node, by its index, and of `GRAPH_INPUT_INDEX`.
+    """A placement as request bits (see `VariantTable`) of each node, by its index, and of `GRAPH_INPUT_INDEX`.
 
     Attributes:
-        consumer_masks: On what it reads.
-        producer_masks: On what it makes.
+        consumer_masks: Bits for the inputs of each node.
+        producer_masks: Bits for the outputs of each node.
     """
 
     consumer_masks: list[int]
@@ -37,13 +44,11 @@ class NodeRequests:
 
 
 class EdgeRequests:
-    """Checks each edge once; many placements ask for it again.
+    """Edges of placements of a model as request bits; each edge is checked once.
 
     Args:
-        model: The float model.
-        dialect: Whose precisions are offered.
-        readers: Forms of what reads, by node, and of `GRAPH_INPUT_INDEX`; here they only tell the bits of marks.
-        makers: Likewise of what makes.
+        readers: Variant tables of the nodes, and of `GRAPH_INPUT_INDEX`, as consumers; used here only to allocate bits.
+        makers: The same of the nodes as producers.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class EdgeRequests:
         self._readers = readers
         self._makers = makers
         self._index = {node.name: node.index for node in model.nodes}
+        self._opset = opset_versions(model.proto).get("", 0)
+        self._supported_precisions = {p for p in dialect.precisions if dialect.opset([p]) <= self._opset}
         self._known: dict[tuple[str, str, int, str], _RequestTarget] = {}
 
     def group_by_node(self, resolved: Resolved) -> NodeRequests:
@@ -76,7 +83,7 @@ class EdgeRequests:
         return NodeRequests(read, made)
 
     def _request_target(self, edge: Edge, precision: str) -> _RequestTarget:
-        """Who reads an edge and who makes its tensor, each with the bit to set; constants need no pair there."""
+        """Return reader and producer of an edge, each with the bit to set; constants need no pair there."""
         if edge.consumer:
             reader, slot = self._consumer_node(edge, precision).index, edge.slot
         else:
@@ -88,7 +95,6 @@ class EdgeRequests:
         return reader, read, maker, self._makers[maker].bit(RequestBit("quantized", edge.tensor, precision))
 
     def _consumer_node(self, edge: Edge, precision: str) -> Node:
-        """The node that an edge leads into."""
         index = self._index.get(edge.consumer)
         node = None if index is None else self._model.nodes[index]
         if node is None or not 0 <= edge.slot < len(node.inputs) or node.inputs[edge.slot] != edge.tensor:
@@ -109,7 +115,6 @@ class EdgeRequests:
         return node
 
     def _output_tensor(self, edge: Edge, precision: str) -> str:
-        """The tensor of an edge that leads out of the model."""
         if edge.tensor not in self._model.outputs or edge.tensor not in self._model.producer:
             raise UserError(
                 f"{self._model.source}: {_describe_edge(edge)}: no node of this model makes an output of that name"
@@ -126,22 +131,130 @@ class EdgeRequests:
         if precision not in self._supported_precisions:
             raise UserError(
                 f"{self._model.source}: {_describe_edge(edge)}: precision {precision!r} is not among those that "
-                f"{self._dialect.name} takes at opset {self._check_opset}: "
+                f"{self._dialect.name} takes at opset {self._opset}: "
                 f"{', '.join(sorted(self._supported_precisions)) or 'none'}"
             )
 
-    @cached_property
-    def _check_opset(self) -> int:
-        return max((int(o.version) for o in self._model.proto.opset_import if o.domain == ""), default=0)
-
-    @cached_property
-    def _supported_precisions(self) -> frozenset[str]:
-        return frozenset(p for p in self._dialect.precisions if self._dialect.opset([p]) <= self._check_opset)
-
 
 def _describe_edge(edge: Edge) -> str:
-    return (
-        f"edge {edge.tensor!r} -> input {edge.slot} of {edge.consumer!r}"
-        if edge.consumer
-        else f"output {edge.tensor!r}"
-    )
+    place = f"edge {edge.tensor!r} -> input {edge.slot} of {edge.consumer!r}"
+    return place if edge.consumer else f"output {edge.tensor!r}"
+
+
+class _ConditionalBit(NamedTuple):
+    node: int
+    needed: int
+    bit: int
+
+
+@dataclass(slots=True)
+class _TensorCluster:
+    """The operators of one group of tensors.
+
+    Attributes:
+        nodes: In topological order.
+        masks: By node: the bits of its quantized inputs that decide about its link.
+        known: By the state of those bits: what to set on the nodes that read, and on those that make the tensors.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
+    known: dict[tuple[int, ...], tuple[list[_ConditionalBit], list[_ConditionalBit]]] = field(default_factory=dict)
+
+
+class SharedScaleFinder:
+    """Finder of the shared scales of each placement; `readers` and `makers` as in `EdgeRequests`."""
+
+    def __init__(
+        self,
+        model: Model,
+        dialect: Dialect,
+        links: ScaleLinks,
+        readers: Sequence[VariantTable[Any]],
+        makers: Sequence[VariantTable[Any]],
+    ) -> None:
+        self._model = model
+        self._links = links
+        self._readers = readers
+        self._makers = makers
+        self._precisions = sorted(dialect.precisions)
+        clusters: dict[str, _TensorCluster] = defaultdict(_TensorCluster)
+        for node in links.joins:
+            cluster = clusters[links.group_name(node.inputs[0])]
+            cluster.nodes.append(node)
+            cluster.masks.append(sum(self._required_bits(node, precision) for precision in self._precisions))
+        self._clusters = list(clusters.values())
+
+    def mark_shared_scales(self, asked: NodeRequests) -> None:
+        """Mark each quantized place of a placement whose scale is not made from its own range."""
+        for cluster in self._clusters:
+            state = tuple(
+                asked.consumer_masks[node.index] & mask for node, mask in zip(cluster.nodes, cluster.masks, strict=True)
+            )
+            if not any(state):
+                continue
+            entries = cluster.known.get(state)
+            if entries is None:
+                entries = cluster.known[state] = self._cluster_entries(cluster, state)
+            for row, found in zip((asked.consumer_masks, asked.producer_masks), entries, strict=True):
+                for node, needed, bit in found:
+                    if row[node] & needed:
+                        row[node] |= bit
+
+    def _required_bits(self, node: Node, precision: str) -> int:
+        """Return the bits of the inputs that must be quantized for a node's link to hold."""
+        if node.index in self._links.fixed:
+            return 0
+        slots = range(len(node.inputs)) if node.op == "Concat" else (0,)
+        bit = self._readers[node.index].bit
+        activations = (slot for slot in slots if node.op != "Concat" or node.inputs[slot] not in self._model.constants)
+        return sum(bit(RequestBit("quantized", slot, precision)) for slot in activations)
+
+    def _cluster_entries(
+        self, cluster: _TensorCluster, state: tuple[int, ...]
+    ) -> tuple[list[_ConditionalBit], list[_ConditionalBit]]:
+        read: list[_ConditionalBit] = []
+        made: list[_ConditionalBit] = []
+        for precision in self._precisions:
+            for tensor, tie in self._cluster_shared_scales(cluster, state, precision).items():
+                for index, slot in self._model.consumers.get(tensor, ()):
+                    read.append(_conditional_bit(self._readers, index, slot, precision, tie))
+                index = self._model.producer.get(tensor, GRAPH_INPUT_INDEX)
+                made.append(_conditional_bit(self._makers, index, tensor, precision, tie))
+        return read, made
+
+    def _cluster_shared_scales(
+        self, cluster: _TensorCluster, state: tuple[int, ...], precision: str
+    ) -> Mapping[str, SharedScale]:
+        """Return the tie of each tensor of a cluster at one precision, but for tensors with a scale of their own."""
+        parents: dict[str, str] = {}
+        origin: dict[str, str] = {}
+        concats: list[str] = []
+        for node, bits in zip(cluster.nodes, state, strict=True):
+            needed = self._required_bits(node, precision)
+            if bits & needed != needed or not (needed or node.index in self._links.fixed):
+                continue
+            first = node.inputs[0]
+            if node.op == "Concat":
+                concats.append(first)
+            for name in filter(None, (*node.outputs, *(node.inputs if node.op == "Concat" else ()))):
+                parents[find_root(parents, name)] = find_root(parents, first)
+                if node.op != "Concat":
+                    origin[name] = origin.get(first, first)
+        members: dict[str, list[str]] = defaultdict(list)
+        for name in list(parents):
+            members[find_root(parents, name)].append(name)
+        shared = {find_root(parents, name) for name in concats}
+        found: dict[str, SharedScale] = {}
+        for root, names in members.items():
+            together = tuple(sorted(names)) if root in shared else ()
+            found |= {n: SharedScale(origin.get(n, n), together) for n in names if together or n in origin}
+        return found
+
+
+def _conditional_bit(
+    tables: Sequence[VariantTable[Any]], index: int, place: int | str, precision: str, tie: SharedScale
+) -> _ConditionalBit:
+    bit = tables[index].bit
+    needed = bit(RequestBit("quantized", place, precision))
+    return _ConditionalBit(index, needed, bit(RequestBit("tied", place, precision, tie)))

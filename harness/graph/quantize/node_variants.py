@@ -1,7 +1,7 @@
-"""Every form that a node, and what stands behind it, can take: made and encoded once, then found by a number.
+"""Variants of a node and of the Q/DQ pairs behind it: encoded once, then found by a number.
 
-A placement concerns a node by very few choices: which of its inputs are quantized and how. They are the bits of a
-number, so a candidate is put together by one look-up for each node, however many edges it has.
+A placement affects a node by few choices: which of its inputs are quantized and how. They are the bits of a number, so
+a candidate is assembled by one look-up for each node, however many edges it has.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
 from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX
-from harness.graph.quantize.scale_links import SharedScale
-from harness.graph.quantize.scales import ActivationScales
+from harness.graph.quantize.scales import ActivationScales, SharedScale
 from harness.graph.rules.dialects import Dialect
 
 __all__ = ["NodeVariant", "PairVariant", "RequestBit", "VariantEncoder", "VariantTable"]
@@ -25,14 +24,14 @@ Form = TypeVar("Form")
 
 
 class RequestBit(NamedTuple):
-    """One thing that a placement says of a place.
+    """A request of a placement at a place.
 
     Attributes:
         kind: "quantized"; "tied": the scale is made from other tensors; "final": the tensor leaves the model quantized,
             and its pair takes over its name; "renamed": the node gave that name away.
-        place: Input of a node; tensor where somebody makes it.
-        precision: Of what is quantized, tied or final.
-        tie: What a tied scale is made from.
+        place: Input slot of a consumer; tensor name at a producer.
+        precision: Precision of a request that is not "renamed".
+        tie: Tensors that a tied scale is made from.
     """
 
     kind: Literal["quantized", "tied", "final", "renamed"]
@@ -42,11 +41,7 @@ class RequestBit(NamedTuple):
 
 
 class VariantTable(dict[int, Form]):
-    """The forms of one place by the marks on it, which are the bits of the key; each form is made when first read.
-
-    Args:
-        make: Gives the form for some marks.
-    """
+    """Variants of one node by its requests, which are the bits of the key; `make` is called on first use of a key."""
 
     __slots__ = ("_bits", "_make")
 
@@ -56,7 +51,7 @@ class VariantTable(dict[int, Form]):
         self._bits: dict[RequestBit, int] = {}
 
     def bit(self, mark: RequestBit) -> int:
-        """The bit of a mark, the same whenever it is asked for."""
+        """Return the bit of a request, the same at each call."""
         return self._bits.setdefault(mark, 1 << len(self._bits))
 
     def __missing__(self, key: int) -> Form:
@@ -88,8 +83,8 @@ class PairVariant:
 
     Attributes:
         nodes: Records of the graph.
-        grid: Scales and zero points by name, likewise.
-        pairs: How many pairs these are.
+        grid: Records of scales and zero points by name.
+        pairs: Number of pairs.
     """
 
     nodes: bytes
@@ -98,14 +93,7 @@ class PairVariant:
 
 
 class VariantEncoder:
-    """Makes forms.
-
-    Args:
-        model: The float model.
-        dialect: How the runtime wants its Q/DQ.
-        scales: Of the activations.
-        constants: Quantized.
-    """
+    """Encoder of the variants of a model's nodes in a dialect."""
 
     def __init__(self, model: Model, dialect: Dialect, scales: ActivationScales, constants: ConstantQuantizer) -> None:
         self._model = model
@@ -115,7 +103,7 @@ class VariantEncoder:
         self._pieces = [protobuf_wire.NodePieces(proto) for proto in model.proto.graph.node]
 
     def encode_node(self, index: int, marks: frozenset[RequestBit]) -> NodeVariant:
-        """A node of the model, its inputs led to what is asked for.
+        """Encode a node of the model that reads and writes what is requested.
 
         Raises:
             UserError: Two precisions are asked for at one input, or see `ActivationScales.of`.
@@ -143,7 +131,7 @@ class VariantEncoder:
         )
 
     def encode_pairs(self, marks: frozenset[RequestBit]) -> PairVariant:
-        """The pairs of all tensors that one node makes, or of the inputs of the model.
+        """Encode the pairs of all tensors that one node makes, or of the inputs of the model.
 
         Raises:
             UserError: See `ActivationScales.of`.
@@ -156,7 +144,7 @@ class VariantEncoder:
         return PairVariant(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
 
     def precisions_by_place(self, marks: Iterable[RequestBit], kind: str) -> dict[int | str, str]:
-        """Precision by place of the marks of one kind.
+        """Return the precision by place of the requests of one kind.
 
         Raises:
             UserError: Two for one place.
@@ -170,7 +158,7 @@ class VariantEncoder:
     def _quantized_constant(
         self, node: Node, slot: int, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], SharedScale]
     ) -> dict[int, QuantizedConstant]:
-        """The quantized form of a constant, by input; some dialects quantize the bias with the weight."""
+        """Quantize a constant; return results by input, as some dialects quantize the bias with the weight."""
         precision = asked[slot]
         if node.op not in self._dialect.linear_ops:
             tensor = node.inputs[slot]
@@ -183,5 +171,4 @@ class VariantEncoder:
 
 
 def _ties_by_place(marks: Iterable[RequestBit]) -> dict[tuple[int | str, str], SharedScale]:
-    """Return the ties by place and precision."""
     return {(mark.place, mark.precision): mark.tie for mark in marks if mark.tie is not None}

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
+from harness.graph.protos import copy_message
+
 __all__ = [
     "FLOAT_BIAS_PREFIX", "NAME_PREFIX", "DataFile", "NodePieces", "encode_attribute", "encode_graph_header",
     "encode_initializer", "encode_model", "encode_node", "encode_record", "split_model_frame",
@@ -32,12 +34,11 @@ _ALIGNMENT_BYTES = 64  # bytes; a cache line, so that runtimes can use mapped we
 
 
 def encode_record(number: int, payload: bytes) -> bytes:
-    """One length-delimited field with a number below 16."""
+    """Encode a length-delimited field with a number below 16."""
     return _encode_field_header(number, len(payload)) + payload
 
 
 def _encode_field_header(number: int, size: int) -> bytes:
-    """What stands in front of a field of this many bytes."""
     head = bytearray((number << 3 | 2,))
     while size > 0x7F:
         head.append(size & 0x7F | 0x80)
@@ -56,14 +57,13 @@ class NodePieces:
             _encode_text(_OUTPUT, name) for name in proto.output
         ]
         self._outputs = len(proto.input)
-        rest = NodeProto()
-        rest.CopyFrom(proto)
+        rest = copy_message(proto)
         rest.ClearField("input")
         rest.ClearField("output")
         self._parts.append(rest.SerializeToString(deterministic=True))
 
     def rename_tensors(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
-        """The node as a record of its graph, with new names at some inputs and outputs."""
+        """Return the node as a record of its graph, with new names of some inputs and outputs."""
         parts = self._parts.copy()
         for slot, name in inputs.items():
             parts[slot] = _encode_text(_INPUT, name)
@@ -73,7 +73,7 @@ class NodePieces:
 
 
 def encode_node(op: str, inputs: Iterable[str], output: str, *, attributes: bytes = b"", name: str = "") -> bytes:
-    """A node of the default domain with one output, by default named after it, as a record of its graph."""
+    """Encode a node of the default domain with one output, by default named after it, as a record of its graph."""
     names = b"".join(_encode_text(_INPUT, name) for name in inputs)
     return encode_record(
         _NODE,
@@ -86,23 +86,23 @@ def encode_node(op: str, inputs: Iterable[str], output: str, *, attributes: byte
 
 
 def encode_attribute(name: str, value: int) -> bytes:
-    """An integer attribute as a record of its node."""
+    """Encode an integer attribute as a record of its node."""
     proto = AttributeProto(name=name, i=value, type=AttributeProto.INT)
     return encode_record(_ATTRIBUTE, proto.SerializeToString(deterministic=True))
 
 
 def encode_initializer(tensor: TensorProto) -> bytes:
-    """A tensor as a record of its graph."""
+    """Encode a tensor as a record of its graph."""
     return encode_record(_INITIALIZER, tensor.SerializeToString(deterministic=True))
 
 
 def encode_graph_header(message: GraphProto) -> bytes:
-    """Everything of a graph but its nodes and initializers."""
+    """Encode a graph without its nodes and initializers."""
     return _iter_fields(message, lambda number: number not in (_NODE, _INITIALIZER))
 
 
 def split_model_frame(message: ModelProto) -> tuple[bytes, bytes]:
-    """Everything of a model but its graph: what stands ahead of it in a file, and what stands behind."""
+    """Encode a model without its graph: the fields before the graph in a file, and those after it."""
     return _iter_fields(message, lambda number: number < _GRAPH), _iter_fields(message, lambda number: number > _GRAPH)
 
 
@@ -124,7 +124,7 @@ def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]
 
 
 def encode_model(model_frame: tuple[bytes, bytes], graph: Sequence[bytes]) -> bytes:
-    """A whole model from its frame and the pieces of its graph.
+    """Join a whole model from its frame and the pieces of its graph.
 
     Fields stand by their numbers: OpenVINO takes a file for no ONNX where one comes twice among the first few, as the
     operator sets do (onnx_model_validator.cpp).

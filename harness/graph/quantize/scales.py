@@ -8,7 +8,7 @@ keeps its own among tensors with negative values: the activation disappears into
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +16,80 @@ import numpy.typing as npt
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph.model import Model
+from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX, NAME_PREFIX
-from harness.graph.quantize.scale_links import ScaleLinks, SharedScale
 from harness.graph.quantize.weights import FP8_MAX_BY_FORMAT, QUANTIZABLE_DTYPES, STORAGE_DTYPES, Array, smallest_scale
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.movement import find_repeated_input
+from harness.graph.rules.movement import find_repeated_input, is_value_preserving
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE
 from harness.graph.rules.sentinels import holds_sentinel
 
-__all__ = ["ActivationScales", "EncodedPair"]
+__all__ = ["ActivationScales", "EncodedPair", "ScaleLinks", "SharedScale", "find_root"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedScale:
+    """The tensors that a scale is made from instead of the tensor's own range.
+
+    Attributes:
+        origin: The first tensor of the chain of quantized movers that leads to the tensor, or the tensor itself.
+        members: All tensors that share a scale with it around Concats; empty if no Concat is quantized.
+    """
+
+    origin: str
+    members: tuple[str, ...] = ()
+
+
+class ScaleLinks:
+    """The operators of a model across which scales may be shared, whatever a placement quantizes.
+
+    Attributes:
+        source: By output of an operator that moves or repeats values: the tensor whose values it holds.
+        joins: Those operators and every Concat, in topological order.
+        fixed: Indices of joins without an insertion point, which runtimes remove: their link holds in every placement.
+    """
+
+    def __init__(self, model: Model, dialect: Dialect) -> None:
+        self.source: dict[str, str] = {}
+        self.joins: list[Node] = []
+        self.fixed: set[int] = set()
+        self._parents: dict[str, str] = {}
+        for node in model.nodes:
+            fixed = node.op not in dialect.operators and find_repeated_input(model, node) == 0
+            moves = fixed or is_value_preserving(node, dialect)
+            kind = model.types.get(node.inputs[0]) if node.inputs else None
+            if node.opaque or not (moves or node.op == "Concat") or (kind and kind.dtype not in QUANTIZABLE_DTYPES):
+                continue
+            self.joins.append(node)
+            if fixed:
+                self.fixed.add(node.index)
+            outputs = node.outputs[:1] if fixed else tuple(filter(None, node.outputs))
+            for name in outputs if moves else (*outputs, *node.inputs):
+                self._parents[self.group_name(name)] = self.group_name(node.inputs[0])
+                if moves:
+                    self.source[name] = node.inputs[0]
+
+    def group_name(self, tensor: str) -> str:
+        """Return a name for all tensors that may ever share a scale with this one."""
+        return find_root(self._parents, tensor)
+
+    def iter_value_chain(self, tensor: str) -> Iterator[str]:
+        """Yield a tensor and those whose values it holds, back to the first."""
+        while True:
+            yield tensor
+            if tensor not in self.source:
+                return
+            tensor = self.source[tensor]
+
+
+def find_root(links: dict[str, str], name: str) -> str:
+    """Return the representative of a name in a forest of links (Tarjan 1975, union-find with path halving)."""
+    links.setdefault(name, name)
+    while links[name] != name:
+        links[name] = links[links[name]]
+        name = links[name]
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +108,7 @@ class EncodedPair:
 
 
 class ActivationScales:
-    """Makes scale and zero point of every activation.
-
-    Args:
-        model: The float model.
-        dialect: The form wanted.
-        ranges: Smallest and largest value of each activation.
-
-    Attributes:
-        links: The operators across which scales may be shared.
-    """
+    """Scale and zero point of every activation, from `ranges`, its smallest and largest value."""
 
     def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
         self._model = model
@@ -77,9 +131,7 @@ class ActivationScales:
         "Quantization and training of neural networks", eqs. 1 and 12); FP8: amax / 448 (E5M2: 57344).
 
         Args:
-            tensor: Its name.
-            precision: "int8" or "fp8".
-            tie: What the scale is made from; None: the tensor's own range.
+            tie: Tensors that the scale is made from; None: the tensor's own range.
 
         Raises:
             UserError: No range is known, or it is not finite.
@@ -113,16 +165,10 @@ class ActivationScales:
     def encode_pair(
         self, tensor: str, precision: str, tie: SharedScale | None = None, *, final: str | None = None
     ) -> EncodedPair:
-        """Return the Q/DQ pair on an activation, made once.
+        """Return the Q/DQ pair on an activation; see `scale_and_zero_point`.
 
         Args:
-            tensor: Its name.
-            precision: "int8" or "fp8".
-            tie: See `of`.
             final: The precision at which this tensor leaves the model; such a pair takes over the tensor's name.
-
-        Raises:
-            UserError: See `of`.
         """
         key = (tensor, precision, tie, final)
         if key not in self._pairs:
@@ -154,18 +200,18 @@ class ActivationScales:
 
     def _counts_for_shared_scale(self, tensor: str) -> bool:
         """Return whether a tensor counts where several share a scale; a constant that says "none" does not."""
-        constant = self._model.constants.get(tensor)
+        constant = self._model.constant_array(tensor)
         if constant is not None:
             held = all(abs(bound) <= MAX_CONSTANT_MAGNITUDE for bound in self._observed_range(tensor))
-            return held and not holds_sentinel(numpy_helper.to_array(constant))
+            return held and not holds_sentinel(constant)
         return tensor in self._ranges
 
     def _observed_range(self, tensor: str) -> tuple[float, float]:
         if tensor in self._unit:
             return 0.0, 1.0
-        constant = self._model.constants.get(tensor)
+        constant = self._model.constant_array(tensor)
         if constant is not None:
-            values = numpy_helper.to_array(constant).astype(np.float32)
+            values = constant.astype(np.float32)
             return float(values.min(initial=0)), float(values.max(initial=0))
         if tensor not in self._ranges:
             raise UserError(f"{self._model.source}: no range is known for tensor {tensor!r}; calibrate the model again")

@@ -17,17 +17,8 @@ import numpy.typing as npt
 from harness.graph.model import Node
 
 __all__ = [
-    "FP8_MAX",
-    "FP8_MAX_BY_FORMAT",
-    "MAX_LEVEL",
-    "QUANTIZABLE_DTYPES",
-    "STORAGE_DTYPES",
-    "Array",
-    "QuantizedTensor",
-    "quantize_affine",
-    "quantize_weight",
-    "smallest_scale",
-    "weight_axis",
+    "FP8_MAX", "FP8_MAX_BY_FORMAT", "MAX_LEVEL", "QUANTIZABLE_DTYPES", "STORAGE_DTYPES", "Array", "QuantizedTensor",
+    "quantize_affine", "quantize_weight", "smallest_scale", "weight_axis",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -64,7 +55,7 @@ class QuantizedTensor:
 
 
 def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) -> int | None:
-    """Output-channel axis of the weight at an input of a linear operator; None: one scale for the tensor.
+    """Return the output-channel axis of the weight at an input of a linear operator; None: one scale for the tensor.
 
     Args:
         node: Conv [K, C, ...], ConvTranspose [C, K, ...], Gemm [K, N] or transB [N, K], MatMul [K, N]; a stack of
@@ -128,5 +119,5 @@ def quantize_affine(values: Array, scale: Array, zero_point: Array) -> Quantized
 
 
 def smallest_scale(dtype: npt.DTypeLike) -> float:
-    """The scale of what is always zero: positive as TensorRT demands, and the product of two stays a normal float."""
+    """Return the scale of a tensor of zeros: positive, as TensorRT demands; the product of two is a normal float."""
     return max(1e-10, float(ml_dtypes.finfo(dtype).smallest_subnormal))  # type: ignore[no-untyped-call]

@@ -1,24 +1,19 @@
-"""How each runtime wants its Q/DQ: data, not code. Third parties add one by an entry point of `qdq.dialects`."""
+"""Dialects: the form of Q/DQ of each runtime, as data. Plug-ins add one by an entry point of `qdq.dialects`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from harness import registry
+from harness.api import capabilities_of
+from harness.errors import UserError
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT_OPS
 
 __all__ = [
-    "INT7_MAX_LEVEL",
-    "INT8_MAX_LEVEL",
-    "ONNXRUNTIME",
-    "ONNXRUNTIME_7BIT",
-    "ONNXRUNTIME_S8",
-    "ONNXRUNTIME_S8_7BIT",
-    "OPENVINO",
-    "OPENVINO_7BIT",
-    "TENSORRT",
-    "Dialect",
+    "INT7_MAX_LEVEL", "INT8_MAX_LEVEL", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8", "ONNXRUNTIME_S8_7BIT",
+    "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "Dialect", "dialect_name_for", "load_dialect",
 ]  # fmt: skip
 
 INT8_MAX_LEVEL, INT7_MAX_LEVEL = 127, 64
@@ -30,7 +25,7 @@ class Dialect:
     """The form of Q/DQ that one runtime turns into fast kernels.
 
     Attributes:
-        name: What `qdq.dialects` calls it.
+        name: Name in `qdq.dialects`.
         activation: Storage type of activations at precision "int8".
         symmetric_activation: Zero point 0 (scale = amax / 127), else a range that includes 0 over 255 steps.
         unsigned_positive: Symmetric activations that are never negative are stored as UINT8 with zero point 0.
@@ -39,7 +34,7 @@ class Dialect:
         weight_limit: Largest magnitude of a stored INT8 weight; scale = amax / limit.
         transposed_axis: Output-channel axis of a ConvTranspose weight [C, K, R, S] that takes one scale per channel;
             None: one scale for the tensor.
-        unit_softmax: The result of a Softmax is stored as numbers from 0 to 1, however small a part of that it fills.
+        unit_softmax: The result of a Softmax is stored with the range 0 to 1, whatever its calibrated range is.
         bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
             scale = data scale x weight scale (x alpha of a Gemm); "float": it is left alone.
         min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
@@ -51,12 +46,11 @@ class Dialect:
         absorbed: Activations that the runtime computes by the clipping of the pair behind them: a pair in front of one,
             where nothing else reads that tensor, is never legal.
         bare_products: A matrix times weights may be INT8 where it has no bias of its own.
-        faults: What the runtime computes wrongly at INT8 and stays float: names of
-        `harness.graph.rules.runtime_faults.RUNTIME_FAULTS`.
+        faults: Names in `runtime_faults.RUNTIME_FAULTS`: what the runtime computes wrongly at INT8 stays float.
         quantize_outputs: A linear operator is fused only where its output is quantized too.
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.
-        precisions: What the runtime runs beside float.
+        precisions: Precisions that the runtime runs besides float.
     """
 
     name: str
@@ -83,7 +77,7 @@ class Dialect:
     precisions: frozenset[str] = frozenset({"int8"})
 
     def opset(self, precisions: Iterable[str]) -> int:
-        """Opset of the default domain that a model with these precisions needs at least.
+        """Return the lowest opset of the default domain that a model with these precisions needs.
 
         FP8 came to QuantizeLinear with opset 19, per-channel scales with 13 (ONNX operator schemas).
         """
@@ -139,11 +133,11 @@ _FLOAT_ONLY_CONSUMERS = frozenset({
     "GreaterOrEqual", "GridSample", "Less", "LessOrEqual", "Log", "Neg", "Reciprocal", "ReduceL1", "ReduceL2",
     "ReduceMin", "ReduceProd", "ReduceSumSquare", "Round", "ScatterElements", "ScatterND", "Sign", "TopK", "Trilu",
 })  # fmt: skip
-"""They run in float alone; but what computes their input runs in INT8 only where all who read it take the pair."""
+"""They run in float alone; but the producer of their input runs in INT8 only if all its readers take the pair."""
 
 # ONNX Runtime's CPU kernels (MLAS) are fastest with UINT8 activations times INT8 weights; QDQ operator groups are
 # fused only with quantized outputs and INT32 bias (core/optimizer/qdq_transformer; quantization/operators). Of the
-# operators beside linear ones these have integer kernels for several inputs (qdq_selector_action_transformer.cc:
+# operators other than linear ones these have integer kernels for several inputs (qdq_selector_action_transformer.cc:
 # BinaryOp, Variadic, Where and Gather rules); a LayerNormalization has none, so its scale stays float. Relu and Clip
 # disappear into a zero point behind them (relu_quantizelinear.cc, clip_quantizelinear.cc), while a pair in front stays:
 # with every operator quantized MobileNetV2 takes 5.9 ms with such pairs and 3.3 ms without. In float16 it
@@ -174,3 +168,26 @@ ONNXRUNTIME_S8 = replace(ONNXRUNTIME, name="onnxruntime_s8", activation="int8")
 OPENVINO_7BIT = replace(OPENVINO, name="openvino_7bit", weight_limit=INT7_MAX_LEVEL)
 ONNXRUNTIME_7BIT = replace(ONNXRUNTIME, name="onnxruntime_7bit", weight_limit=INT7_MAX_LEVEL)
 ONNXRUNTIME_S8_7BIT = replace(ONNXRUNTIME_S8, name="onnxruntime_s8_7bit", weight_limit=INT7_MAX_LEVEL)
+
+
+def load_dialect(use: str) -> Dialect:
+    """Return the dialect of a name, or of a `package.module:Attribute`.
+
+    Raises:
+        UserError: There is none, or it is no `Dialect`.
+    """
+    found: object = registry.load_plugin("dialect", use)
+    if not isinstance(found, Dialect):
+        raise UserError(f"dialect {use!r}: a harness.graph.rules.dialects.Dialect, but got {found!r}")
+    return found
+
+
+def dialect_name_for(benchmarker: object, use: str, facts: Mapping[str, Any]) -> str:
+    """Return the name of the dialect that a benchmarker uses.
+
+    Args:
+        benchmarker: The plug-in, whose capabilities may name a dialect.
+        use: Name of the benchmarker, and by default of its dialect.
+        facts: Description from the device that measures, which may name another dialect.
+    """
+    return str(facts.get("dialect", capabilities_of(benchmarker).dialect or use))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from onnx import numpy_helper
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
@@ -86,15 +85,15 @@ def _keeps_values(model: Model, node: Node) -> bool:
             return False
         if _FLOATS_BY_WIDTH.index(known.dtype) < _FLOATS_BY_WIDTH.index(target.dtype):
             return True
-        maker = model.producer.get(node.inputs[0])
-        if maker is None or model.nodes[maker].op != "Cast":
+        maker = model.producer_node(node.inputs[0])
+        if maker is None or maker.op != "Cast":
             return False
-        node = model.nodes[maker]
+        node = maker
     return False
 
 
 def _input_of_neutral_operation(model: Model, node: Node) -> int | None:
-    """Return the input beside a constant that changes neither values nor shape."""
+    """Return the other input of an operation with a constant that changes neither values nor shape."""
     neutral, slots = _NEUTRAL_OPERANDS[node.op]
     for slot in slots:
         other = node.inputs[1 - slot]
@@ -105,6 +104,5 @@ def _input_of_neutral_operation(model: Model, node: Node) -> int | None:
 
 
 def _all_equal(model: Model, tensor: str, value: float) -> bool:
-    """Return whether a tensor is a constant with this value everywhere."""
-    constant = model.constants.get(tensor)
-    return constant is not None and bool(np.all(numpy_helper.to_array(constant).astype(np.float64) == value))
+    constant = model.constant_array(tensor)
+    return constant is not None and bool(np.all(constant.astype(np.float64) == value))

@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 __all__ = [
-    "ACTIVATION_OPS",
-    "ARITHMETIC_OPS",
-    "CONVOLUTION_OPS",
-    "LINEAR_OPS",
-    "MAX_CONSTANT_MAGNITUDE",
-    "MIN_CONSTANT_SCALE",
-    "MOVEMENT_OPS",
-    "NORMALIZATION_OPS",
-    "PARAMETER_SLOTS",
-    "POINT_OPS",
-    "POLE_SLOTS",
-    "POOLING_OPS",
-    "QUANTIZABLE_FLOAT_TYPES",
-    "SHAPE_SLOTS",
-    "SOFTMAX_OPS",
+    "ACTIVATION_OPS", "ARITHMETIC_OPS", "CONVOLUTION_OPS", "LINEAR_OPS", "MAX_CONSTANT_MAGNITUDE",
+    "MIN_CONSTANT_SCALE", "MOVEMENT_OPS", "NORMALIZATION_OPS", "PARAMETER_SLOTS", "POINT_OPS", "POLE_SLOTS",
+    "POOLING_OPS", "QUANTIZABLE_FLOAT_TYPES", "SHAPE_SLOTS", "SOFTMAX_OPS",
 ]  # fmt: skip
 
 QUANTIZABLE_FLOAT_TYPES = frozenset({"float", "float16"})
@@ -64,7 +52,7 @@ _OTHER_POINT_OPS = frozenset({"Concat", "Exp", "ReduceMax", "ReduceMean", "Reduc
 POINT_OPS = (
     ACTIVATION_OPS | SOFTMAX_OPS | ARITHMETIC_OPS | POOLING_OPS | NORMALIZATION_OPS | MOVEMENT_OPS | _OTHER_POINT_OPS
 )
-"""Whose floating-point inputs may be quantized, beside those of linear operators."""
+"""Operators other than linear ones whose floating-point inputs may be quantized."""
 
 _FIRST, _SECOND = frozenset({0}), frozenset({1})
 

@@ -1,29 +1,64 @@
-"""Which inputs of which nodes may carry a Q/DQ pair: named rules, parametrised by the dialect of a runtime.
+"""Rules that decide which inputs of which nodes may carry a Q/DQ pair, parametrised by the dialect of a runtime.
 
-The rules restate what TensorRT's documentation asks for ("Explicit quantization", sections on layer recommendations and
-placement; `IQuantizeLayer` in NvInfer.h); a dialect says which of them its runtime shares.
+The rules restate TensorRT's documentation ("Explicit quantization", sections on layer recommendations and placement;
+`IQuantizeLayer` in NvInfer.h); a dialect says which of them its runtime shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from onnx import numpy_helper
-
-from harness.graph.model import Model, Node
+from harness.graph.model import Model, Node, TensorType
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.input_site import InputSite, is_activation, is_float, jointly_quantized_inputs
-from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS
+from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS, QUANTIZABLE_FLOAT_TYPES
 from harness.graph.rules.precision_sensitive import (
     find_parameter_inputs,
     find_pole_inputs,
     find_sentinel_constants,
     find_unquantizable_constants,
 )
-from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, RuntimeFault, find_affected_nodes
+from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, find_affected_nodes
 
-__all__ = ["PLACEMENT_RULES", "PlacementRule", "first_violated_rule"]
+__all__ = ["PLACEMENT_RULES", "PlacementRule", "first_violated_rule", "jointly_quantized_inputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class _InputSite:
+    """An input of a node, for which a precision is requested."""
+
+    model: Model
+    dialect: Dialect
+    node: Node
+    slot: int
+    precision: str
+
+    @property
+    def tensor(self) -> str:
+        """Tensor at this input; "" if it is omitted."""
+        return self.node.inputs[self.slot] if self.slot < len(self.node.inputs) else ""
+
+    @property
+    def type(self) -> TensorType | None:
+        return self.model.types.get(self.tensor)
+
+    @property
+    def is_linear(self) -> bool:
+        return self.node.op in self.dialect.linear_ops
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.node.op in CONVOLUTION_OPS
+
+    @property
+    def joint_constants(self) -> tuple[int, ...]:
+        """Inputs that are quantized together with this one if constants are among them, else ()."""
+        operand = not self.is_linear and self.node.op in self.dialect.constant_operands
+        if not (operand and _is_float(self.model, self.tensor)):
+            return ()
+        joint = jointly_quantized_inputs(self.model, self.dialect, self.node, self.slot)
+        return joint if any(self.node.inputs[slot] in self.model.constants for slot in joint) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,67 +66,69 @@ class PlacementRule:
     """A reason why an input stays float.
 
     Attributes:
-        name: What messages and tables call it.
+        name: Name in messages and tables.
         text: The rule as a sentence.
-        forbids: Whether it forbids a site.
+        forbids: Returns whether the rule forbids a pair at an input.
     """
 
     name: str
     text: str
-    forbids: Callable[[InputSite], bool]
+    forbids: Callable[[_InputSite], bool]
 
 
-def _is_unsupported_float16(site: InputSite) -> bool:
-    known = site.model.types.get(site.tensor)
-    return known is not None and known.dtype == "float16" and not site.dialect.float16
+def first_violated_rule(
+    model: Model, dialect: Dialect, node: Node, slot: int, precision: str = "int8"
+) -> PlacementRule | None:
+    """Return the first rule that keeps an input of a node float at a precision, or None if a Q/DQ pair is legal."""
+    site = _InputSite(model, dialect, node, slot, precision)
+    return next((rule for rule in PLACEMENT_RULES if rule.forbids(site)), None)
 
 
-def _is_scalar(site: InputSite) -> bool:
-    known = site.model.types.get(site.tensor)
-    return known is not None and not known.shape
+def jointly_quantized_inputs(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[int, ...]:
+    """Return the inputs of a node that are quantized together with this one, itself included, in order.
+
+    These are data and weight of a linear operator; all activations of a Concat, which share a scale; and, if the
+    dialect asks for it, constants with the first activation, or with the first constant if there is no activation (a
+    table of embeddings).
+    """
+    if node.op in dialect.linear_ops:
+        return (0, 1)
+    floats = [other for other, name in enumerate(node.inputs) if _is_float(model, name)]
+    activations = [other for other in floats if model.is_activation(node.inputs[other])]
+    joint = set(activations if node.op == "Concat" else activations[:1])
+    if node.op in dialect.constant_operands:
+        joint.update(other for other in floats if other not in activations)
+    return tuple(sorted(joint)) if slot in joint else (slot,)
 
 
-def _shares_another_point(site: InputSite) -> bool:
-    """A linear operator has one point, at its first input; a constant operand goes with the data."""
+def _is_float(model: Model, tensor: str) -> bool:
+    known = model.types.get(tensor)
+    return known is not None and known.dtype in QUANTIZABLE_FLOAT_TYPES
+
+
+def _shares_another_point(site: _InputSite) -> bool:
+    """Check the point: a linear operator's is at its first input, that of constants at the first activation."""
     if site.is_linear:
         return site.slot != 0
-    joint = _jointly_quantized_constants(site) if site.tensor in site.model.constants else ()
-    return bool(joint) and site.slot != _point_slot(site.model, site.node, joint)
+    joint = site.joint_constants if site.tensor in site.model.constants else ()
+    first = next((slot for slot in joint if site.model.is_activation(site.node.inputs[slot])), None)
+    return bool(joint) and site.slot != (joint[0] if first is None else first)
 
 
-def _jointly_quantized_constants(site: InputSite) -> tuple[int, ...]:
-    """What goes together with a site where constants do; nothing where they stay float."""
-    if site.is_linear or site.node.op not in site.dialect.constant_operands:
-        return ()
-    joint = (
-        jointly_quantized_inputs(site.model, site.dialect, site.node, site.slot)
-        if is_float(site.model, site.tensor)
-        else ()
-    )
-    return joint if any(site.node.inputs[slot] in site.model.constants for slot in joint) else ()
-
-
-def _point_slot(model: Model, node: Node, slots: tuple[int, ...]) -> int:
-    """Where the point of inputs that go together stands: at the first activation, else at the first of them."""
-    return next((slot for slot in slots if is_activation(model, node.inputs[slot])), slots[0])
-
-
-def _is_bias(site: InputSite) -> bool:
-    return site.is_linear and site.slot > 1
-
-
-def _has_bad_operand(site: InputSite) -> bool:
+def _has_bad_operand(site: _InputSite) -> bool:
     if not site.is_linear or (site.node.op == "Einsum" and len(site.node.inputs) != 2):
         return site.is_linear
-    first, second = site.node.inputs[:2]
-    return not (
-        _matches_operator_pair(site, first, second) and is_float(site.model, first) and is_float(site.model, second)
-    )
+    model, (first, second) = site.model, site.node.inputs[:2]
+    if site.is_convolution:
+        fits = model.is_activation(first) and second in model.constants
+    else:
+        fits = model.is_activation(first) or model.is_activation(second)
+    return not (fits and _is_float(model, first) and _is_float(model, second))
 
 
-def _is_bare_product(site: InputSite) -> bool:
-    """A matrix, and no stack of them, times weights, without a bias of its own."""
-    if site.dialect.bare_products or site.precision != "int8" or site.node.op in CONVOLUTION_OPS or not site.is_linear:
+def _is_bare_product(site: _InputSite) -> bool:
+    """Return whether a matrix, not a stack of them, is multiplied by weights without a bias of its own."""
+    if site.dialect.bare_products or site.precision != "int8" or site.is_convolution or not site.is_linear:
         return False
     data, weight, *rest = site.node.inputs
     known, bias = site.model.types.get(data), site.model.types.get(rest[0]) if rest else None
@@ -99,25 +136,15 @@ def _is_bare_product(site: InputSite) -> bool:
     return flat and not (bias and len(bias.shape) == 1)
 
 
-def _is_vector(site: InputSite) -> bool:
-    known = map(site.model.types.get, () if site.node.op in CONVOLUTION_OPS else site.node.inputs[:2])
-    return site.is_linear and any(kind is not None and len(kind.shape) < 2 for kind in known)
+def _is_vector_product(site: _InputSite) -> bool:
+    operands = () if site.is_convolution or not site.is_linear else site.node.inputs[:2]
+    return any((kind := site.model.types.get(name)) is not None and len(kind.shape) < 2 for name in operands)
 
 
-def _matches_operator_pair(site: InputSite, first: str, second: str) -> bool:
-    if site.node.op in CONVOLUTION_OPS:
-        return is_activation(site.model, first) and second in site.model.constants
-    return is_activation(site.model, first) or is_activation(site.model, second)
-
-
-def _is_lone_constant(site: InputSite) -> bool:
-    return not site.is_linear and not is_activation(site.model, site.tensor) and not _jointly_quantized_constants(site)
-
-
-def _has_unquantizable_constant(site: InputSite) -> bool:
-    """Look at what is quantized together; around a Concat all share a scale, constants that stay float too."""
-    names = [site.node.inputs[slot] for slot in _jointly_quantized_constants(site)]
-    if site.node.op == "Concat" and is_float(site.model, site.tensor):
+def _has_unquantizable_constant(site: _InputSite) -> bool:
+    """Consider all inputs that are quantized together; around a Concat also constants that stay float."""
+    names = [site.node.inputs[slot] for slot in site.joint_constants]
+    if site.node.op == "Concat" and _is_float(site.model, site.tensor):
         names = list(site.node.inputs)
     if site.is_linear:
         names = list(site.node.inputs[: 3 if site.dialect.bias == "int32" else 2])
@@ -126,100 +153,73 @@ def _has_unquantizable_constant(site: InputSite) -> bool:
     return not site.model.cached_analysis(find_unquantizable_constants).isdisjoint(names)
 
 
-def _follows_convolution(site: InputSite) -> bool:
+def _follows_convolution(site: _InputSite) -> bool:
     """Between Conv, BatchNormalization and activation; x * sigmoid(x) is an activation."""
-    source = site.producer
+    source = site.model.producer_node(site.tensor)
     if site.dialect.between_conv_and_activation or source is None:
         return False
-    if source.op in CONVOLUTION_OPS or source.op == "BatchNormalization" or _adds_to_convolution(site, source):
-        return site.node.op in ACTIVATION_OPS or site.node.op == "BatchNormalization" or _is_gate(site.model, site.node)
-    return source.op in ACTIVATION_OPS and _is_gate(site.model, site.node) and _gated_convolution(site)
-
-
-def _adds_to_convolution(site: InputSite, node: Node) -> bool:
-    """A residual Add that runs inside the convolution before it."""
-    makers = (_linear_producer(site, name) for name in node.inputs) if node.op == "Add" else ()
-    return any(maker is not None and maker.op in CONVOLUTION_OPS for maker in makers)
+    is_gate = _is_gate(site.model, site.node)
+    residual = source.op == "Add" and any(_is_fused_convolution(site, name) for name in source.inputs)
+    if source.op in CONVOLUTION_OPS or source.op == "BatchNormalization" or residual:
+        return site.node.op in ACTIVATION_OPS or site.node.op == "BatchNormalization" or is_gate
+    others = (site.model.producer_node(name) for name in site.node.inputs if name != site.tensor)
+    gates_convolution = any(node is not None and node.op in CONVOLUTION_OPS for node in others)
+    return source.op in ACTIVATION_OPS and is_gate and gates_convolution
 
 
 def _is_gate(model: Model, node: Node) -> bool:
-    """A Mul of x by an activation of x."""
+    """Return whether a node multiplies x by an activation of x."""
     if node.op != "Mul" or len(node.inputs) != 2:
         return False
-    makers = [model.producer.get(name) for name in node.inputs]
-    for maker, other in zip(makers, reversed(node.inputs), strict=True):
-        if maker is not None and model.nodes[maker].op in ACTIVATION_OPS and model.nodes[maker].inputs[0] == other:
-            return True
-    return False
+    makers = zip(map(model.producer_node, node.inputs), reversed(node.inputs), strict=True)
+    return any(maker and maker.op in ACTIVATION_OPS and maker.inputs[0] == other for maker, other in makers)
 
 
-def _gated_convolution(site: InputSite) -> bool:
-    others = (site.model.producer.get(name) for name in site.node.inputs if name != site.tensor)
-    return any(index is not None and site.model.nodes[index].op in CONVOLUTION_OPS for index in others)
-
-
-def _is_fusible_operand(site: InputSite) -> bool:
-    """The operand that a convolution computes for this Add alone; of two, the first.
+def _is_fusible_operand(site: _InputSite) -> bool:
+    """Return whether a convolution computes this operand of an Add for it alone; of two operands, the first.
 
     Behind a MatMul both are legal: an Add of two tensors is no part of its kernel, and ModelOpt quantizes both.
     """
     if site.dialect.between_conv_and_activation or site.node.op != "Add":
         return False
-    makers = [_linear_producer(site, name) for name in site.node.inputs]
-    fusible = [maker is not None and maker.op in CONVOLUTION_OPS for maker in makers]
+    fusible = [_is_fused_convolution(site, name) for name in site.node.inputs]
     return site.slot < len(fusible) and fusible[site.slot] and not any(fusible[: site.slot])
 
 
-def _linear_producer(site: InputSite, tensor: str) -> Node | None:
-    """The linear operator that computes a tensor for one reader alone, with its bias Add where it has one."""
+def _is_fused_convolution(site: _InputSite, tensor: str) -> bool:
+    """Return whether a convolution, with its bias Add if it has one, computes a tensor for one reader alone."""
     model = site.model
     for _ in range(2):
-        index = model.producer.get(tensor)
-        if index is None or len(model.consumers.get(tensor, ())) != 1 or tensor in model.outputs:
-            return None
-        node = model.nodes[index]
+        node = model.producer_node(tensor)
+        if node is None or len(model.consumers.get(tensor, ())) != 1 or tensor in model.outputs:
+            return False
         if node.op in site.dialect.linear_ops:
-            return node
-        activations = [name for name in node.inputs if is_activation(model, name)]
+            return node.op in CONVOLUTION_OPS
+        activations = [name for name in node.inputs if model.is_activation(name)]
         if node.op != "Add" or len(activations) != 1:
-            return None
+            return False
         tensor = activations[0]
-    return None
+    return False
 
 
-def _is_later_concat_input(site: InputSite) -> bool:
-    return site.node.op == "Concat" and any(is_activation(site.model, n) for n in site.node.inputs[: site.slot])
-
-
-def _is_absorbed(site: InputSite) -> bool:
-    model, tensor = site.model, site.tensor
+def _is_absorbed(site: _InputSite) -> bool:
+    model, tensor, inputs = site.model, site.tensor, site.node.inputs
     if site.slot or site.node.op not in site.dialect.absorbed or tensor in model.outputs or tensor in model.captured:
         return False
-    return len(model.consumers[tensor]) == 1 and not _clips_off_zero(site)
+    if site.node.op == "Clip":  # one that does not begin at 0, as integers do, depends on rounding
+        low = model.constant_array(inputs[1]) if len(inputs) > 1 else None
+        return len(model.consumers[tensor]) == 1 and low is not None and not low.any()
+    return len(model.consumers[tensor]) == 1
 
 
-def _clips_off_zero(site: InputSite) -> bool:
-    """A Clip that does not begin at 0, where the integers do: whether a pair computes it, rounding decides."""
-    if site.node.op != "Clip":
-        return False
-    low = site.model.constants.get(site.node.inputs[1]) if len(site.node.inputs) > 1 else None
-    return low is None or bool(numpy_helper.to_array(low).any())
-
-
-def _is_grouped_fp8(site: InputSite) -> bool:
-    grouped = site.node.op in CONVOLUTION_OPS and int(site.node.attributes.get("group", 1)) > 1
+def _is_grouped_fp8(site: _InputSite) -> bool:
+    grouped = site.is_convolution and int(site.node.attributes.get("group", 1)) > 1
     return grouped and site.precision.startswith("fp8") and not site.dialect.grouped_fp8
 
 
-def _rule_for_fault(name: str, fault: RuntimeFault) -> PlacementRule:
-    def forbids(site: InputSite) -> bool:
-        return (
-            site.precision == "int8"
-            and name in site.dialect.faults
-            and site.node.index in site.model.cached_analysis(find_affected_nodes)[name]
-        )
-
-    return PlacementRule(name, fault.text, forbids)
+def _meets_fault(name: str, site: _InputSite) -> bool:
+    enabled = site.precision == "int8" and name in site.dialect.faults
+    return enabled and site.node.index in site.model.cached_analysis(find_affected_nodes)[name]
 
 
 PLACEMENT_RULES: tuple[PlacementRule, ...] = (
@@ -237,7 +237,11 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         "A constant with infinite, NaN or huge values stays float, with what is quantized together with it.",
         _has_unquantizable_constant,
     ),
-    PlacementRule("bias", "The bias of a linear operator is never quantized on its own.", _is_bias),
+    PlacementRule(
+        "bias",
+        "The bias of a linear operator is never quantized on its own.",
+        lambda s: s.is_linear and s.slot > 1,
+    ),
     PlacementRule(
         "together",
         "A linear operator takes both inputs together, at its first one; constant operands go with the data.",
@@ -249,7 +253,9 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         _has_bad_operand,
     ),
     PlacementRule(
-        "vector", "A product with a vector stays float: it is no product of matrices for INT8 kernels.", _is_vector
+        "vector",
+        "A product with a vector stays float: it is no product of matrices for INT8 kernels.",
+        _is_vector_product,
     ),
     PlacementRule(
         "bare product",
@@ -259,14 +265,18 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "constant",
         "Constants stay float, but for weights of linear operators and operands that the dialect quantizes.",
-        _is_lone_constant,
+        lambda s: not (s.is_linear or s.model.is_activation(s.tensor) or s.joint_constants),
     ),
     PlacementRule(
         "type",
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
-        lambda s: not s.is_linear and not is_float(s.model, s.tensor),
+        lambda s: not s.is_linear and not _is_float(s.model, s.tensor),
     ),
-    PlacementRule("float16", "The runtime computes wrong results from Q/DQ in float16.", _is_unsupported_float16),
+    PlacementRule(
+        "float16",
+        "The runtime computes wrong results from Q/DQ in float16.",
+        lambda s: not s.dialect.float16 and s.type is not None and s.type.dtype == "float16",
+    ),
     PlacementRule(
         "parameter",
         "A parameter of an operator (scales of Resize, bounds of Clip) stays float, and what a shape is computed from.",
@@ -277,31 +287,21 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         "Small values round to 0, where this operator, or one that it leads to (Log, Div), gives infinity or NaN.",
         lambda s: (s.node.index, s.slot) in s.model.cached_analysis(find_pole_inputs),
     ),
-    PlacementRule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
     PlacementRule(
-        "one scale", "All inputs of a Concat share a scale: one point, at its first activation.", _is_later_concat_input
+        "scalar",
+        "A tensor without dimensions is not quantized.",
+        lambda s: s.type is not None and not s.type.shape,
+    ),
+    PlacementRule(
+        "one scale",
+        "All inputs of a Concat share a scale: one point, at its first activation.",
+        lambda s: s.node.op == "Concat" and any(map(s.model.is_activation, s.node.inputs[: s.slot])),
     ),
     PlacementRule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
     PlacementRule(
         "residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand
     ),
     PlacementRule("absorbed", "The pair behind this activation computes it: none stands in front.", _is_absorbed),
-    *(_rule_for_fault(name, fault) for name, fault in RUNTIME_FAULTS.items()),
+    *(PlacementRule(name, fault.text, partial(_meets_fault, name)) for name, fault in RUNTIME_FAULTS.items()),
     PlacementRule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
 )
-
-
-def first_violated_rule(
-    model: Model, dialect: Dialect, node: Node, slot: int, precision: str = "int8"
-) -> PlacementRule | None:
-    """The first rule that keeps an input float, or None where a Q/DQ pair is legal.
-
-    Args:
-        model: The model.
-        dialect: Whose rules.
-        node: The node that reads.
-        slot: Which of its inputs.
-        precision: What is asked for.
-    """
-    site = InputSite(model, dialect, node, slot, precision)
-    return next((rule for rule in PLACEMENT_RULES if rule.forbids(site)), None)

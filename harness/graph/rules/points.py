@@ -1,4 +1,4 @@
-"""Insertion points at node inputs: where a Q/DQ pair may stand, which edges it acts on, and what it is worth."""
+"""Insertion points at node inputs: legal places of Q/DQ pairs, the edges that they act on, and their cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.input_site import is_activation, jointly_quantized_inputs
 from harness.graph.rules.operator_sets import (
     ACTIVATION_OPS,
     MOVEMENT_OPS,
@@ -18,7 +17,7 @@ from harness.graph.rules.operator_sets import (
     QUANTIZABLE_FLOAT_TYPES,
     SOFTMAX_OPS,
 )
-from harness.graph.rules.placement_rules import PlacementRule, first_violated_rule
+from harness.graph.rules.placement_rules import PlacementRule, first_violated_rule, jointly_quantized_inputs
 from search.space import Edge
 
 __all__ = [
@@ -40,12 +39,12 @@ _ROLE_BY_OP = {op: role for role, ops in _OPS_BY_ROLE.items() for op in ops}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationPoint:
-    """A place at one node that one choice acts on.
+    """A place at one node for a Q/DQ pair.
 
     Attributes:
         node: Index of the node.
         slot: Its input; the first one where several go together.
-        edges: What is quantized together.
+        edges: Edges that are quantized together.
         precisions: The legal ones among those asked for, in that order.
         role: See `search.space.Dimension`.
         macs: Multiply-accumulates behind it; 0 but for linear operators.
@@ -62,14 +61,14 @@ class QuantizationPoint:
 def find_points(
     model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)
 ) -> tuple[tuple[QuantizationPoint, ...], ...]:
-    """For each node of the model its points, in slot order."""
+    """Return the points of each node of the model, in slot order."""
     return tuple(tuple(_node_points(model, dialect, node, precisions)) for node in model.nodes)
 
 
 def float_inputs_with_rule(
     model: Model, dialect: Dialect, precision: str = "int8"
 ) -> tuple[tuple[Edge, PlacementRule], ...]:
-    """Every input of the model that no point acts on, with the first rule that keeps it float, in graph order."""
+    """Return every input that no point acts on, with the first rule that keeps it float, in graph order."""
     found = []
     for node, points in zip(model.nodes, find_points(model, dialect, (precision,)), strict=True):
         taken = {edge.slot for point in points for edge in point.edges}
@@ -81,7 +80,7 @@ def float_inputs_with_rule(
 
 
 def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -> str:
-    """Why a model has no insertion point, and what to do, for a message: the rule that keeps most of its inputs float.
+    """Explain why a model has no insertion point, by the rule that keeps most of its inputs float, and what to do.
 
     Inputs of a type that another export of the model would not have come before all others.
     """
@@ -100,7 +99,7 @@ def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -
 
 
 def input_role(model: Model, dialect: Dialect, node: Node) -> str:
-    """What a node is to the tensors that it reads.
+    """Return the role of a node for the tensors that it reads.
 
     An Add is "add" where both operands are activations, as on a residual connection; adding a constant is "other",
     like any operator that no role names. A mean over images is "pool", one over features is part of a normalization.
@@ -108,7 +107,7 @@ def input_role(model: Model, dialect: Dialect, node: Node) -> str:
     if node.op in dialect.linear_ops:
         return "linear"
     if node.op in ("Add", "Sum"):
-        return "add" if sum(is_activation(model, name) for name in node.inputs) > 1 else "other"
+        return "add" if sum(map(model.is_activation, node.inputs)) > 1 else "other"
     if node.op in ("ReduceMax", "ReduceMean"):
         known = model.types.get(node.inputs[0])
         return "pool" if known and len(known.shape) == 4 else "other"
@@ -116,7 +115,7 @@ def input_role(model: Model, dialect: Dialect, node: Node) -> str:
 
 
 def weighted_ops_without_points(model: Model, dialect: Dialect) -> tuple[str, ...]:
-    """Operators that hold weights (matrices or more) and have no point, as an LSTM has none; sorted."""
+    """Return the operators that hold weights (matrices or more) and have no point, such as LSTM; sorted."""
     found = set()
     for node in model.nodes:
         if not node.opaque and node.op not in dialect.operators:
@@ -127,7 +126,7 @@ def weighted_ops_without_points(model: Model, dialect: Dialect) -> tuple[str, ..
 
 
 def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
-    """Multiply-accumulates of a linear operator; 0 for others and where a shape is not known."""
+    """Count the multiply-accumulates of a linear operator; 0 for others and if a shape is unknown."""
     if node.op not in dialect.linear_ops or node.opaque:
         return 0
     shapes = [model.types[name].shape for name in (*node.inputs[:2], node.outputs[0]) if name in model.types]
@@ -138,7 +137,7 @@ def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
         return math.prod(result) * math.prod(weight[1:])
     if node.op == "Einsum":
         terms = str(node.attributes["equation"]).replace(" ", "").partition("->")[0].split(",")
-        sizes = dict(zip("".join(terms), (*data, *weight), strict=False))  # off where an ellipsis stands for several
+        sizes = dict(zip("".join(terms), (*data, *weight), strict=False))  # wrong if an ellipsis replaces several axes
         return math.prod(sizes.values())
     if node.op == "ConvTranspose":
         return math.prod(data) * math.prod(weight[1:])

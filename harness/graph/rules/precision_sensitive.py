@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.operator_sets import (
@@ -64,30 +64,22 @@ square, as in a normalization, the difference of a value and its mean is often 0
 
 def find_unquantizable_constants(model: Model) -> frozenset[str]:
     """Return the constants in floating point with NaN, infinite or huge values, which no scale holds."""
-    arrays = ((name, _constant_array(model, name).astype(np.float32)) for name in _float_constants(model))
+    arrays = ((name, numpy_helper.to_array(tensor).astype(np.float32)) for name, tensor in _float_constants(model))
     return frozenset(name for name, values in arrays if not (np.abs(values) <= MAX_CONSTANT_MAGNITUDE).all())
 
 
 def find_sentinel_constants(model: Model) -> frozenset[str]:
     """Return the constants in floating point, weights apart, whose scale would round all but a sentinel to 0."""
     read = {name for node in model.nodes if node.op not in LINEAR_OPS for name in node.inputs}
-    names = [
-        name
-        for name in _float_constants(model)
-        if name in read and name not in model.cached_analysis(find_unquantizable_constants)
-    ]
-    return frozenset(name for name in names if holds_sentinel(_constant_array(model, name), alone=False))
+    names = read - model.cached_analysis(find_unquantizable_constants)
+    constants = ((name, numpy_helper.to_array(tensor)) for name, tensor in _float_constants(model) if name in names)
+    return frozenset(name for name, values in constants if holds_sentinel(values, alone=False))
 
 
-def _float_constants(model: Model) -> list[str]:
-    """Return the names of the constants in floating point."""
-    kinds = {name: model.types[name].dtype for name in model.constants if name in model.types}
-    return [name for name, kind in kinds.items() if kind in QUANTIZABLE_FLOAT_TYPES]
-
-
-def _constant_array(model: Model, name: str) -> npt.NDArray[np.floating]:
-    array: npt.NDArray[np.floating] = numpy_helper.to_array(model.constants[name])
-    return array
+def _float_constants(model: Model) -> Iterator[tuple[str, TensorProto]]:
+    for name, tensor in model.constants.items():
+        if name in model.types and model.types[name].dtype in QUANTIZABLE_FLOAT_TYPES:
+            yield name, tensor
 
 
 def find_parameter_inputs(model: Model) -> frozenset[NodeInput]:
@@ -142,7 +134,7 @@ def _merge_demands(demands: Iterable[_Demand]) -> _Demand | None:
 
 def _is_pole(model: Model, node: Node, slot: int) -> bool:
     if node.op == "Pow":
-        exponent = _scalar_constant(model, node.inputs[1])
+        exponent = _float64_constant(model, node.inputs[1])
         return slot == 0 and (exponent is None or bool((exponent < 0).any()))
     return slot in POLE_SLOTS.get(node.op, ())
 
@@ -152,7 +144,7 @@ def _propagate_demand(model: Model, node: Node, slot: int, demand: _Demand | Non
     if demand is None or node.op not in _ZERO_PRESERVING_OPS or slot in PARAMETER_SLOTS.get(node.op, ()):
         return None
     least, signed = demand
-    constants = [values for name in node.inputs if (values := _scalar_constant(model, name)) is not None]
+    constants = [values for name in node.inputs if (values := _float64_constant(model, name)) is not None]
     if node.op in ("Add", "Mean", "Sub", "Sum") and not constants and not signed:
         return None
     if _is_guarded(model, node, constants, least):
@@ -173,12 +165,11 @@ def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64
 
 
 def _is_never_negative(model: Model, tensor: str) -> bool:
-    while (index := model.producer.get(tensor)) is not None:
-        node = model.nodes[index]
+    while (node := model.producer_node(tensor)) is not None:
         if node.op in _NONNEGATIVE_OPS or _is_square(model, node):
             return True
         if node.op == "Clip" and len(node.inputs) > 1:
-            low = _scalar_constant(model, node.inputs[1])
+            low = _float64_constant(model, node.inputs[1])
             return low is not None and bool((low >= 0).all())
         if node.op not in (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - _JOIN_OPS:
             return False
@@ -189,10 +180,10 @@ def _is_never_negative(model: Model, tensor: str) -> bool:
 def _is_square(model: Model, node: Node) -> bool:
     if node.op == "Mul":
         return node.inputs[0] == node.inputs[1]
-    exponent = _scalar_constant(model, node.inputs[1]) if node.op == "Pow" else None
+    exponent = _float64_constant(model, node.inputs[1]) if node.op == "Pow" else None
     return exponent is not None and bool((exponent % 2 == 0).all())
 
 
-def _scalar_constant(model: Model, name: str) -> npt.NDArray[np.float64] | None:
-    tensor = model.constants.get(name)
-    return None if tensor is None else numpy_helper.to_array(tensor).astype(np.float64)
+def _float64_constant(model: Model, name: str) -> npt.NDArray[np.float64] | None:
+    values = model.constant_array(name)
+    return None if values is None else values.astype(np.float64)

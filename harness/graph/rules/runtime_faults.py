@@ -1,4 +1,4 @@
-"""What a runtime computes wrongly, or refuses, where an input of an operator is INT8; each is a rule of legality.
+"""Operators that a runtime computes wrongly, or refuses, with an INT8 input; each fault is a placement rule.
 
 Found by running every operator that may be quantized in many shapes, alone and between others, against the same Q/DQ
 file in ONNX Runtime without optimizations. FP8 is right in all cases, for it is computed in floating point.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from onnx import numpy_helper
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.operator_sets import MOVEMENT_OPS
@@ -22,11 +20,11 @@ MAX_EPSILON = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFault:
-    """A fault of a runtime, as a rule says it.
+    """A fault of a runtime.
 
     Attributes:
         text: The rule as a sentence.
-        matches: Whether it would strike a node whose data are quantized.
+        matches: Returns whether a node has the fault if its data are quantized.
     """
 
     text: str
@@ -49,9 +47,10 @@ def _reduction_axes(model: Model, node: Node) -> set[int] | None:
     """Return the axes of a reduction of three, none of them below 0; None: they are computed."""
     given = node.attributes.get("axes", ())
     if len(node.inputs) > 1 and node.inputs[1]:
-        if node.inputs[1] not in model.constants:
+        axes = model.constant_array(node.inputs[1])
+        if axes is None:
             return None
-        given = numpy_helper.to_array(model.constants[node.inputs[1]]).reshape(-1).tolist()
+        given = axes.reshape(-1).tolist()
     everything = () if node.attributes.get("noop_with_empty_axes", 0) else range(3)
     return {int(axis) % 3 for axis in given or everything}
 
@@ -61,7 +60,8 @@ def _pads_with_value(model: Model, node: Node) -> bool:
     if node.op != "Pad" or node.attributes.get("mode", "constant") != "constant":
         return False
     value = node.inputs[2] if len(node.inputs) > 2 else ""
-    return bool(value) and (value not in model.constants or bool(numpy_helper.to_array(model.constants[value]).any()))
+    constant = model.constant_array(value)
+    return bool(value) and (constant is None or bool(constant.any()))
 
 
 def _has_large_epsilon(model: Model, node: Node) -> bool:

@@ -29,7 +29,7 @@ _MAX_CLUSTER_COUNT = 4  # two masks that are added give -1e4 and -2e4
 MIN_SENTINEL_MAGNITUDE = 100.0
 """Magnitude from which a value may be a sentinel: shifted windows are masked with -100."""
 _MIN_LONE_SENTINEL_MAGNITUDE = (
-    1000.0  # beside zeros alone an 8-bit grid holds any value; added to scores, it is one all the same
+    1000.0  # an 8-bit grid holds any single value and zeros; added to scores, it is a sentinel
 )
 
 
@@ -58,12 +58,12 @@ class MagnitudeHistogram:
 
     @property
     def has_few_magnitudes(self) -> bool:
-        """Whether the values lie around so few magnitudes that each of them has a meaning, as in a mask."""
+        """Whether the values have few magnitudes, each with a meaning, as in a mask."""
         return len(self.bins) <= _MAX_CLUSTER_COUNT
 
     @property
     def has_sentinel(self) -> bool:
-        """Whether the tensor holds a sentinel, be it beside zeros alone, as a mask that is added to scores does."""
+        """Whether the tensor holds a sentinel, also with zeros alone, as in a mask that is added to scores."""
         alone = (
             self.has_few_magnitudes
             and self.bins.size
@@ -99,7 +99,7 @@ def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
 
     Args:
         values: The constant.
-        alone: Whether a sentinel counts that stands beside zeros alone.
+        alone: Whether a sentinel counts if all other values are zeros.
     """
     spread = MagnitudeHistogram()
     spread.add(values)
@@ -113,10 +113,8 @@ def _iter_cluster_starts(bins: npt.NDArray[np.int64]) -> Iterator[int]:
 
 
 def _bin_lower_bound(number: np.int64) -> float:
-    """Return the smallest magnitude of a bin."""
     return float(np.array(number << 16, np.uint32).view(np.float32))
 
 
 def _bin_number(magnitude: float) -> int:
-    """Return the number of the bin of a magnitude."""
     return int(np.array(magnitude, np.float32).view(np.uint32) >> 16)

@@ -21,7 +21,7 @@ from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import dialect_name_for, load_dialect
+from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.report.load.graph_store import exported, read_graph
 from harness.report.load.results import CellResults
 from harness.report.page.graph_layout import build_scene, edge_marks

@@ -19,8 +19,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed, UserError, install_hint
-from harness.graph.io.files import digest_file, move_model
-from harness.graph.io.writer import write_model
+from harness.graph.io.files import digest_file, move_model, write_model
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
 
 __all__ = [

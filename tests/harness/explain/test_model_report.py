@@ -22,7 +22,7 @@ from harness.explain.text_lines import report_lines
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_structure import read_qdq_graph
+from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect
 

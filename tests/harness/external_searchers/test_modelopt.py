@@ -10,7 +10,7 @@ from harness.api import ExternalSearchTask
 from harness.errors import BuildFailed
 from harness.external_searchers.modelopt import ModelOptAutotune
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import count_pairs
+from harness.graph.qdq.qdq_graph import count_pairs
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from harness.graph.load import load
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import diff_edges
+from harness.graph.qdq.qdq_graph import diff_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 

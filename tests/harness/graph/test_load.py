@@ -11,38 +11,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper, parser
+from onnx_models import run_onnxruntime
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io import writer as write_module
+from harness.graph.io import files as write_module
 from harness.graph.load import load, load_proto, save_to_folder, write_model
 from harness.graph.model import Model, TensorType
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 
-Arrays = Mapping[str, npt.NDArray[np.generic]]
 ASSETS = Path(os.environ.get("QDQ_ASSETS", "")) / "models"
 REAL = {
     "yolox_nano": {}, "nanodet_m_320": {}, "deeplabv3_mnv2_voc_513": {}, "squeezenet1.1": {"data": "1x3x224x224"},
     "mobilenet_v1_0.75_224": {"input": "1x3x224x224"}, "deit_tiny_patch16_224": {"input": (1, 3, 224, 224)},
 }  # fmt: skip
-
-
-def run(proto: onnx.ModelProto | bytes, feeds: Arrays) -> list[npt.NDArray[np.generic]]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    raw = proto if isinstance(proto, bytes) else proto.SerializeToString()
-    found: list[npt.NDArray[np.generic]] = onnxruntime.InferenceSession(
-        raw, options, providers=["CPUExecutionProvider"]
-    ).run(None, dict(feeds))
-    return found
 
 
 def feeds_for(model: Model, seed: int = 0) -> dict[str, npt.NDArray[np.generic]]:
@@ -61,7 +49,7 @@ def feeds_for(model: Model, seed: int = 0) -> dict[str, npt.NDArray[np.generic]]
 
 def assert_same(original: onnx.ModelProto, model: Model, tolerance: float = 1e-4, seed: int = 0) -> None:
     feeds = feeds_for(model, seed)
-    for before, after in zip(run(original, feeds), run(model.proto, feeds), strict=True):
+    for before, after in zip(run_onnxruntime(original, feeds), run_onnxruntime(model.proto, feeds), strict=True):
         assert before.dtype == after.dtype
         if before.dtype == object:
             assert (before == after).all()
@@ -625,7 +613,7 @@ def test_real_models_run_as_before(name: str) -> None:
     assert all(out in model.types for node in model.nodes for out in node.outputs if out)
     assert not any(node.op in ("BatchNormalization", "Constant", "Shape") for node in model.nodes)
     feeds = feeds_for(model)
-    for before, after in zip(run(path.read_bytes(), feeds), run(model.proto, feeds), strict=True):
+    for before, after in zip(run_onnxruntime(path, feeds), run_onnxruntime(model.proto, feeds), strict=True):
         assert np.abs(before - after).max() <= 1e-3 * np.ptp(before)
 
 

@@ -7,19 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import openvino as ov
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
+from onnx_models import activation_ranges, loaded, run_onnxruntime
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from search.space import Edge, Placement, Resolved
@@ -35,31 +34,20 @@ def block() -> Model:
     y = g.conv(g.op("Relu", g.conv(stem, 16, 3, groups=-1, name="depthwise")), 16, 1, name="pointwise")
     y = g.op("Concat", g.op("Add", y, stem, name="residual"), stem, axis=1, name="concat")
     g.output(g.gemm(g.op("Flatten", g.op("GlobalAveragePool", y, name="pool")), 32, name="head"), name="logits")
-    return load_proto(g.build(), source="block", sha256="0" * 64)
-
-
-def feeds() -> dict[str, np.ndarray]:
-    return {"x": np.random.default_rng(0).normal(size=(1, 16, 8, 8)).astype(np.float32)}
+    return loaded(g, "block")
 
 
 @cache
 def ranges() -> dict[str, tuple[float, float]]:
-    proto = onnx.ModelProto()
-    proto.CopyFrom(block().proto)
-    names = [name for node in block().nodes for name in node.outputs]
-    del proto.graph.output[:]
-    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    values = dict(zip(names, run(proto, names), strict=True)) | feeds()
-    return {name: (float(value.min()), float(value.max())) for name, value in values.items()}
+    return activation_ranges(block(), [feeds()], optimize=False)
 
 
 def run(proto: onnx.ModelProto, names: list[str]) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    # ONNX Runtime runs FP8 only without its optimizers.
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    found: list[np.ndarray] = session.run(names, feeds())
-    return found
+    return run_onnxruntime(proto, feeds(), names, optimize=False)  # whose optimizers cannot do FP8
+
+
+def feeds() -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(0).normal(size=(1, 16, 8, 8)).astype(np.float32)}
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, TENSORRT], ids=lambda d: d.name)

@@ -95,7 +95,7 @@ def test_merging_keeps_the_distance_loses_no_best_and_is_done_after_once(first, 
     for a in found:
         assert all(count_differing_points(a, b) >= 4 for b in found if b is not a and a.origin == b.origin)
     if first or second:
-        assert min(s.latency_ratio for s in found) == min(s.share for s in (*first, *second))
+        assert min(s.latency_ratio for s in found) == min(s.latency_ratio for s in (*first, *second))
 
 
 @given(st.lists(schemes, max_size=6))

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx_models import activation_ranges
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -24,7 +25,7 @@ from harness.graph.load import load, load_proto, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, TENSORRT
 from harness.zoo import transformer, write_model
@@ -135,18 +136,11 @@ def kernels(path: Path) -> Counter[str]:
 
 
 def ranges(model: Model) -> dict[str, tuple[float, float]]:
-    """Those of one run on random data."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model.proto)
-    names = [name for node in model.nodes for name in node.outputs if model.types[name].dtype == "float"]
-    del proto.graph.output[:]
-    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    """Ranges of one run on random data."""
     rng = np.random.default_rng(0)
     kinds = {name: model.types[name] for name in model.inputs}
     feeds = {name: rng.normal(size=k.shape).astype("bool" if k.dtype == "bool" else "f4") for name, k in kinds.items()}
-    values = dict(zip(names, session.run(names, feeds), strict=True)) | feeds
-    return {name: (float(value.min()), float(value.max())) for name, value in values.items()}
+    return activation_ranges(model, [feeds])
 
 
 def both(model: Model, folder: Path) -> tuple[Counter[str], Counter[str]]:

@@ -12,7 +12,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
 from harness.task_setup.external_tools import fully_quantized_symmetric

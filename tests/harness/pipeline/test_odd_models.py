@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper, load, numpy_helper, save
 from small import qdq
 
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

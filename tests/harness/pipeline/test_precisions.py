@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small import qdq, save_chain
 
-from harness.graph.qdq.read_edges import read_precisions
+from harness.graph.qdq.qdq_graph import read_precisions
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT
 from harness.results_dir.journal import read_journal
 

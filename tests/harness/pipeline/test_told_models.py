@@ -12,7 +12,7 @@ from harness.graph.io.files import digest_file
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import load_dialect
+from harness.graph.rules.dialects import load_dialect
 from harness.pipeline.final_selection import rank_finalists
 from harness.results_dir.artifacts import read_finalists
 from harness.search_loop.journal_reader import Evaluation

@@ -13,7 +13,7 @@ import pytest
 
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.writer import write_model
+from harness.graph.io.files import write_model
 from harness.graph.load import load_proto
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space

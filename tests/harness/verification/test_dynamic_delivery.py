@@ -16,9 +16,9 @@ from harness.cli.main import main
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialect_lookup import load_dialect
+from harness.graph.rules.dialects import load_dialect
 from harness.random_inputs import random_feeds
 from harness.verification.dynamic_check import other_shapes
 from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model

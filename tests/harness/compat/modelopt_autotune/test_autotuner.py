@@ -24,7 +24,7 @@ from harness.compat.modelopt_autotune import (
 )
 from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
 from harness.errors import UserError
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from search.algorithms.random_mutation import RandomMutationSearcher
 
 

@@ -18,7 +18,7 @@ from harness.compat.modelopt_autotune.workflows import (
     region_pattern_autotuning_workflow,
 )
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 
 GUIDE = {"timing_cache_file": "timing.cache", "warmup_runs": 5, "timing_runs": 20}
 

@@ -14,7 +14,7 @@ from harness.compat.modelopt_autotune.delivery import AutotuneResult, summary_li
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
 from harness.timing.confirmation import ConfirmationSummary, ContenderSummary

@@ -15,7 +15,7 @@ from harness.compat.tao_specs import ptq as command
 from harness.compat.tao_specs.comparison import rank_layers
 from harness.compat.tao_specs.quantize import QuantizationResult
 from harness.errors import UserError
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.progress import NullProgress
 
 

@@ -20,7 +20,7 @@ from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT,
 from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.signature import read_signature
 
 

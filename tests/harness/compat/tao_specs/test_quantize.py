@@ -22,7 +22,7 @@ from harness.compat.tao_specs.layers import match_skip_names
 from harness.compat.tao_specs.quantize import QuantizationResult
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 
 
 def stored(found: QuantizationResult) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import harness.graph.equivalence.check as check
-import harness.graph.io.writer as files
+import harness.graph.io.files as files
 import harness.graph.passes.fold_batch_norm as fold_batch_norm
 from harness.errors import UserError
 from harness.graph.equivalence.compare import EquivalenceVerdict, deviation_db, threshold_db

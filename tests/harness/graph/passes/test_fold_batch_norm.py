@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
-import onnx
-import onnxruntime
 import pytest
 from onnx import numpy_helper
+from onnx_models import run_onnxruntime
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
-
-
-def run(proto: onnx.ModelProto, x: npt.NDArray[np.generic]) -> list[npt.NDArray[np.generic]]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    found: list[npt.NDArray[np.generic]] = session.run(None, {"x": x})
-    return found
 
 
 def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
@@ -29,7 +18,8 @@ def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
     kind = model.types["x"]
     x = np.random.default_rng(1).normal(size=kind.shape)
     x = x.astype(np.float16 if kind.dtype == "float16" else np.float32)
-    for before, after in zip(run(proto, x), run(model.proto, x), strict=True):
+    results = (run_onnxruntime(each, {"x": x}, optimize=False) for each in (proto, model.proto))
+    for before, after in zip(*results, strict=True):
         np.testing.assert_allclose(after, before, rtol=0, atol=tolerance)
     assert model.outputs == tuple(value.name for value in proto.graph.output)
     return [node.op for node in model.nodes]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
+from onnx_models import run_onnxruntime
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -18,11 +18,7 @@ from harness.graph.passes.rebatch import with_batch_size
 
 
 def results(proto: onnx.ModelProto, values: np.ndarray) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    found: list[np.ndarray] = session.run(None, {session.get_inputs()[0].name: values})
-    return found
+    return run_onnxruntime(proto, {proto.graph.input[0].name: values})
 
 
 def check(proto: onnx.ModelProto, samples: int = 3) -> None:

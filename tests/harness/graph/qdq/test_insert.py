@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import openvino as ov
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine import SATURATES, exact_int8
+from onnx_models import activation_ranges, run_onnxruntime
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.read_edges import diff_edges, read_qdq_edges
+from harness.graph.qdq.qdq_graph import diff_edges, read_qdq_edges
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from search.space import Edge, Resolved, edges_digest
 
@@ -59,14 +59,7 @@ def attention_net() -> GraphBuilder:
 def ready(net: str) -> tuple[Model, dict[str, tuple[float, float]]]:
     """A small model and the range of each of its tensors on four random inputs."""
     model = load_proto({"conv": conv_net, "attention": attention_net}[net]().build(), source=net, sha256="0" * 64)
-    probe = onnx.ModelProto()
-    probe.CopyFrom(model.proto)
-    names = [name for node in model.nodes for name in node.outputs if model.types[name].dtype == "float"]
-    del probe.graph.output[:]
-    probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    feeds = [inputs(model, seed) for seed in range(4)]
-    seen = [dict(zip(names, ort_session(probe).run(names, feed), strict=True)) | feed for feed in feeds]
-    return model, {n: (min(float(s[n].min()) for s in seen), max(float(s[n].max()) for s in seen)) for n in seen[0]}
+    return model, activation_ranges(model, [inputs(model, seed) for seed in range(4)])
 
 
 def inputs(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
@@ -74,17 +67,8 @@ def inputs(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=model.types[name].shape).astype(np.float32) for name in model.inputs}
 
 
-def ort_session(proto: onnx.ModelProto | Path, optimize: bool = True) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    source = str(proto) if isinstance(proto, Path) else proto.SerializeToString()
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-
-
 def run_ort(proto: onnx.ModelProto | Path, model: Model, optimize: bool = True) -> list[np.ndarray]:
-    return ort_session(proto, optimize).run(list(model.outputs), inputs(model))
+    return run_onnxruntime(proto, inputs(model), list(model.outputs), optimize=optimize)
 
 
 def run_openvino(path: Path, model: Model) -> list[np.ndarray]:
@@ -439,7 +423,7 @@ def test_half_precision_scales_may_be_subnormal(data: float, weight: float, tmp_
     feeds = {"x": rng.uniform(-data, data, (1, 4, 32)).astype(np.float16)}
     wanted = feeds["x"].astype(np.float32) @ values.astype(np.float32)
     engine = ov.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": 1})
-    plain = ort_session(path, optimize=False).run(["y"], feeds)[0]
+    plain = run_onnxruntime(path, feeds, ["y"], optimize=False)[0]
     for got in (plain, engine(feeds)["y"]):
         np.testing.assert_allclose(got, wanted, atol=0.02 * float(np.abs(wanted).max()))
 

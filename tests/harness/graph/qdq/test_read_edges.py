@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.qdq.read_edges import diff_edges, read_qdq_edges
+from harness.graph.qdq.qdq_graph import diff_edges, read_qdq_edges
 from search.space import Edge
 
 

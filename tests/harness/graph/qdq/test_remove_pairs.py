@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
-from harness.graph.qdq.remove_pairs import PairRemover
+from harness.graph.qdq.qdq_graph import PairRemover
 
 
 def saved(nodes: list[onnx.NodeProto], shape: list[int], path: Path) -> Path:

@@ -1,0 +1,266 @@
+"""Simplification of a graph: constant folding, static shapes, removal of nodes that no output needs or that do nothing.
+
+Constants are computed by ONNX Runtime, in the helper process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import helper, numpy_helper, shape_inference
+
+from harness.errors import UserError
+from harness.graph.io.helper_process import call_in_helper_process
+from harness.graph.passes.normalize import MAX_FOLDED_BYTES, MAX_SHOWN_BYTES, Weights
+from harness.graph.passes.static_shapes import static_types
+from harness.graph.protos import (
+    attribute_value,
+    copy_message,
+    find_captures,
+    is_standard_op,
+    iter_subgraphs,
+    replace_field,
+)
+
+__all__ = ["fold_and_prune", "fold_shape_ops", "remove_noops"]
+
+TensorValues = dict[str, np.ndarray[Any, Any]]
+
+_OPAQUE_DOMAIN = "qdq.box"  # of nodes with subgraphs and of operators that ONNX does not define
+# Results of other types, such as FLOAT8 and sequences, do not come back from ONNX Runtime with their type.
+_FOLDABLE_DTYPES = frozenset(
+    onnx.TensorProto.DataType.Value(name)
+    for name in ("FLOAT DOUBLE FLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL STRING").split()  # noqa: SIM905
+)
+_UNFOLDABLE_OPS = frozenset(
+    {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RandomNormal", "RandomUniform",
+     "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)  # fmt: skip
+# If the result has the shape of the first input, it equals that input.
+_ORDER_PRESERVING_OPS = frozenset(
+    {"DepthToSpace", "Expand", "Flatten", "Reshape", "SpaceToDepth", "Squeeze", "Tile", "Unsqueeze"}
+)
+
+
+def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
+    """Sort nodes topologically, fold constants and remove what no output needs, in place.
+
+    Nodes with subgraphs and unknown operators are opaque: they are not computed, and tensors that their subgraphs
+    capture count as inputs. Attributes, types and weights stay exactly those of the file. Node names must be unique.
+
+    Raises:
+        UserError: The graph has a cycle.
+    """
+    opaque = {node.name for node in graph.node if any(iter_subgraphs(node)) or not is_standard_op(node, opsets)}
+    nodes = [_opaque_node(node) if node.name in opaque else node for node in graph.node]
+    if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
+        order = _sorted_names(graph, source)
+        nodes.sort(key=lambda node: order[node.name])
+    constants = {tensor.name: tensor for tensor in graph.initializer} | weights
+    outputs = [value.name for value in graph.output]
+    computed, values = _fold_constants(nodes, constants, outputs, opsets, source)
+    used, kept = set(outputs), []
+    by_name = {node.name: node for node in graph.node}
+    for node in reversed(nodes):
+        if node.name not in computed and not used.isdisjoint(node.output):
+            used.update(filter(None, node.input))
+            kept.append(by_name[node.name])
+    initializers = [tensor for tensor in graph.initializer if tensor.name in used]
+    initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
+    replace_field(graph.node, kept[::-1])
+    replace_field(graph.initializer, initializers)
+
+
+def _opaque_node(node: onnx.NodeProto) -> onnx.NodeProto:
+    inputs = [*node.input, *sorted(find_captures(node))]
+    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=_OPAQUE_DOMAIN, input=inputs, output=node.output)
+
+
+def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
+    later = {name for node in nodes for name in node.output if name}
+    for node in nodes:
+        if not later.isdisjoint(node.input):
+            return False
+        later.difference_update(node.output)
+    return True
+
+
+def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
+    """Return the position of each node in a topological order."""
+    sorted_graph = ir.from_proto(graph)
+    try:
+        sorted_graph.sort()
+    except ValueError as error:
+        raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
+    return {node.name: position for position, node in enumerate(sorted_graph)}
+
+
+def fold_shape_ops(graph: onnx.GraphProto) -> bool:
+    """Replace Shape and Size of tensors with static shape by initializers, in place; return whether there were any."""
+    names = {node.name for node in graph.node if node.op_type in ("Shape", "Size") and not node.domain}
+    types, outputs = static_types(graph) if names else {}, {value.name for value in graph.output}
+    rest = []
+    for node in graph.node:
+        known = types.get(node.input[0]) if node.name in names else None
+        if known is None or node.output[0] in outputs:
+            rest.append(node)
+            continue
+        bounds = {a.name: a.i for a in node.attribute}
+        sizes = np.array(known.shape[bounds.get("start", 0) : bounds.get("end")], dtype=np.int64)
+        value = sizes if node.op_type == "Shape" else np.prod(sizes, dtype=np.int64)
+        graph.initializer.append(numpy_helper.from_array(np.asarray(value), node.output[0]))
+    changed = len(rest) < len(graph.node)
+    if changed:
+        replace_field(graph.node, rest)
+    return changed
+
+
+def remove_noops(graph: onnx.GraphProto) -> bool:
+    """Remove nodes that return their input, in place, except those that compute an output or are read by a subgraph.
+
+    Returns:
+        Whether there were any.
+    """
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    types = static_types(graph)
+    pinned = {value.name for value in graph.output}.union(*map(find_captures, graph.node))
+    replacements: dict[str, str] = {}
+    kept = []
+    for node in graph.node:
+        for slot, name in enumerate(node.input):
+            node.input[slot] = replacements.get(name, name)
+        known = types.get(node.input[0]) if node.input else None
+        same = known is not None and known == types.get(node.output[0]) and node.output[0] not in pinned
+        if same and not node.domain and _is_noop(node, constants):
+            replacements[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
+    if replacements:
+        replace_field(graph.node, kept)
+    return bool(replacements)
+
+
+def _is_noop(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
+    """Return whether a node whose result has the shape of its first input returns that input."""
+    if node.op_type in ("Concat", "Split"):
+        return len(node.input if node.op_type == "Concat" else node.output) == 1
+    if node.op_type == "Gather":  # of all indices in order: their number is that of the axis
+        indices = _constant_input_values(node, 1, constants)
+        return indices is not None and indices == list(range(len(indices))) and len(constants[node.input[1]].dims) == 1
+    if node.op_type in _ORDER_PRESERVING_OPS:
+        return True
+    if node.op_type == "Slice":
+        steps = _constant_input_values(node, 4, constants)
+        return len(node.input) < 5 or not node.input[4] or (steps is not None and min(steps, default=1) > 0)
+    if node.op_type == "Pad":
+        pads = _constant_input_values(node, 1, constants)
+        return pads is not None and not any(pads)
+    if node.op_type == "Transpose":
+        order = attribute_value(node, "perm")
+        return order is not None and list(order) == sorted(order)
+    return False
+
+
+def _constant_input_values(
+    node: onnx.NodeProto, slot: int, constants: Mapping[str, onnx.TensorProto]
+) -> list[Any] | None:
+    tensor = constants.get(node.input[slot]) if len(node.input) > slot else None
+    return None if tensor is None else numpy_helper.to_array(tensor).ravel().tolist()
+
+
+def _fold_constants(
+    nodes: list[onnx.NodeProto],
+    constants: Mapping[str, onnx.TensorProto],
+    outputs: list[str],
+    opsets: Mapping[str, int],
+    source: str,
+) -> tuple[set[str], TensorValues]:
+    """Compute the nodes outside `_OPAQUE_DOMAIN` that depend on constants alone.
+
+    Nodes must be in topological order and have unique names.
+
+    Returns:
+        Names of the nodes that are not needed any more, and the values of tensors that they computed.
+    """
+    foldable = _foldable_nodes(nodes, constants)
+    if not foldable:
+        return set(), {}
+    computed = {node.name for node in foldable}
+    read = [*(name for node in nodes if node.name not in computed for name in node.input), *outputs]
+    needed = {name: constants[name] for node in foldable for name in node.input if name in constants}
+    what = f"{source}: the computation of constants"
+    return call_in_helper_process(what, _evaluate_nodes, foldable, read, opsets, needed)
+
+
+def _foldable_nodes(nodes: Iterable[onnx.NodeProto], constants: Iterable[str]) -> list[onnx.NodeProto]:
+    known = {*constants, ""}
+    foldable = []
+    for node in nodes:
+        if known.issuperset(node.input) and node.domain != _OPAQUE_DOMAIN and node.op_type not in _UNFOLDABLE_OPS:
+            known.update(node.output)
+            foldable.append(node)
+    return foldable
+
+
+def _evaluate_nodes(
+    foldable: list[onnx.NodeProto], read: list[str], opsets: Mapping[str, int], constants: Weights
+) -> tuple[set[str], TensorValues]:
+    import onnxruntime
+
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    model = onnx.ModelProto(graph=onnx.GraphProto(name="constants"), ir_version=10, opset_import=imports)
+    types = _result_types(model, foldable, constants)
+    plain = [n for n in foldable if all(o in types and types[o].elem_type in _FOLDABLE_DTYPES for o in n.output if o)]
+    nodes = {node.name: node for node in _foldable_nodes(plain, constants)}
+    made = {name for node in nodes.values() for name in node.output if name}
+    others = (name for node in foldable if node.name not in nodes for name in node.input)
+    wanted = [name for name in dict.fromkeys([*read, *others]) if name in made]
+    small = [name for name in wanted if _size_bytes(types[name]) <= MAX_FOLDED_BYTES]
+    model.graph.node.extend(nodes.values())
+    model.graph.initializer.extend(constants.values())
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in small)
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        values = dict(zip(small, map(np.asarray, session.run(small, {})), strict=True))
+    except Exception:  # ONNX Runtime's exceptions have no common base; what it cannot run stays in the model
+        return set(), {}
+    if any(value.dtype != helper.tensor_dtype_to_np_dtype(types[name].elem_type) for name, value in values.items()):
+        return set(), {}
+    values = {name: value for name, value in values.items() if value.nbytes <= MAX_FOLDED_BYTES}
+    return nodes.keys() - _nodes_behind(nodes.values(), set(wanted) - values.keys()), values
+
+
+def _result_types(
+    model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], constants: Weights
+) -> dict[str, onnx.TypeProto.Tensor]:
+    """Return the types of the tensors that nodes compute, without sequences and optionals."""
+    typed = copy_message(model)
+    typed.graph.node.extend(nodes)
+    for tensor in constants.values():
+        if tensor.ByteSize() > MAX_SHOWN_BYTES:
+            typed.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+        else:
+            typed.graph.initializer.append(tensor)
+    return {value.name: value.type.tensor_type for value in shape_inference.infer_shapes(typed).graph.value_info}
+
+
+def _size_bytes(kind: onnx.TypeProto.Tensor) -> int:
+    """Return the size of a tensor; 0 if its shape is unknown."""
+    if not kind.HasField("shape") or not all(dim.HasField("dim_value") for dim in kind.shape.dim):
+        return 0
+    itemsize: int = helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
+    return int(math.prod(dim.dim_value for dim in kind.shape.dim)) * itemsize
+
+
+def _nodes_behind(nodes: Iterable[onnx.NodeProto], tensors: set[str]) -> set[str]:
+    names = set()
+    for node in reversed(list(nodes)):
+        if not tensors.isdisjoint(node.output):
+            tensors = tensors.union(node.input)
+            names.add(node.name)
+    return names

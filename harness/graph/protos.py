@@ -1,0 +1,129 @@
+"""Helpers for ONNX messages: subgraphs, tensors that a node reads, attributes, constants, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+from google.protobuf.message import Message
+from onnx import helper, numpy_helper
+
+__all__ = [
+    "attribute_value", "constant_value", "constants_by_name", "copy_message", "dtype_name", "find_captures",
+    "input_values", "is_standard_op", "iter_graphs", "iter_nodes", "iter_subgraphs", "opset_versions", "replace_field",
+    "tensors_read",
+]  # fmt: skip
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+_DTYPE_BY_CONSTANT_ATTRIBUTE = {"float": np.float32, "int": np.int64, "string": object}
+
+
+def iter_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graph-valued attributes of a node."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and all graphs inside it."""
+    yield graph
+    for node in graph.node:
+        for inner in iter_subgraphs(node):
+            yield from iter_graphs(inner)
+
+
+def iter_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of all graphs and functions of a model."""
+    for graph in iter_graphs(proto.graph):
+        yield from graph.node
+    for function in proto.functions:
+        yield from function.node
+
+
+def find_captures(node: onnx.NodeProto) -> frozenset[str]:
+    """Return the tensors that a node's subgraphs use and do not define."""
+    found: set[str] = set()
+    for graph in iter_subgraphs(node):
+        used, defined = {value.name for value in graph.output}, {value.name for value in graph.input}
+        defined.update(tensor.name for tensor in graph.initializer)
+        defined.update(tensor.values.name for tensor in graph.sparse_initializer)
+        for inner in graph.node:
+            used.update(inner.input)
+            used.update(find_captures(inner))
+            defined.update(inner.output)
+        found |= used - defined
+    return frozenset(found - {""})
+
+
+def tensors_read(node: onnx.NodeProto) -> list[str]:
+    """Return the inputs of a node without omitted ones, followed by the captures of its subgraphs."""
+    return [*filter(None, node.input), *sorted(find_captures(node))]
+
+
+def input_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs of a graph, without initializers that are listed among them."""
+    constants = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in constants]
+
+
+def constants_by_name(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Return initializers and values of Constant nodes by tensor name."""
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute:
+            given = node.attribute[0]
+            value = given.t if given.name == "value" else constant_value(node)  # no copy: it may be a large weight
+            if value is not None:
+                found[node.output[0]] = value
+    return found
+
+
+def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Return the value of a Constant node as a new tensor; None for a sparse one."""
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        return copy_message(attribute.t)
+    dtype = _DTYPE_BY_CONSTANT_ATTRIBUTE.get(attribute.name.removeprefix("value_").removesuffix("s"))
+    if dtype is None:
+        return None
+    return numpy_helper.from_array(np.asarray(helper.get_attribute_value(attribute), dtype=dtype))
+
+
+def attribute_value(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
+    """Return the value of an attribute, text as `str`, or the default if the node does not have it."""
+    value = next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def opset_versions(proto: onnx.ModelProto) -> dict[str, int]:
+    """Return the imported version of each domain."""
+    return {opset.domain: opset.version for opset in proto.opset_import}
+
+
+def is_standard_op(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
+    """Return whether ONNX defines this operator at the imported version."""
+    return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
+
+
+def dtype_name(element: int) -> str:
+    """Return an element type by its ONNX name in lower case: "float", "int64"."""
+    return str(onnx.TensorProto.DataType.Name(element)).lower()
+
+
+def copy_message(message: AnyMessage) -> AnyMessage:
+    """Return a copy of a protobuf message."""
+    copy: AnyMessage = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+def replace_field(field: Any, values: Iterable[Any]) -> None:
+    """Replace the contents of a repeated field of protobuf; `values` may be a part of them."""
+    kept = list(values)
+    del field[:]
+    field.extend(kept)

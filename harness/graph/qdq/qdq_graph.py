@@ -1,0 +1,304 @@
+"""Structure of Q/DQ models from any tool: edges with a pair, their precisions, and the operators around each pair."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import TensorProto, numpy_helper
+
+from harness.errors import UserError
+from harness.graph.io.files import read_model, write_model
+from harness.graph.protos import attribute_value, constants_by_name, copy_message
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.rules.operator_sets import LINEAR_OPS
+from search.space import Edge, Resolved
+
+__all__ = [
+    "DEQUANTIZE", "QDQ_OPS", "QUANTIZE", "PairRemover", "QDQGraph", "count_pairs", "diff_edges", "node_name",
+    "read_precisions", "read_qdq_edges", "read_qdq_graph", "unique_node_names",
+]  # fmt: skip
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+QDQ_OPS = frozenset({QUANTIZE, DEQUANTIZE})
+_CAST_OPS = frozenset({"Cast", "Identity"})
+_TRANSPARENT_OPS = _CAST_OPS | {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"}
+# Runtimes fold these into the linear operator in front, which some of them then call by the folded one's name.
+_FOLDABLE_OPS = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
+_PRECISION_BY_STORAGE = {
+    TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8",
+    TensorProto.INT16: "int16", TensorProto.UINT16: "int16", TensorProto.INT4: "int4", TensorProto.UINT4: "int4",
+    TensorProto.FLOAT8E5M2: "fp8e5m2", TensorProto.FLOAT4E2M1: "fp4",
+}  # fmt: skip
+_EXTERNAL_TOOL_SUFFIXES = ("_quantized", "_QuantizeLinear_Input")  # of ONNX Runtime's quantization tools
+
+
+def read_qdq_graph(path: Path) -> QDQGraph:
+    """Read the structure of a model file; raise `UserError` if it is no ONNX file."""
+    try:
+        return QDQGraph(onnx.load(path, load_external_data=False), path.parent)
+    except (OSError, DecodeError) as error:
+        raise UserError(f"{path}: no ONNX model ({error})") from error
+
+
+def read_qdq_edges(proto: onnx.ModelProto) -> dict[Edge, str]:
+    """Return the quantized edges of the main graph with their precision; see `QDQGraph.edges`."""
+    return QDQGraph(proto).edges
+
+
+def diff_edges(expected: Resolved, source: Path | onnx.ModelProto) -> tuple[Resolved, Resolved]:
+    """Return expected edges that a model lacks, and edges in the model that were not expected; both sorted."""
+    proto = onnx.load(source, load_external_data=False) if isinstance(source, Path) else source
+    wanted, found = set(expected), set(read_qdq_edges(proto).items())
+    return tuple(sorted(wanted - found)), tuple(sorted(found - wanted))
+
+
+def count_pairs(path: Path) -> int:
+    """Return the number of Q/DQ pairs of a model: quantized tensors, however many consumers each has."""
+    edges = read_qdq_edges(onnx.load(path, load_external_data=False))
+    return len({(edge.tensor, precision) for edge, precision in edges.items()})
+
+
+def read_precisions(path: Path) -> frozenset[str]:
+    """Return the precisions of the quantized edges of a model file; empty for a float model."""
+    return frozenset(read_qdq_edges(onnx.load(path, load_external_data=False)).values())
+
+
+def node_name(node: onnx.NodeProto) -> str:
+    """Return the name of a node, or its first output if it has none."""
+    return node.name or next(filter(None, node.output), "")
+
+
+def unique_node_names(graph: onnx.GraphProto) -> list[str]:
+    """Return the name of each node in edges: of nodes with one name all but the first get a number, as in `load`."""
+    taken = {node.name for node in graph.node}
+    found: dict[str, None] = {}
+    for node in graph.node:
+        name, number = node_name(node), 0
+        while name in found or (name in taken and name != node.name):
+            number += 1
+            name = f"{node_name(node)}_{number}"
+        found[name] = None
+    return list(found)
+
+
+class QDQGraph:
+    """Index of a model with or without Q/DQ pairs.
+
+    Args:
+        proto: The model; external data need not be loaded.
+        folder: Folder of its external data.
+
+    Attributes:
+        labels: Name of each node in edges; see `unique_node_names`.
+        producer: Node that computes a tensor.
+        readers: Nodes that read a tensor, in order.
+        constants: Initializers and values of Constant nodes.
+        outputs: Names of the outputs.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, folder: Path | None = None) -> None:
+        self.proto, self._folder = proto, folder
+        self.labels = unique_node_names(proto.graph)
+        self.constants = constants_by_name(proto.graph)
+        self.outputs = tuple(value.name for value in proto.graph.output)
+        self.producer = {name: node for node in proto.graph.node for name in node.output if name}
+        self.readers: Mapping[str, list[Any]] = defaultdict(list)
+        for node in proto.graph.node:
+            for name in node.input:
+                self.readers[name].append(node)
+
+    def before_pairs(self, tensor: str) -> str:
+        """Return the input of the Q/DQ pairs that end in a tensor, or the tensor itself."""
+        while (node := self.producer.get(tensor)) is not None and node.op_type in QDQ_OPS:
+            tensor = node.input[0]
+        return tensor
+
+    def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
+        """Return the node that computes a tensor, in front of nodes of transparent operators; None without one."""
+        node = self.producer.get(tensor)
+        while node is not None and node.op_type in transparent:
+            node = self.producer.get(node.input[0])
+        return node
+
+    @cached_property
+    def edges(self) -> dict[Edge, str]:
+        """Quantized edges with their precision.
+
+        An edge is quantized if its tensor comes from a DequantizeLinear fed by a QuantizeLinear or by a constant, with
+        or without Casts. It has the name of the tensor in front of the first QuantizeLinear; a constant stored
+        quantized has the name of the float constant, as far as its own name shows it. INT32, the form of biases, is no
+        precision of an edge. UINT8 counts as "int8".
+        """
+        uses = [
+            (label, slot, name)
+            for node, label in zip(self.proto.graph.node, self.labels, strict=True)
+            if node.op_type not in _CAST_OPS | QDQ_OPS
+            for slot, name in enumerate(node.input)
+        ]
+        found = {}
+        for consumer, slot, name in (*uses, *(("", 0, name) for name in self.outputs)):
+            if (source := self._resolve_dequantized(name)) is not None:
+                found[Edge(source[0], consumer, slot)] = source[1]
+        return found
+
+    def _resolve_dequantized(self, name: str) -> tuple[str, str] | None:
+        """Return the original name and the precision of a dequantized tensor; None for any other tensor."""
+        dequantize = self.producer_through(name, _CAST_OPS)
+        if dequantize is None or dequantize.op_type != DEQUANTIZE:
+            return None
+        quantize = self.producer_through(dequantize.input[0], _CAST_OPS)
+        if quantize is None or quantize.op_type != QUANTIZE:
+            stored = self.constants.get(dequantize.input[0])
+            precision = None if stored is None else _PRECISION_BY_STORAGE.get(stored.data_type)
+            return None if precision is None else (_original_tensor_name(dequantize.input[0]), precision)
+        if (precision := _PRECISION_BY_STORAGE.get(self._stored_type(quantize))) is None:
+            return None
+        if (earlier := self._resolve_dequantized(quantize.input[0])) is not None:
+            return earlier
+        output = next((o for o in dequantize.output if o in self.outputs), None)
+        return output or _original_tensor_name(quantize.input[0], own=NAME_PREFIX in quantize.output[0]), precision
+
+    def _stored_type(self, quantize: onnx.NodeProto) -> int:
+        """Return the element type of a QuantizeLinear's result, by its zero point or `output_dtype`, else UINT8."""
+        if len(quantize.input) > 2 and quantize.input[2]:
+            zero_point = self.constants.get(quantize.input[2])
+            return TensorProto.UNDEFINED if zero_point is None else int(zero_point.data_type)
+        return int(attribute_value(quantize, "output_dtype", TensorProto.UINT8))
+
+    @cached_property
+    def operators(self) -> Mapping[str, str]:
+        """Operator of each node by name."""
+        return {node_name(node): node.op_type for node in self.proto.graph.node}
+
+    @cached_property
+    def linear(self) -> Mapping[str, tuple[str | None, str | None]]:
+        """Precisions of data and weight of each linear operator by name; None for a float input."""
+        precisions = {(edge.consumer, edge.slot): precision for edge, precision in self.edges.items()}
+        names = map(node_name, self._nodes_of(LINEAR_OPS))
+        return {name: (precisions.get((name, 0)), precisions.get((name, 1))) for name in names}
+
+    @cached_property
+    def linear_readers(self) -> Mapping[str, tuple[str, ...]]:
+        """Operators that read the output of each linear operator, QuantizeLinear included."""
+        linear = self._nodes_of(LINEAR_OPS)
+        return {node_name(node): tuple(n.op_type for n in self.readers.get(node.output[0], ())) for node in linear}
+
+    @cached_property
+    def pairs(self) -> frozenset[str]:
+        """Names of the QuantizeLinear and DequantizeLinear nodes."""
+        return frozenset(map(node_name, self._nodes_of(QDQ_OPS)))
+
+    @cached_property
+    def pair_neighbours(self) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+        """By Q or DQ node, the node in front of the pair (else "a constant" or "input NAME"), and those behind it."""
+        pairs = self._nodes_of(QDQ_OPS)
+        return {node_name(node): (self._source_label(node), tuple(self._reader_names(node))) for node in pairs}
+
+    @cached_property
+    def unfusable_reasons(self) -> Mapping[str, str]:
+        """By Q or DQ node, the reason why no runtime can fuse it."""
+        pairs = self._nodes_of(QDQ_OPS)
+        return {node_name(node): text for node in pairs if (text := self._unfusable_reason(node))}
+
+    @cached_property
+    def folded_into(self) -> Mapping[str, tuple[str, ...]]:
+        """Linear operators by the name of a node that runtimes may fold into them, or of a tensor computed there."""
+        found: dict[str, tuple[str, ...]] = {}
+        for node in self._nodes_of(LINEAR_OPS):
+            names = [node.output[0]]
+            while (reader := self._single_reader(names[-1])) is not None and reader.op_type in _FOLDABLE_OPS:
+                names += [node_name(reader), reader.output[0]]
+            if reader is not None and reader.op_type == QUANTIZE:
+                names.append(node_name(reader))
+            for name in dict.fromkeys(names):
+                found[name] = (*found.get(name, ()), node_name(node))
+        return found
+
+    def _nodes_of(self, ops: frozenset[str]) -> list[onnx.NodeProto]:
+        return [node for node in self.proto.graph.node if node.op_type in ops]
+
+    def _single_reader(self, tensor: str) -> Any:
+        readers = self.readers.get(tensor, [])
+        return readers[0] if len(readers) == 1 else None
+
+    def _source_label(self, node: onnx.NodeProto) -> str:
+        name = self.before_pairs(node.input[0])
+        if name in self.producer:
+            return node_name(self.producer[name])
+        return "a constant" if name in self.constants else f"input {name}"
+
+    def _reader_names(self, node: onnx.NodeProto) -> Iterator[str]:
+        for reader in self.readers.get(node.output[0], ()):
+            if reader.op_type in QDQ_OPS and node.op_type == QUANTIZE:
+                yield from self._reader_names(reader)
+            else:
+                yield node_name(reader)
+
+    def _unfusable_reason(self, node: onnx.NodeProto) -> str:
+        if node.input[1] not in self.constants:
+            return "its scale is computed, not constant"
+        before = self.producer_through(node.input[0], _TRANSPARENT_OPS) if node.op_type == DEQUANTIZE else None
+        if before is None or before.op_type != QUANTIZE or before.input[1] not in self.constants:
+            return ""
+        if not np.array_equal(self._values(before.input[1]), self._values(node.input[1])):
+            return "its scale differs from that of the QuantizeLinear in front of it"
+        zeros = [self._values(pair.input[2]) for pair in (before, node) if len(pair.input) > 2]
+        if len(zeros) == 2 and not np.array_equal(*zeros):
+            return "its zero point differs from that of the QuantizeLinear in front of it"
+        return ""
+
+    def _values(self, name: str) -> Any:
+        tensor = self.constants.get(name)
+        if tensor is None:
+            return None
+        return numpy_helper.to_array(tensor, base_dir=str(self._folder or "")).astype(np.float64)
+
+
+def _original_tensor_name(name: str, *, own: bool = False) -> str:
+    """Return the name of the float tensor; tensors of the model itself (`own`) may end like those of other tools."""
+    stem = name.rpartition(NAME_PREFIX)[0]
+    if stem or own:
+        return stem or name
+    for suffix in _EXTERNAL_TOOL_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
+
+
+class PairRemover:
+    """Writer of copies of a Q/DQ model with the pairs of some nodes alone; constants stored quantized stay so.
+
+    Args:
+        path: The model; `UserError` if it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._graph = QDQGraph(read_model(path, str(path))[0])
+        self._sources: dict[str, dict[int, str]] = {}
+        for node, label in zip(self._graph.proto.graph.node, self._graph.labels, strict=True):
+            for slot, name in enumerate(node.input if node.op_type not in _CAST_OPS | QDQ_OPS else ()):
+                dequantize = self._graph.producer.get(name)
+                if dequantize is None or dequantize.op_type != DEQUANTIZE:
+                    continue
+                quantize = self._graph.producer.get(dequantize.input[0])
+                if quantize is not None and quantize.op_type == QUANTIZE:
+                    self._sources.setdefault(label, {})[slot] = quantize.input[0]
+
+    @property
+    def quantized_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that read pairs, as in edges, in the order of the graph."""
+        return tuple(self._sources)
+
+    def write(self, kept_nodes: frozenset[str], path: Path) -> Path:
+        """Write the model with the pairs of these nodes; other nodes read the tensors in front of their pairs."""
+        proto = copy_message(self._graph.proto)
+        for node, label in zip(proto.graph.node, self._graph.labels, strict=True):
+            for slot, source in self._sources.get(label, {}).items() if label not in kept_nodes else ():
+                node.input[slot] = source
+        return write_model(proto, path)

@@ -1,0 +1,48 @@
+"""ONNX models of tests: loaded, run by ONNX Runtime, and the ranges of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+
+from harness.graph.builder import GraphBuilder
+from harness.graph.load import load_proto
+from harness.graph.model import Model
+from harness.graph.protos import copy_message, replace_field
+
+Arrays = Mapping[str, np.ndarray]
+Ranges = dict[str, tuple[float, float]]
+
+
+def loaded(built: GraphBuilder | onnx.ModelProto, source: str = "m", **options: Any) -> Model:
+    proto = built.build() if isinstance(built, GraphBuilder) else built
+    return load_proto(proto, source=source, sha256="0", **options)
+
+
+def run_onnxruntime(
+    model: onnx.ModelProto | Path | bytes, feeds: Arrays, names: Sequence[str] | None = None, *, optimize: bool = True
+) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+    session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    return session.run(names, dict(feeds))
+
+
+def activation_ranges(
+    model: Model, feeds: Iterable[Arrays], *, optimize: bool = True
+) -> dict[str, tuple[float, float]]:
+    """Smallest and largest value of each float tensor over some runs."""
+    probe = copy_message(model.proto)
+    names = [name for node in model.nodes for name in node.outputs if model.types[name].dtype == "float"]
+    replace_field(probe.graph.output, [onnx.ValueInfoProto(name=name) for name in names])
+    seen = [dict(zip(names, run_onnxruntime(probe, f, names, optimize=optimize), strict=True)) | {**f} for f in feeds]
+    return {n: (min(float(s[n].min()) for s in seen), max(float(s[n].max()) for s in seen)) for n in seen[0]}
