@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["crowding_distance", "front_numbers", "hypervolume", "nsga_ranking"]
+__all__ = ["crowding_distance", "front_numbers", "hypervolume", "insert_nondominated", "nsga_ranking"]
 
+T = TypeVar("T")
 Values = npt.NDArray[np.float64]
 
 
@@ -39,6 +41,25 @@ def front_numbers(values: Values, noise: Values | None = None, stop_after: int |
         if (front >= 0).all():
             break
     return front
+
+
+def insert_nondominated(front: list[T], new: T, values: Callable[[T], Sequence[float]]) -> bool:
+    """Add an entry to a front unless an entry dominates it, remove the entries that it dominates, and return if added.
+
+    Args:
+        front: Entries of which none dominates another; changed in place.
+        new: Entry to add.
+        values: Coordinates of an entry, all to be minimised.
+    """
+    if any(_dominates(values(known), values(new)) for known in front):
+        return False
+    front[:] = [*(known for known in front if not _dominates(values(new), values(known))), new]
+    return True
+
+
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
 def crowding_distance(values: Values) -> Values:

@@ -37,8 +37,8 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
 
 def show_report(folder: Path) -> None:
     """Write the report of a results folder unless it is up to date; print its main table and the next steps."""
+    from harness.report.next_steps import describe_next_steps, describe_winners
     from harness.report.render import current_report, report_renderable, report_text, write_report
-    from harness.report.tables.next_steps import describe_next_steps, describe_winners
 
     folder = short_path(folder)
     current = current_report(folder)
@@ -60,15 +60,14 @@ def compare(
 
     Example: `qdq compare results/quickstart out/quickstart`
     """
-    from harness.report.frames.folder_comparison import comparison_table, describe_differences
+    from harness.report.folder_comparison import comparison_table, describe_differences
     from harness.report.load.results import load
     from harness.report.report_table import render_plain_text
-    from harness.report.tables.terminal_table import TerminalTable
 
     first, second = short_path(first), short_path(second)
     one, two = load(first), load(second)
     table = comparison_table(one, two)
-    print_rich_or_text(f"{render_plain_text(table)}\n", TerminalTable(table=table))
+    print_rich_or_text(f"{render_plain_text(table)}\n", table)
     lines = list(describe_differences(one, two))
     typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:

@@ -23,7 +23,7 @@ from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.report.load.attribution_store import AttributionReport, MinimalPlacement, PartEffect
+from harness.report.load.cell_files import AttributionReport, MinimalPlacement, PartEffect
 from harness.report.load.results import CellResults, load
 from harness.report.trace import find_main_row
 from harness.statistics import Interval

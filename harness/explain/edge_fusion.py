@@ -12,7 +12,7 @@ from harness.explain.layer_kinds import is_low_precision
 from harness.explain.layer_timing import time_layers
 from harness.graph.model import Model
 from harness.records import Failed
-from harness.report.load.attribution_store import EdgeFusion
+from harness.report.load.cell_files import EdgeFusion
 from harness.timing.workers.in_process import as_outcome
 from search.space import Resolved
 

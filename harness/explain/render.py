@@ -10,9 +10,9 @@ import pandas as pd
 
 from harness.explain.attribution import attribute_row
 from harness.progress import Observer
-from harness.report.frames.layer_waterfall import waterfall_frame
-from harness.report.load.attribution_store import AttributionReport, EdgeFusion, PartEffect, write_attribution
+from harness.report.load.cell_files import AttributionReport, EdgeFusion, PartEffect, write_attribution
 from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name, truncate
+from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, escape_markdown, format_interval, render_markdown
 from harness.results_dir.io import explain_write_errors, write_text

@@ -1,32 +1,26 @@
-"""Writer of a complete report, which also returns its frames."""
+"""Writer of a report, which is skipped if records and code are unchanged, and public frames of a results folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
-from harness.report.frames.budget_frames import budget_frame, cost_frame, curve_frame, target_frame
-from harness.report.frames.component_ablation import ablation_frame
-from harness.report.frames.confirmation_samples import sample_frame, variance_frame
-from harness.report.frames.decision import decision_frame
-from harness.report.frames.gain_over_fixed import fixed_frame
-from harness.report.frames.hypervolume import hypervolume_frame
+from harness.report.frames.confirmation import sample_frame, variance_frame
+from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
-from harness.report.frames.searcher_statistics import pair_frame, score_frame
-from harness.report.frames.speedup_overview import overview_frame
-from harness.report.frames.transfer import transfer_frame
-from harness.report.load.graph_store import write_graph
+from harness.report.load.cell_files import GRAPH_FILE, write_graph
 from harness.report.load.results import Results
 from harness.report.load.results import load as load_results
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_files import draw_plots
-from harness.report.report_cache import compute_inputs_digest, is_up_to_date, write_inputs_digest
 from harness.report.report_table import (
     ReportTable,
     drop_repeated_lines,
@@ -34,44 +28,53 @@ from harness.report.report_table import (
     render_plain_text,
     write_table,
 )
+from harness.report.tables.budget import budget_frame, target_frame
+from harness.report.tables.catalog import build_tables
+from harness.report.tables.cost import cost_frame
+from harness.report.tables.decision import decision_frame
 from harness.report.tables.notes import partial_note, progress_note
-from harness.report.tables.table_layouts import build_tables
-from harness.report.tables.terminal_table import TerminalTable
+from harness.report.tables.overview import overview_frame
+from harness.report.tables.paired_choices import ablation_frame, fixed_frame
+from harness.report.tables.searchers import pair_frame, score_frame
+from harness.report.tables.transfer import transfer_frame
 from harness.results_dir.io import explain_write_errors, write_text
 
 __all__ = [
-    "Frames", "current_report", "load", "render", "report_renderable", "report_text", "write_report",
-    "write_tables",
+    "Frames", "current_report", "load", "render", "report_renderable", "report_text", "write_report", "write_tables",
 ]  # fmt: skip
 
 PRINTED_TABLES = ("main", "budget", "cost")
-"""Tables that go to the terminal; the files have all."""
+INPUTS_DIGEST_FILE = "inputs.sha256"
+TASK_FOLDER_FILES = ("cell.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
+RECORD_GLOBS = ("*", "runs/*", "explain/*")
+RECORD_SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".yaml"})
+CODE_SUFFIXES = frozenset({".css", ".j2", ".js", ".py"})
+REPORT_LIBRARIES = ("jinja2", "matplotlib", "numpy", "pandas", "scipy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """A results folder as pandas frames of raw figures, finished or not.
+    """Unrounded figures of a results folder, finished or not; each attribute is described at the function `NAME_frame`.
 
     Attributes:
-        main: One row a method; see `harness.report.frames.main_frame.main_frame`.
-        overview: Speedups of several cells by method, and their geometric means; see
-        `harness.report.frames.speedup_overview`.
-        finalists: Everything that went to the confirmation.
-        precision: The rows with an accuracy or of several precisions, with a decision.
-        decision: Float, PTQ tools, everything quantized, and the best found; see `harness.report.frames.decision`.
+        main: Methods of each task.
+        overview: Speedups by method with geometric means.
+        finalists: All confirmed placements of searches.
+        precision: Methods with a score, or of several precisions.
+        decision: Float precisions, PTQ tools, rules, and the best found.
         budget: Confirmed speedup by searcher and budget.
-        fixed: The same over the best fixed row of the cell; see `harness.report.frames.gain_over_fixed`.
+        fixed: Gain over the best fixed row of the task.
         targets: Evaluations and minutes to a share of the best gain.
-        cost: Where the searches spent their time.
-        curves: The incumbent after every evaluation of every search.
-        volumes: Hypervolume of latency and accuracy after every evaluation that was scored.
+        cost: Time of the searches.
+        curves: Incumbent after every evaluation.
+        volumes: Hypervolume after every scored evaluation.
         scores: Searchers against random search.
-        pairs: Searchers against each other, over all cells.
-        ablation: Searchers against variants of themselves, by budget; see `harness.report.frames.component_ablation`.
-        transfer: Placements found on one backend and run on another.
-        samples: Every latency of the confirmation.
-        variance: How much inferences, turns and builds scatter.
-        complete: Everything that the experiment asks for is there.
+        pairs: Searchers in pairs over all tasks.
+        ablation: Searchers against variants of themselves.
+        transfer: Placements transferred to other backends and models.
+        samples: Latencies of the confirmation.
+        variance: Variance of inferences, turns and builds.
+        complete: Nothing of the experiment is missing.
     """
 
     main: pd.DataFrame
@@ -98,16 +101,17 @@ def load(folder: Path | str) -> Frames:
     """Read a results folder into frames.
 
     Raises:
-        UserError: Not a results folder, written with another schema, or a damaged one.
+        UserError: It is no results folder, has another schema, or is damaged.
     """
     results = load_results(Path(folder))
+    main, budgets = main_frame(results), budget_frame(results)
     return Frames(
-        main=main_frame(results),
-        overview=overview_frame(main_frame(results), budget_frame(results)),
+        main=main,
+        overview=overview_frame(main, budgets),
         finalists=finalist_frame(results),
-        precision=precision_frame(results),
-        decision=decision_frame(results),
-        budget=budget_frame(results),
+        precision=precision_frame(main),
+        decision=decision_frame(results, main),
+        budget=budgets,
         fixed=fixed_frame(results),
         targets=target_frame(results),
         cost=cost_frame(results),
@@ -124,25 +128,20 @@ def load(folder: Path | str) -> Frames:
 
 
 def render(folder: Path) -> str:
-    """Write the report, see `write_report`; gives the main, budget and cost tables as Markdown.
-
-    Raises:
-        UserError: See `write_report`.
-    """
+    """Write the report and return the main, budget and cost tables as Markdown; see `write_report`."""
     return report_text(*write_report(folder))
 
 
 def write_report(folder: Path) -> tuple[Results, list[ReportTable]]:
-    """Write tables, plots and the page into `folder/report`; gives what was read, and all tables.
+    """Write tables, plots and the page into `folder/report`; return the results and all tables.
 
-    Where the exported models are there, the graph of each cell is kept in `CELL/graph.json`: with it, and without the
-    models, the same page can be written again. Of a run that is still going on, what is there is shown, and the text
-    says UNFINISHED.
+    If the exported models are there, the graph of each task is stored in `CELL/graph.json`, so that the same page can
+    be written without the models. The report of an unfinished run is marked UNFINISHED.
 
     Raises:
-        UserError: Not a results folder, a damaged one, or the report cannot be written.
+        UserError: The folder is no results folder or damaged, or the report cannot be written.
     """
-    digest, results = compute_inputs_digest(folder), load_results(folder)
+    digest, results = _inputs_digest(folder), load_results(folder)  # a run may write meanwhile, so digest first
     out = folder / "report"
     with explain_write_errors(out):
         graphs = {cell.name: graph for cell in results.cells if (graph := load_task_graph(cell)) is not None}
@@ -152,24 +151,61 @@ def write_report(folder: Path) -> tuple[Results, list[ReportTable]]:
         tables = write_tables(results, out)
         pictures = draw_plots(results, out)
         write_text(out / "index.html", render_index(results, tables, graphs, pictures))
-        write_inputs_digest(folder, digest)
+        write_text(out / INPUTS_DIGEST_FILE, f"{digest}\n")
     return results, tables
 
 
 def current_report(folder: Path) -> tuple[Results, list[ReportTable]] | None:
-    """What `write_report` would give, where it would write what is there already; None where it would not.
+    """Return what `write_report` would return if its files are up to date, else None.
 
     Raises:
         UserError: See `harness.report.load.results.load`.
     """
-    if not is_up_to_date(folder):
+    out = folder / "report"
+    try:
+        stored = (out / INPUTS_DIGEST_FILE).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if not (out / "index.html").exists() or stored != _inputs_digest(folder):
         return None
     results = load_results(folder)
     return results, list(build_tables(results))
 
 
+def _inputs_digest(folder: Path) -> str:
+    """Return a digest of the content of records and code, and of the names of exported models (see rows.json)."""
+    whole = hashlib.sha256(f"{folder}\n".encode())  # the page contains the path
+    for name in REPORT_LIBRARIES:
+        whole.update(f"{name} {version(name)}\n".encode())
+    code = Path(__file__).parents[1]
+    sources = (path for path in sorted(code.rglob("*")) if path.suffix in CODE_SUFFIXES)
+    tasks = {path.parent for name in TASK_FOLDER_FILES for path in folder.glob(f"*/{name}")}
+    for root, paths in ((code, sources), (folder, _record_files(folder, tasks))):
+        for path in paths:
+            whole.update(f"{path.relative_to(root)} {_content_digest(path)}\n".encode())
+    for path in sorted(path for task in tasks for path in task.glob("models/*.onnx")):
+        whole.update(f"{path.relative_to(folder)}\n".encode())
+    return whole.hexdigest()
+
+
+def _content_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:  # removed by a run that continues
+        return "gone"
+
+
+def _record_files(folder: Path, tasks: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files of a run and of `qdq explain`; the stored graph is written by the report itself."""
+    paths = {path for task in tasks for pattern in RECORD_GLOBS for path in task.glob(pattern)}
+    for path in sorted({folder / "experiment.yaml", *paths}):
+        if path.name != GRAPH_FILE and path.suffix in RECORD_SUFFIXES and path.is_file():
+            yield path
+
+
 def write_tables(results: Results, out: Path) -> list[ReportTable]:
-    """Write every table that has a row, as Markdown, CSV and LaTeX; one that has none any more goes."""
+    """Write every table that has a row, as Markdown, CSV and LaTeX; remove the files of tables without rows."""
     tables = list(build_tables(results))
     for table in tables:
         write_table(table, out)
@@ -184,16 +220,20 @@ def write_tables(results: Results, out: Path) -> list[ReportTable]:
 
 def report_text(results: Results, tables: Sequence[ReportTable]) -> str:
     """Return the main, budget and cost tables for a pipe or a file, each line of notes once."""
-    shown = map(render_plain_text, drop_repeated_lines(table for table in tables if table.name in PRINTED_TABLES))
-    return "\n\n".join(filter(None, [progress_note(results), *shown, "" if tables else partial_note(results)]))
+    before, after = _run_notes(results, tables)
+    return "\n\n".join(filter(None, [before, *map(render_plain_text, _printed_tables(tables)), after]))
 
 
 def report_renderable(results: Results, tables: Sequence[ReportTable]) -> Group:
-    """Return the same tables drawn for a terminal."""
-    shown = [
-        TerminalTable(table=table)
-        for table in drop_repeated_lines(table for table in tables if table.name in PRINTED_TABLES)
-    ]
-    said = (progress_note(results), "" if tables else partial_note(results))
-    before, after = ([Text(escape_control_characters(text), style="yellow")] if text else [] for text in said)
-    return Group(*before, *shown, *after)
+    """Return the main, budget and cost tables for a terminal."""
+    notes = _run_notes(results, tables)
+    before, after = ([Text(escape_control_characters(note), style="yellow")] if note else [] for note in notes)
+    return Group(*before, *_printed_tables(tables), *after)
+
+
+def _printed_tables(tables: Sequence[ReportTable]) -> list[ReportTable]:
+    return drop_repeated_lines(table for table in tables if table.name in PRINTED_TABLES)
+
+
+def _run_notes(results: Results, tables: Sequence[ReportTable]) -> tuple[str, str]:
+    return progress_note(results), "" if tables else partial_note(results)

@@ -1,7 +1,7 @@
-"""Searchers against each other over many problems: ranks, tests, sizes of effects, scores against random search.
+"""Comparison of searchers over several tasks: ranks, tests, effect sizes, scores against random search.
 
-A block is one problem (a model on a backend), never a seed: seeds of one block share the problem (Demšar 2006,
-"Statistical comparisons of classifiers over multiple data sets", JMLR 7). Larger values are better throughout.
+A block is one task (a model on a backend), never a seed, since the seeds of a block are not independent (Demšar 2006,
+"Statistical comparisons of classifiers over multiple data sets", JMLR 7). Larger values are better.
 """
 
 from __future__ import annotations
@@ -20,30 +20,16 @@ from harness.report.report_table import pluralize
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 
 __all__ = [
-    "MIN_BLOCKS",
-    "MIN_BLOCKS_FOR_WILCOXON",
-    "FriedmanRanks",
-    "compare_pairs",
-    "compare_with",
-    "compute_ranks",
-    "effect_size",
-    "geometric_mean",
-    "mean_ratio_over_blocks",
-    "quartiles",
-    "score_against_random",
-    "smallest_p_value",
+    "MIN_BLOCKS", "MIN_BLOCKS_FOR_WILCOXON", "FriedmanRanks", "compare_pairs", "compare_with", "compute_ranks",
+    "effect_size", "geometric_mean", "mean_ratio_over_blocks", "quartiles", "score_against_random", "smallest_p_value",
 ]  # fmt: skip
 
-MIN_BLOCKS = 3
-"""Blocks that a mean's interval and Friedman's test need here: fewer say nothing of others, however well they agree."""
-MIN_BLOCKS_FOR_WILCOXON = 6
-"""Blocks from which Wilcoxon's test can be significant at 5 % without correction; see `smallest_p_value`."""
+MIN_BLOCKS = 3  # for the interval of a mean and for Friedman's test; fewer say nothing about other tasks
+MIN_BLOCKS_FOR_WILCOXON = 6  # Wilcoxon's test can then be significant at 5 %, see `smallest_p_value`
+#: With more of both, Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2).
 MANY_BLOCKS, MANY_METHODS = 10, 5
-"""With more of both Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2)."""
 PERMUTATION_RESAMPLES = 19_999
-"""Permutations drawn where there are more; the smallest p is their reciprocal."""
-SCORE_END_SHARE = 0.95
-"""Share of what there is to find at which random search has caught up and a score ends."""
+SCORE_END_SHARE = 0.95  # of the possible improvement: a score ends when random search has found it
 Floats = npt.NDArray[np.float64]
 
 
@@ -52,53 +38,51 @@ class FriedmanRanks:
     """Mean ranks of methods over blocks.
 
     Attributes:
-        mean: By method, best first; rank 1 is the best of a block, ties share their ranks.
-        blocks: Number of blocks.
-        p_value: Of Friedman's test that all methods are alike; None with fewer than `MIN_BLOCKS` blocks or three
-            methods.
-        critical_difference: Mean ranks that differ by more are different at 5 % (Nemenyi); None as above.
-        unit: What people call a block.
+        mean: Mean rank by method, best first; rank 1 is the best of a block, ties share their ranks.
+        p_value: p of Friedman's test that all methods are equal; None below `MIN_BLOCKS` blocks or three methods.
+        critical_difference: Difference of mean ranks that is significant at 5 % (Nemenyi); None as above.
+        unit: Name of a block.
     """
 
     mean: Mapping[str, float]
     blocks: int
     p_value: float | None
     critical_difference: float | None
-    unit: str = "cell"
+    unit: str = "task"
 
     @property
     def untested_reason(self) -> str:
-        """Return why there is no test, or "" if there is one."""
+        """Reason why there is no test, or ""."""
         if self.critical_difference is not None:
             return ""
         if self.blocks < MIN_BLOCKS:
             few = f"{pluralize(self.blocks, self.unit)} {'is' if self.blocks == 1 else 'are'} too few"
-            return f"no test: {few} to say anything of others ({MIN_BLOCKS} are needed)"
-        return f"no test of ranks: {len(self.mean)} searchers are a pair"
+            return f"no test: {few} ({MIN_BLOCKS} are needed)"
+        return f"no test of ranks, which needs three searchers: there are {len(self.mean)}"
 
     @property
     def cliques(self) -> tuple[tuple[str, ...], ...]:
-        """Largest groups of methods that the test cannot tell apart, in order of their ranks."""
+        """Maximal groups of methods that the test does not distinguish, in order of their ranks."""
         if self.critical_difference is None:
             return ()
         names = list(self.mean)
-        found: list[tuple[str, ...]] = []
+        groups: list[tuple[str, ...]] = []
         for start, first in enumerate(names):
             group = [n for n in names[start:] if self.mean[n] - self.mean[first] <= self.critical_difference]
-            if len(group) > 1 and not any(set(group) <= set(known) for known in found):
-                found.append(tuple(group))
-        return tuple(found)
+            if len(group) > 1 and not any(set(group) <= set(known) for known in groups):
+                groups.append(tuple(group))
+        return tuple(groups)
 
 
-def compute_ranks(values: pd.DataFrame, unit: str = "cell") -> FriedmanRanks:
-    """Friedman's test and Nemenyi's critical difference (Demšar 2006, sections 3.2.2 and 3.2.3).
+def compute_ranks(values: pd.DataFrame, unit: str = "task") -> FriedmanRanks:
+    """Return mean ranks, Friedman's test and Nemenyi's critical difference (Demšar 2006, sections 3.2.2 and 3.2.3).
 
     Args:
-        values: One row a block, one column a method, nothing missing; larger is better.
-        unit: What people call a block.
+        values: A row per block, a column per method, without missing values; larger is better.
+        unit: Name of a block.
 
     Raises:
-        ValueError: No block or no method.
+        ValueError: There is no block or no method.
     """
     from scipy.stats import rankdata, studentized_range
 
@@ -117,7 +101,7 @@ def compute_ranks(values: pd.DataFrame, unit: str = "cell") -> FriedmanRanks:
 
 
 def _friedman_p_value(ranks: Floats) -> float:
-    """p of Friedman's test: by permutations within blocks, all of them where they are few, or by chi-squared.
+    """Return p of Friedman's test by permutations within blocks, or by chi-squared for many of both.
 
     Args:
         ranks: Shape (blocks, methods).
@@ -138,13 +122,13 @@ def _friedman_p_value(ranks: Floats) -> float:
 
 
 def _rank_sum_of_squares(*ranks: Floats, axis: int) -> Floats:
-    """What Friedman's statistic grows with where blocks and their ties are given: the sum of squared rank sums."""
+    # Friedman's statistic increases with this sum for given blocks and ties.
     sums: Floats = np.square(np.stack([method.sum(axis=axis) for method in ranks])).sum(axis=0)
     return sums
 
 
 def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
-    """Chance that one draw of the first is larger than one of the second, ties counted half.
+    """Return the probability that a draw of the first is larger than one of the second; ties count half.
 
     Vargha and Delaney, "A critique and improvement of the CL common language effect size statistics", Journal of
     Educational and Behavioral Statistics 25, 2000: 0.5 is no effect, 1 always better.
@@ -154,31 +138,30 @@ def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
-    """Every pair of methods: ratio with its interval, size of effect, Wilcoxon's signed ranks with Holm's correction.
+    """Return ratio, effect size and Holm-corrected p of Wilcoxon's signed-rank test for every pair of methods.
 
-    The ratio goes over blocks as `harness.statistics.block_ci` has it: the median over seeds stands for a block, the
-    interval is Student's over blocks on a logarithmic scale; fewer than `MIN_BLOCKS` give none. The chance to be better
-    is the mean over blocks of the effect size over seeds (Agarwal et al. 2021, "Deep reinforcement learning at the edge
-    of the statistical precipice", probability of improvement).
+    The ratio of a block is that of the medians over seeds; see `mean_ratio_over_blocks`. `chance` is the mean over
+    blocks of `effect_size` over seeds (probability of improvement: Agarwal et al. 2021, "Deep reinforcement learning at
+    the edge of the statistical precipice").
 
     Args:
-        seeds: By method, by block, one positive value a seed; a pair is compared on the blocks that both have.
+        seeds: Positive values of the seeds by method and block; a pair is compared on its common blocks.
 
     Returns:
-        Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm; `smallest_p_value` limits the last.
+        Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm.
     """
     return _compare_all(itertools.combinations(seeds, 2), seeds, np.median)
 
 
 def compare_with(control: str, seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
-    """One method with each of the others, as `compare_pairs`; `first` is the control throughout.
+    """Return `compare_pairs` of one method with each of the others; `first` is the control.
 
-    It is for blocks of many seeds: their means are compared, for the medians of many are one and the same best.
-    With k methods the correction is for k - 1 comparisons and not for k (k - 1) / 2, which so few blocks as recorded
-    tables can never pay for (Demšar 2006, section 3.2.2: all against a control).
+    Means over seeds are compared instead of medians: with many seeds the medians are all the same best value. Holm's
+    correction is for k - 1 comparisons of k methods, not for k (k - 1) / 2, for which the recorded tables are too few
+    blocks (Demšar 2006, section 3.2.2: all against a control).
 
     Raises:
-        KeyError: No such method.
+        KeyError: There is no such method.
     """
     return _compare_all([(control, other) for other in seeds if other != control], seeds, np.mean)
 
@@ -217,11 +200,10 @@ def _compare_pair(
 
 
 def mean_ratio_over_blocks(ratios: Sequence[float]) -> Interval:
-    """Geometric mean of the ratios of several blocks with Student's interval over them; with fewer than `MIN_BLOCKS`
-    none.
+    """Return the geometric mean of ratios with Student's interval over blocks, without one below `MIN_BLOCKS`.
 
     Raises:
-        ValueError: No ratio, or one that is not positive.
+        ValueError: There is no ratio, or one is not positive.
     """
     middle = block_ci([[ratio] for ratio in ratios])
     return middle if len(ratios) >= MIN_BLOCKS else replace(middle, low=0.0, high=math.inf)
@@ -255,21 +237,21 @@ def _holm_adjust(p_values: Floats) -> Floats:
 
 
 def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, first: int = 0) -> Floats:
-    """How much of what random search leaves a searcher has found, on average over its evaluations; one value a seed.
+    """Return for each seed the share of random search's remaining improvement that the searcher has found.
 
     P(t) = (random(t) - searcher(t)) / (random(t) - best): 0 is random search, 1 the best placement at once, negative is
-    worse than random. The average goes over the evaluations until random search itself has found 95 % of what there was
-    to find (Willemsen et al. 2024, "A methodology for comparing optimization algorithms for auto-tuning", Future
-    Generation Computer Systems 159, section 3): from its first evaluation on, or from the last that all searches share.
+    worse than random. It is averaged over the evaluations after the common ones until random search has found 95 % of
+    the possible improvement (Willemsen et al. 2024, "A methodology for comparing optimization algorithms for
+    auto-tuning", Future Generation Computer Systems 159, section 3).
 
     Args:
-        latency_ms: Of the incumbent, [seed, evaluation].
-        random_ms: Of random search, expected after each evaluation; it shares the first ones.
+        latency_ms: Latency of the incumbent, [seed, evaluation].
+        random_ms: Expected latency of random search after each evaluation.
         best_ms: The best known latency.
-        first: Evaluations that all searches share and that are left out: the initial placements.
+        first: Number of evaluations that all searches have in common (initial placements), which are left out.
 
     Returns:
-        NaN where those that all share leave less than 1 % of latency, which nobody claims.
+        NaN if the common evaluations leave less than 1 % of latency, the smallest gain that is claimed.
     """
     rest = random_ms - best_ms
     start = rest[max(first - 1, 0)]
@@ -282,10 +264,10 @@ def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, 
 
 
 def geometric_mean(parts: Sequence[Interval]) -> Interval:
-    """Mean of independent estimates on a logarithmic scale; its limits are of these, not of others like them.
+    """Return the geometric mean of independent estimates; its limits apply to these, not to a larger population.
 
-    Distances to the limits combine as sqrt(sum d^2) / n, above and below apart. Where a part has none, the mean has
-    none: NaN.
+    Logarithmic distances to the limits combine as sqrt(sum d^2) / n, above and below separately. If a part has no
+    limits, those of the mean are NaN.
     """
     mean = math.exp(sum(math.log(part.value) for part in parts) / len(parts))
     if not all(0 < part.low <= part.high < math.inf for part in parts):
@@ -296,9 +278,6 @@ def geometric_mean(parts: Sequence[Interval]) -> Interval:
 
 
 def quartiles(values: Floats) -> tuple[float, float | None, float | None]:
-    """Median with the lower and the upper quartile; a single value has none.
-
-    What searches reach is skewed: most are near the optimum, and a few far off move a mean and widen its interval.
-    """
+    """Return median, lower and upper quartile, for skewed results; a single value has no quartiles."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return (middle, low, high) if len(values) > 1 else (middle, None, None)

@@ -7,27 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
 from harness.errors import UserError, suggest_names
 from harness.report import provenance_lines
 from harness.report.frames.main_frame import main_frame
-from harness.report.frames.speedup_overview import MEAN_LABEL
 from harness.report.load.results import CellResults, Results
 from harness.report.provenance_lines import ValueSource
 from harness.report.report_table import ReportTable
-from harness.report.tables.table_layouts import build_tables
+from harness.report.table_spec import Row, is_missing
+from harness.report.tables.catalog import SPECS, build_tables
+from harness.report.tables.overview import MEAN_LABEL
 from harness.selection.paired_timing import SELECTION_LOG_NAME
 
 __all__ = ["CellSource", "find_main_row", "trace_cell"]
 
-MAIN_ALIGNED_TABLES = ("main", "precision", "finalists")
-"""Tables whose lines are rows, one by one those of the raw frame."""
-MAIN_ROW_TABLES = (*MAIN_ALIGNED_TABLES, "overview", "decision", "transfer", "transfer_models")
-"""Tables whose figures are of rows of the main table."""
-CONFIRMED_TABLES = ("budget", "fixed", "pairs", "ablation")
-"""Tables of what searches chose, by its confirmation. The others are of the searches' own samples, `targets` of both.
-"""
 ROW_LABEL_COLUMNS = (
     "cell", "searcher", "first", "second", "reference", "budget", "variant", "model", "row", "found on", "found in",
 )  # fmt: skip
@@ -35,13 +27,13 @@ ROW_LABEL_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSource:
-    """A cell of a table with its source.
+    """Cell of a table with its source.
 
     Attributes:
-        row: Its row, in words.
+        row: Number and labels of its row.
         column: Heading of its column.
-        shown: What the table says.
-        sources: The readings behind it, each with its place.
+        shown: Text of the cell.
+        sources: Readings behind it, with file and line.
     """
 
     row: str
@@ -51,42 +43,54 @@ class CellSource:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Every single reading."""
+        """All lines of the sources, with every reading."""
         return tuple(line for source in self.sources for line in source.lines())
 
     @property
     def measured(self) -> bool:
-        """There are readings, and not only facts."""
+        """Whether there are readings, not only facts."""
         return any(next(iter(source.readings()), None) is not None for source in self.sources)
 
 
 def trace_cell(results: Results, address: str, name: str = "main") -> CellSource:
-    """The readings behind one cell of a table.
+    """Return the readings behind one cell of a table.
 
     Args:
-        results: The results folder.
-        address: ROW:COLUMN. ROW is a row's number (the first is 1); where the table's lines are rows also a method, an
-            id, or CELL/METHOD, else what the line begins with. COLUMN begins like the heading: "12:speedup",
-            "tpe:drop", "net-openvino-int8/linear:latency".
-        name: Of the table's files.
+        address: ROW:COLUMN, for instance "12:speedup", "tpe:drop", "net-openvino-int8/linear:latency". ROW is the
+            number of a row from 1, its last label or all labels joined by "/"; in a table of rows also a row id.
+            COLUMN is the beginning of a heading.
+        name: Name of the table's files.
 
     Raises:
-        UserError: No such table, row or column, or several rows are meant.
+        UserError: There is no such table, row or column, or several rows match.
     """
     where, colon, column = address.rpartition(":")
     if not colon:
-        raise UserError(f"{address!r}: ROW:COLUMN, for instance '1:speedup' or 'linear:latency'")
+        raise UserError(f"{address!r}: expected ROW:COLUMN, for instance '1:speedup' or 'linear:latency'")
     table = _find_table(results, name)
     shown = table.cells.to_dict("records")
-    lines = table.raw.to_dict("records") if name in MAIN_ALIGNED_TABLES else shown
-    number = _row_number(lines, where, name)
-    head = _column_title(table, column)
+    rows = table.raw.to_dict("records") if SPECS[name].source == "aligned rows" else shown
+    number = _row_number(rows, where, name)
+    head = _find_heading(table, column)
     return CellSource(
-        row=f"row {number + 1}: {', '.join(_row_label_values(lines[number]))}",
+        row=f"row {number + 1}: {', '.join(_row_labels(rows[number]))}",
         column=head,
         shown=str(shown[number][head]),
         sources=tuple(_cell_sources(results, table, number, head)),
     )
+
+
+def find_main_row(results: Results, where: str) -> dict[Any, Any]:
+    """Return the unrounded figures of a row of the main table.
+
+    Args:
+        where: ROW of `trace_cell`.
+
+    Raises:
+        UserError: There is no such row, or several match.
+    """
+    rows = main_frame(results).to_dict("records")
+    return rows[_row_number(rows, where, "main")]
 
 
 def _find_table(results: Results, name: str) -> ReportTable:
@@ -98,22 +102,7 @@ def _find_table(results: Results, name: str) -> ReportTable:
     raise UserError(f"{results.folder}: no table {name!r}; {suggest_names(name, others)}")
 
 
-def find_main_row(results: Results, where: str) -> dict[Any, Any]:
-    """The raw figures of a row of the main table.
-
-    Args:
-        results: The results folder.
-        where: See `trace`.
-
-    Raises:
-        UserError: No such row, or several rows are meant.
-    """
-    lines = main_frame(results).to_dict("records")
-    return lines[_row_number(lines, where, "main")]
-
-
-def _column_title(table: ReportTable, column: str) -> str:
-    """The heading that is so, or the only one that begins so."""
+def _find_heading(table: ReportTable, column: str) -> str:
     wanted = column.strip().lower()
     heads = {str(head).lower(): str(head) for head in table.cells.columns}
     found = [heads[wanted]] if wanted in heads else [head for low, head in heads.items() if low.startswith(wanted)]
@@ -124,57 +113,53 @@ def _column_title(table: ReportTable, column: str) -> str:
     return found[0]
 
 
-def _row_number(lines: Sequence[Mapping[Any, Any]], where: str, name: str) -> int:
-    if where.isdecimal() and 1 <= int(where) <= len(lines):
+def _row_number(rows: Sequence[Row], where: str, name: str) -> int:
+    if where.isdecimal() and 1 <= int(where) <= len(rows):
         return int(where) - 1
-    called = [number for number, line in enumerate(lines) if where in _row_names(line)]
-    found = called or [number for number, line in enumerate(lines) if where in _row_files(line)]
+    labelled = [number for number, row in enumerate(rows) if where in _row_names(row)]
+    found = labelled or [number for number, row in enumerate(rows) if where in _row_ids(row)]
     if len(found) == 1:
         return found[0]
     if not found:
-        known = {name for line in lines for name in _row_label_values(line)[-1:]}
-        raise UserError(f"no row {where!r} in the {name} table of {len(lines)} rows; {suggest_names(where, known)}")
-    choices = ", ".join(f"{n + 1} ({_format_row_label(lines[n])})" for n in found)
-    raise UserError(f"{where!r} is several rows of the {name} table; take a row's number: {choices}")
+        known = {label for row in rows for label in _row_labels(row)[-1:]}
+        raise UserError(f"no row {where!r} in the {name} table of {len(rows)} rows; {suggest_names(where, known)}")
+    choices = ", ".join(f"{number + 1} ({_describe_row(rows[number])})" for number in found)
+    raise UserError(f"{where!r} matches several rows of the {name} table; give the number of a row: {choices}")
 
 
-def _format_row_label(line: Mapping[Any, Any]) -> str:
-    return f"{line['cell']}, {line['precision']}" if "method" in line else ", ".join(_row_label_values(line))
+def _describe_row(row: Row) -> str:
+    return f"{row['cell']}, {row['precision']}" if "method" in row else ", ".join(_row_labels(row))
 
 
-def _row_label_values(line: Mapping[Any, Any]) -> list[str]:
-    """What people call a line."""
-    if "method" in line:
-        return [str(line["cell"]), str(line["method"])]
-    return [str(line[label]) for label in ROW_LABEL_COLUMNS if label in line]
+def _row_labels(row: Row) -> list[str]:
+    if "method" in row:
+        return [str(row["cell"]), str(row["method"])]
+    return [str(row[label]) for label in ROW_LABEL_COLUMNS if label in row]
 
 
-def _row_names(line: Mapping[Any, Any]) -> set[str]:
-    """What a line is called."""
-    labels = _row_label_values(line)
+def _row_names(row: Row) -> set[str]:
+    labels = _row_labels(row)
     return {labels[-1], "/".join(labels)} if labels else set()
 
 
-def _row_files(line: Mapping[Any, Any]) -> set[str]:
-    """What the file of a line is called: two methods may have chosen one, a search that of a tool's line."""
-    return {str(line["row"]), f"{line['cell']}/{line['row']}"} if "method" in line and line["row"] else set()
+def _row_ids(row: Row) -> set[str]:
+    return {str(row["row"]), f"{row['cell']}/{row['row']}"} if "method" in row and row["row"] else set()
 
 
 def _cell_sources(results: Results, table: ReportTable, number: int, head: str) -> Iterator[ValueSource]:
-    """By the kind of table."""
     line, cells = table.cells.to_dict("records")[number], {cell.name: cell for cell in results.cells}
-    if table.name in MAIN_ROW_TABLES:
+    source = SPECS[table.name].source
+    if source in ("aligned rows", "rows"):
         for raw in _raw_rows(table, number, head):
-            if table.name == "overview" and raw is not None and raw["seeds"] > 1:  # a median over them
+            if table.name == "overview" and raw is not None and raw["seeds"] > 1:  # a median over seeds
                 yield from _choice_sources(cells[raw["cell"]], {raw["method"]}, f"{raw['budget']:.0f}")
             else:
                 yield from _row_sources(cells, raw, head)
         return
     for cell in [cells[line["cell"]]] if line.get("cell") in cells else results.pooled:
-        if table.name == "variance":
-            for row in cell.summaries:
-                yield provenance_lines.turn_source(cell, row, paired=False)
-        elif table.name in CONFIRMED_TABLES:
+        if source == "confirmed rows":
+            yield from (provenance_lines.turn_source(cell, row, paired=False) for row in cell.summaries)
+        elif source == "choices":
             yield from _choice_sources(cell, _searchers_named(line), line.get("budget", head))
             yield from _fixed_row_sources(cell, table)
         else:
@@ -182,41 +167,41 @@ def _cell_sources(results: Results, table: ReportTable, number: int, head: str) 
 
 
 def _trial_sources(cell: CellResults, searchers: set[str], *, confirmed: bool) -> Iterator[ValueSource]:
-    """Every evaluation of these searchers, or of all; and of their incumbents the confirmation, or else the runoff."""
+    """Yield the trials of some searchers, or of all; if `confirmed`, also the confirmation of their incumbents."""
     for search in cell.searches:
         if not searchers or search.searcher in searchers:
             yield from provenance_lines.trial_sources(cell, search.searcher, search.seed)
-            rows = dict.fromkeys(step.digest for step in search.steps if confirmed and step.digest in cell.summaries)
-            yield from (provenance_lines.turn_source(cell, row, paired=True) for row in rows)
-            met = dict.fromkeys(step.digest for step in search.steps if confirmed and step.digest in cell.runoff)
-            yield from (_selection_source(cell, digest) for digest in met if digest not in rows)
+            for digest in dict.fromkeys(step.digest for step in search.incumbents if confirmed):
+                if digest in cell.summaries:
+                    yield provenance_lines.turn_source(cell, digest, paired=True)
+                elif digest in cell.selection_speedups:
+                    yield _selection_source(cell, digest)
 
 
 def _selection_source(cell: CellResults, digest: str) -> ValueSource:
-    """What the runoff says of a placement that was not confirmed."""
-    path, speedup = cell.folder / SELECTION_LOG_NAME, cell.runoff[digest]
-    return ValueSource(head=(f"{path}: {digest} ran {speedup:.4f} times as fast as float, the median over its turns",))
+    path, speedup = cell.folder / SELECTION_LOG_NAME, cell.selection_speedups[digest]
+    return ValueSource(head=(f"{path}: {digest} has a speedup of {speedup:.4f} over float, median over its turns",))
 
 
-def _row_sources(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, head: str) -> Iterator[ValueSource]:
+def _row_sources(cells: Mapping[str, CellResults], raw: Row | None, head: str) -> Iterator[ValueSource]:
     if raw is None:
-        yield ValueSource(head=("nothing was run there",))
+        yield ValueSource(head=("nothing was measured here",))
     elif raw["cell"] not in cells:
-        yield ValueSource(head=("the cell has not begun",))
+        yield ValueSource(head=("the task has not started",))
     else:
         column = head.removeprefix(f"{raw.get('quantized')} ")
-        whole = column.startswith("run ") or column == raw.get("column")
-        yield from provenance_lines.row_sources(cells[raw["cell"]], raw, "speedup" if whole else column)
+        is_speedup = column.startswith("run ") or column == raw.get("column")
+        yield from provenance_lines.row_sources(cells[raw["cell"]], raw, "speedup" if is_speedup else column)
 
 
-def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Mapping[Any, Any] | None]:
-    """The raw line that a figure is of, or lines of which it is the mean; None for one that is not there."""
+def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Row | None]:
+    """Return the raw row of a figure, or the rows of a mean; None for a missing one."""
     raw, line = table.raw.to_dict("records"), table.cells.to_dict("records")[number]
-    if table.name in MAIN_ALIGNED_TABLES:
+    if SPECS[table.name].source == "aligned rows":
         return [raw[number]]
     if table.name == "overview":
         keys = (line["device"], line["quantized"], head)
-        alike = [r for r in raw if (r["device"], r["quantized"], r["column"]) == keys and not pd.isna(r["cell"])]
+        alike = [r for r in raw if (r["device"], r["quantized"], r["column"]) == keys and not is_missing(r["cell"])]
         return [r for r in alike if line["model"] in (r["model"], MEAN_LABEL)] or [None]
     if table.name == "decision":
         same = [r for r in raw if (r["model"], r["device"], r["role"]) == (line["model"], line["device"], line["row"])]
@@ -226,32 +211,27 @@ def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Mapping[An
     return [next((r for r in raw if (r["within"], r["precision"], r["source"], r["target"]) == wanted), None)]
 
 
-def _searchers_named(line: Mapping[Any, Any]) -> set[str]:
-    """The searchers that a line is about; none where it is about all."""
+def _searchers_named(line: Row) -> set[str]:
     return {line[key] for key in ("searcher", "first", "second", "reference", "variant") if key in line}
 
 
 def _choice_sources(cell: CellResults, searchers: set[str], head: str) -> Iterator[ValueSource]:
-    """What each search of these searchers had chosen at a budget, the largest where the heading names none.
-
-    The readings of what several chose are told once, after the last of them.
-    """
-    asked = re.match(r"\d+", head)
-    budget = int(asked[0]) if asked else cell.budget
+    """Yield the choices of each search at the budget of a heading (default: the largest), rows of several once."""
+    number = re.match(r"\d+", head)
+    budget = int(number[0]) if number else cell.budget
     choices: dict[str, list[str]] = {}
     for pick in cell.picks:
         if pick.method in searchers and pick.rank == 0 and pick.budget == budget:
             where = f"{cell.name}, {pick.method}, seed {pick.seed} at {pick.budget} evaluations"
             choices.setdefault(pick.row, []).append(f"{where}: {pick.row or pick.reason}")
-    for row, told in choices.items():
-        yield ValueSource(head=tuple(told))
+    for row, lines in choices.items():
+        yield ValueSource(head=tuple(lines))
         if row:
             yield provenance_lines.turn_source(cell, row, paired=True)
 
 
 def _fixed_row_sources(cell: CellResults, table: ReportTable) -> Iterator[ValueSource]:
-    """The fixed row that choices are compared with; nothing where it is not with one."""
-    lines = table.raw.to_dict("records") if table.name == "fixed" else []
-    for row in dict.fromkeys(line["row"] for line in lines if line["cell"] == cell.name and line["row"]):
+    rows = table.raw.to_dict("records") if table.name == "fixed" else []
+    for row in dict.fromkeys(row["row"] for row in rows if row["cell"] == cell.name and row["row"]):
         yield ValueSource(head=(f"{cell.name}, the best fixed row: {row}",))
         yield provenance_lines.turn_source(cell, row, paired=True)

@@ -12,7 +12,7 @@ from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
 from harness.search_loop.objective import PROXY, Goal, is_feasible, score_values
 from harness.statistics import rebuilt_ci
 from search.api import Score
-from search.pareto import hypervolume
+from search.pareto import hypervolume, insert_nondominated
 
 __all__ = [
     "BudgetState", "Evaluation", "MetricUsage", "evaluations_until_result", "is_new_incumbent", "iter_counted",
@@ -179,7 +179,7 @@ class _SearchTally:
         if not is_feasible(trial.score) or trial.digest in self._excluded:
             return
         if self._goal.minimize == "pareto":
-            _insert_nondominated(self._best, trial)
+            insert_nondominated(self._best, trial, lambda known: known.score.objectives)
         else:
             insort(self._best, trial, key=lambda known: (known.score.objective, known.latency_ms))
             del self._best[self._count :]
@@ -212,14 +212,3 @@ def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     from scipy.stats import spearmanr  # slow to import, and rarely needed
 
     return float(spearmanr(pairs).statistic)
-
-
-def _insert_nondominated(front: list[Evaluation], trial: Evaluation) -> None:
-    """Add a trial to a front unless it is dominated, and remove those that it dominates."""
-    if not any(_dominates(known, trial) for known in front):
-        front[:] = [*(known for known in front if not _dominates(trial, known)), trial]
-
-
-def _dominates(one: Evaluation, other: Evaluation) -> bool:
-    pairs = list(zip(one.score.objectives, other.score.objectives, strict=True))
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Main results as pandas frames of unrounded figures; `budget_frames` has those of the searches."""
+"""Frame of the main table, one row per method, from which other tables select rows."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import pandas as pd
 
 from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
 from harness.config.plan import TaskSpec
-from harness.report.frames.budget_frames import search_float_ms
-from harness.report.frames.confirmation_samples import statistical_ties
+from harness.report.frames.confirmation import statistical_ties
+from harness.report.frames.curves import search_float_ms
 from harness.report.load.results import CellResults, Results
-from harness.report.load.search_logs import SearchLog
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
+from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
 from harness.timing.provenance import processor_label
 from harness.timing.turn_log import disturbance_note
 
 __all__ = [
-    "UNUSABLE_VERDICTS", "backend_label", "finalist_frame", "main_frame", "precision_frame", "with_backend_column",
+    "UNUSABLE_DECISIONS", "backend_label", "finalist_frame", "main_frame", "precision_frame", "with_backend_column",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 60
 MISSING_VERDICT = "missing"
-UNUSABLE_VERDICTS = (
+#: Prefixes of decisions on rows that break the bound on accuracy, have no score, or compute a wrong result.
+UNUSABLE_DECISIONS = (
     "not shipped: accuracy",
     "not shipped: not scored",
     "not shipped: wrong result",
     "not shipped: saturates",
 )
-"""How decisions begin on what breaks the bound on accuracy, was not seen to keep it, or is computed wrongly."""
 MAIN_COLUMNS = (
     "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
@@ -45,36 +45,50 @@ MAIN_COLUMNS = (
 
 
 def main_frame(results: Results) -> pd.DataFrame:
-    """One row a method: confirmed latency and speedup with 95 % intervals, accuracy, drop, cost, verdict, decision.
+    """Return confirmed latency, speedup, accuracy, cost, verdict and decision of each method of each task.
 
-    A searcher stands with the best of its seeds at the largest budget, see
-    `harness.results_dir.artifacts.best_choice`; the figures
-    shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among those that obey the bound
-    on accuracy, `tied` those of them that cannot be told from it. What was asked for and is not there yet has a row
-    with the verdict "missing". `beyond` marks the rows whose drop breaks that bound, however fast they are.
+    A searcher has the row of its best seed at the largest budget (`harness.results_dir.artifacts.best_choice`), with
+    confirmed figures. Methods without results have the verdict "missing".
+
+    Returns:
+        Columns `MAIN_COLUMNS`. `best`: the fastest confirmed method of a finished task within the bound on accuracy;
+        `tied`: not distinguishable from it; `beyond`: the drop exceeds the bound. Intervals are 95 %.
     """
-    lines = [line for cell in results.cells for line in _main_rows(cell, results)]
+    lines = [line for cell in results.cells for line in _task_rows(cell, results)]
     waiting = {spec.name: spec for spec in results.stored.cells if spec.name in results.waiting}
     for spec in waiting.values():
         lines += [_missing_row(_spec_columns(spec), method) for method in _expected_methods(results)]
     return pd.DataFrame(lines, columns=list(MAIN_COLUMNS))
 
 
-def precision_frame(results: Results) -> pd.DataFrame:
-    """The main rows of cells that have an accuracy, and of models that were quantized to several precisions."""
-    main = main_frame(results)
+def precision_frame(main: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of tasks with a score, and of models that were quantized to several precisions."""
     scored = main.groupby("cell")["score"].transform("count") > 0
     several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
     return main[scored | several].reset_index(drop=True)
 
 
+def finalist_frame(results: Results) -> pd.DataFrame:
+    """Return a row for each placement that a search sent to the confirmation, of every seed and rank.
+
+    The second best of a search is called "METHOD #2". The main table has no such rows: selecting among them by
+    confirmed figures would select and report by the same samples.
+    """
+    lines = []
+    for cell in results.cells:
+        for pick in _final_choices(cell):
+            line = _choice_row(cell, pick)
+            lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
+    return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in ("best", "tied", "decision")])
+
+
 def with_backend_column(main: pd.DataFrame) -> pd.DataFrame:
-    """Lines of `main_frame` with the backend before their devices where there are several backends."""
+    """Return the frame with the backend in `device` if there are several backends."""
     several = len(main) > 0 and main["backend"].nunique() > 1
     return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
 
 
-def _main_rows(cell: CellResults, results: Results) -> list[dict[str, Any]]:
+def _task_rows(cell: CellResults, results: Results) -> list[dict[str, Any]]:
     searches: dict[str, list[Choice]] = {}
     for pick in _final_choices(cell):
         if pick.rank == 0:
@@ -87,9 +101,9 @@ def _main_rows(cell: CellResults, results: Results) -> list[dict[str, Any]]:
 
 
 def _rank_rows(cell: CellResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark the fastest row of a finished cell and the rows that are not distinguishable from it.
+    """Mark the fastest row of a finished task and the rows that are not distinguishable from it.
 
-    A tie with the float model is never the fastest (the float model itself is), and a slower row is never marked.
+    A tie with the float model is not the fastest (the float model is), and a slower row is never marked.
     """
     confirmed = [line for line in lines if line["speedup"] is not None] if cell.complete else []
     within = [line for line in confirmed if cell.obeys(line["row"]) and line["verdict"] != "slower"]
@@ -98,28 +112,13 @@ def _rank_rows(cell: CellResults, lines: list[dict[str, Any]]) -> list[dict[str,
     for line in lines:
         line["best"] = top is not None and line in within and line["row"] == top["row"]
         line["tied"] = line in within and line["row"] in tied
-        line["decision"] = _shipping_decision(cell, line)
+        line["decision"] = _decide(cell, line)
     return lines
 
 
-def finalist_frame(results: Results) -> pd.DataFrame:
-    """One row for each placement that a search sent to the confirmation: every seed, every rank.
-
-    The second best of a search is called "METHOD #2". It stands here only: to put the better one of several
-    by their confirmed figures into the main table would be to choose and report by the same samples.
-    """
-    lines = []
-    for cell in results.cells:
-        for pick in _final_choices(cell):
-            line = _choice_row(cell, pick)
-            lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
-    return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in ("best", "tied", "decision")])
-
-
 def _final_choices(cell: CellResults) -> Iterator[Choice]:
-    """What the searches chose at the largest budget."""
-    largest = cell.budget
-    return (pick for pick in cell.picks if pick.kind == "search" and pick.budget == largest)
+    """Yield the choices of the searches at the largest budget."""
+    return (pick for pick in cell.picks if pick.kind == "search" and pick.budget == cell.budget)
 
 
 def _expected_methods(results: Results) -> tuple[str, ...]:
@@ -127,33 +126,26 @@ def _expected_methods(results: Results) -> tuple[str, ...]:
 
 
 def _task_columns(cell: CellResults) -> dict[str, Any]:
+    precision = cell.facts["precision"]
+    names = {"cell": cell.name, "model": cell.facts["model"], "backend": backend_label(cell)}
     return {
-        "cell": cell.name,
-        "model": cell.facts["model"],
-        "backend": backend_label(cell),
-        "device": _device_label(cell),
-        "precision": cell.facts["precision"],
-        "quantized": cell.facts["precision"],
-        "metric": cell.metric,
-    }
+        **names, "device": _device_label(cell), "precision": precision, "quantized": precision, "metric": cell.metric
+    }  # fmt: skip
 
 
 def _spec_columns(spec: TaskSpec) -> dict[str, Any]:
-    backend = {"backend": spec.backend.name, "device": MISSING_VERDICT}
-    facts = {"cell": spec.name, "model": spec.model.name, **backend, "metric": None}
-    return {**facts, "precision": spec.precision, "quantized": spec.precision}
+    names = {"cell": spec.name, "model": spec.model.name, "backend": spec.backend.name, "device": MISSING_VERDICT}
+    return {**names, "precision": spec.precision, "quantized": spec.precision, "metric": None}
 
 
 def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:
-    """A row that was asked for and is not there."""
-    nothing = dict.fromkeys(MAIN_COLUMNS)
     counts = {"builds_ok": 0, "builds": 0, "beyond": False, "best": False, "tied": False}
     words = {"method": method, "verdict": MISSING_VERDICT, "decision": MISSING_VERDICT, "reason": "", "row": ""}
-    return {**nothing, **facts, **counts, **words}
+    return {**dict.fromkeys(MAIN_COLUMNS), **facts, **counts, **words}
 
 
-def _shipping_decision(cell: CellResults, line: Mapping[str, Any]) -> str:
-    """What to do with a row, by its verdict and the bound: ship it or not, and why not."""
+def _decide(cell: CellResults, line: Mapping[str, Any]) -> str:
+    """Return whether a row is shipped by its verdict and the bound on accuracy, and why not."""
     verdict = line["verdict"]
     if verdict == "baseline" or line["precision"] is None:
         return str(verdict)
@@ -170,7 +162,6 @@ def _shipping_decision(cell: CellResults, line: Mapping[str, Any]) -> str:
 
 
 def _shipping_label(cell: CellResults, line: Mapping[str, Any]) -> str:
-    """What may be said of a row that is faster: nobody ships what was held to no bound on accuracy."""
     if line["score"] is not None and cell.allowed is not None:
         return "ship: fastest" if line["best"] else "ship"
     why = "accuracy unknown" if line["score"] is None else "no bound on accuracy"
@@ -178,8 +169,7 @@ def _shipping_label(cell: CellResults, line: Mapping[str, Any]) -> str:
 
 
 def _unscored_reason(cell: CellResults, line: Mapping[str, Any]) -> str:
-    """Why a row has no accuracy: outputs that are not finite, as a rule."""
-    reason = cell.scores.get(line["row"], {}).get("reason")
+    reason = cell.scores.get(line["row"], {}).get("reason")  # as a rule, outputs that are not finite
     return "not scored" if reason is None else f"not scored ({_truncate_reason(str(reason))})"
 
 
@@ -188,9 +178,9 @@ def _truncate_reason(reason: str) -> str:
 
 
 def _choice_row(cell: CellResults, pick: Choice) -> dict[str, Any]:
-    summary = cell.summaries.get(pick.row)
-    row = cell.rows.get(pick.row)
-    good, tried = _count_builds(cell, pick)
+    summary, row = cell.summaries.get(pick.row), cell.rows.get(pick.row)
+    search = next((s for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
+    good, tried = _count_builds(cell, pick, search)
     drop = cell.drop(pick.row)
     verdict, reason = _speed_verdict(cell, pick)
     return {
@@ -204,19 +194,14 @@ def _choice_row(cell: CellResults, pick: Choice) -> dict[str, Any]:
         "pairs": None if row is None else row.pairs,
         "builds_ok": good,
         "builds": tried,
-        "minutes": pick.minutes,
         "verdict": verdict,
         "beyond": drop is not None and cell.goal.loss_excess(drop) > 0,
         "reason": reason,
-        "seed": pick.seed,
-        "budget": pick.budget,
-        "search_ms": pick.search_ms,
-        "shrinkage": _shrinkage(cell, pick),
-        "runoff": pick.runoff,
-        "scored": pick.scored,
+        "shrinkage": _shrinkage(cell, pick, search),
+        "sha256": None if row is None else row.sha256,
+        **{key: getattr(pick, key) for key in ("minutes", "seed", "budget", "search_ms", "runoff", "scored")},
         "agreement": pick.agreement,
         "row": pick.row,
-        "sha256": None if row is None else row.sha256,
     }
 
 
@@ -227,14 +212,14 @@ def _interval_columns(name: str, interval: Interval | None) -> dict[str, float |
 
 
 def _accuracy_drop(cell: CellResults, row: str) -> Interval | None:
-    """Loss of accuracy, with its interval over images where the records allow one."""
+    """Return the loss of accuracy, with its interval over images if the records allow one."""
     value = cell.drop(row)
     if value is None or cell.metric is None:
         return None
     if row != FLOAT_ROW:
-        reference, found = (decode_accuracy(cell.scores[name]) for name in (FLOAT_ROW, row))
+        reference, own = (decode_accuracy(cell.scores[name]) for name in (FLOAT_ROW, row))
         try:
-            estimate = drop_estimate(reference, found, cell.metric, higher_is_better=cell.higher_is_better)
+            estimate = drop_estimate(reference, own, cell.metric, higher_is_better=cell.higher_is_better)
         except ValueError as error:
             logger.warning("%s: no interval of the drop of %s: %s", cell.folder, row, error)
             estimate = None
@@ -243,43 +228,38 @@ def _accuracy_drop(cell: CellResults, row: str) -> Interval | None:
     return Interval(value=value, low=float("nan"), high=float("nan"))
 
 
-def _shrinkage(cell: CellResults, pick: Choice) -> float | None:
-    """By how much the confirmed speedup is less than the one that the search saw: what choosing by luck had added."""
+def _shrinkage(cell: CellResults, pick: Choice, search: SearchLog | None) -> float | None:
+    """Return the speedup by the search's samples less the confirmed one, a measure of the luck of selection."""
     summary = cell.summaries.get(pick.row)
-    search = _find_search(cell, pick)
     base_ms = None if search is None else search_float_ms(cell, search)
     if summary is None or base_ms is None or pick.search_ms is None:
         return None
     return summary.shrinkage(base_ms / pick.search_ms)
 
 
-def _count_builds(cell: CellResults, pick: Choice) -> tuple[int, int]:
-    """Builds that worked, of those tried: in the search for a searcher, in the confirmation for the others."""
+def _count_builds(cell: CellResults, pick: Choice, search: SearchLog | None) -> tuple[int, int]:
+    """Return successful and all builds: of the search for a searcher, else of the confirmation."""
     if pick.kind == "search":
-        search = _find_search(cell, pick)
-        return (0, 0) if search is None else (search.good, search.evaluations)
+        return (0, 0) if search is None else (search.successes, search.evaluations)
     summary = cell.summaries.get(pick.row)
     return (0, cell.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
 
 
-def _find_search(cell: CellResults, pick: Choice) -> SearchLog | None:
-    return next((s for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
-
-
 def _speed_verdict(cell: CellResults, pick: Choice) -> tuple[str, str]:
-    """Verdict for the table, and the whole reason where there is none."""
+    """Return the verdict for the table, and the full reason if there is no figure."""
     summary, failed = cell.summaries.get(pick.row), cell.failed.get(pick.row)
-    if cell.wrong(pick.row) and (pick.row != FLOAT_ROW or pick.kind != "float"):
+    is_baseline = pick.row == FLOAT_ROW and pick.kind == "float"
+    if cell.wrong(pick.row) and not is_baseline:
         return cell.checks[pick.row].label, str(cell.checks[pick.row])
     if pick.reason:
         return _truncate_reason(pick.reason), pick.reason
     if summary is not None:
-        return ("baseline" if pick.row == FLOAT_ROW and pick.kind == "float" else summary.verdict), ""
+        return ("baseline" if is_baseline else summary.verdict), ""
     return ("not confirmed", "") if failed is None else (f"failed: {failed.stage}", failed.reason)
 
 
 def backend_label(cell: CellResults) -> str:
-    """The backend by the label that the experiment gave it: what the cell's name has between model and precision."""
+    """Return the label of the backend in the experiment, which is in the task's name between model and precision."""
     prefix, suffix = f"{cell.facts['model']}-", f"-{cell.facts['precision']}"
     label = cell.name.removeprefix(prefix).removesuffix(suffix)
     return label if f"{prefix}{label}{suffix}" == cell.name else str(cell.facts["backend"].get("name"))
@@ -288,7 +268,7 @@ def backend_label(cell: CellResults) -> str:
 def _device_label(cell: CellResults) -> str:
     backend = cell.facts["backend"]
     device = str(backend.get("device", backend.get("name")))
-    if device == cell.environment.get("cpu", {}).get("model"):  # older runs have the bare name
+    if device == cell.environment.get("cpu", {}).get("model"):  # older runs recorded the bare name
         device = processor_label(device, cell.environment)
     threads = backend.get("options", {}).get("threads")
     return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}"

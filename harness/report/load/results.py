@@ -1,22 +1,29 @@
-"""A results folder as values, finished or not. Live and replayed runs read the same way; model files are not needed."""
+"""Reader of a results folder, finished or not, of live and replayed runs; exported models are not needed."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.accuracy.metrics.base import NEGLIGIBLE_SCORE
 from harness.errors import UserError
-from harness.records import SCHEMA_VERSION, Failed
-from harness.report.load.search_logs import SearchLog, median_latencies_ms, read_searches
-from harness.report.load.stored_experiment import StoredExperiment, read_metric_scores, read_stored_experiment
+from harness.records import Failed
+from harness.report.load.stored_experiment import (
+    StoredExperiment,
+    read_builds,
+    read_environment,
+    read_goal,
+    read_metric_scores,
+    read_or_explain,
+    read_stored_experiment,
+    read_task_facts,
+)
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, read_finalists
-from harness.results_dir.journal import has_header
 from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
+from harness.search_loop.search_log import SearchLog, median_latencies_ms, read_searches
 from harness.selection.confirmation import read_events, read_noise_floor
 from harness.selection.paired_timing import SELECTION_LOG_NAME, read_speedups
 from harness.timing.confirmation import ContenderSummary, summarize_turns
@@ -25,32 +32,34 @@ from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck,
 
 __all__ = ["NOISY_FLOOR", "CellResults", "Results", "load"]
 
-T = TypeVar("T")
 NOISY_FLOOR = 0.10  # A/A floor of a noisy machine, on which gains of the size that quantization has are lost
-REPAIR_HINT = "move it away and repeat qdq run, which makes it anew, or restore it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResults:
-    """What one cell's folder holds.
+    """Results of one task.
 
     Attributes:
-        environment: The machine on which it was begun; empty where that was not written down.
-        searches: Those that have begun.
-        levels_ms: Latency of each placement that they measured, by digest: one for all of them, the median of their
-            readings, so that what several searches came to is as fast in each.
-        runoff: Speedup over the float model by digest of what met in the runoff; empty where there was none.
-        scores: The evaluator's figures by row id.
-        events: Of the confirmation, in order.
+        facts: Content of `cell.json`.
+        environment: Machine on which the task started; empty if it was not recorded.
+        rows: Exported models by id.
+        picks: Choices of the methods.
+        searches: Searches that have started.
+        latencies_ms: Latency of each measured placement by digest: the median over the searches that measured it, so
+            that it is the same in each of them.
+        selection_speedups: Speedup over the float model in the final selection, by digest; empty without one.
+        scores: Record of the evaluator by row id.
+        events: Events of the confirmation, in order.
         summaries: Confirmed figures by row id.
-        failed: The last failure by row id, of the rows that failed in the confirmation.
-        checks: How what the runtime computes compares with the file, by row id, as far as that was looked at.
-        lost: Number of builds by row id in which the confirmation lost it.
-        floor: Relative A/A noise floor, the larger of before the searches and of the confirmation; None before both.
-        disturbed: Share of the confirmation's turns in which something else was at work on the machine.
-        builds: Fresh builds that the confirmation was to make; None where it has not begun.
-        float_measured: The baseline's float precision was chosen by measurement.
-        complete: All searches ended and the confirmation has all its builds.
+        failed: Last failure of each row that failed in the confirmation.
+        checks: Comparison of runtime and file by row id, as far as it was done.
+        lost: Number of builds of the confirmation in which the row failed, by row id.
+        floor: Relative A/A noise floor, the larger of that before the searches and that of the confirmation; None
+            before both.
+        disturbed: Share of disturbed turns of the confirmation.
+        builds: Planned number of fresh builds of the confirmation; None before it.
+        float_measured: The float precision of the baseline was selected by measurement.
+        complete: All searches ended, and the confirmation has all its builds.
     """
 
     folder: Path
@@ -59,8 +68,8 @@ class CellResults:
     rows: Mapping[str, ExportedModel]
     picks: tuple[Choice, ...]
     searches: tuple[SearchLog, ...]
-    levels_ms: Mapping[str, float]
-    runoff: Mapping[str, float]
+    latencies_ms: Mapping[str, float]
+    selection_speedups: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
     events: tuple[TurnEvent, ...]
     summaries: Mapping[str, ContenderSummary]
@@ -75,50 +84,50 @@ class CellResults:
 
     @property
     def name(self) -> str:
-        """Name of the cell and of its folder."""
+        """Name of the task and of its folder."""
         return self.folder.name
 
     @property
     def goal(self) -> Goal:
-        """What the searches minimised."""
-        return _read_goal(self.facts)
+        """Objective and bounds of the searches."""
+        return read_goal(self.facts)
 
     @property
     def budget(self) -> int:
-        """Evaluations of the largest budget that its searches have chosen at; 0 where none has ended."""
+        """Largest budget in evaluations at which a search has made a choice; 0 before any."""
         return max((pick.budget or 0 for pick in self.picks), default=0)
 
     @property
     def allowed(self) -> float | None:
-        """Largest loss of the metric that the experiment allows; None: any."""
+        """Bound on the loss of the metric; None without a bound."""
         goal = self.goal
         return None if goal.metric is None else goal.max_drop
 
     @property
     def metric(self) -> str | None:
-        """Name of the evaluator's figure; None where nothing was scored."""
+        """Name of the evaluator's metric; None without an evaluator."""
         name = self.facts.get("metric")
         return None if name is None else str(name)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is odd about the activations on calibration data."""
+        """Remarks on the activations of the calibration data."""
         return _strings(self.facts.get("calibration_remarks"))
 
     @property
     def cache_remarks(self) -> tuple[str, ...]:
-        """Which schemes of pattern caches were measured elsewhere."""
+        """Remarks on schemes of pattern caches that were measured elsewhere."""
         return _strings(self.facts.get("cache_remarks"))
 
     @property
     def tool_methods(self) -> Mapping[str, str]:
-        """Calibration method of each PTQ tool that lacks the one of the experiment."""
+        """Calibration method of each PTQ tool that does not have that of the experiment."""
         found = self.facts.get("tool_methods")
         return {str(name): str(method) for name, method in found.items()} if isinstance(found, dict) else {}
 
     @property
     def note(self) -> str:
-        """What the backend has to say below its figures; "" where nothing."""
+        """Note of the backend on its figures, or ""."""
         return " ".join(_strings([self.facts["backend"].get("note", "")]))
 
     @property
@@ -128,28 +137,28 @@ class CellResults:
 
     @property
     def blind(self) -> bool:
-        """The float model itself scores next to nothing, so no drop from there says anything."""
+        """Whether the float model itself scores next to nothing, which makes drops meaningless."""
         own = self.score(FLOAT_ROW)
         return self.higher_is_better and own is not None and 0 <= own < NEGLIGIBLE_SCORE
 
     def score(self, row: str) -> float | None:
-        """The evaluator's figure of a row; None where it has none."""
+        """Return the metric of a row, or None."""
         value = self.scores.get(row, {}).get("metrics", {}).get(self.metric)
         return None if value is None else float(value)
 
     def drop(self, row: str) -> float | None:
-        """Loss against the float model, positive where the row is worse; None where one of them has no score."""
+        """Return the loss against the float model, positive if the row is worse; None if one of them has no score."""
         own, reference = self.score(row), self.score(FLOAT_ROW)
         if own is None or reference is None:
             return None
         return reference - own if self.higher_is_better else own - reference
 
     def wrong(self, row: str) -> bool:
-        """Whether the runtime computes something else than the row's file says."""
+        """Return whether the result of the runtime contradicts the row's file."""
         return row in self.checks and self.checks[row].is_wrong
 
     def obeys(self, row: str) -> bool:
-        """Whether a row may be delivered: its result is right, it could be scored, and it holds the bound if any."""
+        """Return whether a row may be shipped: right result, no failed score, and within the bound if there is one."""
         if self.blind or "failed" in self.scores.get(row, {}) or self.wrong(row):
             return False
         goal, drop = self.goal, self.drop(row)
@@ -158,13 +167,13 @@ class CellResults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """A results folder.
+    """Results folder of an experiment.
 
     Attributes:
-        cells: Those that have begun, in the order of the experiment.
-        waiting: Names of those that have not.
-        starting: Those of `waiting` whose machine was written down: they are on their way, or were stopped.
-        stops: By name of the cell why its last run ended before its time, where it did.
+        cells: Tasks that have results, in the order of the experiment.
+        waiting: Names of the other tasks.
+        starting: Those of `waiting` that have started: they are running or were stopped.
+        stops: Reason by task why its last run stopped early.
     """
 
     folder: Path
@@ -176,37 +185,37 @@ class Results:
 
     @property
     def pooled(self) -> tuple[CellResults, ...]:
-        """Cells of which means are taken: where only some backends have a note, theirs are left out."""
+        """Tasks that means are taken over: without those of backends with a note, unless all have one."""
         return tuple(cell for cell in self.cells if not cell.note) or self.cells
 
     @property
     def complete(self) -> bool:
-        """Everything that the experiment asks for is there."""
+        """Whether nothing of the experiment is missing."""
         return not self.waiting and all(cell.complete for cell in self.cells)
 
     def cell(self, name: str) -> CellResults:
-        """The cell of this name.
+        """Return a task by name.
 
         Raises:
-            UserError: There is none; the text lists those that are.
+            UserError: There is none.
         """
         for cell in self.cells:
             if cell.name == name:
                 return cell
-        raise UserError(f"{self.folder}: no cell {name!r}; there are {', '.join(c.name for c in self.cells) or 'none'}")
+        raise UserError(f"{self.folder}: no task {name!r}; there are {', '.join(c.name for c in self.cells) or 'none'}")
 
 
 def load(folder: Path) -> Results:
     """Read a results folder, complete or not.
 
     Raises:
-        UserError: Not a results folder, written with another schema, or a file in it is damaged.
+        UserError: It is no results folder, has another schema, or a file in it is damaged.
     """
     file = folder / "experiment.yaml"
     if folder.is_file():
-        raise UserError(f"{folder}: is a file, not the results folder of an experiment")
+        raise UserError(f"{folder}: a file, not the results folder of an experiment")
     if (folder / "autotuner_state.yaml").exists():
-        raise UserError(f"{folder}: holds what qdq autotune wrote, not the results of an experiment (qdq run)")
+        raise UserError(f"{folder}: contains output of qdq autotune, not results of an experiment (qdq run)")
     if not file.exists():
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
     stored = read_stored_experiment(file)
@@ -225,31 +234,31 @@ def load(folder: Path) -> Results:
 
 
 def _load_task(folder: Path, stored: StoredExperiment) -> CellResults:
-    facts = _read_task_facts(folder)
-    goal = _read_or_explain(folder / "cell.json", lambda: _read_goal(facts))
-    rows, picks = _read_or_explain(folder / "rows.json", lambda: read_finalists(folder))
+    facts = read_task_facts(folder)
+    goal = read_or_explain(folder / "cell.json", lambda: read_goal(facts))
+    rows, picks = read_or_explain(folder / "rows.json", lambda: read_finalists(folder))
     events = read_events(folder)
     lost = {(event.row, event.build) for event in events if isinstance(event, RowFailure)}
     floor = read_noise_floor(folder)
     summary = summarize_turns(events, baseline=FLOAT_ROW, floor=floor) if events else None
     named = {row.id: row for row in rows}
-    checks = _read_or_explain(folder / CHECK_FILE_NAME, lambda: read_checks(folder, named))
+    checks = read_or_explain(folder / CHECK_FILE_NAME, lambda: read_checks(folder, named))
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
-    builds = _read_builds(folder / "confirm.jsonl") or (stored.builds if events else None)
+    builds = read_builds(folder / "confirm.jsonl") or (stored.builds if events else None)
     metric = facts.get("metric")
     searches = read_searches(folder / "runs", paced, None if metric is None else str(metric), stored.searchers)
     return CellResults(
         folder=folder,
         facts=facts,
-        environment=_read_environment(folder / "env.json"),
+        environment=read_environment(folder / "env.json"),
         rows=named,
         picks=picks,
         searches=searches,
-        levels_ms=median_latencies_ms(searches),
-        runoff=_read_or_explain(
+        latencies_ms=median_latencies_ms(searches),
+        selection_speedups=read_or_explain(
             folder / SELECTION_LOG_NAME, lambda: read_speedups(folder / SELECTION_LOG_NAME, FLOAT_ROW)
         ),
-        scores=_read_or_explain(folder / "accuracy.json", lambda: read_metric_scores(folder, str(facts.get("metric")))),
+        scores=read_or_explain(folder / "accuracy.json", lambda: read_metric_scores(folder, str(facts.get("metric")))),
         events=events,
         summaries={} if summary is None else _with_checks(summary.rows, checks),
         failed={} if summary is None else summary.failed,
@@ -276,55 +285,12 @@ def _with_checks(
 
 
 def _picks_are_current(searches: Iterable[SearchLog], picks: Iterable[Choice]) -> bool:
-    """Whether the picks are of the searches as they are now; a larger budget makes searches go on, and picks old."""
+    """Return whether no search continued after its choices, as with a larger budget."""
     most: dict[tuple[str, int | None], int] = {}
     for pick in picks:
         most[pick.method, pick.seed] = max(pick.budget or 0, most.get((pick.method, pick.seed), 0))
     return all(s.evaluations <= most.get((s.searcher, s.seed), s.evaluations) for s in searches)
 
 
-def _read_task_facts(folder: Path) -> Mapping[str, Any]:
-    path = folder / "cell.json"
-    facts = _read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8")))
-    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA_VERSION:
-        there = facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
-        raise UserError(
-            f"{folder}: written with schema {there}, this version reads schema {SCHEMA_VERSION}; "
-            "render it with the version that wrote it, or run the experiment again into another folder"
-        )
-    missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]
-    if missing:
-        raise UserError(f"{path}: damaged (no {', '.join(missing)}); {REPAIR_HINT}")
-    return facts
-
-
-def _read_environment(path: Path) -> Mapping[str, Any]:
-    found = _read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_builds(path: Path) -> int | None:
-    """How many builds the confirmation was to make; None where its header does not tell."""
-    if not has_header(path):
-        return None
-    with path.open("rb") as file:
-        header = _read_or_explain(path, lambda: json.loads(file.readline()))
-    plan = header.get("plan") if isinstance(header, dict) else None
-    builds = plan.get("builds") if isinstance(plan, dict) else None
-    return builds if isinstance(builds, int) else None
-
-
 def _strings(found: object) -> tuple[str, ...]:
     return tuple(str(text) for text in found) if isinstance(found, list) else ()
-
-
-def _read_goal(facts: Mapping[str, Any]) -> Goal:
-    known = {field.name for field in fields(Goal)}
-    return Goal(**{key: value for key, value in dict(facts["goal"]).items() if key in known})
-
-
-def _read_or_explain(path: Path, reader: Callable[[], T]) -> T:
-    try:
-        return reader()
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); {REPAIR_HINT}") from error

@@ -1,38 +1,47 @@
-"""The experiment that a results folder holds, as far as readers need it, and the scores of its cells.
+"""Reader of the stored experiment, and of the facts and scores of its tasks.
 
-Nothing is checked against today's keys: a key that was renamed or dropped since must not make old results unreadable.
+Keys are not validated: results stay readable after a key of experiments was renamed or dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.accuracy.metrics.intervals import check_consistency, decode_accuracy
 from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
+from harness.records import SCHEMA_VERSION
+from harness.results_dir.journal import has_header
+from harness.search_loop.objective import Goal
 from harness.verification.accuracy_store import read_scores
 
-__all__ = ["StoredExperiment", "read_metric_scores", "read_stored_experiment"]
+__all__ = [
+    "StoredExperiment", "read_builds", "read_environment", "read_goal", "read_metric_scores", "read_or_explain",
+    "read_stored_experiment", "read_task_facts",
+]  # fmt: skip
 
+T = TypeVar("T")
+REPAIR_HINT = "move it away and repeat qdq run, which makes it again, or restore it"
 MAX_EXPERIMENT_BYTES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredExperiment:
-    """What was to be run.
+    """Experiment of a results folder.
 
     Attributes:
-        text: The YAML as it stands.
-        cells: What was to be compared, in the order of the experiment; empty where the file does not tell.
-        baselines: Fixed placements and PTQ tools that each cell compares with.
-        searchers: By the names that journals and tables use.
-        uses: Plug-in and parameters of each searcher, what it goes without among them.
-        builds: Fresh builds of a confirmation; None where the file does not tell.
+        text: The YAML file.
+        cells: Its tasks in order; empty if the file does not define them.
+        baselines: Fixed placements and PTQ tools that each task compares with.
+        searchers: Names of the searchers in journals and tables.
+        uses: Plug-in and parameters of each searcher, with its `without` as a parameter.
+        builds: Fresh builds of a confirmation; None if the file does not define them.
     """
 
     name: str
@@ -49,11 +58,11 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
     """Read a stored `experiment.yaml`.
 
     Raises:
-        UserError: It cannot be read, or is no YAML mapping.
+        UserError: The file cannot be read, or is no YAML mapping.
     """
     try:
         if path.stat().st_size > MAX_EXPERIMENT_BYTES:
-            raise UserError(f"{path}: larger than {MAX_EXPERIMENT_BYTES} bytes, so it is no experiment")
+            raise UserError(f"{path}: larger than {MAX_EXPERIMENT_BYTES} bytes, so it is not an experiment")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
@@ -83,19 +92,19 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
 
 
 def read_metric_scores(cell: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
-    """The evaluator's figures by row id, of a cell's folder.
+    """Return the record of the evaluator by row id.
 
     Args:
-        cell: The folder.
-        metric: The evaluator's own, which single images tell again.
+        cell: Folder of the task.
+        metric: Metric that is checked against the record of single images.
 
     Raises:
-        ValueError: A figure that its own record of single images denies: damage, or somebody's hand.
+        ValueError: A score contradicts its own record of single images.
     """
     scores = read_scores(cell)
     for row, score in scores.items():
-        if metric in score.get("metrics", {}) and (said := _score_error(score, metric)):
-            raise ValueError(f"{row}: {said}")
+        if metric in score.get("metrics", {}) and (error := _score_error(score, metric)):
+            raise ValueError(f"{row}: {error}")
     return scores
 
 
@@ -132,3 +141,54 @@ def _named_entries(body: Mapping[str, Any], key: str) -> Iterator[dict[str, str 
         whole = entry if isinstance(entry, dict) else {"use": entry}
         label = whole.get("label")
         yield {"use": str(whole.get("use", "")), "label": None if label is None else str(label)}
+
+
+def read_task_facts(folder: Path) -> Mapping[str, Any]:
+    """Return the facts of a task.
+
+    Raises:
+        UserError: The file is damaged or has another schema.
+    """
+    path = folder / "cell.json"
+    facts = read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8")))
+    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA_VERSION:
+        there = facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
+        raise UserError(
+            f"{folder}: written with schema {there}, this version reads schema {SCHEMA_VERSION}; "
+            "render it with the version that wrote it, or run the experiment again into another folder"
+        )
+    missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]
+    if missing:
+        raise UserError(f"{path}: damaged (no {', '.join(missing)}); {REPAIR_HINT}")
+    return facts
+
+
+def read_environment(path: Path) -> Mapping[str, Any]:
+    """Return the stored environment; empty without the file."""
+    found = read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_builds(path: Path) -> int | None:
+    """Return the planned builds of the confirmation, or None without such a header."""
+    if not has_header(path):
+        return None
+    with path.open("rb") as file:
+        header = read_or_explain(path, lambda: json.loads(file.readline()))
+    plan = header.get("plan") if isinstance(header, dict) else None
+    builds = plan.get("builds") if isinstance(plan, dict) else None
+    return builds if isinstance(builds, int) else None
+
+
+def read_goal(facts: Mapping[str, Any]) -> Goal:
+    """Return the objective of a task without keys that are no longer known."""
+    known = {field.name for field in fields(Goal)}
+    return Goal(**{key: value for key, value in dict(facts["goal"]).items() if key in known})
+
+
+def read_or_explain(path: Path, reader: Callable[[], T]) -> T:
+    """Return the result of `reader`; raise its errors as a `UserError` that names the damaged file."""
+    try:
+        return reader()
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error}); {REPAIR_HINT}") from error

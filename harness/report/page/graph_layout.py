@@ -1,7 +1,7 @@
-"""A model's graph as a picture: where regions and nodes stand, how they are coloured, and what a click tells.
+"""Layout of a model's graph: positions and colours of regions and nodes, and facts for the page's script.
 
-The layout is layered, region by region: what depends on something stands below it, a region is a box around its
-parts, and a stack that would be far taller than wide goes on in the next column. `assets/graph.js` draws it.
+The layout is layered by region: consumers are below producers, a region is a box around its parts, and a stack that
+would be far taller than wide continues in the next column. `assets/graph.js` draws it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,16 @@ BOX_GAP_PX = 14
 BOX_PADDING_PX = 8
 BOX_HEADER_PX = 14
 LETTER_WIDTH_PX = 6.6
-"""Width of a letter of a node's label, in the same units."""
-MAX_COLUMN_HEIGHT_PX = 1400
-"""A stack taller than this goes on in the next column."""
-TARGET_ASPECT_RATIO = 1.7
-"""Width over height that columns aim at; screens are about so."""
+MAX_COLUMN_HEIGHT_PX = 1400  # a taller stack continues in the next column
+TARGET_ASPECT_RATIO = 1.7  # width over height, as of a screen
+#: "Light" scheme of Paul Tol, colour-blind safe with legible black text.
 PATTERN_COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
-"""Paul Tol's "light" scheme: safe for colour-blind readers, and black text is legible on each."""
-SHADE_MIX_SHARES = (0.0, 0.45, -0.22)
-"""When the colours are used up they come again paler, then darker."""
+SHADE_MIX_SHARES = (0.0, 0.45, -0.22)  # used colours repeat paler, then darker
 
 
 @dataclass(slots=True)
 class _Box:
-    """A region or a node while it is laid out; `x` and `y` are within its parent until `_place` has run."""
+    """Region or node in the layout; `x` and `y` are relative to its parent."""
 
     number: int
     width: float
@@ -51,13 +47,11 @@ class _Box:
 def build_scene(
     model: Model, root: Region, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]
 ) -> dict[str, Any]:
-    """Everything that the picture needs, ready for JSON; coordinates are whole units.
+    """Return the layout as JSON data with integer coordinates.
 
     Args:
-        model: The model.
-        root: Its regions.
-        patterns: Their patterns.
-        dimensions: Insertion points; those of a pattern are listed when one of its regions is clicked.
+        root: Root region of the model.
+        dimensions: Insertion points, which the page lists for the pattern of a clicked region.
     """
     whole, number = _layout_boxes(model, root), {region.id: place for place, region in enumerate(_descendants(root))}
     nodes: list[list[Any]] = [[] for _ in model.nodes]
@@ -97,12 +91,12 @@ def build_scene(
 
 
 def render_graph_page(scene: Mapping[str, Any], title: str) -> str:
-    """The picture as one HTML file that needs nothing else."""
+    """Return the layout as one self-contained HTML document."""
     return render_html("regions.html.j2", ("graph.js", "regions.js"), scene, {"title": title})
 
 
 def edge_marks(model: Model, edges: Mapping[Edge, str]) -> list[list[Any]]:
-    """Quantized edges as the picture knows them: [node, input slot, precision]; the slot of a model's output is -1."""
+    """Return quantized edges as [node, input slot, precision]; the slot of a model's output is -1."""
     index = {node.name: node.index for node in model.nodes}
     return [[*place, precision] for edge, precision in edges.items() if (place := _edge_position(edge, model, index))]
 
@@ -151,7 +145,7 @@ def _node_edges(model: Model) -> list[list[int]]:
 
 
 def _pattern_colours(patterns: Sequence[Pattern]) -> list[str]:
-    """Patterns that cover most nodes have the clearest colours; composites are frames and need none."""
+    """Return a colour per pattern, the clearest for those that cover most nodes; composites have none."""
     leaves = [p for p in patterns if p.type is RegionType.LEAF]
     ranked = sorted(leaves, key=lambda p: -len(p.operators) * len(p.regions))
     colour = {
@@ -165,14 +159,14 @@ def _pattern_colours(patterns: Sequence[Pattern]) -> list[str]:
 
 
 def _shade_colour(colour: str, paler: float) -> str:
-    """The colour mixed with white (a positive share) or black (a negative one)."""
+    """Return the colour mixed with white (positive share) or black (negative share)."""
     parts = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     target = 255 if paler > 0 else 0
     return "#" + "".join(f"{round(part + (target - part) * abs(paler)):02X}" for part in parts)
 
 
 def _layout_boxes(model: Model, root: Region) -> _Box:
-    """Boxes of the tree with their sizes, each part placed within its parent."""
+    """Return the boxes of the tree with sizes, each part placed in its parent."""
     number = {region.id: place for place, region in enumerate(_descendants(root))}
     built: dict[int, _Box] = {}
     for region in reversed(list(root.walk())):
@@ -191,7 +185,7 @@ def _layout_boxes(model: Model, root: Region) -> _Box:
 
 
 def _predecessors(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]:
-    """For each part the parts that feed it, as far as they stand before it."""
+    """Return for each part the earlier parts that feed it."""
     before: dict[int, set[int]] = {}
     for node, part in owner.items():
         for name in model.nodes[node].inputs:
@@ -202,7 +196,7 @@ def _predecessors(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]
 
 
 def _layer_boxes(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[list[_Box]]:
-    """Rows from top to bottom: each part one below the lowest that feeds it, near the middle of what feeds it."""
+    """Return rows from top to bottom: each part below the lowest that feeds it, near the middle of those."""
     depth: list[int] = []
     rows: list[list[int]] = []
     middle: list[float] = []
@@ -218,7 +212,7 @@ def _layer_boxes(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[
 
 
 def _stack_rows(box: _Box, rows: Sequence[Sequence[_Box]]) -> None:
-    """Put rows one below the other, columns side by side, and size the box around them."""
+    """Stack the rows in columns and set the size of the box around them."""
     widths = [sum(part.width for part in row) + BOX_GAP_PX * (len(row) - 1) for row in rows]
     heights = [max(part.height for part in row) for row in rows]
     x, right, bottom = float(BOX_PADDING_PX), 0.0, 0.0
@@ -251,7 +245,7 @@ def _split_columns(widths: Sequence[float], heights: Sequence[float]) -> list[tu
 
 
 def _place_boxes(box: _Box, left: float, top: float, nodes: list[list[Any]], boxes: list[list[Any]]) -> None:
-    """Write down where everything stands on the whole picture."""
+    """Store absolute positions of all nodes and boxes."""
     todo = [(box, left, top)]
     while todo:
         current, x, y = todo.pop()

@@ -1,14 +1,9 @@
-"""Graphs of a results folder: each cell's model as a picture, and the Q/DQ edges of each row on it.
-
-They are read off the exported files, so what is drawn is what was timed. Those files are large and kept out of version
-control, so the picture is kept beside them as `graph.json`: a fresh clone renders the same page.
-"""
+"""Graph of each task with the Q/DQ edges of its rows, from the exported files, which were timed, or `graph.json`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from harness import registry
@@ -22,7 +17,7 @@ from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
-from harness.report.load.graph_store import exported, read_graph
+from harness.report.load.cell_files import exported, read_graph
 from harness.report.load.results import CellResults
 from harness.report.page.graph_layout import build_scene, edge_marks
 from harness.results_dir.artifacts import FLOAT_ROW
@@ -34,10 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_task_graph(cell: CellResults) -> dict[str, Any] | None:
-    """The picture of a cell's model (`scene`, see `picture`), by row id the quantized edges (`marks`) and the `bytes`.
+    """Return `scene` (see `build_scene`), and by row id the quantized edges (`marks`) and file sizes (`bytes`).
 
-    From the exported files, else from `graph.json`; marks of rows whose file has changed since are left out. None where
-    there is neither.
+    They come from the exported files, else from `graph.json` without rows whose file changed; None without either.
     """
     kept = read_graph(cell)
     row = cell.rows.get(FLOAT_ROW)
@@ -49,21 +43,17 @@ def load_task_graph(cell: CellResults) -> dict[str, Any] | None:
     scene = build_scene(model, root, find_patterns(model, root), _task_dimensions(cell, model))
     same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
     before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
-    there = {row.id: exported(cell, row) for row in cell.rows.values() if exported(cell, row).exists()}
+    files = {row.id: exported(cell, row) for row in cell.rows.values() if exported(cell, row).exists()}
+    sizes = {row: sum(part.stat().st_size for part in model_files(file)) for row, file in files.items()}
     return {
         "scene": scene,
         "marks": {**before["marks"], **_marks_by_row(cell, model)},
-        "bytes": {**before["bytes"], **{row: _file_size(file) for row, file in there.items()}},
+        "bytes": {**before["bytes"], **sizes},
     }
 
 
-def _file_size(path: Path) -> int:
-    """Bytes of a model with its external data."""
-    return sum(part.stat().st_size for part in model_files(path))
-
-
 def _task_dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
-    """Insertion points as the runtime's dialect has them; none where its plug-in is not installed any more."""
+    """Return the insertion points of the runtime's dialect; none if its plug-in is not installed."""
     try:
         dialect = load_dialect(_task_dialect(cell.facts))
     except UserError as error:
@@ -73,7 +63,7 @@ def _task_dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
 
 
 def _task_dialect(facts: Mapping[str, Any]) -> str:
-    """The dialect that the run had; where that was not written down yet, by the name that its runtime goes by."""
+    """Return the dialect of the run; if it was not recorded, the dialect by the name of the runtime."""
     if "dialect_use" in facts:
         return str(facts["dialect_use"])
     name = str(facts["backend"].get("name"))

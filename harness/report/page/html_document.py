@@ -1,4 +1,4 @@
-"""HTML files that need nothing else: template, style, script and data in one, and names that cannot become markup."""
+"""HTML documents in one file: template, style, scripts and data, with names that cannot become markup."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["render_html"]
 
 
 def render_html(template: str, scripts: Sequence[str], data: Any, values: Mapping[str, Any]) -> str:
-    """Fill a template of `harness/report/assets`.
+    """Return a filled template of `harness/report/assets`.
 
-    Every value is escaped; the data lie in the page as JSON without any "<". A content security policy lets the
-    page run its own scripts alone and load nothing, so that a name that slipped through could still do no harm.
+    Values are escaped, and the data are JSON without "<". A content security policy allows only the page's own scripts
+    and no loading, so an unescaped name could do no harm.
 
     Args:
         template: Name of the template.
-        scripts: Names of the scripts, in order; they read the element "data".
-        data: Anything that JSON can hold, without NaN.
-        values: What the template shows.
+        scripts: Names of the scripts in order; they read the element "data".
+        data: JSON data without NaN.
+        values: Variables of the template.
     """
     sources = [_read_asset(name) for name in scripts]
     filled: str = (
@@ -44,12 +44,12 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
 
 
 def _csp_hash(source: str) -> str:
-    """What a content security policy calls a script that lies in the page (CSP level 3, section 2.3.1)."""
+    """Return the hash source of an inline script (CSP level 3, section 2.3.1)."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
 def _escape_script_end(text: str) -> str:
-    """JSON that says the same without the letters that could end the element around it."""
+    """Return equal JSON without the characters that could end its element."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

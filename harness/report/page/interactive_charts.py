@@ -1,4 +1,4 @@
-"""The interactive charts of the page, as figures of Plotly (data and layout); `assets/charts.js` hands them to it."""
+"""Interactive charts of the page as Plotly figures (data and layout), which `assets/charts.js` draws."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from harness.report.frames.budget_frames import curve_frame
-from harness.report.frames.hypervolume import hypervolume_frame
-from harness.report.frames.pareto_points import candidate_frame, candidate_label, close_intervals
-from harness.report.load.display_names import METRIC_FORMATS
+from harness.report.frames.curves import (
+    candidate_frame,
+    candidate_label,
+    close_intervals,
+    curve_frame,
+    hypervolume_frame,
+    pareto_front,
+)
+from harness.report.load.display_names import metric_name, truncate
 from harness.report.load.results import CellResults
-from harness.report.plots.result_plots import median_band, pareto_front, series_style
+from harness.report.plots.result_plots import median_band, series_style
 
 __all__ = ["build_charts"]
 
 PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
-PLOTLY_SYMBOL_BY_MARKER = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down",
-    "P": "cross",
-           "X": "x", "*": "star"}  # fmt: skip
-"""Plotly's words for what `harness.report.plots.result_plots.look` says in matplotlib's."""
-MAX_LABEL_CHARS = 30
-"""Characters of a label beside an axis; the whole name is in the box that the pointer opens."""
-BAND_LEGEND = "bands: 95 % of the median over seeds, the range with fewer than six"
+PLOTLY_SYMBOL_BY_MARKER = {
+    "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
+    "*": "star",
+}  # fmt: skip
+MAX_LABEL_CHARS = 30  # of a row at an axis; hovering shows the whole name
+BAND_LEGEND = "bands: 95 % interval of the median over seeds, the range below six seeds"
 NO_HOVER_NO_LEGEND = {"hoverinfo": "skip", "showlegend": False}
 
 Chart = dict[str, Any]
@@ -34,23 +38,23 @@ Chart = dict[str, Any]
 def build_charts(
     cell: CellResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
 ) -> list[Chart]:
-    """What can be drawn of a cell: each a title, Plotly's `data` and its `layout`.
+    """Return the charts of a task, each a title with Plotly's `data` and `layout`.
 
     Args:
-        main: The main rows of all cells.
-        budgets: See `harness.report.frames.budget_frames.budget_frame`.
-        samples: Of the cell's confirmation.
-        labels: What the cell's rows are called.
+        main: `main_frame` of all tasks.
+        budgets: `budget_frame` of all tasks.
+        samples: Samples of the task's confirmation.
+        labels: Labels of the task's rows by id.
     """
     curves, volumes = curve_frame([cell]), hypervolume_frame([cell])
     confirmed = budgets[budgets["cell"] == cell.name]
-    found = [
-        *(_anytime_chart(curves, over, confirmed) for over in ("evaluations", "minutes")),
+    charts = [
+        *(_speedup_chart(curves, over, confirmed) for over in ("evaluations", "minutes")),
         _hypervolume_chart(volumes),
         _latency_chart(cell, samples, labels),
         _pareto_chart(cell, main[main["cell"] == cell.name], labels),
     ]
-    return [chart for chart in found if chart]
+    return [chart for chart in charts if chart]
 
 
 def _build_chart(title: str, data: Sequence[Chart], x: Chart, y: Chart, **layout: Any) -> Chart:
@@ -59,39 +63,39 @@ def _build_chart(title: str, data: Sequence[Chart], x: Chart, y: Chart, **layout
 
 
 def _horizontal_line(value: float) -> Chart:
-    """A quiet line across the chart."""
     line = {"color": "#888888", "width": 1}
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line}
 
 
-def _anytime_chart(
+def _speedup_chart(
     curves: pd.DataFrame, over: Literal["evaluations", "minutes"], confirmed: pd.DataFrame
 ) -> Chart | None:
-    marks = confirmed if over == "evaluations" else confirmed.iloc[:0]
-    data = [
-        trace
-        for index, name, part in _iter_series(curves)
-        for trace in _step_traces(index, name, part, over, "speedup", 2)
-    ]
+    data = _curve_traces(curves, over, "speedup", 2)
     if not data:
         return None
-    last = curves[over].max()
     names = [name for _, name, _ in _iter_series(curves)]
-    for index, name in enumerate(names):
-        shift = 0.012 * last * (index - (len(names) - 1) / 2)
-        data += _marker_traces(index, name, marks[marks["searcher"].astype(str) == name], shift)
+    for index, name in enumerate(names if over == "evaluations" else ()):
+        shift = 0.012 * curves[over].max() * (index - (len(names) - 1) / 2)
+        data += _marker_traces(index, name, confirmed[confirmed["searcher"].astype(str) == name], shift)
     x, y = {"title": {"text": over}}, {"title": {"text": "speedup over float"}}
     title = f"Speedup of the incumbent over {over}; {BAND_LEGEND}"
     return _build_chart(title, data, x, y, shapes=[_horizontal_line(1.0)])
 
 
 def _hypervolume_chart(volumes: pd.DataFrame) -> Chart | None:
-    series = _iter_series(volumes)
-    data = [
-        trace for index, name, part in series for trace in _step_traces(index, name, part, "evaluations", "volume", 3)
-    ]
+    data = _curve_traces(volumes, "evaluations", "volume", 3)
     x, y = {"title": {"text": "evaluations"}}, {"title": {"text": "hypervolume"}}
     return _build_chart(f"Hypervolume of latency and accuracy; {BAND_LEGEND}", data, x, y) if data else None
+
+
+def _curve_traces(
+    curves: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: str, digits: int
+) -> list[Chart]:
+    return [
+        trace
+        for index, name, part in _iter_series(curves)
+        for trace in _step_traces(index, name, part, over, (figure, digits))
+    ]
 
 
 def _iter_series(curves: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]]:
@@ -100,13 +104,14 @@ def _iter_series(curves: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]
 
 
 def _step_traces(
-    index: int, name: str, part: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: str, digits: int
+    index: int, name: str, part: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: tuple[str, int]
 ) -> list[Chart]:
-    """A searcher's curve in steps, and the band of its interval; a click on its name hides both."""
-    steps = median_band(part, over, figure)
+    """Return the curve of a searcher in steps with the band of its interval, one legend group."""
+    value, digits = figure
+    steps = median_band(part, over, value)
     if not len(steps):
         return []
-    steps.loc[part[over].max()] = steps.iloc[-1]  # the last incumbent stays to the end of the search
+    steps.loc[part[over].max()] = steps.iloc[-1]  # the last incumbent remains until the end of the search
     colour, line, _ = series_style(index)
     shared = {"type": "scatter", "x": _as_floats(steps.index), "legendgroup": name}
     edge = {**shared, **NO_HOVER_NO_LEGEND, "mode": "lines", "line": {"shape": "hv", "width": 0, "color": colour}}
@@ -127,7 +132,7 @@ def _step_traces(
 
 
 def _marker_traces(index: int, name: str, marks: pd.DataFrame, shift: float) -> list[Chart]:
-    """What was confirmed of a searcher at each budget, beside its curve."""
+    """Return the confirmed speedups of a searcher at each budget."""
     if marks.empty:
         return []
     colour, _, mark = series_style(index)
@@ -154,7 +159,7 @@ def _marker_traces(index: int, name: str, marks: pd.DataFrame, shift: float) -> 
 
 
 def _latency_chart(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
-    """The readings of the confirmation, a line a row, and the figure of the tables on each; the floor behind them."""
+    """Return the distribution of the confirmation's samples by row, with the latency of the tables and the floor."""
     known = [row for row in labels if row in cell.summaries]
     if not known:
         return None
@@ -177,16 +182,15 @@ def _latency_chart(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str
          "marker": {"color": "#fff", "symbol": "diamond", "size": 8, "line": {"color": "#000", "width": 1}},
          "hovertemplate": "%{text}: %{x:.4g} ms, geometric mean over builds<extra></extra>"},
     ]  # fmt: skip
-    ticks = [escape(name if len(name) <= MAX_LABEL_CHARS else f"{name[: MAX_LABEL_CHARS - 1]}…") for name in names]
+    ticks = [escape(truncate(name, MAX_LABEL_CHARS)) for name in names]
     y = {"tickvals": rows, "ticktext": ticks, "range": [len(known) - 0.4, -0.7]}
     grey = [] if floor is None else [_interval_band(table_ms[0] / (1 + floor), table_ms[0] * (1 + floor))]
-    said = "" if floor is None else f"; grey: A/A floor {floor:.1%}"
+    note = "" if floor is None else f"; grey: A/A floor {floor:.1%}"
     x, height = {"title": {"text": "ms"}}, 170 + 32 * len(known)
-    return _build_chart(f"Latency of the confirmation{said}", data, x, y, shapes=grey, height=height, barmode="overlay")
+    return _build_chart(f"Latency of the confirmation{note}", data, x, y, shapes=grey, height=height, barmode="overlay")
 
 
 def _sample_range_bars(shared: Chart, name: str, low_ms: Any, high_ms: Any) -> Chart:
-    """A share of the samples of each row, as a bar."""
     return {
         **shared, "type": "bar", "orientation": "h", "name": name, "base": _as_floats(low_ms),
         "x": _as_floats(high_ms - low_ms), "textposition": "none",
@@ -204,8 +208,8 @@ def _pareto_chart(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, s
     points = close_intervals(lines)
     if points.empty or cell.metric is None:
         return None
-    metric = METRIC_FORMATS.get(cell.metric, (cell.metric, 4, ""))[0]
-    told = "%{x:.4g} ms [%{customdata[0]:.4g}, %{customdata[1]:.4g}], " + escape(metric) + " %{y:.4f}"
+    metric = metric_name(cell.metric)
+    hover = "%{x:.4g} ms [%{customdata[0]:.4g}, %{customdata[1]:.4g}], " + escape(metric) + " %{y:.4f}"
     best, tried = pareto_front(points, cell.higher_is_better), candidate_frame(cell)
     grey = {"color": "#999999", "size": 4, "opacity": 0.6}
     data: list[Chart] = [
@@ -224,7 +228,7 @@ def _pareto_chart(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, s
             "customdata": [_as_floats([low, high])],
             "marker": {"color": _translucent(colour, 0.35), "symbol": PLOTLY_SYMBOL_BY_MARKER[mark], "size": 9,
                        "line": {"color": colour, "width": 1.5}},
-            "hovertemplate": told,
+            "hovertemplate": hover,
         })  # fmt: skip
     x, y = {"title": {"text": "latency, ms"}}, {"title": {"text": escape(metric)}}
     return _build_chart(

@@ -1,28 +1,130 @@
-"""Pictures of one placement: where its latency went, layer by layer, and what each pattern is worth."""
+"""Plots of one placement: latency by layer (with its frame), effect of each pattern, and gain against drop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 import pandas as pd
 
-from harness.report.load.attribution_store import AttributionReport, PartEffect
+from harness.api import Layer
+from harness.report.load.cell_files import AttributionReport, PartEffect
 from harness.report.load.display_names import truncate
-from harness.report.plots.result_plots import SERIES_COLOURS, figure_file, wrap_name
+from harness.report.plots.result_plots import SERIES_COLOURS, figure_file
 from harness.statistics import Interval
 
-__all__ = ["draw_gain_and_drop", "draw_sensitivity", "draw_waterfall"]
+__all__ = ["draw_gain_and_drop", "draw_sensitivity", "draw_waterfall", "waterfall_frame"]
+
+QDQ_NAME_TAG = "@qdq."  # in the names of nodes of Q/DQ pairs, see `harness.graph.quantize.protobuf_wire`
+NAME_COUNTER = re.compile(r"(?<=[A-Za-z])_\d+$")  # runtimes number the nodes that they add anew for each model
+
+
+def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int = 12) -> pd.DataFrame:
+    """Return the time of each part of the model in two engines, the largest changes first.
+
+    Layers that share a node of the model are one part, named after its slowest layer. Layers of the runtime's own
+    (conversions, reorders) are summed by kind: "added: KIND" if the other engine spends more time on it, else
+    "removed: KIND".
+
+    Args:
+        before: Layers of the float engine.
+        after: Layers of the other engine.
+        most: Number of named parts; the rest is summed as "all others".
+
+    Returns:
+        Columns part, before_ms, after_ms, change_ms; empty if one side has no times.
+    """
+    columns = ["part", "before_ms", "after_ms", "change_ms"]
+    if not any(layer.time_ms for layer in before) or not any(layer.time_ms for layer in after):
+        return pd.DataFrame(columns=columns)
+    lines = [
+        (part, first, second, second - first)
+        for part, first, second in _connected_layer_times(before, _match_layer_names(after, before))
+    ]
+    lines.sort(key=lambda line: -abs(line[3]))
+    rest = lines[most:]
+    if rest:
+        first, second = sum(line[1] for line in rest), sum(line[2] for line in rest)
+        lines = [*lines[:most], (f"all others ({len(rest)})", first, second, second - first)]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _connected_layer_times(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator[tuple[str, float, float]]:
+    """Yield the name of each part and its time in ms in both engines."""
+    owner = _first_node_of_part([*before, *after])
+    names: dict[tuple[str, str], tuple[float, str]] = {}
+    spent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for side, layers in enumerate((before, after)):
+        for layer in layers:
+            nodes = _layer_nodes(layer)
+            key = (owner[nodes[0]], "") if nodes else ("", layer.kind)  # a layer of the runtime's own has no node
+            time_ms = layer.time_ms or 0.0
+            spent[key][side] += time_ms
+            names[key] = max(names.get(key, (-1.0, "")), (time_ms, " ".join((layer.kind, *nodes[-1:]))))
+    for key, (first, second) in spent.items():
+        _, name = names[key]
+        yield (name if key[0] else f"{_added_or_removed(first, second)}: {name}"), first, second
+
+
+def _added_or_removed(before_ms: float, after_ms: float) -> str:
+    if before_ms == after_ms:
+        return "as before"
+    return "added" if after_ms > before_ms else "removed"
+
+
+def _match_layer_names(after: Sequence[Layer], before: Sequence[Layer]) -> list[Layer]:
+    """Return the layers of the second engine with the names of the first if only the runtime's counter differs."""
+    one, two = _names_without_counter(before), _names_without_counter(after)
+    shared = _layer_node_names(before) & _layer_node_names(after)
+    known = {two[key]: one[key] for key in one.keys() & two.keys() if shared.isdisjoint((one[key], two[key]))}
+    return [replace(layer, origin=tuple(known.get(name, name) for name in layer.origin)) for layer in after]
+
+
+def _names_without_counter(layers: Iterable[Layer]) -> dict[tuple[str, str], str]:
+    """Return node names by kind and name without counter, if that is unique in the engine."""
+    names = {(layer.kind, name) for layer in layers for name in _layer_nodes(layer)}
+    short = {(kind, name): (kind, NAME_COUNTER.sub("", name)) for kind, name in names}
+    count = Counter(short.values())
+    return {key: name for (kind, name), key in short.items() if count[key] == 1 and key[1] != name}
+
+
+def _layer_nodes(layer: Layer) -> list[str]:
+    return [name for name in layer.origin if QDQ_NAME_TAG not in name]
+
+
+def _layer_node_names(layers: Iterable[Layer]) -> set[str]:
+    return {name for layer in layers for name in _layer_nodes(layer)}
+
+
+def _first_node_of_part(layers: Iterable[Layer]) -> dict[str, str]:
+    """Return for each node the first node of its part (union-find)."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        parent.setdefault(name, name)
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    for layer in layers:
+        nodes = _layer_nodes(layer)
+        for name in nodes:
+            parent[root(name)] = root(nodes[0])
+    return {name: root(name) for name in parent}
 
 
 def draw_waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
-    """From the float engine's time to the other's, part by part: what got shorter, what got longer.
+    """Draw the changes from the float engine's time to that of the other engine, part by part.
 
     Args:
-        parts: See `harness.report.frames.layer_waterfall.waterfall_frame`.
-        title: Shown above the axes.
-        path: Where to write, without suffix.
+        parts: See `waterfall_frame`.
+        path: Output path without suffix.
     """
     before, after = float(parts["before_ms"].sum()), float(parts["after_ms"].sum())
     with figure_file(path, height=1.6 + 0.3 * (len(parts) + 2)) as axes:
@@ -38,60 +140,51 @@ def draw_waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
             axes.text(max(level, level - change), place, f" {change:+.3f}", va="center")
         axes.barh(len(parts) + 1, after, color="0.55", height=0.7)
         axes.text(after, len(parts) + 1, f" {after:.3f} ms", va="center")
-        labels = ["float", *(wrap_name(truncate(name, 60), 34) for name in parts["part"]), "this placement"]
+        labels = ["float", *(fill(truncate(name, 60), 34) for name in parts["part"]), "this placement"]
         axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xlim(0, 1.25 * max(before, after))
         axes.set_xlabel(
-            "time of the layers as the runtime counts it, ms\nblue: shorter; orange, hatched: longer\n"
+            "time of the layers by the runtime's profiler, ms\nblue: shorter; orange, hatched: longer\n"
             "added, removed: layers of the runtime's own (conversions, reorders)"
         )
         axes.set_title(title)
 
 
 def draw_sensitivity(effects: Sequence[PartEffect], floor: float, title: str, path: Path) -> None:
-    """A dot a pattern: how much slower the placement is without it, with its interval; the noise floor in grey.
+    """Draw the slowdown of the placement without each pattern, with its interval; the noise floor in grey.
 
     Args:
-        effects: Those with a ratio, in the order in which they are shown from top to bottom.
+        effects: Effects from top to bottom; those without a ratio are left out.
         floor: Relative noise floor.
-        title: Shown above the axes.
-        path: Where to write, without suffix.
+        path: Output path without suffix.
     """
-    shown = [effect for effect in effects if effect.ratio is not None]
+    shown = [(effect, effect.ratio) for effect in effects if effect.ratio is not None]
     with figure_file(path, height=1.5 + 0.3 * len(shown)) as axes:
         axes.axvspan(-100 * floor, 100 * floor, color="0.87")
         axes.axvline(0, color="0.5", linewidth=0.8)
-        for place, effect in enumerate(shown):
-            if effect.ratio is None:
-                continue
-            value, low, high = (100 * (x - 1) for x in (effect.ratio.value, effect.ratio.low, effect.ratio.high))
+        for place, (_, ratio) in enumerate(shown):
+            value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
             clear = low > 100 * floor or high < -100 * floor
             axes.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=1.2)
-            axes.plot(
-                [value], [place], "o", color=SERIES_COLOURS[0], markerfacecolor=SERIES_COLOURS[0] if clear else "white"
-            )
-        axes.set_yticks(range(len(shown)), [_effect_label(effect) for effect in shown], fontsize=7.5)
+            axes.plot([value], [place], "o", color=SERIES_COLOURS[0], mfc=SERIES_COLOURS[0] if clear else "white")
+        labels = [fill(_describe_effect(effect, 40), 40) for effect, _ in shown]
+        axes.set_yticks(range(len(shown)), labels, fontsize=7.5)
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlabel("% slower without it, 95 % interval\nfilled: beyond the noise floor (grey)")
         axes.set_title(title)
 
 
-def _effect_label(effect: PartEffect) -> str:
-    return wrap_name(f"{effect.part[:8]} {truncate(effect.operators, 40)} ({effect.pairs} pairs)", 40)
-
-
 def draw_gain_and_drop(found: AttributionReport, metric: str, title: str, path: Path) -> None:
-    """A dot a pattern: the accuracy that it costs against the microseconds that it gives, with their intervals.
+    """Draw the accuracy that each pattern costs against the microseconds that it saves, with their intervals.
 
-    Numbers are those of the list below, the largest gain first; patterns that are within the noise both ways are grey
-    and have none.
+    Patterns are numbered as in the list below the axes, the largest gain first; those within the noise of both are grey
+    and have no number.
 
     Args:
-        found: With a latency, and patterns that have a drop.
-        metric: What it is called.
-        title: Shown above the axes.
-        path: Where to write, without suffix.
+        found: Report with a latency and patterns with a drop.
+        metric: Name of the metric.
+        path: Output path without suffix.
     """
     dots = list(_effects_with_drop(found))
     clear = [effect for effect, _, drop in dots if _exceeds_noise(effect, drop, found.floor)]
@@ -111,14 +204,14 @@ def draw_gain_and_drop(found: AttributionReport, metric: str, title: str, path: 
                 place = (gained.value, drop.value)
                 number = str(clear.index(effect) + 1)
                 axes.annotate(number, place, xytext=(5, 4), textcoords="offset points", fontsize=8)
-        listed = [f"{number}  {_effect_description(effect)}" for number, effect in enumerate(clear, 1)]
-        told = [
-            "microseconds that the pattern gives, with 95 % intervals; band: noise of the time",
-            "blue: beyond the noise in time or in accuracy; grey: in neither",
+        listed = [f"{number}  {_describe_effect(effect, 70)}" for number, effect in enumerate(clear, 1)]
+        lines = [
+            "microseconds that the pattern saves, with 95 % intervals; band: noise of the time",
+            "blue: beyond the noise in time or accuracy; grey: in neither",
             *listed,
         ]
-        axes.set_xlabel("\n".join(told), fontsize=8, loc="left")
-        axes.set_ylabel(f"{metric} that it costs (below 0: that it wins)")
+        axes.set_xlabel("\n".join(lines), fontsize=8, loc="left")
+        axes.set_ylabel(f"{metric} that it costs (below 0: gains)")
         axes.set_title(title)
 
 
@@ -130,11 +223,11 @@ def _effects_with_drop(found: AttributionReport) -> Iterator[tuple[PartEffect, I
 
 
 def _exceeds_noise(effect: PartEffect, drop: Interval, floor: float) -> bool:
-    """Whether the pattern does something beyond the noise: to the time, or to the accuracy."""
+    """Return whether the effect on time or on accuracy is beyond the noise."""
     ratio = effect.ratio
     timed = ratio is not None and (ratio.low > 1 + floor or ratio.high < 1 / (1 + floor))
     return timed or drop.low > 0 or drop.high < 0
 
 
-def _effect_description(effect: PartEffect) -> str:
-    return f"{effect.part[:8]} {truncate(effect.operators, 70)} ({effect.pairs} pairs)"
+def _describe_effect(effect: PartEffect, width: int) -> str:
+    return f"{effect.part[:8]} {truncate(effect.operators, width)} ({effect.pairs} pairs)"

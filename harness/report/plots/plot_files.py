@@ -1,4 +1,4 @@
-"""Draws every plot of a results folder that there is something for."""
+"""Writer of all plots of a results folder."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.report.frames.budget_frames import budget_frame, curve_frame
-from harness.report.frames.confirmation_samples import sample_frame
-from harness.report.frames.hypervolume import hypervolume_frame
-from harness.report.frames.layer_waterfall import waterfall_frame
+from harness.report.frames.confirmation import sample_frame
+from harness.report.frames.curves import (
+    candidate_frame,
+    candidate_label,
+    close_intervals,
+    curve_frame,
+    hypervolume_frame,
+)
 from harness.report.frames.main_frame import main_frame
-from harness.report.frames.pareto_points import candidate_frame, candidate_label, close_intervals
-from harness.report.frames.searcher_statistics import rank_searchers
-from harness.report.frames.speedup_overview import overview_frame
-from harness.report.frames.transfer import transfer_frame
-from harness.report.load.attribution_store import AttributionReport, read_attributions
+from harness.report.load.cell_files import AttributionReport, read_attributions
 from harness.report.load.display_names import metric_name, row_labels
 from harness.report.load.results import CellResults, Results
 from harness.report.plots import layer_plots, result_plots, study_plots
+from harness.report.tables.budget import budget_frame
+from harness.report.tables.overview import overview_frame
+from harness.report.tables.searchers import rank_searchers
+from harness.report.tables.transfer import transfer_frame
 
-__all__ = ["PlotFile", "draw_attribution", "draw_plots", "read_task_attributions"]
+__all__ = ["PlotFile", "draw_attribution", "draw_plots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotFile:
-    """A plot that the page shows as it was drawn.
+    """Plot that the page shows as an image.
 
     Attributes:
-        cell: The cell that it belongs to; "" for the whole experiment.
-        path: Of the SVG.
+        cell: Name of its task; "" for the whole experiment.
+        path: Path of the SVG.
     """
 
     title: str
@@ -41,29 +45,22 @@ class PlotFile:
 
 
 def draw_plots(results: Results, out: Path) -> list[PlotFile]:
-    """Write the plots as PNG and SVG; gives those that the page has no interactive form of.
+    """Write all plots as PNG and SVG; return those without an interactive form on the page.
 
     Raises:
-        UserError: An explanation in the folder is damaged.
+        UserError: An attribution in the folder is damaged.
     """
     main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
-    pictures = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out)]
+    files = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out)]
     for cell in results.cells:
-        marks = budgets[budgets["cell"] == cell.name]
-        _draw_searches(cell, marks, out)
+        _draw_searches(cell, budgets[budgets["cell"] == cell.name], out)
         _draw_confirmed(cell, main[main["cell"] == cell.name], samples[samples["cell"] == cell.name], out)
-        for found in read_task_attributions(cell):
-            pictures += draw_attribution(cell.name, found, out)
-    return pictures
-
-
-def read_task_attributions(cell: CellResults) -> Iterator[AttributionReport]:
-    """The explanations of rows that are still what they were."""
-    return read_attributions(cell.folder, {row: facts.sha256 for row, facts in cell.rows.items()})
+        for report in read_attributions(cell):
+            files += draw_attribution(cell.name, report, out)
+    return files
 
 
 def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[PlotFile]:
-    """A picture for each device, as the table of the overview has it."""
     for number, ((device, quantized), part) in enumerate(overview.groupby(["device", "quantized"], sort=False), 1):
         name = "overview" if number == 1 else f"overview-{number}"
         title = f"Speedups at a glance, {quantized}, {device}"
@@ -72,11 +69,10 @@ def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[PlotFile]:
 
 
 def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
-    """What goes over all cells."""
-    found = rank_searchers(results)
-    if found is not None:
-        title = "; ".join(filter(None, ["Searchers by mean rank", found.untested_reason]))
-        study_plots.draw_critical_difference(found, title, out / "ranks")
+    ranks = rank_searchers(results)
+    if ranks is not None:
+        title = "; ".join(filter(None, ["Searchers by mean rank", ranks.untested_reason]))
+        study_plots.draw_critical_difference(ranks, title, out / "ranks")
         yield PlotFile(title=title, cell="", path=out / "ranks.svg")
     transfer = transfer_frame(results)
     for (_, within, precision), part in transfer.groupby(["across", "within", "precision"], sort=False):
@@ -85,15 +81,15 @@ def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
         yield PlotFile(title=f"Transfer: {within}, {precision}", cell="", path=out / f"{name}.svg")
 
 
-def _draw_searches(cell: CellResults, marks: pd.DataFrame, out: Path) -> None:
+def _draw_searches(cell: CellResults, budgets: pd.DataFrame, out: Path) -> None:
     curves, volumes = curve_frame([cell]), hypervolume_frame([cell])
     if len(curves):
-        result_plots.draw_anytime(curves, cell.name, out / f"anytime-{cell.name}", confirmed=marks)
-        result_plots.draw_anytime(curves, cell.name, out / f"anytime-minutes-{cell.name}", over="minutes")
+        result_plots.draw_curves(curves, cell.name, out / f"anytime-{cell.name}", confirmed=budgets)
+        result_plots.draw_curves(curves, cell.name, out / f"anytime-minutes-{cell.name}", over="minutes")
     if len(volumes):
-        study_plots.draw_hypervolumes(volumes, cell.name, out / f"volume-{cell.name}")
-    if len(marks):
-        result_plots.draw_budget_bars(marks, cell.name, out / f"budget-{cell.name}")
+        result_plots.draw_curves(volumes, cell.name, out / f"volume-{cell.name}", value="volume")
+    if len(budgets):
+        result_plots.draw_budget_bars(budgets, cell.name, out / f"budget-{cell.name}")
 
 
 def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
@@ -111,29 +107,27 @@ def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame
         result_plots.draw_pareto(points, candidate_frame(cell), words, path, higher=cell.higher_is_better)
 
 
-def draw_attribution(cell: str, found: AttributionReport, out: Path) -> Iterator[PlotFile]:
-    """What is known of a row, as pictures.
+def draw_attribution(cell: str, report: AttributionReport, out: Path) -> Iterator[PlotFile]:
+    """Draw the attribution of a row as far as it was measured, and yield the plots.
 
     Args:
-        cell: Name of its cell.
-        found: The explanation.
-        out: Folder.
+        cell: Name of the task.
+        out: Output folder.
     """
-    name, about = f"{cell}-{_safe_file_name(found.row)}", f"{cell}: {found.method}"
-    parts = waterfall_frame(found.before, found.after)
+    name, title = f"{cell}-{_safe_file_name(report.row)}", f"{cell}: {report.method}"
+    parts = layer_plots.waterfall_frame(report.before, report.after)
     if len(parts):
-        layer_plots.draw_waterfall(parts, about, out / f"waterfall-{name}")
-        yield PlotFile(title=f"Latency by layer, {found.method}", cell=cell, path=out / f"waterfall-{name}.svg")
-    if any(effect.ratio is not None for effect in found.patterns):
-        layer_plots.draw_sensitivity(found.patterns, found.floor, about, out / f"sensitivity-{name}")
-        yield PlotFile(title=f"Patterns of {found.method}", cell=cell, path=out / f"sensitivity-{name}.svg")
-    if any(effect.ratio is not None and effect.drop is not None for effect in found.patterns):
-        metric = metric_name(found.metric)
-        layer_plots.draw_gain_and_drop(found, metric, about, out / f"price-{name}")
-        title = f"What patterns of {found.method} give, and cost in {metric}"
-        yield PlotFile(title=title, cell=cell, path=out / f"price-{name}.svg")
+        layer_plots.draw_waterfall(parts, title, out / f"waterfall-{name}")
+        yield PlotFile(title=f"Latency by layer, {report.method}", cell=cell, path=out / f"waterfall-{name}.svg")
+    if any(effect.ratio is not None for effect in report.patterns):
+        layer_plots.draw_sensitivity(report.patterns, report.floor, title, out / f"sensitivity-{name}")
+        yield PlotFile(title=f"Patterns of {report.method}", cell=cell, path=out / f"sensitivity-{name}.svg")
+    if any(effect.ratio is not None and effect.drop is not None for effect in report.patterns):
+        metric = metric_name(report.metric)
+        layer_plots.draw_gain_and_drop(report, metric, title, out / f"price-{name}")
+        heading = f"Gain of patterns of {report.method}, and their cost in {metric}"
+        yield PlotFile(title=heading, cell=cell, path=out / f"price-{name}.svg")
 
 
 def _safe_file_name(name: str) -> str:
-    """A name as part of a file's."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]

@@ -1,14 +1,11 @@
-"""Pictures for papers, PNG and SVG: legible in print and in grey, colour-blind safe (palette: Okabe and Ito 2008).
-
-Their yellow is left out: on white paper nobody sees it.
-"""
+"""Plots of one task as PNG and SVG, colour-blind safe and legible in grey (palette of Okabe and Ito 2008)."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -18,23 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from harness.report.frames.curves import pareto_front
 from harness.statistics import median_ci
 
 __all__ = [
-    "CURVE_READING_NOTE",
-    "PLOT_FILE_FORMATS",
-    "SERIES_COLOURS",
-    "SERIES_LINES",
-    "add_legend",
-    "draw_anytime",
-    "draw_budget_bars",
-    "draw_latencies",
-    "draw_pareto",
-    "figure_file",
-    "median_band",
-    "pareto_front",
-    "series_style",
-    "wrap_name",
+    "SERIES_COLOURS", "add_legend", "draw_budget_bars", "draw_curves", "draw_latencies", "draw_pareto", "figure_file",
+    "median_band", "series_style",
 ]  # fmt: skip
 
 SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
@@ -42,19 +28,18 @@ SERIES_LINES = ("-", "--", "-.", ":")
 SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 PLOT_FILE_FORMATS = ("png", "svg")
-MAX_CURVE_STEPS = 2000
-"""Of a curve at most: more than a picture has dots across."""
-CURVE_READING_NOTE = (
-    "median over seeds and its 95 % interval, the range with fewer than six;\n"
-    "a placement is as fast as the median of what all searches read of it"
+MAX_CURVE_STEPS = 2000  # more than a plot has dots across
+CURVE_NOTE = (
+    "median over seeds with its 95 % interval, the range below six seeds;\n"
+    "the latency of a placement is the median over all searches that measured it"
 )
 
 
 @contextmanager
 def figure_file(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
-    """Axes of a figure that is written as PNG and SVG; names are shown as they stand, no markup is read.
+    """Yield the axes of a figure that is written as PNG and SVG; names are shown without markup.
 
-    The SVG holds no date and no random identifiers: same results, same bytes.
+    The SVG has no date and no random identifiers, so the same results give the same bytes.
     """
     settings: Any = {"text.usetex": False, "text.parse_math": False, "font.size": 9, "svg.hashsalt": "qdq-bench"}
     with mpl.rc_context(settings):
@@ -71,7 +56,7 @@ def figure_file(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterat
 
 
 def series_style(index: int) -> tuple[str, str, str]:
-    """Colour, line and mark of the n-th series; where the colours are used up they come again with the next of both."""
+    """Return colour, line and mark of a series; used colours repeat with the next line and mark."""
     turn = index // len(SERIES_COLOURS)
     return (
         SERIES_COLOURS[index % len(SERIES_COLOURS)],
@@ -81,29 +66,21 @@ def series_style(index: int) -> tuple[str, str, str]:
 
 
 def add_legend(axes: Axes, columns: int = 4) -> None:
-    """What is what, below the axes, where it hides nothing."""
+    """Draw the legend below the axes."""
     handles, labels = axes.get_legend_handles_labels()
     columns = min(columns, max(1, len(labels)))
     axes.figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
-def wrap_name(name: str, width: int) -> str:
-    """A long name on several lines."""
-    return textwrap.fill(name, width)
-
-
 def median_band(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], value: str = "speedup") -> pd.DataFrame:
-    """Median of a figure of the incumbent over seeds, with its interval, wherever any seed has a new figure.
-
-    Between these places it stays as it is, so the steps are those of all evaluations, however many there are.
+    """Return the median of a figure over seeds with its interval, wherever the figure of a seed changes.
 
     Args:
-        curves: Of one searcher, each seed in order: seed, evaluations, minutes and the figure.
-        over: What the steps go over; the index of the answer.
-        value: Name of the figure.
+        curves: Columns seed, evaluations, minutes and `value` of one searcher, each seed in order.
+        over: Column of the x axis, the index of the result.
 
     Returns:
-        Columns value, low, high: the 95 % interval of the median; the range where there are fewer than six seeds.
+        Columns value, low, high: the 95 % interval of the median, the range below six seeds.
     """
     table = (
         _change_points(curves, value)
@@ -119,33 +96,34 @@ def median_band(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], v
 
 
 def _change_points(curves: pd.DataFrame, value: str) -> pd.DataFrame:
-    """The rows in which a seed has a new figure, and each seed's last."""
     seeds = curves.groupby("seed", sort=False)
     return curves[(seeds[value].shift() != curves[value]) | (seeds.cumcount(ascending=False) == 0)]
 
 
-def draw_anytime(
+def draw_curves(
     curves: pd.DataFrame,
     title: str,
     path: Path,
     *,
+    value: Literal["speedup", "volume"] = "speedup",
     over: Literal["evaluations", "minutes"] = "evaluations",
     confirmed: pd.DataFrame | None = None,
 ) -> None:
-    """Speedup of the incumbent over evaluations or minutes: median over seeds as steps, its interval as band.
+    """Draw speedup or hypervolume of searchers over evaluations or minutes: median over seeds with its interval.
 
     Args:
-        curves: Columns searcher, seed, evaluations, minutes, speedup: the incumbent after every evaluation, see
-            `harness.report.frames.budget_frames.curve_frame`.
-        title: Shown above the axes.
-        path: Where to write, without suffix.
-        over: The x axis.
-        confirmed: Columns searcher, budget, speedup, low, high: fresh measurements, drawn as marks over evaluations.
+        curves: Columns searcher, seed, evaluations, minutes and `value`; see `harness.report.frames.curves`.
+        path: Output path without suffix.
+        confirmed: Columns searcher, budget, speedup, low, high of `budget_frame`, drawn as marks over evaluations.
     """
-    with figure_file(path, height=4.4) as axes:
+    is_speedup = value == "speedup"
+    note = f"lines and bands: {CURVE_NOTE}" if is_speedup else CURVE_NOTE
+    if confirmed is not None and len(confirmed):
+        note += "\nmarks: confirmed speedup, median over seeds and limits as in the budget table"
+    with figure_file(path, height=4.4 if is_speedup else 4.0) as axes:
         for index, (searcher, part) in enumerate(curves.groupby("searcher", sort=False)):
             colour, line, mark = series_style(index)
-            steps = median_band(part, over)
+            steps = median_band(part, over, value)
             axes.step(steps.index, steps["value"], where="post", label=str(searcher), color=colour, linestyle=line)
             axes.fill_between(steps.index, steps["low"], steps["high"], step="post", alpha=0.12, color=colour)
             if confirmed is not None and len(marks := confirmed[confirmed["searcher"] == searcher]):
@@ -153,30 +131,21 @@ def draw_anytime(
                 errors = np.abs(marks[["low", "high"]].to_numpy().T - marks["speedup"].to_numpy())
                 place = marks["budget"] + shift
                 axes.errorbar(place, marks["speedup"], yerr=errors, fmt=mark, ms=4.5, capsize=2, color=colour)
-        axes.axhline(1.0, color="0.6", linewidth=0.8)
-        axes.set_xlabel(f"{over}\n{_confirmed_legend(confirmed)}")
-        axes.set_ylabel("speedup over the float baseline")
+        if is_speedup:
+            axes.axhline(1.0, color="0.6", linewidth=0.8)
+        axes.set_xlabel(f"{over}\n{note}")
+        axes.set_ylabel("speedup over the float baseline" if is_speedup else "hypervolume of latency and accuracy")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
         add_legend(axes)
 
 
-def _confirmed_legend(confirmed: pd.DataFrame | None) -> str:
-    lines = f"lines and bands: {CURVE_READING_NOTE}"
-    return (
-        lines
-        if confirmed is None or not len(confirmed)
-        else f"{lines}\nmarks: confirmed speedup, median over seeds and limits as in the budget table"
-    )
-
-
 def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
-    """Confirmed speedup by searcher and budget, with the limits of `harness.report.frames.budget_frames.budget_frame`.
+    """Draw bars of the confirmed speedup by searcher and budget.
 
     Args:
-        budgets: Of one cell: searcher, budget, speedup, low, high.
-        title: Shown above the axes.
-        path: Where to write, without suffix.
+        budgets: Columns searcher, budget, speedup, low, high of `budget_frame`, for one task.
+        path: Output path without suffix.
     """
     searchers, sizes = list(dict.fromkeys(budgets["searcher"])), sorted(set(budgets["budget"]))
     width = 0.8 / len(sizes)
@@ -193,9 +162,7 @@ def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
             )  # fmt: skip
         axes.axhline(1.0, color="0.3", linewidth=0.8)
         axes.set_xticks(range(len(searchers)), searchers)
-        axes.set_xlabel(
-            "median over seeds; whiskers: 95 % interval,\nwith fewer than six seeds the widest limits of their own"
-        )
+        axes.set_xlabel("median over seeds; whiskers: 95 % interval,\nbelow six seeds the widest limits of their own")
         axes.set_ylabel("confirmed speedup")
         axes.set_title(title)
         add_legend(axes)
@@ -204,17 +171,16 @@ def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
 def draw_latencies(
     samples: Mapping[str, pd.DataFrame], table_ms: Mapping[str, float], floor: float | None, title: str, path: Path
 ) -> None:
-    """Distributions of the confirmation's samples, row by row, and on each what the tables say of it.
+    """Draw the distribution of the confirmation's samples of each row, with the latency of the tables.
 
-    That is the geometric mean over builds, and not the median of all samples, which would count a build that was slow
-    as a whole as if it were many slow inferences; so picture and table never differ.
+    The latter is the geometric mean over builds, not the median of all samples, which would count a slow build as many
+    slow inferences.
 
     Args:
-        samples: Name of a row to its samples (columns build, latency_ms), the baseline first.
-        table_ms: Name of a row to its latency in the tables.
+        samples: Samples of each row by label (columns build, latency_ms), the baseline first.
+        table_ms: Latency of each row in the tables, by label.
         floor: Relative A/A noise floor, drawn around the baseline's latency; None: not drawn.
-        title: Shown above the axes.
-        path: Where to write, without suffix.
+        path: Output path without suffix.
     """
     with figure_file(path, height=1.5 + 0.36 * len(samples)) as axes:
         baseline_ms = table_ms[next(iter(samples))]
@@ -230,7 +196,7 @@ def draw_latencies(
             axes.plot(
                 builds, np.full(len(builds), place - 0.27), "o", ms=2.6, color=SERIES_COLOURS[1], linestyle="none"
             )
-        axes.set_yticks(range(len(samples)), [wrap_name(name, 26) for name in samples])
+        axes.set_yticks(range(len(samples)), [fill(name, 26) for name in samples])
         axes.set_ylim(len(samples) - 0.6, -0.8)
         grey = "" if floor is None else f"\ngrey: A/A floor, {floor:.1%} around the baseline's latency"
         axes.set_xlabel(
@@ -240,39 +206,23 @@ def draw_latencies(
         axes.set_title(title)
 
 
-def pareto_front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
-    """The rows that no other row beats in latency and metric at once, by latency.
-
-    Args:
-        points: Columns latency_ms, score; equal rows are kept once.
-        higher_is_better: Direction of the score.
-    """
-    kept, best = [], None
-    ordered = points.sort_values(["latency_ms", "score"], ascending=[True, not higher_is_better])
-    for index, score in zip(ordered.index, ordered["score"], strict=True):
-        if best is None or (score > best if higher_is_better else score < best):
-            kept.append(index)
-            best = score
-    return points.loc[kept]
-
-
 def draw_pareto(
     points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], path: Path, *, higher: bool
 ) -> None:
-    """Latency against the metric: confirmed rows with their intervals and front, search candidates behind them.
+    """Draw the metric against latency: confirmed rows with intervals and front, and candidates of searches in grey.
 
-    Marks are small and show what lies below them, and names stand in the key alone: good rows are close together.
+    Marks are small and translucent, with names in the legend only, since good rows are close together.
 
     Args:
-        points: Columns label, latency_ms, latency_low_ms, latency_high_ms, score: confirmed rows.
-        tried: Columns latency_ms, score: what the searches scored, by their own samples.
-        words: "title", "metric", the name of the y axis, and "tried", what `tried` is called.
-        path: Where to write, without suffix.
+        points: Columns label, latency_ms, latency_low_ms, latency_high_ms, score of confirmed rows.
+        tried: Columns latency_ms, score of the candidates, by the searches' own samples.
+        words: Texts "title", "metric" (y axis) and "tried" (legend entry of the candidates).
+        path: Output path without suffix.
         higher: A higher score is better.
     """
     with figure_file(path, height=4.6) as axes:
         grey: Any = {"color": "0.45", "alpha": 0.5, "mew": 0, "ms": 3, "zorder": 1}
-        axes.plot(tried["latency_ms"], tried["score"], "o", label=wrap_name(words["tried"], 24), **grey)
+        axes.plot(tried["latency_ms"], tried["score"], "o", label=fill(words["tried"], 24), **grey)
         best = pareto_front(points, higher)
         axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
         for index, row in enumerate(points.drop_duplicates("label").to_dict("records")):
@@ -280,7 +230,7 @@ def draw_pareto(
             colour, _, mark = series_style(index)
             axes.errorbar(
                 [row["latency_ms"]], [row["score"]], xerr=errors, fmt=mark, ms=5, mfc=(colour, 0.35), mec=colour,
-                ecolor=(colour, 0.5), capsize=2, elinewidth=0.8, zorder=3, label=wrap_name(row["label"], 24),
+                ecolor=(colour, 0.5), capsize=2, elinewidth=0.8, zorder=3, label=fill(row["label"], 24),
             )  # fmt: skip
         axes.set_xlabel("latency, ms (confirmed rows: 95 % interval)")
         axes.set_ylabel(words["metric"])

@@ -19,7 +19,7 @@ from harness.explain.render import attribution_lines, explain_and_save
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.progress import NullProgress
-from harness.report.load.attribution_store import EdgeFusion, read_attribution, write_attribution
+from harness.report.load.cell_files import EdgeFusion, read_attribution, write_attribution
 from harness.report.load.results import load
 from harness.report.plots.plot_files import draw_attribution
 from harness.runtimes.simulated import SimulatedBenchmarker

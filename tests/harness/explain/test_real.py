@@ -8,7 +8,7 @@ from harness.cli.main import main
 from harness.config.sections import Confirmation
 from harness.explain import attribution
 from harness.graph.builder import GraphBuilder
-from harness.report.load.attribution_store import read_attribution
+from harness.report.load.cell_files import read_attribution
 
 EXPERIMENT = """
 experiment: small

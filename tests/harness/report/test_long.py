@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from long_results import CELL, write_long_results
 
-from harness.report.frames.budget_frames import curve_frame
+from harness.report.frames.curves import curve_frame
 from harness.report.load.results import load
 from harness.report.plots.result_plots import median_band
 from harness.results_dir.journal import Journal, read_journal

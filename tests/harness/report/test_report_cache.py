@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
-from harness.report import report_cache
 
+RENDER = importlib.import_module("harness.report.render")
 CELL = "net-openvino-int8"
 SAID = "Nothing has changed since they were drawn"
 
@@ -18,9 +18,9 @@ SAID = "Nothing has changed since they were drawn"
 @pytest.fixture
 def drawn(monkeypatch):
     """Counts how often plots are drawn, which takes long."""
-    monkeypatch.setattr(report_cache, "CODE_SUFFIXES", frozenset())  # which others may be editing just now
+    monkeypatch.setattr(RENDER, "CODE_SUFFIXES", frozenset())  # which others may be editing just now
     calls = []
-    monkeypatch.setattr(sys.modules["harness.report.render"], "draw_plots", lambda *_: calls.append(1) or [])
+    monkeypatch.setattr(RENDER, "draw_plots", lambda *_: calls.append(1) or [])
     return calls
 
 
@@ -65,9 +65,9 @@ def test_so_has_an_explanation_and_a_stop(folder, drawn):
 
 def test_so_has_other_code(folder, drawn, monkeypatch):
     report(folder)
-    monkeypatch.setattr(report_cache, "version", lambda name: "another")
+    monkeypatch.setattr(RENDER, "version", lambda name: "another")
     assert SAID not in report(folder), "another version of a library may draw otherwise"
-    monkeypatch.setattr(report_cache, "CODE_SUFFIXES", frozenset({".css"}))
+    monkeypatch.setattr(RENDER, "CODE_SUFFIXES", frozenset({".css"}))
     assert SAID not in report(folder)
     assert SAID in report(folder)
 
@@ -76,7 +76,7 @@ def test_so_has_a_page_that_is_gone_and_a_folder_that_was_moved(folder, drawn, t
     report(folder)
     (folder / "report" / "index.html").unlink()
     assert SAID not in report(folder)
-    (folder / "report" / report_cache.INPUTS_DIGEST_FILE).write_bytes(b"\xff\xfe")
+    (folder / "report" / "inputs.sha256").write_bytes(b"\xff\xfe")
     assert SAID not in report(folder)
     moved = tmp_path.with_name(f"{tmp_path.name}-moved")
     folder.rename(moved)

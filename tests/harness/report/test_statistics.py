@@ -165,7 +165,7 @@ def test_a_score_counts_from_what_all_are_told_first():
 
 def test_a_single_cell_is_said_in_the_singular():
     alone = compute_ranks(DEMSAR.iloc[:1])
-    assert alone.untested_reason == "no test: 1 cell is too few to say anything of others (3 are needed)"
+    assert alone.untested_reason == "no test: 1 task is too few (3 are needed)"
 
 
 def test_quartiles_are_of_several_values():

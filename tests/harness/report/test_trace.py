@@ -1,29 +1,28 @@
-"""What `qdq trace` shows: a few lines as a rule, every single reading where it is asked for; see test_compare too."""
-
-from __future__ import annotations
+"""Trace of table cells to their readings, and what `qdq trace` prints."""
 
 import json
 import re
 
 import pytest
+from small_results import CELL, edit_json, edit_samples
 from typer.testing import CliRunner
 
 from harness.cli.common import short_path
 from harness.cli.main import app
+from harness.errors import UserError
 from harness.report.load.results import load
+from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
 
-CELL = "net-openvino-int8"
 
-
-def said(*arguments: object) -> list[str]:
+def printed(*arguments: object) -> list[str]:
     done = CliRunner().invoke(app, ["trace", *map(str, arguments)])
     assert done.exit_code == 0, done.output
     return done.stdout.splitlines()
 
 
-def test_a_ratio_is_a_line_a_turn_the_last_ones_and_how_they_come_to_the_figure(folder):
-    head, place, hidden, *turns, result, more = said(folder, "random:speedup")
+def test_a_ratio_is_a_line_per_turn_and_its_computation(folder):
+    head, place, hidden, *turns, result, more = printed(folder, "random:speedup")
     assert head == f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]"
     assert place == f"{short_path(folder / CELL / 'confirm.jsonl')}; samples in ms, one line a turn"
     assert hidden == "... 1 before these:"
@@ -34,73 +33,142 @@ def test_a_ratio_is_a_line_a_turn_the_last_ones_and_how_they_come_to_the_figure(
     assert "build 2, turn 1: median 4 of 3 samples; baseline 8, line" in turns[-1]
     assert turns[-1].endswith("ratio 2.0000")
     assert result == "geometric mean of the median ratios of 3 builds (2, 2, 2): 2"
-    assert more == "--raw shows every single reading."
+    assert "--raw" in more
 
 
 def test_raw_shows_every_reading_of_turns_and_trials(folder):
-    lines = said(folder, "random:speedup", "--raw")
+    lines = printed(folder, "random:speedup", "--raw")
     assert len(lines) == 2 + 6 * 2 + 1
     assert sum(line.endswith("median 4 of 4 4 4") for line in lines) == 6
-    assert lines[-1].startswith("geometric mean"), "no word of --raw, for nothing is left out"
-    lines = said(folder, "random:minutes", "--raw")
-    assert "    samples in ms: 4 4 4 4 4 4 4" in lines
+    assert lines[-1].startswith("geometric mean")
+    assert "    samples in ms: 4 4 4 4 4 4 4" in printed(folder, "random:minutes", "--raw")
 
 
-def test_so_many_as_are_asked_for(folder):
-    assert sum("build" in line for line in said(folder, "random:latency", "--last", 2)) == 2 + 1
-    assert not any("before these" in line for line in said(folder, "random:latency", "--last", 6))
+def test_the_number_of_turns_is_an_option(folder):
+    assert sum("build" in line for line in printed(folder, "random:latency", "--last", 2)) == 2 + 1
+    assert not any("before these" in line for line in printed(folder, "random:latency", "--last", 6))
     assert CliRunner().invoke(app, ["trace", str(folder), "random:latency", "--last", "0"]).exit_code == 2
 
 
-def test_a_search_is_a_line_a_trial(folder):
-    lines = said(folder, "random:minutes", "--table", "cost")
-    trials = [line for line in lines if " at " in line]
+def test_a_search_is_a_line_per_trial(folder):
+    trials = [line for line in printed(folder, "random:minutes", "--table", "cost") if " at " in line]
     assert len(trials) == 2 * 3, "two searches"
     assert trials[1] == "1: 1 at 20.0 s: median 4 ms of 7 samples, top1 0.79"
 
 
-def test_scores_name_the_images_and_show_their_values_raw(folder):
-    path = folder / CELL / "accuracy.json"
-    body = json.loads(path.read_text())
-    body["sha of aa main"]["per_item"] = [1.0, 0.79, 0.58]
-    path.write_text(json.dumps(body))
-    assert "    by item: 3 values" in said(folder, "random:top-1")
-    assert "    by item: 1 0.79 0.58" in said(folder, "random:top-1", "--raw")
-    assert "    top1: 0.79" in said(folder, "random:top-1", "--last", 1), "figures are never cut"
+def test_scores_have_the_values_of_images(folder):
+    def add_images(body):
+        body["sha of aa main"]["per_item"] = [1.0, 0.79, 0.58]
+
+    edit_json(folder / CELL / "accuracy.json", add_images)
+    assert "    by item: 3 values" in printed(folder, "random:top-1")
+    assert "    by item: 1 0.79 0.58" in printed(folder, "random:top-1", "--raw")
+    assert "    top1: 0.79" in printed(folder, "random:top-1", "--last", 1)
 
 
-def test_a_drop_is_the_subtraction_of_two_scores(folder):
-    lines = said(folder, "all:drop")
+def test_a_drop_is_the_difference_of_two_scores(folder):
+    lines = printed(folder, "all:drop")
     assert lines[0] == f"row 3: {CELL}, all, drop [CI]: +0.1000"
-    assert lines[-1] == "drop: 0.800000 - 0.700000 = +0.100000 (float less this row)"
-    assert not any("drop: " in line for line in said(folder, "all:top-1"))
-    path = folder / CELL / "accuracy.json"
-    body = json.loads(path.read_text())
-    for row, share in (("float", 80), ("all", 70)):
-        body[f"sha of {row} main"]["per_item"] = [1.0] * share + [0.0] * (100 - share)
-    path.write_text(json.dumps(body))
-    *_, drop, limits, more = said(folder, "all:drop")
+    assert lines[-1].startswith("drop: 0.800000 - 0.700000 = +0.100000")
+    assert not any("drop: " in line for line in printed(folder, "all:top-1"))
+
+    def add_images(body):
+        for row, hits in (("float", 80), ("all", 70)):
+            body[f"sha of {row} main"]["per_item"] = [1.0] * hits + [0.0] * (100 - hits)
+
+    edit_json(folder / CELL / "accuracy.json", add_images)
+    *_, drop, limits, more = printed(folder, "all:drop")
     assert drop.startswith("drop: 0.800000 - 0.700000 = ")
-    assert re.fullmatch(
-        r"95 % of 1000 draws of the images, subtracted draw by draw: \[\+0\.0\d{5}, \+0\.1\d{5}\]", limits
-    )
-    assert more == "--raw shows every single reading."
+    assert re.fullmatch(r"95 % of 1000 draws of the images.*: \[\+0\.0\d{5}, \+0\.1\d{5}\]", limits)
+    assert "--raw" in more
+    edit_json(folder / CELL / "cell.json", higher_is_better=False)
+    assert printed(folder, "all:drop")[-3].startswith("drop: 0.700000 - 0.800000 = -0.100000")
 
 
-def test_a_drop_of_what_is_better_lower_is_subtracted_the_other_way(folder):
-    path = folder / CELL / "cell.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "higher_is_better": False}))
-    lines = said(folder, "all:drop")
-    assert lines[-1] == "drop: 0.700000 - 0.800000 = -0.100000 (this row less float, for a lower figure is better)"
-
-
-def test_what_several_seeds_chose_is_shown_once(folder):
-    found = trace_cell(load(folder), "random:2 evaluations", "budget")
-    chosen = [line for line in found.lines if "at 2 evaluations" in line]
+def test_a_row_of_several_seeds_is_shown_once(folder):
+    lines = trace_cell(load(folder), "random:2 evaluations", "budget").lines
+    chosen = [line for line in lines if "at 2 evaluations" in line]
     assert chosen == [f"{CELL}, random, seed {seed} at 2 evaluations: bb" for seed in (0, 1)]
-    assert sum(line.startswith("geometric mean") for line in found.lines) == 1
+    assert sum(line.startswith("geometric mean") for line in lines) == 1
 
 
 @pytest.mark.parametrize("address", ["random:Q/DQ", "tpe:latency"])
-def test_facts_are_whole_and_ask_for_no_raw_readings(folder, address):
-    assert said(folder, address) == said(folder, address, "--raw")
+def test_facts_have_no_raw_readings(folder, address):
+    assert printed(folder, address) == printed(folder, address, "--raw")
+
+
+@pytest.mark.parametrize(
+    ("table", "address", "expected"),
+    [
+        ("main", "random:lat", "build 0, turn 0: median 4 of 4 4 4"),
+        ("main", "random:speedup", "ratio 2.0000"),
+        ("main", "1:speedup", "median 8 of 8 8 8"),
+        ("main", f"{CELL}/linear:verdict", "build 2 failed: build: unsupported operator"),
+        ("main", "all:drop", "sha of float main (float)"),
+        ("main", "all:top-1", "top1: 0.7"),
+        ("main", "random:builds", "2: 2 at 30.0 s: failed: build: no"),
+        ("main", "random:minutes", "1: 1 at 20.0 s: median 4 ms of 7 samples"),
+        ("main", "all:builds", "median 2 of 2 2 2"),
+        ("main", "random:Q/DQ", "rows.json: row aa, 5 Q/DQ pairs"),
+        ("main", "tpe:latency", "nothing was measured: nothing measured"),
+        ("precision", "random:decision", "ratio 2.0000"),
+        ("decision", "net/best found:speedup", "ratio 2.0000"),
+        ("decision", "best found:top-1", "top1: 0.79"),
+        ("finalists", "2:latency", "median 5 of 5 5 5"),
+        ("finalists", "2:shrinkage", "1: 1 at 20.0 s: median 4 ms of 7 samples"),
+        ("budget", "random:2 evaluations", "random, seed 1 at 2 evaluations: bb"),
+        ("budget", "1:3 evaluations", "random, seed 0 at 3 evaluations: aa"),
+        ("targets", "1:reached 95%", "1: 1 at 20.0 s: median 4 ms of 7 samples, top1 0.79"),
+        ("cost", "random:build", "2: 2 at 30.0 s: failed: build: no"),
+        ("volume", "1:hypervolume", "random-1.jsonl; one line a trial"),
+        ("variance", "1:between builds", "build 2, turn 1: median 2 of 2 2 2"),
+    ],
+)
+def test_cells_are_traced_to_their_readings(folder, table, address, expected):
+    assert any(expected in line for line in trace_cell(load(folder), address, table).lines)
+
+
+def test_every_column_of_every_table_has_a_source(folder):
+    results = load(folder)
+    for table in build_tables(results):
+        for head in table.cells.columns:
+            found = trace_cell(results, f"1:{head}", table.name)
+            assert found.lines, f"{table.name}: {head}"
+            assert found.shown == str(table.cells[head].iloc[0])
+
+
+@pytest.mark.parametrize(
+    ("table", "address", "message"),
+    [
+        ("main", "random", "ROW:COLUMN, for instance"),
+        ("main", "randm:latency", "no row 'randm' in the main table of 7 rows; did you mean 'random'"),
+        ("main", "9:latency", "no row '9'"),
+        ("main", "float:latency", r"several rows of the main table; .*: 1 \(net-openvino-int8, f32\), 2"),
+        ("main", "random:speed of light", "no single column of the main table .* 'speed of light': model, device"),
+        ("main", "random:", "no single column"),
+        ("budgets", "1:latency", "no table 'budgets'; did you mean 'budget'"),
+    ],
+)
+def test_a_wrong_address_is_explained(folder, table, address, message):
+    with pytest.raises(UserError, match=message):
+        trace_cell(load(folder), address, table)
+
+
+def test_the_computation_gives_the_cell(folder):
+    edit_samples(folder / CELL, "aa", lambda samples_ms, build: [ms * 2**build for ms in samples_ms])
+    latency, speedup = (trace_cell(load(folder), f"random:{column}") for column in ("latency", "speedup"))
+    assert latency.lines[-1] == "geometric mean of the median turns of 3 builds (4, 8, 16): 8 ms"
+    assert latency.shown.startswith("8.000 [")
+    assert speedup.lines[-1] == "geometric mean of the median ratios of 3 builds (2, 1, 0.5): 1"
+    assert speedup.shown.startswith("1.00 [")
+    path = folder / CELL / "confirm.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line).get("build", 0) == 0]
+    path.write_text("".join(f"{line}\n" for line in kept))
+    single = trace_cell(load(folder), "random:latency")
+    assert single.lines[-1] == "geometric mean of the turns of the one build (4, 4): 4 ms"
+
+
+def test_a_task_that_has_not_started_has_no_source(folder):
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("models:\n", "models:\n- use: new.onnx\n"))
+    assert trace_cell(load(folder), "new-openvino-int8/tpe:latency").lines == ("the task has not started",)

@@ -20,7 +20,7 @@ from harness.graph.rules.dialects import OPENVINO, TENSORRT
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
-from harness.report.tables.notes import main_note
+from harness.report.tables.main import main_note
 from harness.results_dir.journal import read_journal
 from harness.task_setup.external_tools import ExternalModel
 from harness.task_setup.initial_design import InitialDesign, tensorrt_guide_placement
@@ -161,7 +161,7 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
         "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated': "
         "good starts at best"
     ]
-    assert f"Starts of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
+    assert f"Initial placements of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
 
 
 def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):

@@ -98,7 +98,7 @@ def test_the_next_right_placement_is_the_choice_of_the_search(folder):
     cell = load(folder / "out").cell(CELL)
     assert cell.checks[chosen].verdict == "right"
     assert cell.summaries[chosen].verdict == "faster"
-    assert sum(search.good for search in cell.searches) > 3
+    assert sum(search.successes for search in cell.searches) > 3
     assert chosen != next(row.id for row in rows if cell.wrong(row.id))
 
 

@@ -1,14 +1,12 @@
 """The graph of the page: whose insertion points it shows."""
 
-import json
 import logging
 
 import pytest
+from small_results import CELL, edit_json
 
 from harness.report.load.results import load
 from harness.report.page.graph_snapshots import load_task_graph
-
-CELL = "net-openvino-int8"
 
 
 def points(folder) -> int:
@@ -17,21 +15,20 @@ def points(folder) -> int:
 
 
 def change(folder, **facts) -> None:
-    path = folder / CELL / "cell.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    edit_json(folder / CELL / "cell.json", **facts)
 
 
 @pytest.fixture
-def of_ones_own(with_models):
+def custom(with_models):
     """A run with `use: my_module:Class`, a benchmarker that no entry point names."""
     change(with_models, backend={"name": "my own runtime", "device": "A CPU"})
     return with_models
 
 
-def test_a_benchmarker_of_ones_own_is_not_looked_up_by_the_name_that_it_gives_itself(of_ones_own, caplog):
-    change(of_ones_own, dialect_use="openvino")
+def test_a_custom_benchmarker_is_not_looked_up_by_its_own_name(custom, caplog):
+    change(custom, dialect_use="openvino")
     with caplog.at_level(logging.WARNING):
-        assert points(of_ones_own) > 0
+        assert points(custom) > 0
     assert caplog.text == ""
 
 
@@ -42,9 +39,9 @@ def test_the_dialect_is_the_one_that_the_parameters_chose(with_models):
     assert 0 < points(with_models) < wide
 
 
-def test_a_dialect_that_is_not_installed_any_more_costs_the_points_alone(of_ones_own, caplog):
+def test_a_dialect_that_is_not_installed_leaves_out_the_points(custom, caplog):
     with caplog.at_level(logging.WARNING):
-        assert points(of_ones_own) == 0
+        assert points(custom) == 0
     assert f"{CELL}: no insertion points on the page: no benchmarker is called 'my own runtime'" in caplog.text
 
 

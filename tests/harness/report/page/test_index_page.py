@@ -5,16 +5,16 @@ import re
 import shutil
 
 import pytest
+from small_results import CELL, edit_json, write_cell
 
 from harness.report import render
-from harness.report.load.attribution_store import AttributionReport, PartEffect, write_attribution
+from harness.report.load.cell_files import AttributionReport, PartEffect, write_attribution
 from harness.report.load.results import load
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
-from harness.report.tables.table_layouts import build_tables
+from harness.report.tables.catalog import build_tables
 from harness.statistics import Interval
 
-CELL = "net-openvino-int8"
 CHARTS = "[...document.querySelectorAll('.js-plotly-plot')]"
 
 
@@ -40,16 +40,14 @@ def test_one_file_that_loads_nothing(with_models, outside_addresses):
 
 def test_the_verdict_stands_first_with_its_uncertainty(folder):
     text = re.sub(r"<[^>]+>", " ", page_of(folder).read_text().partition("<main")[0])
-    assert re.search(r"random: 2.00 \[2.00, 2.00\] times the speed of the float model, 4.000 \[4.000, 4.000\] ms", text)
+    assert re.search(r"random: 2.00 \[2.00, 2.00\] times as fast as the float model, 4.000 \[4.000, 4.000\] ms", text)
     assert "top-1 0.7900 (drop +0.0100, allowed 0.02), 5 Q/DQ pairs." in text
     assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a speed." in text
 
 
 def test_where_the_float_model_is_the_best_nothing_is_called_faster(folder):
-    path = folder / CELL / "cell.json"
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "max_drop": 0.001}}))
-    assert "nothing that keeps the bound is faster than float, 8.000 [8.000, 8.000] ms" in page_of(folder).read_text()
+    edit_json(folder / CELL / "cell.json", lambda body: body["goal"].update(max_drop=0.001))
+    assert "no method within the bound is faster than float, 8.000 [8.000, 8.000] ms" in page_of(folder).read_text()
 
 
 def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
@@ -60,14 +58,13 @@ def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
         return chart["data"][0]["name"]
 
     assert key_of_the_cloud() == "scored in the searches"
-    path = folder / CELL / "cell.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "halves": True}))
+    edit_json(folder / CELL / "cell.json", halves=True)
     assert key_of_the_cloud() == "scored in the searches, on their half of the data"
 
 
 def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):
     assert "Noisy machine" not in page_of(folder).read_text()
-    (folder / CELL / "floor.json").write_text('{"floor": 0.337}')
+    edit_json(folder / CELL / "floor.json", floor=0.337)
     verdicts = page_of(folder).read_text().partition('id="tables"')[0]
     said = f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat."
     assert f'<p class="warn">{said}</p>' in verdicts
@@ -119,8 +116,7 @@ def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
 
 def test_hostile_names_are_only_text(folder, browser):
     evil = "<script>document.title='owned'</script>"
-    path = folder / CELL / "cell.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model": evil}))
+    edit_json(folder / CELL / "cell.json", model=evil)
     rows = folder / CELL / "rows.json"
     rows.write_text(rows.read_text().replace('"tpe"', json.dumps(f"{evil}<img src=x onerror=alert(1)>")))
     (folder / "experiment.yaml").write_text(
@@ -153,12 +149,12 @@ def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
     assert browser.errors == []
 
 
-def test_what_all_rows_share_is_said_once_above_the_table(folder, cell_maker):
+def test_what_all_rows_share_is_said_once_above_the_table(folder):
     text = page_of(folder).read_text()
     assert "All rows: model: net, device: A CPU, 2 threads" in text
     table = text.partition('id="table-main"')[2].partition("</table>")[0]
     assert "A CPU" not in table
-    cell_maker(folder, "other-openvino-int8", model="other")
+    write_cell(folder, "other-openvino-int8", model="other")
     text = page_of(folder).read_text()
     assert "All rows: device: A CPU, 2 threads" in text
     assert ">other<" in text.partition('id="table-main"')[2].partition("</table>")[0]

@@ -1,25 +1,25 @@
 """What the pictures for papers are drawn from, and LaTeX that compiles."""
 
-import json
 import shutil
 import subprocess
 
 import pandas as pd
 import pytest
+from small_results import CELL, edit_samples
 
-from harness.report.frames.budget_frames import budget_frame
-from harness.report.frames.confirmation_samples import sample_frame
+from harness.report.frames.confirmation import sample_frame
+from harness.report.frames.curves import pareto_front
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.display_names import row_labels
 from harness.report.load.results import load
 from harness.report.page.interactive_charts import build_charts
 from harness.report.plots import result_plots
 from harness.report.plots.plot_files import draw_plots
-from harness.report.plots.result_plots import draw_anytime, draw_latencies, median_band, pareto_front, series_style
+from harness.report.plots.result_plots import draw_curves, draw_latencies, median_band, series_style
 from harness.report.render import write_tables
 from harness.report.report_table import ReportTable, write_table
+from harness.report.tables.budget import budget_frame
 
-CELL = "net-openvino-int8"
 CURVES = pd.DataFrame(
     {
         "searcher": "a $x$ _y_",
@@ -40,7 +40,7 @@ def test_the_envelope_is_the_median_over_seeds_and_carries_what_was_known(tmp_pa
 
 def test_same_results_same_bytes_and_both_formats(tmp_path):
     for name in ("one", "two"):
-        draw_anytime(CURVES, "<t> $\\frac", tmp_path / name)
+        draw_curves(CURVES, "<t> $\\frac", tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert "<t>" not in (tmp_path / "one.svg").read_text()
@@ -86,12 +86,7 @@ def test_latex_compiles_hostile_names_included(folder, tmp_path):
 
 
 def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch):
-    path = folder / CELL / "confirm.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines[1:]:
-        if line["kind"] == "block" and line["row"] == "aa" and line["build"] == 2:
-            line["samples_ms"] = [16.0] * 3
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    edit_samples(folder / CELL, "aa", lambda samples_ms, build: [16.0] * 3 if build == 2 else samples_ms)
     results = load(folder)
     cell, main = results.cells[0], main_frame(results)
     table_ms = main.set_index("method").loc["random", "latency_ms"]

@@ -1,45 +1,32 @@
-"""What several searches came to stands at one level; curves go on to the end of the budget."""
+"""Curves, targets and hypervolume of searches: one latency per placement, until the end of the search."""
 
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from small_results import CELL, edit_json, measured, write_search
 
-from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
-from harness.report.frames.budget_frames import budget_frame, curve_frame, target_frame
-from harness.report.frames.confirmation_samples import sample_frame
-from harness.report.frames.hypervolume import hypervolume_frame
+from harness.records import Failed, Measured
+from harness.report.frames.confirmation import sample_frame
+from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.display_names import row_labels
 from harness.report.load.results import load
 from harness.report.page.interactive_charts import build_charts
 from harness.report.plots.result_plots import median_band
 from harness.report.render import write_tables
-from harness.report.tables.table_layouts import build_tables
+from harness.report.tables.budget import budget_frame, target_frame
+from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
-from harness.results_dir.io import write_json
-from harness.results_dir.journal import Journal
 from harness.timing.turn_log import TWIN, Turn, encode_turn_event
 
-CELL = "net-openvino-int8"
 FAILED = Failed(stage="build", reason="no", wall_s=1.0)
 
 
 def read(latency_ms: float, top1: float | None = 0.8) -> Measured:
-    metrics = {} if top1 is None else {"top1": top1}
-    return Measured(samples_ms=(latency_ms,) * 7, build_s=1.0, measure_s=1.0, metrics=metrics)
-
-
-def write_search(path: Path, *outcomes: tuple[str, Outcome]) -> None:
-    """A search of one evaluation a minute."""
-    with Journal(path, {}) as journal:
-        for number, (digest, outcome) in enumerate(outcomes):
-            choices = (0,) if digest == "float" else (1,)
-            journal.append(Proposal(number=number, choices=choices, digest=digest, origin="searcher"))
-            journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=60.0 * (number + 1)))
+    return measured(latency_ms, **({} if top1 is None else {"top1": top1}))
 
 
 @pytest.fixture
@@ -50,7 +37,7 @@ def runs(folder):
     return folder / CELL / "runs"
 
 
-def test_a_start_that_all_searches_measured_stands_at_one_level(folder, runs):
+def test_an_initial_placement_has_one_latency_in_all_searches(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("start", read(4.0)), ("own", read(3.0)))
     write_search(runs / "random-1.jsonl", ("float", read(9.0)), ("start", read(5.0)), ("none", FAILED))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.5)), ("start", read(4.6)), ("none", FAILED))
@@ -63,7 +50,7 @@ def test_a_start_that_all_searches_measured_stands_at_one_level(folder, runs):
     assert found.to_dict() == {("random", 0.95): 1, ("random", 0.99): 1, ("tpe", 0.95): 0, ("tpe", 0.99): 0}
 
 
-def test_who_reached_the_best_placement_reached_it_whatever_was_read_there(folder, runs):
+def test_the_best_placement_is_reached_whatever_its_readings(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("best", read(3.6)))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("best", read(4.4)))
     found = target_frame(load(folder))
@@ -71,7 +58,7 @@ def test_who_reached_the_best_placement_reached_it_whatever_was_read_there(folde
     assert found["evaluations"].tolist() == [2.0, 2.0, 2.0, 2.0]
 
 
-def test_a_curve_falls_where_a_lucky_reading_had_displaced_a_better_placement(folder, runs):
+def test_a_curve_falls_if_a_lucky_reading_displaced_a_better_placement(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(3.9)))
     write_search(runs / "random-1.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(6.1)))
     curves = curve_frame(load(folder).cells).set_index(["seed", "evaluations"])["speedup"]
@@ -79,17 +66,7 @@ def test_a_curve_falls_where_a_lucky_reading_had_displaced_a_better_placement(fo
     assert curves.loc[1].tolist() == pytest.approx([1.0, 2.0, 2.0])
 
 
-def test_the_tables_say_what_a_level_is(folder):
-    write_tables(load(folder), folder / "report")
-    text = (folder / "report" / "volume.md").read_text()
-    assert "A placement is as fast as the median of what the searches of the cell read of it" in text
-    text = (folder / "report" / "targets.md").read_text()
-    assert (
-        "How fast an incumbent is says the confirmation, of what was not confirmed the runoff, of what was in" in text
-    )
-
-
-def test_what_was_confirmed_is_as_fast_as_that_whatever_a_search_read(folder, runs):
+def test_confirmed_placements_have_their_confirmed_speedup(folder, runs):
     # Confirmed are aa 2.0 and bb 1.6 times as fast; the search read 4.0 of bb.
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)), ("bb", read(2.0)))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("aa", read(4.1)), ("none", FAILED))
@@ -98,7 +75,7 @@ def test_what_was_confirmed_is_as_fast_as_that_whatever_a_search_read(folder, ru
     assert set(found["evaluations"]) == {2.0}, "a placement that nobody can confirm is no target"
 
 
-def test_what_was_not_confirmed_is_as_fast_as_in_the_runoff(folder, runs):
+def test_other_placements_have_their_speedup_in_the_final_selection(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("lucky", read(3.9)))
     reached = target_frame(load(folder)).set_index(["searcher", "share"])["reached"]
@@ -110,30 +87,30 @@ def test_what_was_not_confirmed_is_as_fast_as_in_the_runoff(folder, runs):
     ]
     (folder / CELL / "runoff.jsonl").write_text("{}\n" + "".join(f"{encode_turn_event(turn)}\n" for turn in turns))
     results = load(folder)
-    assert results.cells[0].runoff == {"lucky": pytest.approx(8 / 7)}
+    assert results.cells[0].selection_speedups == {"lucky": pytest.approx(8 / 7)}
     reached = target_frame(results).set_index(["searcher", "share"])["reached"]
     assert (reached["tpe", 0.95], reached["random", 0.95]) == (0, 1)
     table = next(table for table in build_tables(results) if table.name == "targets")
     told = [head for source in trace_cell(results, "tpe:reached 95%", "targets").sources for head in source.head]
-    assert any("runoff.jsonl: lucky ran 1.1429 times as fast as float" in head for head in told), table.cells
+    assert any("runoff.jsonl: lucky has a speedup of 1.1429 over float" in head for head in told), table.cells
 
 
-def test_where_nothing_was_found_beyond_the_noise_nobody_is_said_to_have_missed_it(folder, runs):
+def test_a_task_without_a_gain_beyond_the_noise_has_no_target(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
     assert len(target_frame(load(folder)))
-    write_json(folder / CELL / "floor.json", {"floor": 1.5})
+    edit_json(folder / CELL / "floor.json", floor=1.5)
     assert target_frame(load(folder)).empty
     assert "targets" not in {table.name for table in build_tables(load(folder))}
 
 
-def test_a_target_of_one_seed_has_no_range_and_a_miss_is_said_once(folder, runs):
+def test_a_target_of_one_seed_has_no_range(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("none", FAILED))
     table = next(table for table in build_tables(load(folder)) if table.name == "targets")
     assert table.cells["to 95% of the best gain"].tolist() == ["2 (2.00 min)", "never"]
 
 
-def test_failed_evaluations_are_counted_by_stage_below_the_costs(folder, runs):
+def test_failed_evaluations_are_counted_by_stage(folder, runs):
     slow = Failed(stage="measure", reason="hang", wall_s=1.0)
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("a", FAILED), ("b", FAILED), ("c", slow))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)))
@@ -141,7 +118,7 @@ def test_failed_evaluations_are_counted_by_stage_below_the_costs(folder, runs):
     assert f"Failed evaluations, {CELL}: random-0 2 at build, 1 at measure." in table.lines
 
 
-def test_hypervolume_stays_to_the_end_of_the_search(folder, runs):
+def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):
     more = [(f"unscored {number}", read(5.0, None)) for number in range(3)]
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0, 0.79)), *more, ("none", FAILED))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("bad", read(3.0, 0.7)))

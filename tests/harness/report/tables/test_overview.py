@@ -1,4 +1,4 @@
-"""The table of a paper: a row a model, a column a method, geometric means below."""
+"""Overview table and plot: speedups by model and method, with geometric means."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
+from small_results import CELL, edit_json, read_note, read_table, write_cell, write_confirmation
 
 import harness.report
-from harness.report.frames.speedup_overview import MEAN_LABEL
 from harness.report.load.results import load
 from harness.report.plots import study_plots
 from harness.report.plots.plot_files import draw_plots
 from harness.report.plots.study_plots import draw_speedups
 from harness.report.render import write_tables
+from harness.report.tables.overview import MEAN_LABEL
 from harness.report.trace import trace_cell
-from harness.results_dir.io import write_json
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN
 
-CELL = "net-openvino-int8"
 OTHER = "other-openvino-int8"
 TWO_BACKENDS = """
 experiment: small
@@ -35,27 +34,23 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 
 @pytest.fixture
-def models(folder, cell_maker, confirmation_maker):
+def models(folder):
     """Two models: random's seeds are 2.0 and 1.6, 4.5 and 1.8 times as fast as float, "linear" builds nowhere."""
     yaml = folder / "experiment.yaml"
     yaml.write_text(yaml.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
-    cell = cell_maker(folder, OTHER, model="other")
-    rows = json.loads((cell / "rows.json").read_text())
-    confirmation_maker(cell, {TWIN: 9.0, "float": 9.0, "float-bf16": 10.0, "all": 4.5, "aa": 2.0, "bb": 5.0})
-    write_json(cell / "rows.json", rows)
+    cell = write_cell(folder, OTHER, model="other")
+    write_confirmation(cell, {TWIN: 9.0, "float": 9.0, "float-bf16": 10.0, "all": 4.5, "aa": 2.0, "bb": 5.0})
     return folder
 
 
-def lines_of(folder) -> dict[str, dict[str, str]]:
+def shown(folder) -> dict[str, dict[str, str]]:
+    """Write the tables; return the rows of the overview by model."""
     write_tables(load(folder), folder / "report")
-    head, _, *lines = (folder / "report" / "overview.md").read_text().partition("\n\n")[0].splitlines()
-    names = [cell.strip() for cell in head.strip("|").split("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {line[0]: dict(zip(names, line, strict=True)) for line in cells}
+    return {row["model"]: row for row in read_table(folder, "overview")}
 
 
-def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
-    found = lines_of(models)
+def test_rows_are_models_columns_are_methods_with_geometric_means(models):
+    found = shown(models)
     assert set(found) == {"net", "other", "geometric mean"}
     assert found["net"]["random"] == "**1.80 [1.60, 2.00]**", "the median of two seeds, from the lower to the higher"
     assert found["other"]["random"] == "**3.15 [1.80, 4.50]**"
@@ -66,7 +61,7 @@ def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
     assert found["geometric mean"]["linear"] == "-", "no mean over the models that it happens to work on"
     assert found["geometric mean"]["float bf16"] == "0.85 [0.85, 0.85]", "a float precision that is not the baseline"
     assert "float" not in found["net"], "the baseline is 1 everywhere"
-    assert "Beyond: the drop" in (models / "report" / "overview.md").read_text()
+    assert "Beyond: the drop" in read_note(models, "overview")
 
 
 def test_the_picture_shows_every_model_and_method(models, monkeypatch):
@@ -82,12 +77,12 @@ def test_the_picture_shows_every_model_and_method(models, monkeypatch):
     assert "hollow: breaks the bound on accuracy" in axes.get_xlabel()
 
 
-def test_no_mean_and_no_picture_goes_over_two_backends_of_a_machine(tmp_path, cell_maker, confirmation_maker):
+def test_means_and_plots_are_by_backend(tmp_path):
     (tmp_path / "experiment.yaml").write_text(TWO_BACKENDS)
     for model in ("net", "other"):
         for label, latency_ms in (("one", 2.0), ("two", 4.0)):
-            cell = cell_maker(tmp_path, f"{model}-{label}-int8", model=model)
-            confirmation_maker(cell, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
+            cell = write_cell(tmp_path, f"{model}-{label}-int8", model=model)
+            write_confirmation(cell, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
     frame = harness.report.load(tmp_path).overview
     means = frame[(frame["model"] == MEAN_LABEL) & (frame["column"] == "all")].set_index("device")["speedup"]
     devices = ["one on A CPU, 2 threads", "two on A CPU, 2 threads"]
@@ -111,7 +106,7 @@ def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
     assert (tmp_path / "empty.svg").exists()
 
 
-def test_its_figures_can_be_traced(models):
+def test_figures_are_traced(models):
     results = load(models)
     one = trace_cell(results, "other:all", "overview")
     assert one.shown == "2.00 [2.00, 2.00] beyond"
@@ -123,31 +118,26 @@ def test_its_figures_can_be_traced(models):
     assert [CELL in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
 
 
-def test_a_best_of_seeds_is_no_favourite_and_the_note_says_how_many_there_were(models, confirmation_maker):
-    confirmation_maker(models / CELL, {TWIN: 8.0, "float": 8.0, "all": 4.4, "aa": 4.0, "bb": 8.0})
-    facts = json.loads((models / CELL / "cell.json").read_text())
-    write_json(models / CELL / "cell.json", {**facts, "goal": asdict(Goal())})
-    found = lines_of(models)["net"]
+def test_the_median_of_seeds_is_compared_and_the_note_counts_them(models):
+    write_confirmation(models / CELL, {TWIN: 8.0, "float": 8.0, "all": 4.4, "aa": 4.0, "bb": 8.0})
+    edit_json(models / CELL / "cell.json", goal=asdict(Goal()))
+    found = shown(models)["net"]
     assert found["random"] == "<u>1.50 [1.00, 2.00]</u>", "its best seed alone would be 2.0, and bold"
     assert found["all"] == "**1.82 [1.82, 1.82]**"
-    note = (models / "report" / "overview.md").read_text()
-    assert "of searchers after 3 evaluations the median over 2 seeds" in note
+    note = read_note(models, "overview")
+    assert "the median over 2 seeds after 3 evaluations" in note
     assert "The main table has the best seed of each searcher" in note
 
 
-def test_of_one_search_the_note_says_what_its_interval_does_not_hold(models):
+def test_the_interval_of_one_search_is_not_over_searches(models):
     for cell in (CELL, OTHER):
-        path = models / cell / "rows.json"
-        body = json.loads(path.read_text())
-        body["picks"] = [pick for pick in body["picks"] if pick["seed"] != 1]
-        write_json(path, body)
-    found = lines_of(models)
+        picks = json.loads((models / cell / "rows.json").read_text())["picks"]
+        edit_json(models / cell / "rows.json", picks=[pick for pick in picks if pick["seed"] != 1])
+    found = shown(models)
     assert found["net"]["random"] == "**2.00 [2.00, 2.00]**"
     assert found["geometric mean"]["random"] == "3.00 [3.00, 3.00]"
-    note = (models / "report" / "overview.md").read_text()
-    assert (
-        "what their one search had chosen after 3 evaluations [95 % interval over fresh builds of that choice" in note
-    )
+    note = read_note(models, "overview")
+    assert "the choice of their one search after 3 evaluations [95 % interval over fresh builds" in note
 
 
 def test_one_cell_needs_no_overview(folder):

@@ -1,28 +1,24 @@
-"""What reports take from journals: each evaluation in figures, however many there are; retries are none."""
+"""Cost of searches from their journals."""
 
-import json
 import math
 import tracemalloc
 from dataclasses import replace
 
 import pytest
+from small_results import CELL, edit_json, measured, write_search
 
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult, encode_line
-from harness.report.frames.budget_frames import cost_frame, curve_frame, ratio_over_seeds
+from harness.report.frames.confirmation import ratio_over_seeds
+from harness.report.frames.curves import curve_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.report.load.search_logs import read_search
-from harness.report.tables.table_layouts import build_tables
+from harness.report.tables.catalog import build_tables
+from harness.report.tables.cost import cost_frame
 from harness.results_dir.journal import RETRY_ORIGIN, Journal
 from harness.search_loop.objective import Goal
+from harness.search_loop.search_log import read_search
 from harness.statistics import Interval
-
-CELL = "net-openvino-int8"
-
-
-def measured(latency_ms: float, **metrics: float) -> Measured:
-    return Measured(samples_ms=(latency_ms,) * 7, build_s=1.0, measure_s=2.0, metrics=metrics)
 
 
 def once_more(path, outcome, elapsed_s):
@@ -32,7 +28,7 @@ def once_more(path, outcome, elapsed_s):
         journal.append(TrialResult(number=3, outcome=outcome, elapsed_s=elapsed_s))
 
 
-def test_a_retry_is_no_evaluation_and_its_time_and_its_find_count(folder):
+def test_a_retry_is_no_evaluation_but_its_time_and_result_count(folder):
     before = cost_frame(load(folder)).set_index(["searcher", "seed"]).loc[("random", 0)]
     once_more(folder / CELL / "runs" / "random-0.jsonl", measured(2.0, top1=0.8), 90.0)
     results = load(folder)
@@ -63,7 +59,7 @@ def interval(value, low, high):
         ),
     ],
 )
-def test_the_limits_of_a_few_seeds_hold_all_of_them(ratios, expected):
+def test_limits_of_few_seeds_cover_those_of_all(ratios, expected):
     """Also where a seed was timed in one turn only, which gives no limits."""
     found = ratio_over_seeds(ratios)
     assert (found.value, found.low, found.high) == (expected.value, expected.low, expected.high)
@@ -71,25 +67,21 @@ def test_the_limits_of_a_few_seeds_hold_all_of_them(ratios, expected):
 
 def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
     runs = folder / CELL / "runs"
-    with Journal(runs / "tpe-0.jsonl", {}) as journal:
-        journal.append(Proposal(number=0, choices=(1,), digest="1", origin="searcher"))
-        journal.append(TrialResult(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
+    write_search(runs / "tpe-0.jsonl", ("1", Failed(stage="build", reason="no", wall_s=3.0)), step_s=4.0)
     results = load(folder)
     assert set(curve_frame(results.cells)["searcher"]) == {"random"}
     cost = cost_frame(results).set_index("searcher").loc["tpe"]
     assert (cost["evaluations"], cost["failures_s"], cost["readings"], cost["harness_s"]) == (1, 3.0, 0, 1.0)
 
 
-def test_letting_go_of_engines_counts_with_their_builds_and_not_as_overhead(folder):
+def test_release_of_engines_counts_with_their_builds(folder):
     outcome = replace(measured(2.0, top1=0.8), build_s=2.0, measure_s=3.0, release_s=0.5)
-    with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
-        journal.append(Proposal(number=0, choices=(1,), digest="1", origin="searcher"))
-        journal.append(TrialResult(number=0, outcome=outcome, elapsed_s=6.0 + outcome.evaluate_s))
+    write_search(folder / CELL / "runs" / "tpe-0.jsonl", ("1", outcome), step_s=6.0 + outcome.evaluate_s)
     cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
     assert (cost["build_s"], cost["sampling_s"], cost["harness_s"]) == (2.5, 3.0, 0.5)
 
 
-def test_the_searchers_own_work_is_told_from_the_harness(folder):
+def test_the_time_of_the_searcher_is_a_part_of_the_harness(folder):
     """Its time over duplicates is in it, which are no evaluations."""
     (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
     assert "search" not in table.cells, "a run of a version that did not record it"
@@ -107,29 +99,26 @@ def test_the_searchers_own_work_is_told_from_the_harness(folder):
     assert shown.loc["random", "search"] == "-"
 
 
-def test_builds_that_were_recorded_elsewhere_take_no_share_of_the_time(folder):
-    path = folder / CELL / "cell.json"
-    facts = json.loads(path.read_text())
+def test_replayed_builds_have_no_share_of_the_time(folder):
     plain = cost_frame(load(folder))
-    facts["backend"]["options"]["recorded_on"] = {"name": "onnxruntime"}
-    path.write_text(json.dumps(facts))
+    recorded = {"name": "onnxruntime"}
+    edit_json(folder / CELL / "cell.json", lambda body: body["backend"]["options"].update(recorded_on=recorded))
     cost = cost_frame(load(folder))
     assert cost["build_s"].isna().all()
     assert cost["harness_s"].tolist() == pytest.approx((plain["harness_s"] + plain["build_s"]).tolist())
     (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
     assert table.cells["build"].tolist() == ["-"]
     assert table.cells["sampling"].item() != "-"
-    assert table.note.splitlines()[0].endswith("A dash: builds that are replayed took their time elsewhere.")
+    assert table.note.splitlines()[0].endswith("A dash: replayed builds, whose time is that of the recording.")
 
 
-def test_a_goal_that_is_none_is_named_with_its_file(folder):
-    path = folder / CELL / "cell.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "goal": ["x"]}))
+def test_a_damaged_goal_is_named_with_its_file(folder):
+    edit_json(folder / CELL / "cell.json", goal=["x"])
     with pytest.raises(UserError, match=r"cell.json: damaged \(.*move it away"):
         load(folder)
 
 
-def test_raw_samples_stay_in_the_file(tmp_path):
+def test_raw_samples_are_not_kept_in_memory(tmp_path):
     path, count = tmp_path / "random-0.jsonl", 400
     with Journal(path, {}):
         pass
@@ -144,6 +133,6 @@ def test_raw_samples_stay_in_the_file(tmp_path):
     search = read_search(path, "random", 0, Goal(), None)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (search.evaluations, search.good, search.cost["readings"]) == (count, count, 500 * count)
+    assert (search.evaluations, search.successes, search.cost["readings"]) == (count, count, 500 * count)
     assert kept < 200 * count
     assert peak < path.stat().st_size / 4

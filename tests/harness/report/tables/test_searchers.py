@@ -1,4 +1,4 @@
-"""What is said of searchers over all cells, of placements that were moved, and of fronts that grew."""
+"""Searchers over all tasks, transfer of placements, hypervolume, stored graphs and the layer waterfall."""
 
 import json
 import shutil
@@ -7,25 +7,25 @@ from dataclasses import asdict
 import numpy as np
 import pandas as pd
 import pytest
+from small_results import CELL, edit_json, measured, write_cell, write_confirmation
 
 from harness.api import Layer
-from harness.records import Measured, Proposal, TrialResult
-from harness.report.frames.budget_frames import early_end_notes
-from harness.report.frames.component_ablation import ablation_frame
-from harness.report.frames.hypervolume import hypervolume_frame
-from harness.report.frames.layer_waterfall import waterfall_frame
-from harness.report.frames.searcher_statistics import pair_frame, rank_searchers, score_frame
-from harness.report.frames.transfer import similarity_frame, transfer_frame
+from harness.records import Proposal, TrialResult
+from harness.report.frames.curves import hypervolume_frame
 from harness.report.load.results import load
 from harness.report.page.graph_snapshots import load_task_graph
+from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_plots
 from harness.report.render import render, write_tables
-from harness.report.tables.table_layouts import build_tables
+from harness.report.tables.catalog import build_tables
+from harness.report.tables.notes import early_end_notes
+from harness.report.tables.paired_choices import ablation_frame
+from harness.report.tables.searchers import pair_frame, rank_searchers, score_frame
+from harness.report.tables.transfer import similarity_frame, transfer_frame
 from harness.results_dir.artifacts import Choice
 from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
 
-CELL = "net-openvino-int8"
 YAML = """
 experiment: small
 models: [{use: net.onnx, label: net}]
@@ -39,18 +39,18 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 CHOSEN = {"random": ("bb", "bb"), "tpe": ("aa", "aa"), "bare": ("aa", "bb")}
 
 
-def write_search(path, latencies_ms):
+def write_curve(path, latencies_ms):
     with Journal(path, {}) as journal:
         for number, ms in enumerate(latencies_ms):
             origin = "seed:float" if not number else "searcher"
-            outcome = Measured(samples_ms=(ms,) * 7, build_s=1.0, measure_s=1.0, metrics={"top1": 0.8 - 0.01 * number})
-            digest = f"{number} at {ms:g}"  # another placement in each curve, but for the float model
+            outcome = measured(ms, top1=0.8 - 0.01 * number)
+            digest = f"{number} at {ms:g}"  # another placement in each curve, except for the float model
             journal.append(Proposal(number=number, choices=(number,), digest=digest, origin=origin))
             journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
 
 
 @pytest.fixture
-def study(tmp_path, cell_maker, confirmation_maker):
+def study(tmp_path):
     """Two cells of one model: tpe is best everywhere; what is best on one is second on two."""
     (tmp_path / "experiment.yaml").write_text(YAML)
     latency_ms = {
@@ -58,14 +58,14 @@ def study(tmp_path, cell_maker, confirmation_maker):
         "two": {"A/A twin": 8.0, "float": 8.0, "all": 4.0, "aa": 2.0, "bb": 4.5, "cc": 7.5},
     }
     for label, confirmed in latency_ms.items():
-        cell = cell_maker(tmp_path, f"net-{label}-int8", precision="int8")
+        cell = write_cell(tmp_path, f"net-{label}-int8", precision="int8")
         shutil.rmtree(cell / "runs")
         (cell / "runs").mkdir()
         picks = [Choice(method="float", kind="float", row="float"), Choice(method="all", kind="baseline", row="all")]
         for method, rows in CHOSEN.items():
             for seed, row in enumerate(rows):
                 curve = [8.0, 7.0, 6.0, 5.0] if method == "random" else [8.0, 4.0, 4.0, 4.0]
-                write_search(cell / "runs" / f"{method}-{seed}.jsonl", curve)
+                write_curve(cell / "runs" / f"{method}-{seed}.jsonl", curve)
                 search_ms = 5.0 if method == "random" else 4.0
                 picks.append(
                     Choice(method=method, kind="search", row=row, seed=seed, budget=3, search_ms=search_ms, minutes=1.0)
@@ -73,74 +73,75 @@ def study(tmp_path, cell_maker, confirmation_maker):
         body = json.loads((cell / "rows.json").read_text())
         extra = {**body["rows"][-1], "id": "cc", "file": "cc.onnx", "sha256": "sha of cc"}
         write_json(cell / "rows.json", {"rows": [*body["rows"], extra], "picks": [asdict(pick) for pick in picks]})
-        confirmation_maker(cell, confirmed)
+        write_confirmation(cell, confirmed)
     return tmp_path
 
 
-def test_scores_say_how_much_of_what_random_search_leaves_was_found(study):
+def minimize(study, one: str, two: str) -> None:
+    for label, objective in (("one", one), ("two", two)):
+        edit_json(
+            study / f"net-{label}-int8" / "cell.json", lambda body, to=objective: body["goal"].update(minimize=to)
+        )
+
+
+def test_scores_are_shares_of_the_improvement_that_random_search_leaves(study):
     found = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
     assert found["net-one-int8", "tpe"] == pytest.approx(1.0)
     assert "random" not in found.index.get_level_values("searcher")
 
 
 @pytest.mark.parametrize("told", [[], ["searcher"], ["seed:float", "seed:all", "searcher"]])
-def test_a_searcher_that_was_told_something_else_first_has_no_score_and_changes_nobody_elses(study, told):
+def test_a_searcher_with_other_initial_placements_has_no_score_and_changes_no_other(study, told):
     """A peer is told nothing, and one that broke when it was made has an empty journal."""
     before = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
     for cell in ("net-one-int8", "net-two-int8"):
         with Journal(study / cell / "runs" / "peer-0.jsonl", {}) as journal:
             for number, origin in enumerate(told):
-                outcome = Measured(samples_ms=(6.0 - number,) * 7, build_s=1.0, measure_s=1.0)
+                outcome = measured(6.0 - number)
                 journal.append(Proposal(number=number, choices=(number,), digest=f"peer's {number}", origin=origin))
                 journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=10.0))
     assert score_frame(load(study)).set_index(["cell", "searcher"])["score"].to_dict() == before.to_dict()
 
 
-def test_cells_that_search_for_accuracy_or_a_front_are_not_compared_by_speed(study):
-    for cell, minimize in (("net-one-int8", "accuracy"), ("net-two-int8", "pareto")):
-        path = study / cell / "cell.json"
-        facts = json.loads(path.read_text())
-        path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "minimize": minimize}}))
+def test_tasks_with_another_objective_are_not_compared_by_speed(study):
+    minimize(study, "accuracy", "pareto")
     assert score_frame(load(study)).empty
     assert pair_frame(load(study)).empty
 
 
-def test_a_table_that_has_no_row_any_more_goes_and_nothing_else(study):
+def test_files_of_a_table_without_rows_are_removed(study):
     out = study / "report"
     write_tables(load(study), out)
     assert (out / "pairs.md").exists()
     (out / "notes.md").write_text("mine")
-    for cell in ("net-one-int8", "net-two-int8"):
-        path = study / cell / "cell.json"
-        facts = json.loads(path.read_text())
-        path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "minimize": "pareto"}}))
+    minimize(study, "pareto", "pareto")
     write_tables(load(study), out)
     assert not list(out.glob("pairs.*"))
     assert (out / "main.md").exists()
     assert (out / "notes.md").read_text() == "mine"
 
 
-def test_a_search_that_ended_early_is_named_though_it_did_not_say_why(study):
+def test_a_search_that_ended_early_without_a_reason_is_named(study):
     """Those of before ends were noted."""
-    assert early_end_notes(load(study)) == []
+    assert list(early_end_notes(load(study))) == []
     path = study / "net-one-int8" / "runs" / "tpe-1.jsonl"
     path.unlink()
-    write_search(path, [8.0, 4.0])
-    assert early_end_notes(load(study)) == ["net-one-int8: tpe-1 ended at 2 of 3."]
+    write_curve(path, [8.0, 4.0])
+    assert list(early_end_notes(load(study))) == ["net-one-int8: tpe-1 ended at 2 of 3."]
     (study / "net-one-int8" / "rows.json").unlink()
-    assert early_end_notes(load(study)) == [], "it goes on, or was interrupted"
+    assert list(early_end_notes(load(study))) == [], "it goes on, or was interrupted"
 
 
 @pytest.mark.parametrize("name", ["main", "overview", "budget", "fixed", "targets", "pairs", "ablation"])
-def test_searches_that_ended_early_are_named_where_budgets_are_spoken_of(study, name):
+def test_searches_that_ended_early_are_named_below_tables_of_budgets(study, name):
     path = study / "net-one-int8" / "runs" / "tpe-1.jsonl"
     path.unlink()
-    write_search(path, [8.0, 4.0])
+    write_curve(path, [8.0, 4.0])
     write_tables(load(study), study / "report")
     assert "net-one-int8: tpe-1 ended at 2 of 3." in (study / "report" / f"{name}.md").read_text()
 
 
-def test_pairs_and_ranks_go_over_cells(study):
+def test_pairs_and_ranks_are_over_tasks(study):
     pairs = pair_frame(load(study)).set_index(["first", "second"])
     assert pairs.loc[("random", "tpe"), "blocks"] == 2
     assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(np.sqrt(4 / 6 * 2 / 4.5))
@@ -159,11 +160,10 @@ def test_variants_are_compared_with_the_plain_searcher(study):
     assert [cell["cell"] for cell in cells] == ["net-one-int8", "net-two-int8"]
 
 
-def test_figures_of_a_backend_with_a_note_are_in_no_mean_with_others(study):
-    path = study / "net-two-int8" / "cell.json"
-    facts = json.loads(path.read_text())
+def test_a_backend_with_a_note_is_not_pooled_with_others(study):
     note = "experimental; never pooled with TensorRT's"
-    write_json(path, {**facts, "backend": {**facts["backend"], "name": "tensorrt_rtx", "note": note}})
+    facts = {"name": "tensorrt_rtx", "note": note}
+    edit_json(study / "net-two-int8" / "cell.json", lambda body: body["backend"].update(facts))
     results = load(study)
     pairs = pair_frame(results).set_index(["first", "second"])
     assert pairs.loc[("random", "tpe"), "blocks"] == 1
@@ -173,7 +173,7 @@ def test_figures_of_a_backend_with_a_note_are_in_no_mean_with_others(study):
         assert table.note.splitlines().count(f"tensorrt_rtx: {note}.") == 1, table.name
 
 
-def test_placements_are_followed_to_the_other_backend(study):
+def test_placements_are_compared_on_the_other_backend(study):
     found = transfer_frame(load(study)).set_index(["source", "target"])
     assert found.loc[("one", "one"), "share"] == pytest.approx(1.0)
     assert found.loc[("one", "two"), "speedup"] == pytest.approx(4.0)
@@ -184,19 +184,17 @@ def test_placements_are_followed_to_the_other_backend(study):
     assert alike["spearman"].item() == pytest.approx(1.0)
 
 
-def test_ranks_go_over_placements_and_not_over_what_a_tool_makes_of_each_runtime(study):
+def test_rank_correlation_is_over_placements_and_not_over_models_of_tools(study):
     """The row of `all` is called like its method here, as the rows of tools are."""
     path = study / "net-two-int8" / "rows.json"
-    body = json.loads(path.read_text())
-    changed = [row if row["id"] == "all" else {**row, "sha256": f"{row['sha256']} in 7 bits"} for row in body["rows"]]
-    write_json(path, {**body, "rows": changed})
+    rows = json.loads(path.read_text())["rows"]
+    edit_json(path, rows=[row if row["id"] == "all" else {**row, "sha256": f"{row['sha256']} 7"} for row in rows])
     assert similarity_frame(load(study))["rows"].item() == 4, "a placement is one whatever its files are"
-    changed = [{**row, "sha256": "of another tool's file"} if row["id"] == "all" else row for row in body["rows"]]
-    write_json(path, {**body, "rows": changed})
+    edit_json(path, rows=[{**row, "sha256": "of another tool's file"} if row["id"] == "all" else row for row in rows])
     assert similarity_frame(load(study)).empty, "three that both have are too few"
 
 
-def test_what_a_tool_made_for_one_runtime_is_not_found_on_another(study):
+def test_a_model_of_a_tool_for_one_runtime_is_no_placement_of_another(study):
     """Where a search chose the file of a tool, the tool's row elsewhere has its name, and another model."""
     for name in ("one", "two"):
         path = study / f"net-{name}-int8" / "rows.json"
@@ -207,10 +205,10 @@ def test_what_a_tool_made_for_one_runtime_is_not_found_on_another(study):
     assert transfer_frame(load(study)).empty
 
 
-def test_of_a_gain_within_the_noise_nothing_is_a_share(study, confirmation_maker):
+def test_a_gain_within_the_noise_has_no_share(study):
     """A floor of 1 % and a best gain of 0.5 % once made -1660 % of a placement that is slower than float."""
     twin = {"A/A twin": 8.08, "float": 8.0, "all": 8.5, "aa": 7.96, "bb": 9.0, "cc": 7.5}
-    confirmation_maker(study / "net-two-int8", twin)
+    write_confirmation(study / "net-two-int8", twin)
     found = transfer_frame(load(study)).set_index(["source", "target"])
     assert found.loc[("two", "two"), "verdict"] == "tie"
     assert found["share"].isna().to_dict() == {
@@ -219,7 +217,7 @@ def test_of_a_gain_within_the_noise_nothing_is_a_share(study, confirmation_maker
     write_tables(load(study), study / "report")
     text = (study / "report" / "transfer.md").read_text()
     assert "(100%)" in text
-    assert "none where that best is no gain beyond the noise" in text
+    assert "no share if that gain is within the noise" in text
 
 
 def test_a_placement_that_was_brought_over_by_name_is_found(study):
@@ -247,17 +245,15 @@ def test_every_table_and_picture_of_a_study_is_written(study):
     names = {table.name for table in write_tables(load(study), study / "report")}
     assert {"score", "pairs", "ablation", "transfer", "volume"} <= names
     text = (study / "report" / "pairs.md").read_text()
-    assert "No test: 2 cells are too few" in text
-    assert "Mean ranks over the 2 cells" in text
+    assert "No test: 2 tasks are too few" in text
+    assert "Mean ranks over the 2 tasks" in text
     transfer = (study / "report" / "transfer.md").read_text()
     assert "run on two" in transfer
     assert "rank correlation of latencies on one and two: +1.00 over 4 placements" in transfer
     pictures = draw_plots(load(study), study / "report")
     names = [picture.path.name for picture in pictures]
     assert names == ["overview.svg", "overview-2.svg", "ranks.svg", "transfer-net-int8.svg"]
-    assert pictures[2].title == (
-        "Searchers by mean rank; no test: 2 cells are too few to say anything of others (3 are needed)"
-    )
+    assert pictures[2].title == ("Searchers by mean rank; no test: 2 tasks are too few (3 are needed)")
     assert all(picture.path.with_suffix(".png").exists() for picture in pictures)
 
 
@@ -277,7 +273,7 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
-def test_a_damaged_graph_costs_the_graph_alone(folder, text):
+def test_a_damaged_graph_is_left_out(folder, text):
     (folder / CELL / "graph.json").write_text(text)
     assert load_task_graph(load(folder).cells[0]) is None
 
@@ -303,7 +299,7 @@ def test_layers_that_share_a_node_are_one_part_of_the_waterfall():
     assert waterfall_frame([layer("c1", None, "conv1")], after).empty
 
 
-def test_words_of_what_the_runtime_adds_fit_the_sign_of_the_change():
+def test_layers_of_the_runtime_are_named_by_the_sign_of_the_change():
     before = [layer("c1", 3.0, "conv1"), layer("r1", 0.4, kind="Reorder"), layer("s1", 0.2, kind="Subgraph")]
     after = [
         layer("c1", 1.0, "conv1"), layer("r1", 0.1, kind="Reorder"), layer("r2", 0.1, kind="Reorder"),
@@ -317,7 +313,7 @@ def test_words_of_what_the_runtime_adds_fit_the_sign_of_the_change():
     assert "as before: Reorder" in set(waterfall_frame(before[:2], [after[0], before[1]])["part"])
 
 
-def test_a_layer_that_got_another_running_number_is_the_same_part():
+def test_a_layer_with_another_counter_is_the_same_part():
     gru = {"kind": "RNNSeq"}
     before = [layer("g1", 0.3, "GRUSequence_756", **gru), layer("c1", 3.0, "Conv_1"), layer("c2", 2.0, "Conv_2")]
     after = [layer("g2", 0.8, "GRUSequence_11762", **gru), layer("c1", 1.0, "Conv_1"), layer("c3", 0.4, "Conv_3")]
@@ -338,10 +334,10 @@ def test_frames_of_a_study_are_there_in_python(study):
     assert frames.fixed["fixed"].unique().tolist() == [""], "the drop of all is beyond the bound"
 
 
-def test_what_a_model_learned_is_followed_to_another_model(study, cell_maker):
+def test_schemes_of_a_model_are_compared_in_another_model(study):
     path = study / "experiment.yaml"
     path.write_text(path.read_text().replace("label: net}]", "label: net}, {use: big.onnx, label: big}]"))
-    cell = cell_maker(study, "big-one-int8", model="big")
+    cell = write_cell(study, "big-one-int8", model="big")
     body = json.loads((cell / "rows.json").read_text())
     brought = asdict(Choice(method="from_net", kind="baseline", row="bb"))
     write_json(cell / "rows.json", {**body, "picks": [*body["picks"], brought]})

@@ -1,0 +1,172 @@
+"""Frames of the confirmation: its samples, choices by searcher and budget, paired ratios, ties, and variance."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from harness.report.load.results import CellResults, Results
+from harness.results_dir.artifacts import FLOAT_ROW
+from harness.statistics import Interval, block_ci, median_ci, paired_ratio_ci, speedup_verdict
+from harness.timing.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
+
+__all__ = [
+    "Turns", "confirmed_choices", "interval_over_seeds", "paired_ratio", "ratio_over_seeds", "sample_frame",
+    "speedups_at", "statistical_ties", "valid_turns", "variance_frame",
+]  # fmt: skip
+
+#: Median latency in ms of each turn, by worker (build, group).
+Turns = Mapping[BuildKey, Mapping[int, float]]
+MIN_SEEDS_FOR_INTERVAL = 6  # of fewer, no interval of the median has a confidence of 95 %
+
+
+def valid_turns(events: Iterable[TurnEvent]) -> list[Turn]:
+    """Return the turns of the last worker of each build and group, without failed rows; see `TurnMatrix`."""
+    valid: dict[BuildKey, dict[str, dict[int, Turn]]] = defaultdict(lambda: defaultdict(dict))
+    workers: dict[BuildKey, int] = {}
+    for event in events:
+        key = (event.build, event.group)
+        if isinstance(event, Turn):
+            if event.worker > workers.setdefault(key, event.worker):
+                valid.pop(key)
+                workers[key] = event.worker
+            valid[key][event.row][event.round] = event
+        else:
+            valid[key].pop(event.row, None)
+    return [turn for rows in valid.values() for turns in rows.values() for turn in turns.values()]
+
+
+def sample_frame(results: Results) -> pd.DataFrame:
+    """Return every valid sample: columns cell, row, build, group, round, sample, latency_ms."""
+    lines = [
+        (cell.name, turn.row, turn.build, turn.group, turn.round, number, latency_ms)
+        for cell in results.cells
+        for turn in valid_turns(cell.events)
+        for number, latency_ms in enumerate(turn.samples_ms)
+    ]
+    return pd.DataFrame(lines, columns=["cell", "row", "build", "group", "round", "sample", "latency_ms"])
+
+
+def confirmed_choices(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:
+    """Return the confirmed row that each seed chose, by searcher and budget, then by seed."""
+    rows: dict[tuple[str, int], dict[int, str]] = {}
+    for pick in cell.picks:
+        if pick.kind != "search" or pick.rank or pick.seed is None or pick.budget is None:
+            continue
+        if pick.row in cell.summaries:
+            rows.setdefault((pick.method, pick.budget), {})[pick.seed] = pick.row
+    return rows
+
+
+def speedups_at(cell: CellResults, budget: int) -> dict[str, list[float]]:
+    """Return the confirmed speedups of the choices at a budget by searcher, one per seed."""
+    return {
+        searcher: [cell.summaries[row].speedup.value for row in rows.values()]
+        for (searcher, at), rows in confirmed_choices(cell).items()
+        if at == budget
+    }
+
+
+def interval_over_seeds(figures: Sequence[Interval]) -> Interval:
+    """Return the median over seeds with its 95 % interval; below six seeds, the widest limits of the seeds' own.
+
+    Fewer seeds give no 95 % interval of their median (Hettmansperger and Sheather 1986).
+    """
+    middle = median_ci([figure.value for figure in figures])
+    if len(figures) >= MIN_SEEDS_FOR_INTERVAL:
+        return middle
+    return replace(middle, low=min(figure.low for figure in figures), high=max(figure.high for figure in figures))
+
+
+def ratio_over_seeds(ratios: Sequence[Interval]) -> Interval:
+    """Return `interval_over_seeds`, without limits if the ratio of a seed has none (a single turn)."""
+    middle = interval_over_seeds(ratios)
+    bounded = all(math.isfinite(ratio.high) for ratio in ratios)
+    return middle if bounded else replace(middle, low=0.0, high=math.inf)
+
+
+def statistical_ties(cell: CellResults, best: str) -> frozenset[str]:
+    """Return the rows whose confirmed latency is not distinguishable from that of the row `best`, with `best` itself.
+
+    The rule is that of the verdicts: the interval of the ratio contains 1, or the difference is below 1 % or below the
+    A/A floor.
+    """
+    turns = TurnMatrix(cell.events).turns
+    others = {
+        row: speedup_verdict(ratio, cell.floor or 0.0)
+        for row in cell.summaries
+        if row != best and (ratio := paired_ratio(turns, best, row)) is not None
+    }
+    return frozenset({best, *(row for row, verdict in others.items() if verdict == "tie")})
+
+
+def paired_ratio(turns: Mapping[str, Turns], row: str, other: str) -> Interval | None:
+    """Return the latency of `other` over that of `row`, both confirmed; None if no build has both.
+
+    Rows of one worker are paired turn by turn; rows of different workers by build, each over its own baseline. The
+    ratio of a row to itself is exactly 1.
+    """
+    if row == other:
+        return Interval(value=1.0, low=1.0, high=1.0)
+    shared = [key for key in turns.get(row, {}) if key in turns.get(other, {})]
+    pairs = [_common_turns(turns[other][key], turns[row][key]) for key in shared]
+    if pairs := [pair for pair in pairs if pair[0]]:
+        return paired_ratio_ci([slow for slow, _ in pairs], [fast for _, fast in pairs])
+    own, theirs = (_speedup_by_build(turns, name) for name in (row, other))
+    builds = sorted(own.keys() & theirs.keys())
+    return block_ci([[own[build] / theirs[build]] for build in builds]) if builds else None
+
+
+def _common_turns(one: Mapping[int, float], two: Mapping[int, float]) -> tuple[list[float], list[float]]:
+    both = sorted(one.keys() & two.keys())
+    return [one[number] for number in both], [two[number] for number in both]
+
+
+def _speedup_by_build(turns: Mapping[str, Turns], row: str) -> dict[int, float]:
+    speedups = {}
+    for key, own in turns.get(row, {}).items():
+        base, mine = _common_turns(turns.get(FLOAT_ROW, {}).get(key, {}), own)
+        if base:
+            speedups[key[0]] = float(np.median(np.divide(base, mine)))
+    return speedups
+
+
+def variance_frame(results: Results) -> pd.DataFrame:
+    """Return relative standard deviations of single inferences, turns and fresh builds, medians over the rows.
+
+    Analysis of variance on logarithms, samples nested in turns in builds, by the method of moments: the variance of the
+    means of a level less that of the level below (Kalibera and Jones, "Rigorous benchmarking in reasonable time",
+    ISMM 2013, section 6). A negative estimate counts as 0.
+    """
+    lines = []
+    for cell in results.cells:
+        rows: dict[str, dict[BuildKey, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
+        for turn in valid_turns(cell.events):
+            rows[turn.row][turn.build, turn.group].append(turn.samples_ms)
+        parts = [part for builds in rows.values() if (part := _variance_components(builds)) is not None]
+        if parts:
+            middle = dict(zip(("inference", "turn", "build"), np.median(parts, axis=0).tolist(), strict=True))
+            lines.append({"cell": cell.name, "rows": len(parts), **middle})
+    return pd.DataFrame(lines, columns=["cell", "rows", "inference", "turn", "build"])
+
+
+def _variance_components(builds: Mapping[BuildKey, list[tuple[float, ...]]]) -> list[float] | None:
+    """Return the standard deviations of inference, turn and build; None below two builds of two turns."""
+    logs = [[np.log(turn) for turn in turns if len(turn) > 1] for turns in builds.values()]
+    logs = [turns for turns in logs if len(turns) > 1]
+    if len(logs) < 2:
+        return None
+    within = float(np.mean([turn.var(ddof=1) for turns in logs for turn in turns]))
+    samples = float(np.mean([len(turn) for turns in logs for turn in turns]))
+    means = [[float(turn.mean()) for turn in turns] for turns in logs]
+    between_turns = float(np.mean([np.var(turns, ddof=1) for turns in means]))
+    per_build = float(np.mean([len(turns) for turns in means]))
+    between_builds = float(np.var([np.mean(turns) for turns in means], ddof=1))
+    turn = max(0.0, between_turns - within / samples)
+    build = max(0.0, between_builds - between_turns / per_build)
+    return [math.sqrt(variance) for variance in (within, turn, build)]

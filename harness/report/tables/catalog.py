@@ -1,0 +1,69 @@
+"""All tables of a results folder in order, with the notes that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from harness.report.frames.confirmation import variance_frame
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import Results
+from harness.report.report_table import ReportTable
+from harness.report.table_spec import TableSpec
+from harness.report.tables.budget import BUDGET, TARGETS, budget_frame, target_frame
+from harness.report.tables.cost import COST, VARIANCE, cost_table
+from harness.report.tables.decision import DECISION, decision_table
+from harness.report.tables.main import FINALISTS, MAIN, PRECISION, finalist_table, main_table, precision_table
+from harness.report.tables.notes import backend_notes, data_notes, early_end_notes, floor_note, loss_note, noise_note
+from harness.report.tables.overview import OVERVIEW, overview_frame, overview_table
+from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
+from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
+from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
+
+__all__ = ["SPECS", "build_tables"]
+
+#: Every table of a results folder by name, in order.
+SPECS: Mapping[str, TableSpec] = {
+    spec.name: spec
+    for spec in (
+        MAIN, OVERVIEW, PRECISION, DECISION, BUDGET, FIXED, TARGETS, FINALISTS, COST, SCORE, PAIRS, ABLATION, TRANSFER,
+        TRANSFER_MODELS, VOLUME, VARIANCE,
+    )
+}  # fmt: skip
+
+
+def build_tables(results: Results) -> Iterator[ReportTable]:
+    """Yield every table that has a row, each computed on demand."""
+    common = (*data_notes(results.cells), *backend_notes(results.cells))
+    ends, losses = tuple(early_end_notes(results)), loss_note(results)
+    warnings = tuple(filter(None, map(noise_note, results.cells)))
+    for table in _iter_tables(results):
+        if len(table.cells):
+            spec = SPECS[table.name]
+            notes = [
+                *(losses if spec.shows_selection else ()),
+                *([floor_note(results.cells)] if spec.timed and not spec.states_floor else ()),
+                *(ends if spec.assumes_budget else ()),
+                *common,
+            ]
+            doubts = (*(warnings if spec.timed else ()), *table.warnings)
+            yield replace(table, note="\n".join([table.note, *notes]), warnings=doubts)
+
+
+def _iter_tables(results: Results) -> Iterator[ReportTable]:
+    main, budgets = main_frame(results), budget_frame(results)
+    yield main_table(results, main)
+    yield overview_table(overview_frame(main, budgets))
+    yield precision_table(main)
+    yield decision_table(results, main)
+    yield BUDGET.build(budgets)
+    yield fixed_table(results)
+    yield TARGETS.build(target_frame(results))
+    yield finalist_table(results)
+    yield cost_table(results)
+    yield SCORE.build(score_frame(results))
+    yield pair_table(results)
+    yield ABLATION.build(ablation_frame(results))
+    yield from transfer_tables(results)
+    yield volume_table(results)
+    yield VARIANCE.build(variance_frame(results))

@@ -1,0 +1,157 @@
+"""Decision table: float precisions, PTQ tools, fixed rules, and the best placement found, by model and device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from harness.config.initial import PTQ_TOOLS
+from harness.report.frames.main_frame import UNUSABLE_DECISIONS, with_backend_column
+from harness.report.load.cell_files import sizes_of
+from harness.report.load.display_names import score_column_title
+from harness.report.load.results import CellResults, Results
+from harness.report.load.stored_experiment import StoredExperiment
+from harness.report.report_table import ReportTable
+from harness.report.table_spec import Column, Row, TableSpec, is_missing, number_column, text_column
+from harness.report.tables.main import DECISION_COLUMNS, DECISION_NOTE
+from harness.results_dir.artifacts import FLOAT_ROW
+
+__all__ = ["DECISION", "decision_frame", "decision_table"]
+
+BEST_FOUND = "best found"
+RULE_LABELS = {
+    "linear": "linear operators",
+    "linear-fp8": "linear operators, fp8",
+    "all": "all operators",
+    "all-fp8": "all operators, fp8",
+}
+PRECISION_LABELS = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
+Losses = Mapping[tuple[str, int | None], float]
+
+
+def _format_decision(row: Row) -> str:
+    return f"{row['decision']} ({row['method']})" if row["role"] == BEST_FOUND else str(row["decision"])
+
+
+DECISION = TableSpec(
+    name="decision",
+    title="Decision",
+    columns=(text_column("model"), text_column("device"), number_column("batch"), text_column("row", "role")),
+    caption=DECISION_NOTE,
+    group_by=("model", "backend", "role"),
+    spread_by="quantized",
+    spread=(
+        *DECISION_COLUMNS,
+        number_column("file MB", "megabytes", "{:.1f}"),
+        Column("decision", _format_decision, text=True),
+    ),
+    drop_empty=True,
+    timed=True,
+    shows_selection=True,
+    source="rows",
+)
+
+
+def decision_table(results: Results, main: pd.DataFrame) -> ReportTable:
+    """Return the table with a line per model, backend and role, and columns per precision."""
+    raw = with_backend_column(decision_frame(results, main))
+    several = len(raw) > 0 and raw["quantized"].nunique() > 1
+    prefixed = tuple(replace(column, heading=f"{{quantized}} {column.heading}") for column in DECISION.spread)
+    spec = replace(DECISION, caption="", spread=prefixed if several else DECISION.spread)
+    return spec.build(raw, [_note(raw)], score=score_column_title(raw.get("metric", ())))
+
+
+def _note(decisions: pd.DataFrame) -> str:
+    rows = decisions.to_dict("records")
+    best = [row for row in rows if row["role"] == BEST_FOUND]
+    unusable = (
+        row for row in best if not is_missing(row["speedup"]) and row["decision"].startswith(UNUSABLE_DECISIONS)
+    )
+    broken = ", ".join(str(row["cell"]) for row in unusable)
+    sentences = [
+        DECISION.caption,
+        "Figures, intervals and marks are those of the main table. File MB: size of the ONNX file in 10^6 bytes.",
+    ]
+    if best:
+        sentences.append(
+            "Best found: among the searchers whose choice keeps the bound on accuracy, if any does, the fastest one in "
+            "the final selection, or by the searches' own samples if not all of them took part; its figures are "
+            "confirmed ones."
+        )
+    if broken:
+        sentences.append(
+            f"If no searcher's choice keeps the bound ({broken}), the fastest of all is shown; it is not shipped."
+        )
+    if any("not shipped: not scored" in row["decision"] for row in rows):
+        sentences.append("Models with outputs that are not finite are not shipped; the decision states this reason.")
+    return " ".join(sentences)
+
+
+def decision_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per task and role, with the columns of `main_frame`, `batch` and `megabytes`.
+
+    Roles are the float precisions, "default PTQ" with each tool, the other baselines, and "best found": among the
+    searchers whose choice obeys the bound on accuracy, the one with the smallest loss if the loss was minimised, else
+    with the highest speedup in the final selection, else by its own samples. None of these criteria uses the
+    confirmation, whose figures are shown. `batch` is the first dimension of the inputs, `megabytes` the size of the
+    exported file; both are None if unknown.
+    """
+    cells = {cell.name: cell for cell in results.cells}
+    lines = []
+    for name, part in main.groupby("cell", sort=False):
+        cell = cells.get(str(name))
+        sizes = {} if cell is None else sizes_of(cell)
+        for role, line in _iter_roles(part.to_dict("records"), results.stored, _search_losses(cell)):
+            size = sizes.get(line["row"])
+            facts = {"role": role, "batch": _batch_size(cell), "megabytes": None if size is None else size / 1e6}
+            lines.append({**line, **facts})
+    return pd.DataFrame(lines)
+
+
+def _search_losses(cell: CellResults | None) -> Losses:
+    """Return the loss of the choice of each search, by searcher and seed, if the searches minimised it."""
+    if cell is None:
+        return {}
+    final = (pick for pick in cell.picks if pick.rank == 0 and pick.budget == cell.budget)
+    return {(pick.method, pick.seed): pick.loss for pick in final if pick.loss is not None}
+
+
+def _iter_roles(
+    rows: Sequence[dict[Any, Any]], stored: StoredExperiment, losses: Losses
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    named = [(PRECISION_LABELS.get(row["precision"], FLOAT_ROW), row) for row in rows if row["method"] == FLOAT_ROW]
+    yield from sorted(named, key=lambda pair: pair[0] != "FP32")
+    yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in PTQ_TOOLS)
+    rules = (row for row in rows if row["method"] in stored.baselines and row["method"] not in PTQ_TOOLS)
+    yield from ((RULE_LABELS.get(row["method"], row["method"]), row) for row in rules)
+    if searched := [row for row in rows if row["method"] in stored.searchers]:
+        yield BEST_FOUND, _best_row(searched, losses)
+
+
+def _best_row(searched: Sequence[dict[Any, Any]], losses: Losses) -> dict[Any, Any]:
+    """Return the row of the best searcher before the confirmation, among those that obey the bound if any does."""
+    confirmed = [row for row in searched if not is_missing(row["speedup"])]
+    obeying = [row for row in confirmed if not str(row["decision"]).startswith(UNUSABLE_DECISIONS)]
+    rows = obeying or confirmed or searched
+    by_search = {(row["method"], row["seed"]): row for row in rows}
+    if by_search.keys() <= losses.keys():
+        return by_search[min(by_search, key=lambda key: (losses[key], -_search_speedup(by_search[key])))]
+    selected = all(not is_missing(row["runoff"]) for row in rows)
+    return max(rows, key=lambda row: row["runoff"] if selected else _search_speedup(row))
+
+
+def _search_speedup(row: Row) -> float:
+    """Return the speedup by the search's own samples."""
+    if is_missing(row["speedup"]):
+        return -math.inf
+    return float(row["speedup"]) + (0.0 if is_missing(row["shrinkage"]) else float(row["shrinkage"]))
+
+
+def _batch_size(cell: CellResults | None) -> int | None:
+    shapes = {} if cell is None else cell.facts.get("inputs", {})
+    sizes = {shape[0] for shape in shapes.values() if shape}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -1,0 +1,135 @@
+"""Overview table: confirmed speedups by model and method, with geometric means over the models of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pandas as pd
+
+from harness.report.frames.main_frame import UNUSABLE_DECISIONS, with_backend_column
+from harness.report.report_table import ReportTable, format_interval
+from harness.report.statistics import geometric_mean
+from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
+from harness.results_dir.artifacts import FLOAT_ROW
+from harness.statistics import Interval
+
+__all__ = ["MEAN_LABEL", "OVERVIEW", "overview_frame", "overview_table"]
+
+MEAN_LABEL = "geometric mean"
+OVERVIEW_COLUMNS = (
+    "cell", "model", "backend", "device", "quantized", "column", "method", "precision", "speedup", "speedup_low",
+    "speedup_high", "verdict", "beyond", "best", "tied", "row", "seeds", "budget",
+)  # fmt: skip
+FIGURE = "Confirmed speedup over the float baseline by method"
+ONE_SEARCH_NOTE = (
+    "{figure}; searchers: the choice of their one search after {budget} evaluations [95 % interval over fresh builds "
+    "of that choice, not over searches]. Bold: the fastest of a model; underlined: not distinguishable from it, paired."
+)
+SEVERAL_SEEDS_NOTE = (
+    "{figure}; searchers: the median over {seeds} seeds after {budget} evaluations [intervals of searchers as in the "
+    "budget table, of others 95 %]. Bold: the fastest of a model; underlined: its interval overlaps that of the "
+    "fastest. The main table has the best seed of each searcher, selected before the confirmation; rows are beyond the "
+    "bound by that seed."
+)
+WITHOUT_SEARCH_NOTE = (
+    "{figure} [95 % interval]. Bold: the fastest of a model; underlined: not distinguishable from it."
+)  # fmt: skip
+MEAN_NOTE = (
+    " Geometric mean: of methods with a figure for every model of the device; its interval applies to these models, "
+    "not to others."
+)
+BEYOND_NOTE = " Beyond: the drop of accuracy exceeds the bound of the experiment; for a mean, that of any model in it."
+
+
+def _format_speedup(row: Row) -> str:
+    if is_missing(row["speedup"]):
+        return str(row["verdict"])
+    shown = format_interval(row["speedup"], row["speedup_low"], row["speedup_high"])
+    return f"{shown} beyond" if row["beyond"] else shown
+
+
+OVERVIEW = TableSpec(
+    name="overview",
+    title="Speedups at a glance",
+    columns=tuple(map(text_column, ("model", "device", "quantized"))),
+    group_by=("device", "quantized", "model", "cell"),
+    spread_by="column",
+    spread=(Column("{column}", _format_speedup, marked=True),),
+    timed=True,
+    assumes_budget=True,
+    source="rows",
+)
+
+
+def overview_table(overview: pd.DataFrame) -> ReportTable:
+    """Return the table with a line per model and device, and a column per method."""
+    searched = overview[overview["seeds"].notna()]
+    words = {"figure": FIGURE}
+    note = WITHOUT_SEARCH_NOTE
+    if len(searched):
+        fewest, most = int(searched["seeds"].min()), int(searched["seeds"].max())
+        words["seeds"] = str(most) if fewest == most else f"{fewest} to {most}"
+        words["budget"] = str(int(searched["budget"].max()))
+        note = SEVERAL_SEEDS_NOTE if most > 1 else ONE_SEARCH_NOTE
+    beyond = BEYOND_NOTE if overview["beyond"].any() else ""
+    return OVERVIEW.build(overview, [f"{note.format(**words)}{MEAN_NOTE}{beyond}"])
+
+
+def overview_frame(main: pd.DataFrame, budgets: pd.DataFrame) -> pd.DataFrame:
+    """Return the speedups of `main_frame`, a row per task and `column`; empty below two tasks.
+
+    A column is a method, or a float precision other than the baseline. A searcher with several seeds has the median at
+    its largest budget, as in `budget_frame`, since the best of several seeds would be favoured over the only row of
+    other methods; `best` and `tied` then compare values and limits. Its `verdict`, `beyond` and `row` are those of the
+    best seed.
+
+    Means (`MEAN_LABEL` as model, no cell) go over the tasks of one device and backend; see
+    `harness.report.statistics.geometric_mean`.
+    """
+    lines = with_backend_column(main)
+    lines = lines[lines["verdict"] != "baseline"]
+    if lines["cell"].nunique() < 2:
+        return pd.DataFrame(columns=list(OVERVIEW_COLUMNS))
+    floats = lines["method"] == FLOAT_ROW
+    columns = lines["method"].where(~floats, FLOAT_ROW + " " + lines["precision"].astype(str))
+    finished = set(main.loc[main["best"].astype(bool), "cell"])  # finished tasks have a best row
+    lines = _aggregate_seeds(lines.assign(column=columns), budgets, finished)
+    means = [mean for _, part in lines.groupby(["device", "quantized"], sort=False) for mean in _mean_rows(part)]
+    frames = [lines, pd.DataFrame(means)] if means else [lines]
+    return pd.concat(frames, ignore_index=True)[list(OVERVIEW_COLUMNS)]
+
+
+def _aggregate_seeds(lines: pd.DataFrame, budgets: pd.DataFrame, finished: Collection[str]) -> pd.DataFrame:
+    last = budgets[budgets["budget"] == budgets.groupby(["cell", "searcher"])["budget"].transform("max")]
+    medians = last.set_index(["cell", "searcher"])[["speedup", "low", "high", "seeds"]]
+    lines = lines.join(medians.rename(columns={"speedup": "median"}), on=["cell", "method"]).reset_index(drop=True)
+    if not (lines["seeds"] > 1).any():
+        return lines
+    there = lines["seeds"].notna() & lines["speedup"].notna()
+    for name, median in (("speedup", "median"), ("speedup_low", "low"), ("speedup_high", "high")):
+        lines = lines.assign(**{name: lines[name].astype(float).where(~there, lines[median])})
+    cell, unusable = lines["cell"], lines["decision"].astype(str).str.startswith(UNUSABLE_DECISIONS)
+    within = lines["speedup"].where(cell.isin(finished) & ~unusable & (lines["speedup_high"] >= 1.0))
+    faster = within.where(lines["speedup_low"] > 1.0)  # a tie with the float model is not the fastest
+    best = faster == faster.groupby(cell).transform("max")
+    lowest = lines["speedup_low"].where(best).groupby(cell).transform("max").fillna(1.0)
+    return lines.assign(best=best, tied=within.notna() & (lines["speedup_high"] >= lowest))
+
+
+def _mean_rows(part: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the mean of each column that has a figure for all of several tasks."""
+    cells = part["cell"].nunique()
+    for _, lines in part.groupby("column", sort=False):
+        values = lines["speedup"].astype(float)
+        if cells < 2 or len(lines) != cells or values.isna().any():
+            continue
+        figures = lines[["speedup", "speedup_low", "speedup_high"]].astype(float).itertuples(index=False)
+        mean = geometric_mean([Interval(value=value, low=low, high=high) for value, low, high in figures])
+        first = lines.iloc[0]
+        yield {
+            **dict.fromkeys(OVERVIEW_COLUMNS),
+            **{key: first[key] for key in ("backend", "device", "quantized", "column", "method")},
+            "model": MEAN_LABEL, "speedup": mean.value, "speedup_low": mean.low, "speedup_high": mean.high,
+            "beyond": bool(lines["beyond"].any()), "best": False, "tied": False,
+        }  # fmt: skip

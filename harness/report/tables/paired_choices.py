@@ -1,0 +1,288 @@
+"""Paired comparisons of searchers' choices: with the best fixed row of a task, and with variants of a searcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.report.frames.confirmation import Turns, confirmed_choices, paired_ratio, ratio_over_seeds, speedups_at
+from harness.report.load.results import CellResults, Results
+from harness.report.load.stored_experiment import StoredExperiment
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
+from harness.report.statistics import MIN_BLOCKS_FOR_WILCOXON, effect_size, geometric_mean, mean_ratio_over_blocks
+from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
+from harness.report.tables.overview import MEAN_LABEL
+from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci, speedup_verdict
+from harness.timing.turn_log import TurnMatrix
+
+__all__ = ["ABLATION", "FIXED", "ablation_frame", "fixed_frame", "fixed_table"]
+
+FIXED_COLUMNS = (
+    "cell", "model", "cells", "searcher", "budget", "fixed", "row", "ratio", "low", "high", "floor", "verdict", "seeds",
+    "same", "unfit",
+)  # fmt: skip
+ABLATION_COLUMNS = (
+    "reference", "variant", "params", "budget", "cell", "cells", "seeds", "ratio", "low", "high", "chance",
+)  # fmt: skip
+SAME_PLACEMENT = "the same placement"
+NO_SHIPPABLE_ROW = "none to ship"
+FIXED_VERDICTS = ("faster", "tie", SAME_PLACEMENT, "slower")
+
+
+def _format_gain(row: Row) -> str:
+    if is_missing(row["ratio"]):
+        return MISSING_CELL
+    shown = format_interval(row["ratio"], row["low"], row["high"])
+    if is_missing(row["cell"]):
+        return f"{shown} of {row['cells']}" + (f", {row['unfit']} not to ship" if row["unfit"] else "")
+    shown = SAME_PLACEMENT if row["verdict"] == SAME_PLACEMENT else f"{shown} {row['verdict']}"
+    return shown + (f", {row['unfit']}/{row['seeds']} not to ship" if row["unfit"] else "")
+
+
+def _format_fixed_row(row: Row) -> str:
+    return MISSING_CELL if is_missing(row["cell"]) else row["fixed"] or NO_SHIPPABLE_ROW
+
+
+FIXED = TableSpec(
+    name="fixed",
+    title="What a search adds to the best fixed row",
+    columns=(
+        Column("cell", lambda row: MEAN_LABEL if is_missing(row["cell"]) else str(row["cell"]), text=True),
+        Column("best fixed row", _format_fixed_row, text=True),
+        number_column("A/A floor", "floor", "{:.1%}"),
+        text_column("searcher"),
+    ),
+    caption=(
+        "Confirmed speedup of a searcher's choice over the best fixed row of the task by number of evaluations, paired "
+        "turn by turn, or by builds if the two were in different workers: median over seeds, intervals as in the "
+        "budget table. Faster, tie, slower: by the rule of the main table, against the fixed row. Few seeds give wide "
+        f'intervals and many ties, so compare the ratios too. "{SAME_PLACEMENT}": every seed chose that of the fixed '
+        "row.\n"
+        "Best fixed row: the fastest confirmed baseline of the experiment that keeps the bound on accuracy, if there "
+        f'is one; "{NO_SHIPPABLE_ROW}": no baseline keeps it, or none could be scored. "1/2 not to ship": the '
+        "choices of 1 of 2 seeds exceed the bound or could not be scored.\n"
+        "The best fixed row was selected by its confirmed figure, the searcher's choice before the confirmation, so "
+        "the luck of the confirmation favours the fixed row. Geometric mean over tasks: Student's t interval over them "
+        "[95 %], none below three. Ties by their intervals alone: the ratio itself is slower by more than the A/A "
+        "floor; ties by the floor alone: the interval excludes 1."
+    ),
+    group_by=("cell", "searcher"),
+    spread_by="budget",
+    spread=(Column("{budget} evaluations", _format_gain),),
+    last=(("seeds", lambda rows: str(max(row["seeds"] for row in rows))),),
+    timed=True,
+    states_floor=True,
+    assumes_budget=True,
+    source="choices",
+)
+ABLATION = TableSpec(
+    name="ablation",
+    title="What each part is worth",
+    columns=(
+        text_column("reference"),
+        text_column("variant"),
+        Column("parameters", lambda row: row["params"] or MISSING_CELL, text=True),
+        Column("budget", lambda row: f"{row['budget']} evaluations"),
+        Column("cell", lambda row: f"{MEAN_LABEL} of {row['cells']}" if is_missing(row["cell"]) else row["cell"], True),
+        interval_column("ratio [limits]", "ratio", "low", "high", 3),
+        number_column("chance", form="{:.0%}"),
+        text_column("seeds"),
+    ),
+    caption=(
+        "Confirmed speedup of the variant's choice over that of the reference at a number of evaluations, paired by "
+        "seed, and within a seed turn by turn, or by builds if the two rows were in different workers; 1 if both chose "
+        "one placement. Below 1: the part that the variant lacks or changes helps the reference. Chance: probability "
+        "that a seed of the variant is better, ties count half, mean over tasks; 50 % is no effect.\n"
+        "A task: median over seeds [the widest limits of the seeds' own 95 % intervals; from six seeds, the 95 % "
+        "interval of the median]. The range of two seeds contains the median of all seeds with a probability of 50 %, "
+        "that of three 75 %, that of five 94 %: with three seeds, an interval without 1 is a hint, not a proof.\n"
+        f"Geometric mean over tasks: below {MIN_BLOCKS_FOR_WILCOXON} tasks its limits combine those of these tasks as "
+        f"independent ones and do not apply to other models; from {MIN_BLOCKS_FOR_WILCOXON} tasks, Student's t over "
+        "tasks [95 %], without rows of single tasks."
+    ),
+    timed=True,
+    assumes_budget=True,
+    source="choices",
+)
+
+
+def fixed_table(results: Results) -> ReportTable:
+    """Return the table of gains over the best fixed row, with the tally of each searcher if there are several tasks."""
+    fixed = fixed_frame(results)
+    return FIXED.build(fixed, _iter_tallies(fixed))
+
+
+def _iter_tallies(fixed: pd.DataFrame) -> Iterator[str]:
+    """Yield for each searcher and budget the verdicts over tasks and the smallest ratio."""
+    judged = fixed[fixed["ratio"].notna() & fixed["cell"].notna()]
+    for searcher, lines in judged.groupby("searcher", sort=False) if judged["cell"].nunique() > 1 else ():
+        tallies = [f"after {budget} evaluations {_count_verdicts(part)}" for budget, part in lines.groupby("budget")]
+        yield f"{searcher}: {'; '.join(tallies)}."
+
+
+def _count_verdicts(part: pd.DataFrame) -> str:
+    counts = part["verdict"].value_counts()
+    ratios, floors = part["ratio"].astype(float), part["floor"].astype(float).fillna(0.0)
+    tied = part["verdict"] == "tie"
+    below = tied & (ratios * (1 + floors.clip(lower=MIN_CLAIMED_GAIN)) < 1)
+    clear = tied & ((part["low"] > 1) | (part["high"] < 1))
+    counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in FIXED_VERDICTS if verdict in counts)
+    kinds = {"their intervals": below, "the floor": clear}
+    alone = [f"ties by {what} alone: {_join_ratios(part[which])}" for what, which in kinds.items() if which.any()]
+    return f"{counted}, least {ratios.min():.2f}" + (f" ({'; '.join(alone)})" if alone else "")
+
+
+def _join_ratios(part: pd.DataFrame) -> str:
+    return ", ".join(f"{row['cell']} {row['ratio']:.2f}" for row in part.to_dict("records"))
+
+
+def fixed_frame(results: Results) -> pd.DataFrame:
+    """Return the confirmed ratio of the choices over the best fixed row of the task, by searcher and budget.
+
+    Fixed rows are the experiment's baselines; rows transferred from other tasks came from a search. The best is the
+    fastest confirmed one that obeys the bound on accuracy; if none does, `row` is "" and there is no ratio. `same` of
+    the `seeds` chose the fixed row itself, and `unfit` a row beyond the bound or without a score. Tasks without a
+    confirmed baseline have no row.
+
+    Rows without a cell are geometric means over the `cells` of `Results.pooled` with a ratio, if there are several.
+    """
+    lines = [line for cell in results.cells for line in _fixed_rows(cell, results.stored.baselines)]
+    frame = pd.DataFrame(lines, columns=list(FIXED_COLUMNS))
+    pooled = frame[frame["ratio"].notna() & frame["cell"].isin([cell.name for cell in results.pooled])]
+    for (searcher, budget), part in pooled.groupby(["searcher", "budget"], sort=False):
+        if len(part) > 1:
+            mean = mean_ratio_over_blocks(part["ratio"].astype(float).tolist())
+            lines.append(
+                {
+                    **dict.fromkeys(FIXED_COLUMNS), "model": MEAN_LABEL, "cells": len(part), "searcher": searcher,
+                    "budget": budget, "ratio": mean.value, "low": mean.low, "high": mean.high,
+                    "seeds": int(part["seeds"].min()), "same": int(part["same"].sum()),
+                    "unfit": int(part["unfit"].sum()),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(lines, columns=list(FIXED_COLUMNS))
+
+
+def _fixed_rows(cell: CellResults, baselines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    fixed: dict[str, list[str]] = {}
+    for pick in cell.picks:
+        if pick.kind == "baseline" and pick.method in baselines and pick.row in cell.summaries:
+            fixed.setdefault(pick.row, []).append(pick.method)
+    if not fixed:
+        return
+    turns = TurnMatrix(cell.events).turns
+    best = max(filter(cell.obeys, fixed), key=lambda row: cell.summaries[row].speedup.value, default="")
+    for (searcher, budget), rows in confirmed_choices(cell).items():
+        yield {
+            "cell": cell.name, "model": cell.facts["model"], "cells": 1, "searcher": searcher, "budget": budget,
+            "fixed": ", ".join(fixed.get(best, [])), "row": best, "floor": cell.floor,
+            **_compare_with_best(cell, turns, list(rows.values()), best), "seeds": len(rows),
+            "same": sum(row == best for row in rows.values()),
+            "unfit": sum(not cell.obeys(row) for row in rows.values()),
+        }  # fmt: skip
+
+
+def _compare_with_best(cell: CellResults, turns: Mapping[str, Turns], rows: Sequence[str], best: str) -> dict[str, Any]:
+    ratios = [ratio for row in rows if (ratio := paired_ratio(turns, row, best)) is not None]
+    if not ratios:
+        return {"ratio": None, "low": None, "high": None, "verdict": MISSING_CELL}
+    middle = ratio_over_seeds(ratios)
+    verdict = SAME_PLACEMENT if set(rows) == {best} else speedup_verdict(middle, cell.floor or 0.0)
+    return {"ratio": middle.value, "low": middle.low, "high": middle.high, "verdict": verdict}
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskChoices:
+    """Confirmed rows of a task by searcher and budget, then by seed, with the turns of each row."""
+
+    cell: CellResults
+    rows: Mapping[tuple[str, int], Mapping[int, str]]
+    turns: Mapping[str, Turns]
+
+
+def ablation_frame(results: Results) -> pd.DataFrame:
+    """Return the ratio of the choices of variants over those of their reference, by budget.
+
+    Variants are the searchers of one plug-in with other parameters; the reference is the first without parameters, else
+    the first. If the first searcher of the experiment has variants and all others have a label of their own, searchers
+    that are the only ones of their plug-in are variants of it too. Ratios are paired by seed, see `paired_ratio`.
+
+    Rows without a cell are geometric means over `cells`: from `MIN_BLOCKS_FOR_WILCOXON` tasks with Student's interval
+    over tasks; below, with limits of these tasks alone, and with rows of the tasks.
+
+    Returns:
+        Columns reference, variant, params, budget, cell, cells, seeds (the fewest of a task), ratio, low, high, chance.
+    """
+    tasks = [_TaskChoices(cell, confirmed_choices(cell), TurnMatrix(cell.events).turns) for cell in results.pooled]
+    budgets = sorted({budget for task in tasks for _, budget in task.rows})
+    lines = [
+        {
+            "reference": reference, "variant": variant,
+            "params": _format_parameters(results.stored, reference, variant), "budget": budget, **line,
+        }
+        for reference, variant in _reference_variant_pairs(results.stored)
+        for budget in budgets
+        for line in _ablation_rows(tasks, reference, variant, budget)
+    ]  # fmt: skip
+    return pd.DataFrame(lines, columns=list(ABLATION_COLUMNS))
+
+
+def _reference_variant_pairs(stored: StoredExperiment) -> Iterator[tuple[str, str]]:
+    groups: dict[str, list[str]] = {}
+    for name in stored.searchers:
+        groups.setdefault(stored.uses[name][0], []).append(name)
+    for names in groups.values():
+        plain = [name for name in names if not stored.uses[name][1]]
+        reference = (plain or names)[0]
+        for variant in (*names, *_variants_of_other_plugins(stored, groups, reference)):
+            if variant != reference:
+                yield reference, variant
+
+
+def _variants_of_other_plugins(
+    stored: StoredExperiment, groups: Mapping[str, Sequence[str]], reference: str
+) -> Iterator[str]:
+    first, *others = stored.searchers
+    use, params = stored.uses[first]
+    labelled = all(name != stored.uses[name][0] for name in others)
+    if reference == first and not params and labelled and len(groups[use]) > 1:
+        yield from (names[0] for names in groups.values() if len(names) == 1)
+
+
+def _format_parameters(stored: StoredExperiment, reference: str, variant: str) -> str:
+    use, params = stored.uses[variant]
+    other = {} if use == stored.uses[reference][0] else {"use": use}
+    return ", ".join(f"{key}={value}" for key, value in {**other, **params}.items())
+
+
+def _ablation_rows(tasks: Sequence[_TaskChoices], reference: str, variant: str, budget: int) -> list[dict[str, Any]]:
+    rows = [row for task in tasks if (row := _ablation_row(task, reference, variant, budget)) is not None]
+    many = len(rows) >= MIN_BLOCKS_FOR_WILCOXON
+    return [*([_ablation_mean(rows)] if len(rows) > 1 else []), *([] if many else rows)]
+
+
+def _ablation_row(task: _TaskChoices, reference: str, variant: str, budget: int) -> dict[str, Any] | None:
+    own, other = (task.rows.get((name, budget), {}) for name in (variant, reference))
+    pairs = [(row, other[seed]) for seed, row in own.items() if seed in other]
+    ratios = [ratio for pair in pairs if (ratio := paired_ratio(task.turns, *pair)) is not None]
+    if not ratios:
+        return None
+    middle, speedups = ratio_over_seeds(ratios), speedups_at(task.cell, budget)
+    return {
+        "cell": task.cell.name, "cells": 1, "seeds": len(ratios), "ratio": middle.value, "low": middle.low,
+        "high": middle.high, "chance": effect_size(speedups[variant], speedups[reference]),
+    }  # fmt: skip
+
+
+def _ablation_mean(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    parts = [Interval(value=row["ratio"], low=row["low"], high=row["high"]) for row in rows]
+    few = len(parts) < MIN_BLOCKS_FOR_WILCOXON
+    mean = geometric_mean(parts) if few else block_ci([[part.value] for part in parts])
+    return {
+        "cell": None, "cells": len(rows), "seeds": min(row["seeds"] for row in rows), "ratio": mean.value,
+        "low": mean.low, "high": mean.high, "chance": float(np.mean([row["chance"] for row in rows])),
+    }  # fmt: skip

@@ -1,0 +1,169 @@
+"""Transfer tables: the best placement of each task on other backends and in other models."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from harness.report.frames.main_frame import backend_label
+from harness.report.load.results import CellResults, Results
+from harness.report.report_table import ReportTable, format_interval
+from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
+from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
+
+__all__ = ["TRANSFER", "TRANSFER_MODELS", "similarity_frame", "transfer_frame", "transfer_tables"]
+
+PLACEMENT_ID = re.compile(r"[0-9a-f]{16}")  # also of placements in a search's own space, and of external models
+MIN_SHARED_ROWS = 4  # for a rank correlation of two tasks
+SHARE_NOTE = (
+    "confirmed speedup over the float baseline of the column [95 %, Student's t over builds], and in parentheses the "
+    "time saved as a share of what the column's own best placement saves; no share if that gain is within the noise."
+)
+
+
+def _format_transfer(row: Row) -> str:
+    share: str = "" if is_missing(row["share"]) else f" ({row['share']:.0%})"
+    return f"{format_interval(row['speedup'], row['low'], row['high'])}{share}"
+
+
+TRANSFER = TableSpec(
+    name="transfer",
+    title="Transfer between backends",
+    columns=(text_column("model", "within"), text_column("precision"), text_column("found on", "source")),
+    caption=f"The best placement of the searches on the backend of the row, run on that of the column: {SHARE_NOTE}",
+    group_by=("within", "precision", "source"),
+    spread_by="target",
+    spread=(Column("run on {target}", _format_transfer),),
+    timed=True,
+    source="rows",
+)
+TRANSFER_MODELS = TableSpec(
+    name="transfer_models",
+    title="Transfer between models",
+    columns=(text_column("backend", "within"), text_column("precision"), text_column("found in", "source")),
+    caption=(
+        "The best schemes of the patterns of the row's model, inserted into the model of the column by the pattern "
+        f"cache: {SHARE_NOTE}"
+    ),
+    group_by=("within", "precision", "source"),
+    spread_by="target",
+    spread=(Column("run in {target}", _format_transfer),),
+    timed=True,
+    source="rows",
+)
+
+
+def transfer_tables(results: Results) -> Iterator[ReportTable]:
+    """Yield the tables between backends and between models."""
+    transfer = transfer_frame(results)
+    correlations = [
+        f"{row['model']}, {row['precision']}: rank correlation of latencies on {row['first']} and {row['second']}: "
+        f"{row['spearman']:+.2f} over {row['rows']} placements."
+        for row in similarity_frame(results).to_dict("records")
+    ]
+    yield TRANSFER.build(transfer[transfer["across"] == "backends"], correlations)
+    yield TRANSFER_MODELS.build(transfer[transfer["across"] == "models"])
+
+
+def transfer_frame(results: Results) -> pd.DataFrame:
+    """Return the speedup of the best placement of each task on its own and on other backends, and in other models.
+
+    The best is selected before the confirmation, see `harness.results_dir.artifacts.best_choice`. In another task it is
+    the row "from_BACKEND" or "from_MODEL" if there is one; on another backend, else, the row with the same Q/DQ pairs.
+
+    Returns:
+        Columns across ("backends" or "models"), within (the model, or the backend), precision, source, target, cell (of
+        the target), method, row, speedup, low, high, verdict, and share: the time saved as a share of that of the
+        target's own best placement, None if that gain is within the noise. Empty if nothing was transferred.
+    """
+    lines = []
+    for across in ("backends", "models"):
+        for (within, precision), cells in _task_families(results, across).items():
+            facts = {"across": across, "within": within, "precision": precision}
+            family = [
+                {**facts, "source": _task_label(source, across), "target": _task_label(target, across), **line}
+                for source, target in itertools.product(cells, cells)
+                if (line := _transfer_row(source, target, across)) is not None
+            ]
+            if any(line["source"] != line["target"] for line in family):
+                lines += family
+    columns = [
+        "across", "within", "precision", "source", "target", "cell", "method", "row", "speedup", "low", "high",
+        "verdict", "share",
+    ]  # fmt: skip
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _task_label(cell: CellResults, across: str) -> str:
+    return backend_label(cell) if across == "backends" else str(cell.facts["model"])
+
+
+def _task_families(results: Results, across: str) -> dict[tuple[str, str], list[CellResults]]:
+    """Return the tasks that differ only in their backend, or only in their model."""
+    other = "models" if across == "backends" else "backends"
+    families: dict[tuple[str, str], list[CellResults]] = defaultdict(list)
+    for cell in results.cells:
+        families[_task_label(cell, other), str(cell.facts["precision"])].append(cell)
+    return {key: cells for key, cells in families.items() if len(cells) > 1}
+
+
+def _transfer_row(source: CellResults, target: CellResults, across: str) -> dict[str, Any] | None:
+    pick, own = (
+        best_choice(pick for pick in cell.picks if pick.row in cell.summaries and not cell.wrong(pick.row))
+        for cell in (source, target)
+    )
+    row = None if pick is None else pick.row if source is target else _transferred_row(pick, source, target, across)
+    if pick is None or row is None or row not in target.summaries:
+        return None
+    speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row]
+    return {
+        "cell": target.name, "method": pick.method, "row": row,
+        "speedup": speedup.value, "low": speedup.low, "high": speedup.high, "verdict": target.summaries[row].verdict,
+        "share": (1 - 1 / speedup.value) / (1 - 1 / best.speedup.value) if best and best.verdict == "faster" else None,
+    }  # fmt: skip
+
+
+def _transferred_row(pick: Choice, source: CellResults, target: CellResults, across: str) -> str | None:
+    """Return the target's row of the source's placement, or None."""
+    name = f"from_{_task_label(source, across)}"
+    row = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)
+    if row is not None or across == "models":
+        return row
+    return pick.row if pick.row == FLOAT_ROW or _is_same_placement(pick.row, source, target) else None
+
+
+def similarity_frame(results: Results) -> pd.DataFrame:
+    """Return the rank correlation of confirmed latencies on two backends, over the placements that both have.
+
+    A tool's model counts if both backends have the same file.
+
+    Returns:
+        Columns model, precision, first, second, rows, spearman.
+    """
+    from scipy.stats import spearmanr
+
+    lines = []
+    for (model, precision), cells in _task_families(results, "backends").items():
+        for one, two in itertools.combinations(cells, 2):
+            shared = [row for row in one.summaries if row in two.summaries and _is_same_placement(row, one, two)]
+            if len(shared) < MIN_SHARED_ROWS:
+                continue
+            latency_ms = [[cell.summaries[row].latency_ms.value for row in shared] for cell in (one, two)]
+            names = {"first": backend_label(one), "second": backend_label(two)}
+            facts = {"model": model, "precision": precision, **names, "rows": len(shared)}
+            lines.append({**facts, "spearman": float(spearmanr(*latency_ms).statistic)})
+    return pd.DataFrame(lines, columns=["model", "precision", "first", "second", "rows", "spearman"])
+
+
+def _is_same_placement(row: str, one: CellResults, two: CellResults) -> bool:
+    """Return whether a row is one placement in both tasks: digests identify placements, names of tools do not."""
+    own, other = one.rows.get(row), two.rows.get(row)
+    if row.startswith(FLOAT_ROW) or own is None or other is None:
+        return False
+    placed = PLACEMENT_ID.fullmatch(row) or None not in (own.choices, other.choices)
+    return bool(placed) or own.sha256 == other.sha256

@@ -1,0 +1,186 @@
+"""Summaries of search journals: counts, cost, incumbents and scores of each search, without the raw samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from harness.records import Failed, Measured, Outcome
+from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, has_header, read_journal
+from harness.results_dir.termination import Termination, read_termination
+from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
+from harness.search_loop.objective import Goal
+
+__all__ = ["ScoredEvaluation", "SearchLog", "median_latencies_ms", "read_search", "read_searches"]
+
+JOURNAL_NAME = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEvaluation:
+    """Evaluation with a measured metric; see `harness.search_loop.journal_reader.Evaluation` for the other attributes.
+
+    Attributes:
+        value: Value of the metric.
+    """
+
+    evaluations: int
+    elapsed_s: float
+    digest: str
+    latency_ms: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLog:
+    """Summary of one search, finished or not; duplicates and retries are not evaluations.
+
+    Attributes:
+        path: Journal of the search.
+        elapsed_s: Wall-clock after each evaluation, not decreasing; the time of a retry adds to the last evaluation.
+        successes: Number of evaluations that worked.
+        failures: Number of failed evaluations by stage.
+        initial: Number of evaluations of initial placements.
+        incumbents: Evaluations that became the incumbent, which is the best one within the bounds.
+        scored: Evaluations with a measured metric, in order.
+        latencies_ms: Latency of each measured placement by digest.
+        float_ms: Latency of the float model by the search's own samples; None if the search did not measure it.
+        float_value: Metric of the float model, in the same way.
+        cost: Seconds and readings spent, with those of retries; see `harness.report.tables.cost.cost_frame`.
+        end: How the search ended before its budget was spent, or None.
+    """
+
+    searcher: str
+    seed: int
+    path: Path
+    elapsed_s: tuple[float, ...]
+    successes: int
+    failures: Mapping[str, int]
+    initial: int
+    incumbents: tuple[Evaluation, ...]
+    scored: tuple[ScoredEvaluation, ...]
+    latencies_ms: Mapping[str, float]
+    float_ms: float | None
+    float_value: float | None
+    cost: Mapping[str, float]
+    end: Termination | None = None
+
+    @property
+    def name(self) -> str:
+        """Searcher and seed, as in the name of the journal."""
+        return f"{self.searcher}-{self.seed}"
+
+    @property
+    def evaluations(self) -> int:
+        """Number of evaluations."""
+        return len(self.elapsed_s)
+
+
+def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequence[str]) -> tuple[SearchLog, ...]:
+    """Return the searches with a journal in the folder `runs`, in the order of `searchers`, others last."""
+    order = {name: place for place, name in enumerate(searchers)}
+    named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL_NAME.fullmatch(path.name))]
+    logs = [
+        read_search(path, match["searcher"], int(match["seed"]), goal, metric)
+        for path, match in named
+        if has_header(path)
+    ]
+    return tuple(sorted(logs, key=lambda log: (order.get(log.searcher, len(order)), log.searcher, log.seed)))
+
+
+def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | None) -> SearchLog:
+    """Read the journal of a search once, line by line.
+
+    Args:
+        goal: Objective and bounds that define the incumbent.
+        metric: Name of the evaluator's metric; None without an evaluator.
+
+    Raises:
+        UserError: The journal is damaged or has another schema.
+    """
+    tally, name = _CostTally(), metric or ""
+    incumbents, scored, floats = list[Evaluation](), list[ScoredEvaluation](), list[Evaluation]()
+    latencies_ms: dict[str, float] = {}
+    for trial in iter_evaluations(tally.count(read_journal(path)), goal):
+        latencies_ms[trial.digest] = trial.latency_ms
+        if is_new_incumbent(trial, incumbents[-1] if incumbents else None):
+            incumbents.append(trial)
+        if name in trial.score.metrics:
+            facts = {key: getattr(trial, key) for key in ("evaluations", "elapsed_s", "digest", "latency_ms")}
+            scored.append(ScoredEvaluation(**facts, value=trial.score.metrics[name]))
+        if not any(trial.choices):
+            floats.append(trial)
+    return SearchLog(
+        searcher=searcher,
+        seed=seed,
+        path=path,
+        elapsed_s=tuple(tally.elapsed_s),
+        successes=tally.successes,
+        failures=dict(tally.failures),
+        initial=tally.initial,
+        incumbents=tuple(incumbents),
+        scored=tuple(scored),
+        latencies_ms=latencies_ms,
+        float_ms=next((trial.latency_ms for trial in floats), None),
+        float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
+        cost=dict(tally.cost),
+        end=read_termination(path),
+    )
+
+
+def median_latencies_ms(searches: Iterable[SearchLog]) -> dict[str, float]:
+    """Return the median latency of each placement over the searches that measured it, by digest."""
+    readings: defaultdict[str, list[float]] = defaultdict(list)
+    for search in searches:
+        for digest, latency_ms in search.latencies_ms.items():
+            readings[digest].append(latency_ms)
+    return {digest: median(values) for digest, values in readings.items()}
+
+
+class _CostTally:
+    """Counts and times of the entries that pass through `count`."""
+
+    def __init__(self) -> None:
+        self.elapsed_s: list[float] = []
+        self.successes = self.initial = 0
+        self.failures: Counter[str] = Counter()
+        self.cost: Counter[str] = Counter()
+
+    def count(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+        latest_s = 0.0
+        for spent, entry, result in iter_counted(map(self._count_searcher_time, entries)):
+            latest_s, outcome = max(latest_s, result.elapsed_s), result.outcome
+            if entry.proposal.origin == RETRY_ORIGIN:
+                self.elapsed_s[spent - 1 :] = [latest_s]
+            else:
+                self.elapsed_s.append(latest_s)
+                self.initial += entry.proposal.origin.startswith("seed:")
+                self.successes += isinstance(outcome, Measured)
+                if isinstance(outcome, Failed):
+                    self.failures[outcome.stage] += 1
+            self.cost.update(_outcome_cost(outcome))
+            yield entry
+
+    def _count_searcher_time(self, entry: JournalEntry) -> JournalEntry:  # of duplicates too
+        self.cost.update({"searcher_s": math.nan if entry.proposal.searcher_s is None else entry.proposal.searcher_s})
+        return entry
+
+
+def _outcome_cost(outcome: Outcome) -> dict[str, float]:
+    if not isinstance(outcome, Measured):
+        return {"failures_s": outcome.wall_s}
+    return {
+        "build_s": outcome.build_s + outcome.release_s,
+        "sampling_s": outcome.measure_s,
+        "evaluation_s": outcome.evaluate_s,
+        "readings": len(outcome.samples_ms) + sum(map(len, outcome.retaken_ms)),
+        "saved": outcome.saved,
+        "surprises": bool(outcome.retaken_ms),
+        "disturbed": bool(outcome.trouble),
+        "unsteady": not outcome.stable,
+    }

@@ -1,0 +1,428 @@
+"""Main, precision and decision tables: figures, verdicts, decisions and notes of a small results folder."""
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+
+import pandas as pd
+import pytest
+from small_results import CELL, edit_json, read_note, read_table, write_cell, write_confirmation
+
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.report.next_steps import describe_next_steps
+from harness.report.page.index_page import render_index
+from harness.report.render import write_tables
+from harness.report.tables.catalog import SPECS
+from harness.search_loop.objective import Goal
+
+BOUND = {"metric": "top1", "reference": 0.8}
+CONFIRMED_MS = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
+
+
+def raw_main(folder) -> pd.DataFrame:
+    """Write the tables and return the unrounded main table by method."""
+    write_tables(load(folder), folder / "report")
+    return pd.read_csv(folder / "report" / "main.csv").set_index("method")
+
+
+def main_note(folder) -> str:
+    raw_main(folder)
+    return read_note(folder, "main")
+
+
+def edit_scores(folder, change) -> None:
+    def edit(body):
+        for score in body.values():
+            change(score)
+
+    edit_json(folder / CELL / "accuracy.json", edit)
+
+
+def rename_metric(folder, name: str, *replacements: tuple[str, str]) -> None:
+    edit_json(folder / CELL / "cell.json", metric=name, goal=asdict(Goal()))
+    path = folder / CELL / "accuracy.json"
+    text = path.read_text().replace('"top1"', f'"{name}"')
+    for old, new in replacements:
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def edit_picks(folder, change) -> None:
+    def edit(body):
+        body["picks"] = [new for pick in body["picks"] if (new := change(pick)) is not None]
+
+    edit_json(folder / CELL / "rows.json", edit)
+
+
+@pytest.mark.parametrize(
+    ("measured", "precisions", "expected"),
+    [
+        (False, {"f32": {}, "bf16": {}}, "over the float model at f32 (pinned), paired"),
+        (False, {"f32": {}}, "over the float model at f32, paired"),
+        (True, {"f32": {}, "bf16": {}}, "at f32, the fastest float precision by measurement, paired"),
+    ],
+)
+def test_note_names_the_baseline_builds_and_bound(folder, measured, precisions, expected):
+    edit_json(folder / CELL / "cell.json", lambda body: body["backend"].update(float_params=precisions))
+    if measured:
+        edit_json(folder / CELL / "float.json", strongest="f32")
+    note = main_note(folder)
+    assert all(words in note for words in (expected, "3 fresh builds", "Student's t", "at most 0.02"))
+
+
+@pytest.mark.parametrize("higher", [False, None])
+def test_a_drop_is_positive_if_worse_in_the_direction_of_the_metric(folder, higher):
+    """Results without the direction take that of the goal."""
+    goal = asdict(Goal() if higher is False else Goal(**BOUND, max_drop=0.02, higher_is_better=False))
+    edit_json(folder / CELL / "cell.json", higher_is_better=higher, goal=goal)
+    raw = raw_main(folder)
+    assert raw.loc["all", "drop"] == pytest.approx(-0.1)
+    assert raw.index[raw["best"]].tolist() == ["all"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "shown", "heading"),
+    [
+        ("map", "mAP 0.7000", "mAP"),
+        ("sqnr_db", "SQNR 0.7 dB", "SQNR"),
+        ("my_own", "my_own 0.7000", "metric"),
+        ("precision", "precision 0.7000", "metric"),
+    ],
+)
+def test_metrics_have_their_usual_name_and_no_name_of_another_column(folder, metric, shown, heading):
+    rename_metric(folder, metric)
+    raw_main(folder)
+    rows = read_table(folder, "main")
+    assert rows[2][heading] == shown
+    assert rows[0]["precision"] == "f32"
+
+
+def test_fidelity_has_no_drop_against_its_cap(folder):
+    rename_metric(folder, "sqnr_db", ("0.8", "120.0"), ("0.7", "40.0"))
+    assert "No drop of SQNR" in main_note(folder)
+    rows = read_table(folder, "main")
+    assert (rows[0]["SQNR"], rows[2]["SQNR"]) == ("SQNR 120.0 dB", "SQNR 40.0 dB")
+    assert {row["drop [CI]"] for row in rows} == {"-"}
+
+
+def test_a_faster_row_beyond_the_bound_is_not_recommended(folder):
+    raw = raw_main(folder)
+    assert (raw.loc["all", "verdict"], raw.loc["all", "beyond"]) == ("faster", True)
+    assert not raw.drop("all")["beyond"].any()
+    assert '"faster, beyond the bound"' in read_note(folder, "main")
+    edit_json(folder / CELL / "cell.json", goal=asdict(Goal()))
+    assert "beyond the bound" not in main_note(folder)
+
+
+def test_a_faster_row_without_finite_outputs_is_not_recommended(folder):
+    reason = "output 'y' has NaN or infinite values on image '7'"
+    edit_json(folder / CELL / "accuracy.json", **{"sha of aa main": {"failed": "evaluate", "reason": reason}})
+    for goal in (Goal(**BOUND, max_drop=0.02), Goal()):
+        edit_json(folder / CELL / "cell.json", goal=asdict(goal))
+        raw = raw_main(folder)
+        assert not raw.loc["random", "best"]
+        assert raw.loc["random", "decision"] == f"not shipped: not scored ({reason})"
+        for name in ("main", "finalists"):
+            row = next(row for row in read_table(folder, name) if row["method"] == "random")
+            assert row["verdict"] == "faster, not scored"
+    assert '"faster, not scored"' in read_note(folder, "main")
+    assert "not finite" in read_note(folder, "decision")
+    results = load(folder)
+    assert "1 faster but not scored" in render_index(results, write_tables(results, folder / "report"), {})
+
+
+def test_a_tool_that_calibrated_by_another_method_is_named(folder):
+    edit_json(folder / CELL / "cell.json", tool_methods={"linear": "entropy"}, calibration={"method": "mse"})
+    assert re.search(rf"Baselines of {CELL}: calibrated linear by entropy.* mse\.", main_note(folder))
+    assert "linear (entropy)" in [row["method"] for row in read_table(folder, "main")]
+
+
+def test_random_data_and_few_images_are_noted_below_every_table(folder):
+    assert "only" not in main_note(folder)
+    edit_json(folder / CELL / "cell.json", calibrated_on="random data")
+    edit_scores(folder, lambda score: score.update(metrics={"top1": 1.0}, per_item=[1.0] * 19))
+    raw_main(folder)
+    for file in (folder / "report").glob("*.md"):
+        note = read_note(folder, file.stem)
+        assert "Calibrated on random data (no accuracy): net." in note, file.name
+        assert f"Accuracy of {CELL}: only 19 images" in note, file.name
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "dialect", "words"),
+    [
+        ("A CPU", ["avx2"], "", "where INT8 products saturate"),
+        ("A CPU", ["avx2"], "openvino_7bit", "where products of 8-bit weights saturate"),
+        ("A CPU", ["avx2", "avx_vnni"], "", None),
+        ("X", ["avx2"], "", None),
+    ],
+    ids=["no VNNI", "7-bit weights", "VNNI", "another device"],
+)
+def test_scores_of_a_processor_that_saturates_are_noted(folder, model, flags, dialect, words):
+    edit_json(folder / CELL / "env.json", cpu={"model": model, "flags": flags})
+    edit_json(folder / CELL / "cell.json", lambda body: body["backend"].update(dialect=dialect))
+    raw_main(folder)
+    for file in (folder / "report").glob("*.md"):
+        assert ("without VNNI" in file.read_text()) == (words is not None), file.name
+    assert words is None or f"Accuracy of {CELL}: measured on a processor without VNNI, {words}" in main_note(folder)
+
+
+def test_no_row_is_shipped_if_the_float_model_scores_nothing(folder):
+    edit_scores(folder, lambda score: score.update(metrics={"top1": 0.0}, per_item=[0.0] * 100))
+    decisions = raw_main(folder)["decision"]
+    for file in (folder / "report").glob("*.md"):
+        assert f"Accuracy of {CELL}: the float model itself scores 0.0000" in file.read_text(), file.name
+    assert not decisions.str.startswith("ship").any()
+    assert decisions.str.startswith("not shipped: the float model scores nothing").any()
+
+
+def test_the_score_of_the_float_model_has_an_interval_over_images(folder):
+    hits = [1.0, 1.0, 1.0, 0.0] * 25
+    edit_scores(folder, lambda score: score.update(metrics={"top1": 0.75}, per_item=hits))
+    found = re.search(rf"{CELL} top-1 0\.7500 \[(0\.\d+), (0\.\d+)\] \(100 images\)", main_note(folder))
+    low, high = map(float, found.groups())
+    assert 0.6 < low < 0.75 < high < 0.9
+
+
+@pytest.mark.parametrize(
+    ("scored", "agreement", "removed", "expected"),
+    [
+        ({0: 2, 1: 3}, {}, 0, "random 5 of 6."),
+        ({0: 2, 1: 2}, {}, 2, "random 4 of 5."),
+        ({0: 2, 1: 2}, {0: 0.875}, 0, "random 4 of 6 (rank correlation of proxy and metric +0.88)."),
+    ],
+    ids=["sum over seeds", "a search that ended early", "proxy"],
+)
+def test_full_evaluations_are_counted(folder, scored, agreement, removed, expected):
+    def score(pick):
+        seed = pick["seed"]
+        return (
+            {**pick, "scored": scored[seed], "agreement": agreement.get(seed)} if pick["method"] == "random" else pick
+        )
+
+    edit_picks(folder, score)
+    journal = folder / CELL / "runs" / "random-1.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[: len(lines) - removed]))
+    assert f"Full evaluations of {CELL}: {expected}" in main_note(folder)
+
+
+def test_a_noisy_machine_is_the_first_note_below_tables_of_latencies(folder):
+    assert "Noisy" not in main_note(folder)
+    edit_json(folder / CELL / "floor.json", floor=0.337)
+    raw_main(folder)
+    timed = [path.stem for path in (folder / "report").glob("*.md") if SPECS[path.stem].timed]
+    assert {"main", "budget", "fixed", "decision", "finalists", "targets"} <= set(timed)
+    for name in timed:
+        first, _, rest = read_note(folder, name).partition("\n")
+        assert first == f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat.", name
+        assert "A/A floor" in rest, name
+
+
+def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
+    write_confirmation(folder / CELL, CONFIRMED_MS, disturbed="waited for a core 50% of the time")
+    assert main_note(folder).startswith(f"Noisy machine, {CELL}: 100% of the turns were disturbed")
+    decisions = {row["decision"] for row in read_table(folder, "precision")}
+    shipped = {text for text in decisions if text.startswith("ship")}
+    assert shipped
+    assert all(text.endswith(", once confirmed on a quiet machine") for text in shipped)
+
+
+def test_disturbed_searches_are_noted(folder):
+    assert "stayed disturbed" not in main_note(folder)
+    count = 0
+    for path in (folder / CELL / "runs").glob("random-*.jsonl"):
+        path.write_text(path.read_text().replace('"stable":true', '"stable":false'))
+        count += path.read_text().count('"stable":false')
+    assert re.match(rf"Noisy machine, {CELL}: {count} of \d+ evaluations stayed disturbed", main_note(folder))
+
+
+def test_an_uncertain_latency_of_the_float_model_is_noted(folder):
+    write_confirmation(folder / CELL, CONFIRMED_MS, paces=(1.0, 1.5, 2.0))
+    assert re.match(r"Noisy machine, .*: the float model took 11\.5\d\d \[.*\] ms", main_note(folder))
+    assert "4.00 [4.00, 4.00]" in (folder / "report" / "main.md").read_text(), "paired figures are as certain as before"
+
+
+def test_the_larger_of_the_two_floors_counts(folder):
+    edit_json(folder / CELL / "floor.json", floor=1.5)
+    assert f"{CELL} 150.0%." in main_note(folder)
+    rows = {row["method"]: row["verdict"] for row in read_table(folder, "main")}
+    assert (rows["random"], rows["all"]) == ("tie: use float", "faster, beyond the bound")
+
+
+def test_expected_rows_without_a_choice_are_missing(folder):
+    edit_picks(folder, lambda pick: None if pick["method"] in ("tpe", "all") else pick)
+    raw = raw_main(folder)
+    assert raw.loc[["tpe", "all", "random"], "verdict"].tolist() == ["missing", "missing", "faster"]
+
+
+def test_versions_of_the_code_that_differ_are_noted(folder):
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
+    other = write_cell(folder, "other-openvino-int8", model="other")
+    for commit, differ in (("a" * 40, False), ("b" * 40, True)):
+        edit_json(folder / CELL / "env.json", git_commit="a" * 40)
+        edit_json(other / "env.json", git_commit=commit)
+        expected = f"different versions of this code: {'b' * 12} other-openvino-int8; {'a' * 12} {CELL}."
+        assert (expected in main_note(folder)) == differ
+
+
+def test_an_experiment_without_accuracy_has_no_note_on_drops(folder):
+    assert "Drop: loss" in main_note(folder)
+    (folder / CELL / "accuracy.json").unlink()
+    edit_json(folder / CELL / "cell.json", metric=None, goal=asdict(Goal()))
+    assert "Drop:" not in main_note(folder)
+
+
+def test_accuracy_only_is_defined_if_a_row_has_it(folder):
+    assert '"accuracy only"' not in main_note(folder)
+    edit_picks(folder, lambda pick: {**pick, "reason": "accuracy only"} if pick["method"] == "tpe" else pick)
+    assert '"accuracy only":' in main_note(folder)
+
+
+def test_the_second_best_is_defined_if_there_is_one(folder):
+    raw_main(folder)
+    assert "METHOD #2" in read_note(folder, "finalists")
+    edit_picks(folder, lambda pick: pick if pick["rank"] == 0 else None)
+    raw_main(folder)
+    assert "METHOD #2" not in read_note(folder, "finalists")
+
+
+def test_a_drop_has_an_interval_if_the_record_has_single_images(folder):
+    images = {"sha of float main": 80, "sha of all main": 70}
+
+    def add_images(body):
+        for name, hits in images.items():
+            body[name]["per_item"] = [1.0] * hits + [0.0] * (100 - hits)
+
+    edit_json(folder / CELL / "accuracy.json", add_images)
+    raw = raw_main(folder)
+    assert 0.02 < raw.loc["all", "drop_low"] < 0.1 < raw.loc["all", "drop_high"] < 0.2
+    assert pd.isna(raw.loc["random", "drop_low"])
+    shown = {row["method"]: row["drop [CI]"] for row in read_table(folder, "precision")}
+    assert shown["all"].startswith("+0.1000 [+0.0")
+    assert shown["random"] == "+0.0100"
+
+
+def test_different_images_cost_the_interval_only(folder, caplog):
+    def add_images(body):
+        body["sha of float main"]["per_item"] = [1.0] * 64 + [0.0] * 16
+        body["sha of all main"]["per_item"] = [1.0] * 49 + [0.0] * 21
+
+    edit_json(folder / CELL / "accuracy.json", add_images)
+    assert raw_main(folder).loc["all", "drop"] == pytest.approx(0.1)
+    assert "no interval of the drop of all: a paired interval needs the same images" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("goal", "scores", "decisions"),
+    [
+        (Goal(), {}, ("fastest, accuracy unknown", "faster, accuracy unknown")),
+        (Goal(), None, ("fastest, no bound on accuracy", "faster, no bound on accuracy")),
+        (Goal(metric="top1", max_drop=None), None, ("fastest, no bound on accuracy", "faster, no bound on accuracy")),
+        (Goal(**BOUND, max_drop=0.2), None, ("ship: fastest", "ship")),
+    ],
+)
+def test_only_rows_with_a_bound_on_accuracy_are_shipped(folder, goal, scores, decisions):
+    edit_json(folder / CELL / "cell.json", goal=asdict(goal))
+    if scores is not None:
+        (folder / CELL / "accuracy.json").write_text(json.dumps(scores))
+    raw = raw_main(folder)["decision"]
+    assert (raw["all"], raw["random"]) == decisions
+    assert not list(describe_next_steps(load(folder), main_frame(load(folder))))
+    assert read_table(folder, "decision")[-1]["decision"] == f"{decisions[1]} (random)"
+
+
+def test_every_baseline_has_a_decision(folder):
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("- linear\n", "- linear\n- movers\n"))
+
+    def add_rows(body):
+        transferred = next(pick for pick in body["picks"] if pick["method"] == "all")
+        body["picks"] += [
+            {**transferred, "method": name, "row": row} for name, row in (("movers", "bb"), ("from_o", "aa"))
+        ]
+
+    edit_json(folder / CELL / "rows.json", add_rows)
+    raw_main(folder)
+    assert [row["row"] for row in read_table(folder, "decision")] == [
+        "FP32", "BF16", "default PTQ, ort_static", "all operators", "linear operators", "movers", "best found",
+    ]  # fmt: skip
+
+
+def test_precisions_are_side_by_side(folder):
+    write_cell(folder, "net-openvino-fp8", precision="fp8")
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("precision:\n- int8", "precision:\n- int8\n- fp8"))
+    assert "UNFINISHED" not in main_note(folder)
+    rows = read_table(folder, "decision")
+    rules = ["all operators", "linear operators"]
+    assert [row["row"] for row in rows] == ["FP32", "BF16", "default PTQ, ort_static", *rules, "best found"]
+    for precision in ("int8", "fp8"):
+        decisions = [row[f"{precision} decision"] for row in rows]
+        assert decisions[:2] == ["baseline", "not shipped: slower"]
+        assert decisions[3:] == ["not shipped: accuracy", "not shipped: failed: build", "ship: fastest (random)"]
+        assert rows[-1][f"{precision} speedup [CI]"] == "**2.00 [2.00, 2.00]**"
+
+
+def add_tpe_choice(folder, change=lambda pick: pick, **facts) -> None:
+    """Replace the choice of tpe by one that looked faster in its search than it is."""
+    edit_picks(folder, lambda pick: None if pick["method"] == "tpe" else change(pick))
+    lucky = {
+        "method": "tpe",
+        "kind": "search",
+        "row": "bb",
+        "seed": 0,
+        "budget": 3,
+        "search_ms": 2.0,
+        "rank": 0,
+        **facts,
+    }
+    edit_json(folder / CELL / "rows.json", lambda body: body["picks"].append(lucky))
+    shutil.copy(folder / CELL / "runs" / "random-0.jsonl", folder / CELL / "runs" / "tpe-0.jsonl")
+    raw_main(folder)
+
+
+@pytest.mark.parametrize(
+    ("random_selected", "tpe_selected", "decision"),
+    [(None, None, "ship (tpe)"), (1.9, None, "ship (tpe)"), (1.9, 1.5, "ship: fastest (random)")],
+    ids=["search samples", "not all in the final selection", "final selection"],
+)
+def test_the_best_found_is_selected_before_the_confirmation(folder, random_selected, tpe_selected, decision):
+    def select(pick):
+        return {**pick, "runoff": random_selected} if pick["kind"] == "search" else pick
+
+    add_tpe_choice(folder, select, runoff=tpe_selected)
+    best = read_table(folder, "decision")[-1]
+    assert best["decision"] == decision
+    if random_selected is None:
+        assert best["speedup [CI]"] == "1.60 [1.60, 1.60]", "the confirmed figure"
+
+
+def test_the_smallest_loss_is_the_best_if_the_loss_was_minimised(folder):
+    """The seed of random with the row bb, and random among the searchers; older records have no loss."""
+    add_tpe_choice(folder, lambda pick: {k: v for k, v in pick.items() if k != "loss"}, row="aa")
+    loss = {"aa": 0.01, "bb": 0.001}
+    for lossy, speedup, best in ((False, "2.00 [2.00, 2.00]", "tpe"), (True, "1.60 [1.60, 1.60]", "random")):
+        if lossy:
+            edit_picks(folder, lambda pick: {**pick, "loss": loss[pick["row"]]} if pick["kind"] == "search" else pick)
+        raw_main(folder)
+        rows = {row["method"]: row["speedup [CI]"].strip("*") for row in read_table(folder, "main")}
+        assert rows["random"] == speedup
+        assert read_table(folder, "decision")[-1]["decision"].endswith(f"({best})")
+        for name in ("main", "decision", "finalists"):
+            assert ("minimised the loss" in read_note(folder, name)) == lossy, name
+
+
+def test_the_decision_note_defines_the_best_found(folder):
+    raw_main(folder)
+    note = read_note(folder, "decision")
+    assert "Best found: among the searchers whose choice keeps the bound" in note
+    assert "If no searcher's choice keeps the bound" not in note
+    assert "not finite" not in note
+    edit_json(folder / CELL / "cell.json", goal=asdict(Goal(**BOUND, max_drop=0.001)))
+    raw_main(folder)
+    assert read_table(folder, "decision")[-1]["decision"] == "not shipped: accuracy (random)"
+    assert f"If no searcher's choice keeps the bound ({CELL})" in read_note(folder, "decision")

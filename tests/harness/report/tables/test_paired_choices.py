@@ -1,0 +1,279 @@
+"""Gain over the best fixed row, and ablation of a searcher, from paired choices."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from small_results import CELL, edit_json, read_note, read_table, write_choices, write_confirmation
+
+from harness.report.load.results import load
+from harness.report.page.index_page import render_index
+from harness.report.render import write_tables
+from harness.report.statistics import geometric_mean
+from harness.report.tables.catalog import build_tables
+from harness.report.tables.paired_choices import ablation_frame, fixed_frame
+from harness.report.tables.searchers import pair_frame
+from harness.report.trace import trace_cell
+from harness.search_loop.objective import Goal
+from harness.statistics import Interval, block_ci
+
+OTHER = "other-openvino-int8"
+YAML = """
+experiment: small
+models: [{use: net.onnx, label: net}, {use: other.onnx, label: other}]
+backends: [{use: openvino}]
+searchers: [auto, tpe]
+baselines: [all, movers]
+budget: {evaluations: [10, 25, 50]}
+seeds: [0]
+"""
+FIXED = {"all": "all", "movers": "bb"}
+FREE = asdict(Goal())
+LATENCY_MS = {"all": 5.0, "bb": 4.0, "aa": 2.0}
+
+
+@pytest.fixture
+def fixed(tmp_path):
+    """Writes a task without a bound on accuracy, with choices of `auto` by budget or of searchers and budgets."""
+    (tmp_path / "experiment.yaml").write_text(YAML)
+
+    def write(choices, cell=CELL, baselines=FIXED, latency_ms=LATENCY_MS, goal=FREE):
+        keyed = {key if isinstance(key, tuple) else ("auto", key): rows for key, rows in choices.items()}
+        facts = {"model": cell.partition("-")[0], **({} if goal is None else {"goal": goal})}
+        return write_choices(tmp_path, cell, baselines, keyed, latency_ms, **facts)
+
+    return write
+
+
+def shown(folder) -> dict[tuple[str, str], dict[str, str]]:
+    """Write the tables; return the rows of the fixed table by task and searcher."""
+    write_tables(load(folder), folder / "report")
+    return {(row["cell"], row["searcher"]): row for row in read_table(folder, "fixed")}
+
+
+def test_choices_are_compared_with_the_fastest_fixed_row(tmp_path, fixed):
+    latency_ms = {"all": 5.0, "bb": 4.0, "aa": 2.0, "cc": 4.02}
+    cell = fixed({10: ["all"], 25: ["bb"], 50: ["aa"], ("tpe", 50): ["cc"]}, latency_ms=latency_ms)
+    frame = fixed_frame(load(tmp_path))
+    assert set(frame["fixed"]) == {"movers"}
+    assert frame["ratio"].tolist() == pytest.approx([0.8, 1.0, 2.0, 4 / 4.02])
+    assert frame["verdict"].tolist() == ["slower", "the same placement", "faster", "tie"]
+    rows = shown(tmp_path)
+    assert rows[CELL, "auto"] == {
+        "cell": CELL, "best fixed row": "movers", "A/A floor": "0.0%", "searcher": "auto",
+        "10 evaluations": "0.80 [0.80, 0.80] slower", "25 evaluations": "the same placement",
+        "50 evaluations": "2.00 [2.00, 2.00] faster", "seeds": "1",
+    }  # fmt: skip
+    assert rows[CELL, "tpe"]["10 evaluations"] == "-"
+    edit_json(cell / "floor.json", floor=0.3)
+    assert fixed_frame(load(tmp_path))["verdict"].tolist() == ["tie", "the same placement", "faster", "tie"]
+
+
+def test_seeds_have_a_median_and_the_widest_limits(tmp_path, fixed):
+    fixed({10: ["aa", "bb"]})
+    (row,) = fixed_frame(load(tmp_path)).to_dict("records")
+    assert (row["ratio"], row["low"], row["high"]) == pytest.approx((1.5, 1.0, 2.0))
+    assert (row["verdict"], row["seeds"], row["same"]) == ("tie", 2, 1)
+
+
+def test_turns_are_paired_and_a_single_turn_gives_no_verdict(tmp_path, fixed):
+    cell = fixed({10: ["aa"]})
+    write_confirmation(cell, {"A/A twin": 8.0, "float": 8.0, **LATENCY_MS}, paces=(1.0, 2.0, 3.0))
+    assert shown(tmp_path)[CELL, "auto"]["10 evaluations"] == "2.00 [2.00, 2.00] faster"
+    path = cell / "confirm.jsonl"
+    header, *events = path.read_text().splitlines()
+    first = [line for line in events if json.loads(line).get("round") == 0 == json.loads(line)["build"]]
+    path.write_text("".join(f"{line}\n" for line in (header, *first)))
+    assert shown(tmp_path)[CELL, "auto"]["10 evaluations"] == "2.00 tie"
+
+
+def test_rows_beyond_the_bound_are_no_best_fixed_row_and_are_counted_among_choices(tmp_path, fixed):
+    choices, latency_ms = {10: ["aa", "all"]}, {"all": 2.0, "bb": 4.0, "aa": 4.0}
+    fixed(choices, latency_ms=latency_ms, goal=None)
+    row = shown(tmp_path)[CELL, "auto"]
+    assert row["best fixed row"] == "movers"
+    assert row["10 evaluations"].endswith(", 1/2 not to ship")
+    fixed(choices, OTHER, {"all": "all"}, latency_ms, goal=None)
+    assert fixed_frame(load(tmp_path)).set_index("cell").loc[OTHER, "row"] == ""
+    row = shown(tmp_path)[OTHER, "auto"]
+    assert (row["best fixed row"], row["10 evaluations"]) == ("none to ship", "-")
+
+
+@pytest.mark.parametrize(
+    ("baselines", "choices"), [({}, {10: ["aa"]}), ({"from_one": "bb"}, {10: ["aa"]}), (FIXED, {})]
+)
+def test_without_fixed_rows_or_searchers_there_is_no_table(tmp_path, fixed, baselines, choices):
+    fixed(choices, baselines=baselines)
+    assert fixed_frame(load(tmp_path)).empty, "a row of another task is no fixed row"
+    assert "fixed" not in {table.name for table in build_tables(load(tmp_path))}
+
+
+def test_baselines_with_one_placement_are_named_together(tmp_path, fixed):
+    fixed({10: ["aa"]}, baselines={"all": "bb", "movers": "bb"})
+    assert shown(tmp_path)[CELL, "auto"]["best fixed row"] == "all, movers"
+
+
+@pytest.mark.parametrize(
+    ("choices", "others", "latency_ms", "floor", "tally"),
+    [
+        (
+            {25: ["aa"], 50: ["aa"]}, {25: ["all"], 50: ["bb"]}, LATENCY_MS, 0.0,
+            "auto: after 25 evaluations 1 faster, 1 slower, least 0.80; after 50 evaluations 1 faster, 1 the same "
+            "placement, least 1.00.",
+        ),
+        (
+            {25: ["all", "all", "bb"]}, {25: ["all", "bb", "all"]}, LATENCY_MS, 0.26,
+            f"auto: after 25 evaluations 2 tie, least 0.80 (ties by their intervals alone: {CELL} 0.80).",
+        ),
+        (
+            {25: ["aa"]}, {25: ["aa"]}, {**LATENCY_MS, "aa": 3.9}, 0.05,
+            f"auto: after 25 evaluations 1 faster, 1 tie, least 1.03 (ties by the floor alone: {OTHER} 1.03).",
+        ),
+    ],
+)  # fmt: skip
+def test_several_tasks_have_a_tally(fixed, choices, others, latency_ms, floor, tally):
+    folder = fixed(choices, latency_ms=latency_ms).parent
+    shown(folder)
+    assert "favours the fixed row" in read_note(folder, "fixed")
+    assert "auto: after" not in read_note(folder, "fixed")
+    edit_json(fixed(others, OTHER, latency_ms=latency_ms) / "floor.json", floor=floor)
+    shown(folder)
+    assert tally in read_note(folder, "fixed")
+
+
+def test_several_tasks_have_a_geometric_mean_with_an_interval_from_three(tmp_path, fixed):
+    third = "third-openvino-int8"
+    (tmp_path / "experiment.yaml").write_text(
+        YAML.replace("label: other}", "label: other}, {use: t.onnx, label: third}")
+    )
+    fixed({10: ["aa"]})
+    fixed({10: ["bb"]}, OTHER)
+    assert shown(tmp_path)["geometric mean", "auto"]["10 evaluations"] == "1.41 of 2"
+    fixed({10: ["all"]}, third)
+    mean = shown(tmp_path)["geometric mean", "auto"]
+    assert (mean["best fixed row"], mean["A/A floor"]) == ("-", "-")
+    assert mean["10 evaluations"].startswith("1.17 [0.3")
+    assert mean["10 evaluations"].endswith("] of 3"), "no verdict without a floor"
+    frame = fixed_frame(load(tmp_path))
+    assert frame[frame["cell"].isna()]["ratio"].tolist() == pytest.approx([(2.0 * 1.0 * 0.8) ** (1 / 3)])
+    sources = trace_cell(load(tmp_path), "geometric mean/auto:10", "fixed").lines
+    assert f"{third}, auto, seed 0 at 10 evaluations: all" in sources
+
+
+def test_it_is_on_the_page_has_warnings_and_can_be_traced(tmp_path, fixed):
+    edit_json(fixed({10: ["aa"]}) / "floor.json", floor=0.337)
+    results = load(tmp_path)
+    tables = write_tables(results, tmp_path / "report")
+    assert "What a search adds to the best fixed row" in render_index(results, tables, {})
+    assert read_note(tmp_path, "fixed").startswith(f"Noisy machine, {CELL}: the A/A floor is 33.7%")
+    lines = trace_cell(results, "auto:10 evaluations", "fixed").lines
+    assert f"{CELL}, auto, seed 0 at 10 evaluations: aa" in lines
+    assert f"{CELL}, the best fixed row: bb" in lines
+    assert sum(line.startswith("geometric mean of the median ratios") for line in lines) == 2
+
+
+SEARCHERS = "auto, {use: auto, label: bare, params: {rules: 0}}, {use: surrogate, label: model_alone}"
+ABLATION_YAML = f"""
+experiment: small
+models: [net.onnx]
+backends: [openvino]
+searchers: [{SEARCHERS}]
+baselines: [all]
+seeds: [0, 1, 2]
+"""
+CHOICES = {
+    ("auto", 10): ["aa", "aa", "aa"], ("bare", 10): ["bb", "aa", "bb"], ("model_alone", 10): ["bb", "bb", "bb"],
+    ("auto", 25): ["aa", "aa", "aa"], ("bare", 25): ["aa", "aa", "aa"], ("model_alone", 25): ["aa", "bb", "aa"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def ablation(tmp_path):
+    """Writes tasks; the row bb takes 5 ms in the first and 8 ms in the others, aa takes 4 ms."""
+
+    def write(count: int, searchers: str = SEARCHERS):
+        (tmp_path / "experiment.yaml").write_text(ABLATION_YAML.replace(SEARCHERS, searchers))
+        for number in range(count):
+            latency_ms = {"all": 2.0, "aa": 4.0, "bb": 8.0 if number else 5.0}
+            write_choices(tmp_path, f"net-{number}-int8", {"all": "all"}, CHOICES, latency_ms)
+        return load(tmp_path)
+
+    return write
+
+
+def test_there_is_a_row_for_the_mean_and_each_task_by_budget(ablation):
+    frame = ablation_frame(ablation(2))
+    bare = frame[frame["variant"] == "bare"].fillna({"cell": "mean"}).set_index(["budget", "cell"])
+    assert bare["ratio"].to_dict() == pytest.approx(
+        {
+            (10, "mean"): np.sqrt(4 / 5 * 4 / 8), (10, "net-0-int8"): 4 / 5, (10, "net-1-int8"): 4 / 8,
+            (25, "mean"): 1.0, (25, "net-0-int8"): 1.0, (25, "net-1-int8"): 1.0,
+        }
+    )  # fmt: skip
+    one, mean = bare.loc[(10, "net-0-int8")], bare.loc[(10, "mean")]
+    assert (one["low"], one["high"], one["seeds"]) == (pytest.approx(4 / 5), 1.0, 3), "the limits of all seeds"
+    assert one["chance"] == pytest.approx(1 / 6)
+    above = np.exp(np.hypot(np.log(5 / 4), np.log(8 / 4)) / 2)
+    assert (mean["low"], mean["high"], mean["cells"]) == pytest.approx((mean["ratio"], mean["ratio"] * above, 2))
+
+
+def test_many_tasks_have_only_the_mean_with_an_interval_over_them(ablation):
+    frame = ablation_frame(ablation(6))
+    assert frame["cell"].isna().all()
+    mean = frame[(frame["variant"] == "bare") & (frame["budget"] == 10)].iloc[0]
+    expected = block_ci([[4 / 5], *[[4 / 8]] * 5])
+    assert (mean["ratio"], mean["low"], mean["high"]) == pytest.approx((expected.value, expected.low, expected.high))
+
+
+def test_one_task_has_no_mean_and_the_only_searcher_of_a_plug_in_is_a_variant(ablation):
+    frame = ablation_frame(ablation(1))
+    assert set(frame["cell"]) == {"net-0-int8"}
+    assert len(frame) == 2 * 2
+    rows = frame.set_index(["variant", "budget"])
+    assert rows.loc[("model_alone", 10), "ratio"] == pytest.approx(4 / 5)
+    assert rows.loc[("model_alone", 10), ["reference", "params"]].tolist() == ["auto", "use=surrogate"]
+    assert rows.loc[("bare", 10), "params"] == "rules=0"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        f"{SEARCHERS}, tpe",
+        "{use: auto, params: {rules: 1}}, {use: auto, label: bare}, {use: surrogate, label: model_alone}",
+        "tpe, {use: auto, label: bare}, {use: auto, label: again}, {use: surrogate, label: model_alone}",
+    ],
+    ids=["a searcher without a label", "the first has parameters", "the first has no variants"],
+)
+def test_otherwise_searchers_of_other_plug_ins_are_no_variants(ablation, others):
+    assert "model_alone" not in set(ablation_frame(ablation(1, others))["variant"])
+
+
+def test_pairs_are_compared_at_the_largest_budget(ablation):
+    pairs = pair_frame(ablation(2)).set_index(["first", "second"])
+    assert pairs.loc[("auto", "bare"), "ratio"] == pytest.approx(1.0), "at 10 evaluations it is not"
+
+
+def test_the_ablation_table_names_budget_and_task(ablation, tmp_path):
+    write_tables(ablation(2), tmp_path / "report")
+    mean, one, *_ = (list(row.values()) for row in read_table(tmp_path, "ablation"))
+    assert mean[:5] == ["auto", "bare", "rules=0", "10 evaluations", "geometric mean of 2"]
+    assert one[4:] == ["net-0-int8", "0.800 [0.800, 1.000]", "17%", "3"]
+    assert "three 75 %" in read_note(tmp_path, "ablation")
+    assert "net-0-int8 0.0%, net-1-int8 0.0%." in read_note(tmp_path, "ablation")
+
+
+def test_an_ablation_is_traced_to_its_tasks_and_budget(ablation):
+    results = ablation(2)
+    one = "\n".join(trace_cell(results, "2:ratio", "ablation").lines)
+    assert "net-0-int8, bare, seed 0 at 10 evaluations: bb" in one
+    assert not any(words in one for words in ("net-1-int8", "at 25"))
+    mean = "\n".join(trace_cell(results, "1:ratio", "ablation").lines)
+    assert "net-0-int8, bare, seed 0 at 10" in mean
+    assert "net-1-int8, bare, seed 0 at 10" in mean
+
+
+def test_a_mean_of_estimates_without_limits_has_none():
+    mean = geometric_mean([Interval(value=2.0, low=1.0, high=4.0), Interval(value=8.0, low=0.0, high=np.inf)])
+    assert mean.value == pytest.approx(4.0)
+    assert np.isnan([mean.low, mean.high]).all()

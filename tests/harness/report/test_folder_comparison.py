@@ -1,0 +1,115 @@
+"""Comparison of two results folders."""
+
+import shutil
+
+import pandas as pd
+import pytest
+import yaml
+from small_results import CELL, edit_json, edit_samples, write_cell, write_confirmation
+from typer.testing import CliRunner
+
+from harness.cli.main import app
+from harness.errors import UserError
+from harness.report.folder_comparison import compare_frame, describe_differences
+from harness.report.load.results import load
+
+
+@pytest.fixture
+def other(folder, tmp_path_factory):
+    """The same run on a machine that is twice as fast except for one row, with another library."""
+    copy = tmp_path_factory.mktemp("other") / "out"
+    shutil.copytree(folder, copy)
+    write_confirmation(copy / CELL, {"A/A twin": 4.0, "float": 4.0, "float-bf16": 5.0, "all": 2.0, "bb": 2.5})
+    for path, version in ((folder, "2026.3"), (copy, "2026.4")):
+        facts = {"packages": {"openvino": version}, "cpu": {"model": "A CPU"}, "load_average": [len(version) * 0.1]}
+        edit_json(path / CELL / "env.json", **facts)
+    return copy
+
+
+def compare(one, two) -> pd.DataFrame:
+    return compare_frame(load(one), load(two)).set_index("method")
+
+
+def differences(one, two) -> list[str]:
+    return list(describe_differences(load(one), load(two)))
+
+
+def printed(one, two) -> str:
+    return CliRunner().invoke(app, ["compare", str(one), str(two)]).stdout
+
+
+def test_rows_are_matched_with_a_ratio_and_missing_ones_named(folder, other):
+    frame = compare(folder, other)
+    assert frame.loc["float f32", ["ratio", "ratio_low", "ratio_high"]].tolist() == pytest.approx([2.0, 2.0, 2.0])
+    assert frame["verdict"].to_dict() == {
+        "float f32": "faster",
+        "float bf16": "faster",
+        "all": "tie",
+        "linear": "missing in 1 and 2",
+        "ort_static": "missing in 1 and 2",
+        "random": "missing in 2",
+        "tpe": "missing in 1 and 2",
+    }
+    assert frame.loc["all", "speedup_2"] == pytest.approx(2.0)
+    assert frame.loc["random", "same_file"]
+    assert pd.isna(compare(folder, folder).loc["tpe", "ratio"])
+
+
+def test_the_interval_covers_the_variance_of_builds(folder, other):
+    edit_samples(other / CELL, "*", lambda samples_ms, build: [ms * (1 + 0.2 * build) for ms in samples_ms])
+    row = compare(folder, other).loc["all"]
+    assert row["ratio_low"] < row["ratio"] < row["ratio_high"]
+    assert row["ratio_low"] < 1 / 1.2 < row["ratio_high"]
+
+
+def test_differences_are_named(folder, other):
+    line = "environment.packages.openvino: '2026.3' -> '2026.4'"
+    assert differences(folder, other) == [line]
+    text = printed(folder, other)
+    assert line in text
+    assert "| 2.00 [2.00, 2.00]" in text
+    assert "Environment, model and settings are the same." in printed(folder, folder)
+
+
+def test_keys_of_the_experiment_are_compared_entry_by_entry(folder, other):
+    path = other / "experiment.yaml"
+    document = yaml.safe_load(path.read_text())
+    document["searchers"] = [s for s in document["searchers"] if s["use"] != "tpe"]
+    document["confirmation"]["builds"] = 9
+    document["description"] = "other words"
+    path.write_text(yaml.safe_dump(document))
+    builds, searcher = differences(folder, other)[1:]
+    assert builds == "experiment.confirmation.builds: 3 -> 9"
+    assert searcher.startswith("experiment.searchers.tpe: {")
+    assert searcher.endswith(" -> None")
+
+
+@pytest.mark.parametrize(("one", "two", "busier"), [(8.1, 1.06, "first"), (0.2, 2.4, "second"), (1.0, 1.9, None)])
+def test_a_busier_machine_is_a_likely_cause_if_it_was_slower(folder, other, one, two, busier):
+    for path, load_average in ((folder, one), (other, two)):
+        (path / CELL / "env.json").write_text("{}")
+        edit_json(path / CELL / "env.json", load_average=[load_average, 0.5, 0.5])
+    lines = differences(folder, other)
+    assert len(lines) == (busier is not None)
+    for line in lines:
+        assert line.startswith(f"environment.load_average: {one:g} -> {two:g}: {abs(two - one):.1f} more busy cores")
+        assert busier in line
+        assert ("likely cause" in line) == (busier == "first"), "the first folder is the slower one"
+
+
+def test_noise_of_a_side_is_a_warning(folder, other):
+    edit_json(folder / CELL / "floor.json", floor=0.337)
+    latency_ms = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
+    write_confirmation(other / CELL, latency_ms, disturbed="waited for a core 50% of the time")
+    text = printed(folder, other)
+    assert f"the A/A floor of {CELL} is 33.7% in the first and 0.0% in the second" in text
+    assert f"Noisy machine, {CELL} in the second: 100% of the turns were disturbed" in text
+    assert "in the first: " not in text
+
+
+def test_tasks_of_one_folder_are_named_and_none_in_common_is_an_error(folder, other):
+    write_cell(folder, "net-openvino-fp8", precision="fp8")
+    assert f"only in {folder}: net-openvino-fp8" in differences(folder, other)
+    (other / CELL).rename(other / "mine-openvino-int8")
+    with pytest.raises(UserError, match=r"no cell in common \(cells: net-openvino-int8, net.*; mine-openvino-int8\)"):
+        compare(folder, other)
