@@ -15,7 +15,7 @@ WORDS = re.compile(
     rf"\b(?:{'|'.join(word for word in LISTED if word and not word.startswith('#'))})\b", flags=re.IGNORECASE
 )
 NOT_YET_REWORDED = {
-    "results_dir", "graph", "studies", "explain", "selection", "analysis", "config",
+    "results_dir", "studies", "explain", "selection", "analysis", "config",
     "verification",
 }  # fmt: skip
 FILES = [
