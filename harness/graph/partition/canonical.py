@@ -20,7 +20,7 @@ from harness.graph.partition.node_labels import NodeLabels
 __all__ = ["CanonicalForm", "RegionGraph", "canonical_form", "describe_code"]
 
 _MAX_SEARCH_STEPS = (
-    40_000  # nodes that may be numbered while equal-looking sinks are told apart; beyond it the first one is taken
+    40_000  # nodes that may be numbered while equal-looking sinks are distinguished; beyond it the first one is taken
 )
 _MAX_REFINEMENT_ROUNDS = 8
 
