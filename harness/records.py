@@ -156,9 +156,13 @@ def decode_line(text: str) -> JournalLine:
             text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace").decode()
         return _LINE.validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        problem = f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}".removeprefix(": ")
+        problem = _first_problem(error, skipped=1)
         raise ValueError(f"not a journal line of schema {SCHEMA_VERSION} ({problem}): {text[:80]!r}") from error
+
+
+def _first_problem(error: ValidationError, skipped: int = 0) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'][skipped:]))}: {first['msg']}".removeprefix(": ")
 
 
 @functools.cache
@@ -172,5 +176,8 @@ def from_json(cls: type[T], body: Any) -> T:
     Raises:
         ValueError: The body does not fit the class.
     """
-    record: T = _adapter(cls).validate_python(body)  # type: ignore[arg-type]
+    try:
+        record: T = _adapter(cls).validate_python(body)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ValueError(f"not a record of {cls.__name__} ({_first_problem(error)})") from error
     return record
