@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from harness.errors import UserError, suggest_names
 from harness.graph.builder import GraphBuilder
-from harness.graph.signature import write_without_output_transpose
+from harness.graph.load import write_without_output_transpose
 from harness.zoo import cnn, detector, transformer
 
 __all__ = ["model_names", "write_model"]

@@ -22,9 +22,9 @@ from harness.compat.tao_specs.model_file import static_inputs, write_static_copy
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.graph.load import read_signature
 from harness.graph.qdq.qdq_graph import PairRemover
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
-from harness.graph.signature import read_signature
 from harness.progress import Observer
 from harness.random_inputs import InputTypes
 from harness.statistics import Interval

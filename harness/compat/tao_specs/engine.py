@@ -26,7 +26,7 @@ from harness.compat.tao_specs.model_file import (
 from harness.compat.tao_specs.spec import DatasetSection, EngineSection, TensorRTOptions
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
-from harness.graph.signature import Dims, ModelSignature
+from harness.graph.load import Dims, ModelSignature
 from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import safe_file_name
 

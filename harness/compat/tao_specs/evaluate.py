@@ -29,8 +29,8 @@ from harness.compat.tao_specs.model_file import (
 from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec, require_section
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
+from harness.graph.load import Dims
 from harness.graph.passes.static_shapes import parse_shape
-from harness.graph.signature import Dims
 from harness.progress import NullProgress, Observer
 from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import complete_evaluator

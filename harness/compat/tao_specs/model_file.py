@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from harness.errors import UserError, prefix_key, suggest_names
+from harness.graph.load import Dims, ModelSignature, read_signature
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, format_axes, parse_shape, resolve_shapes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
-from harness.graph.signature import Dims, ModelSignature, read_signature
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes
 

@@ -26,8 +26,8 @@ from harness.compat.tao_specs.quantize import (
 )
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.errors import UserError, suggest_names
+from harness.graph.load import ModelSignature
 from harness.graph.passes.static_shapes import parse_dims
-from harness.graph.signature import ModelSignature
 from harness.paths import resolve_path
 
 __all__ = ["get_parser", "run_ptq"]

@@ -25,7 +25,7 @@ from harness.compat.tao_specs.model_file import name_write_errors, open_onnx_fil
 from harness.compat.tao_specs.modelopt_arguments import make_modelopt_arguments
 from harness.compat.tao_specs.spec import DatasetSection, LayerSpec, QuantizeSection, TensorDtype
 from harness.errors import BuildFailed, UserError
-from harness.graph.signature import ModelSignature, read_signature
+from harness.graph.load import ModelSignature, read_signature
 from harness.random_inputs import InputTypes
 
 __all__ = [

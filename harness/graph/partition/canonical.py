@@ -15,14 +15,35 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.graph.partition.node_labels import NodeLabels
-
-__all__ = ["CanonicalForm", "RegionGraph", "canonical_form", "describe_code"]
+__all__ = ["CanonicalForm", "NodeLabels", "RegionGraph", "canonical_form", "describe_code"]
 
 _MAX_SEARCH_STEPS = (
     40_000  # nodes that may be numbered while equal-looking sinks are distinguished; beyond it the first one is taken
 )
 _MAX_REFINEMENT_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLabels:
+    """Nodes and activations of a model by number.
+
+    Attributes:
+        labels: All distinct node labels, sorted: operator, attributes that matter, kind of each input.
+        label: For each node the position of its label.
+        digest: For each label 63 bits of its SHA-256, the same in any model and process.
+        reads: For each node the activations that it reads, in slot order; what else it reads is in its label.
+        producer: For each activation the node that makes it, or -1.
+        position: For each activation its position among the outputs of that node, or -1.
+        number: Activations by tensor name.
+    """
+
+    labels: tuple[str, ...]
+    label: tuple[int, ...]
+    digest: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    producer: tuple[int, ...]
+    position: tuple[int, ...]
+    number: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

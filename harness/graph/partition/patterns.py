@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from harness.graph.model import Model
-from harness.graph.partition.canonical import CanonicalForm, RegionGraph, canonical_form, describe_code
-from harness.graph.partition.node_labels import NodeLabels, label_nodes
+from harness.graph.model import Model, Node
+from harness.graph.partition.canonical import CanonicalForm, NodeLabels, RegionGraph, canonical_form, describe_code
 from harness.graph.partition.regions import Region, RegionType
+from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, QUANTIZABLE_FLOAT_TYPES
 
 __all__ = ["Pattern", "find_patterns"]
+
+
+# Numbers and paddings that change neither where a Q/DQ pair may stand nor which kernel runs.
+_IGNORED_ATTRIBUTES = frozenset({
+    "alpha", "auto_pad", "beta", "ceil_mode", "coordinate_transformation_mode", "count_include_pad", "cubic_coeff_a",
+    "epsilon", "exclude_outside", "extrapolation_value", "gamma", "max", "min", "momentum", "nearest_mode",
+    "output_padding", "output_shape", "pads", "ratio", "seed", "spatial", "storage_order", "training_mode", "value",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,7 @@ class Pattern:
 
 def find_patterns(model: Model, root: Region) -> tuple[Pattern, ...]:
     """Return the patterns of all regions of a tree, in graph order of their first regions, parents first."""
-    wiring = label_nodes(model)
+    wiring = _label_nodes(model)
     found: dict[tuple[RegionType, tuple[int, ...]], list[tuple[Region, CanonicalForm]]] = defaultdict(list)
     for region in root.walk():
         form = canonical_form(wiring, _region_graph(wiring, region))
@@ -71,3 +81,97 @@ def _make_pattern(model: Model, wiring: NodeLabels, members: list[tuple[Region, 
         order=tuple(form.order for _, form in members),
         children=tuple(tuple(region.children[place] for place in form.children) for region, form in members),
     )
+
+
+def _label_nodes(model: Model) -> NodeLabels:
+    """Number the nodes and activations of a model."""
+    number: dict[str, int] = {}
+    producer: list[int] = []
+    position: list[int] = []
+
+    def numbered(name: str) -> int:
+        known = number.setdefault(name, len(number))
+        if known == len(producer):
+            producer.append(-1)
+            position.append(-1)
+        return known
+
+    reads = []
+    for node in model.nodes:
+        names = (*node.inputs, *node.captures)
+        reads.append(tuple(numbered(name) for name in names if name and name not in model.constants))
+        for place, name in enumerate(node.outputs):
+            if name:
+                made = numbered(name)
+                producer[made], position[made] = node.index, place
+    texts = [_node_label(model, node) for node in model.nodes]
+    labels = sorted(set(texts))
+    rank = {text: place for place, text in enumerate(labels)}
+    return NodeLabels(
+        labels=tuple(labels),
+        label=tuple(rank[text] for text in texts),
+        digest=tuple(int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in labels),
+        reads=tuple(reads),
+        producer=tuple(producer),
+        position=tuple(position),
+        number=number,
+    )
+
+
+def _node_label(model: Model, node: Node) -> str:
+    """Describe what two matching nodes have in common, apart from the activations that they read."""
+    parts = [f"{node.domain}:{node.op}", *_relevant_attributes(model, node)]
+    kinds = [_input_kind(model, node, slot, name) for slot, name in enumerate(node.inputs)]
+    while kinds and kinds[-1] == "_":
+        kinds.pop()
+    outputs = "".join("o" if name else "_" for name in node.outputs).rstrip("_")
+    captured = f" captures {len(node.captures)}" if node.captures else ""
+    body = f" body {node.body[:16]}" if node.body else ""
+    return f"{' '.join(parts)} ({','.join(kinds)}) -> {outputs}{captured}{body}{' opaque' if node.opaque else ''}"
+
+
+def _input_kind(model: Model, node: Node, slot: int, name: str) -> str:
+    if not name:
+        return "_"
+    known = model.types.get(name)
+    if name in model.constants:
+        shape = model.constants[name].dims
+        return f"constant{len(shape)}" if node.op in LINEAR_OPS and slot < 2 else "constant"
+    if known is None:
+        return "untyped"
+    kind = "float" if known.dtype in QUANTIZABLE_FLOAT_TYPES else known.dtype
+    return kind if known.shape else f"{kind} scalar"
+
+
+def _relevant_attributes(model: Model, node: Node) -> list[str]:
+    values = {name: _stable_value(value) for name, value in node.attributes.items() if name not in _IGNORED_ATTRIBUTES}
+    if node.op in CONVOLUTION_OPS:
+        for name in ("strides", "dilations"):
+            if all(value == 1 for value in values.get(name, ())):
+                values.pop(name, None)
+        known = model.types.get(node.inputs[1])
+        values.pop("group", None)
+        values["class"] = _classify_groups(node, known.shape if known else ())
+        if known:
+            values["kernel_shape"] = known.shape[2:]
+    return [f"{name}={value}" for name, value in sorted(values.items())]
+
+
+def _classify_groups(node: Node, weight: Sequence[int]) -> str:
+    """Return the kind of kernel that a convolution runs in; the number of groups does not matter."""
+    groups = int(node.attributes.get("group", 1))
+    if groups == 1:
+        return "dense"
+    channels = (weight[0] // groups, weight[1]) if len(weight) > 1 else (0, 0)
+    return "depthwise" if channels == (1, 1) else "grouped"
+
+
+def _stable_value(value: Any) -> Any:
+    """Return a value whose text is the same in every process: lists as tuples, arrays as a digest."""
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    if isinstance(value, list | tuple):
+        return tuple(_stable_value(item) for item in value)
+    if hasattr(value, "tobytes"):
+        return f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
+    return value

@@ -20,8 +20,8 @@ from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT,
 from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
+from harness.graph.load import read_signature
 from harness.graph.qdq.qdq_graph import read_qdq_edges
-from harness.graph.signature import read_signature
 
 
 def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:
