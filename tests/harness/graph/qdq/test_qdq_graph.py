@@ -1,19 +1,23 @@
-"""Q/DQ edges read back from graphs that other tools write."""
+"""Q/DQ edges read back from graphs that other tools write, and pairs removed node by node."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.qdq.qdq_graph import diff_edges, read_qdq_edges
+from harness.graph.qdq.qdq_graph import PairRemover, diff_edges, read_qdq_edges
 from search.space import Edge
 
 
-def model(nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray]) -> onnx.ModelProto:
+def model(
+    nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray], shape: tuple[int, ...] = (2, 2)
+) -> onnx.ModelProto:
     graph = helper.make_graph(
         nodes, "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 2])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(values, name) for name, values in constants.items()],
     )  # fmt: skip
@@ -21,6 +25,7 @@ def model(nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray]) -> onnx
 
 
 SCALE = {"s": np.float32(0.1), "z": np.int8(0)}
+WITH_WEIGHT = SCALE | {"w": np.eye(2, dtype=np.float32)}
 
 
 def q(source: str, target: str, *grid: str) -> onnx.NodeProto:
@@ -37,54 +42,79 @@ def matmul(left: str, right: str) -> onnx.NodeProto:
 
 def test_chains_of_pairs_and_casts_lead_to_the_first_tensor() -> None:
     nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), helper.make_node("Cast", ["d"], ["e"], to=1)]
-    assert read_qdq_edges(model([*nodes, matmul("e", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})) == {
-        Edge("x", "mm", 0): "int8"
-    }
+    assert read_qdq_edges(model([*nodes, matmul("e", "w")], WITH_WEIGHT)) == {Edge("x", "mm", 0): "int8"}
 
 
 def test_weights_are_found_stored_quantized_and_as_float_behind_a_pair() -> None:
     stored = model([dq("w_quantized", "b"), matmul("x", "b")], SCALE | {"w_quantized": np.eye(2, dtype=np.int8)})
-    paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], SCALE | {"w": np.eye(2, dtype=np.float32)})
+    paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], WITH_WEIGHT)
     constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
     node = model([constant, dq("w", "b"), matmul("x", "b")], SCALE)
     assert read_qdq_edges(stored) == read_qdq_edges(paired) == read_qdq_edges(node) == {Edge("w", "mm", 1): "int8"}
 
 
 def test_a_missing_zero_point_means_uint8_unless_an_attribute_says_otherwise() -> None:
-    plain = model([q("x", "a", "s"), dq("a", "b", "s"), matmul("b", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})
+    plain = model([q("x", "a", "s"), dq("a", "b", "s"), matmul("b", "w")], WITH_WEIGHT)
     assert read_qdq_edges(plain) == {Edge("x", "mm", 0): "int8"}
     typed = q("x", "a", "s")
     typed.attribute.append(helper.make_attribute("output_dtype", TensorProto.FLOAT8E4M3FN))
-    proto = model([typed, dq("a", "b", "s"), matmul("b", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})
+    proto = model([typed, dq("a", "b", "s"), matmul("b", "w")], WITH_WEIGHT)
     assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "fp8"}
 
 
 def test_int32_biases_and_plain_tensors_are_no_edges() -> None:
-    bias = dq("w_quantized", "b", "s", "n")
-    assert (
-        read_qdq_edges(
-            model([bias, matmul("x", "b")], SCALE | {"n": np.int32(0), "w_quantized": np.eye(2, dtype=np.int32)})
-        )
-        == {}
-    )
+    constants = SCALE | {"n": np.int32(0), "w_quantized": np.eye(2, dtype=np.int32)}
+    assert read_qdq_edges(model([dq("w_quantized", "b", "s", "n"), matmul("x", "b")], constants)) == {}
 
 
 def test_an_output_behind_a_pair_is_an_edge_without_consumer() -> None:
     mm = helper.make_node("MatMul", ["x", "w"], ["raw"], name="mm")
-    proto = model([mm, q("raw", "a"), dq("a", "y")], SCALE | {"w": np.eye(2, dtype=np.float32)})
+    proto = model([mm, q("raw", "a"), dq("a", "y")], WITH_WEIGHT)
     assert read_qdq_edges(proto) == {Edge("y", "", 0): "int8"}
 
 
 def test_nodes_of_one_name_have_their_own_edges() -> None:
     first = helper.make_node("MatMul", ["b", "w"], ["h"], name="mm")
     nodes = [q("x", "a"), dq("a", "b"), first, q("h", "c"), dq("c", "d"), matmul("d", "w")]
-    proto = model(nodes, SCALE | {"w": np.eye(2, dtype=np.float32)})
+    proto = model(nodes, WITH_WEIGHT)
     assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
 
 
 def test_diff_names_what_is_missing_and_what_is_extra() -> None:
-    proto = model([q("x", "a"), dq("a", "b"), matmul("b", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})
+    proto = model([q("x", "a"), dq("a", "b"), matmul("b", "w")], WITH_WEIGHT)
     got, other = (Edge("x", "mm", 0), "int8"), (Edge("w", "mm", 1), "int8")
     assert diff_edges((got,), proto) == ((), ())
     assert diff_edges((other,), proto) == ((other,), (got,))
     assert diff_edges(((got[0], "fp8"),), proto) == (((got[0], "fp8"),), (got,))
+
+
+def pair(source: str, target: str) -> list[onnx.NodeProto]:
+    return [q(source, f"{target}.q"), dq(f"{target}.q", target)]
+
+
+def inputs_of(remover: PairRemover, kept: set[str], op: str, folder: Path) -> list[str]:
+    graph = onnx.load(remover.write(frozenset(kept), folder / "v.onnx")).graph
+    return [node.input[0] for node in graph.node if node.op_type == op]
+
+
+def test_pairs_are_removed_around_constants_and_omitted_outputs(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["shape"], value_ints=[2, 2]),
+        *pair("x", "dq"),
+        helper.make_node("Reshape", ["dq", "shape"], ["square"], name="reshape"),
+        helper.make_node("Dropout", ["square"], ["kept", ""], name="dropout"),
+        helper.make_node("Clip", ["kept", "", "s"], ["y"], name="clip"),
+    ]
+    onnx.save(model(nodes, SCALE, (4,)), tmp_path / "model.onnx")
+    remover = PairRemover(tmp_path / "model.onnx")
+    assert remover.quantized_nodes == ("reshape",)
+    assert [inputs_of(remover, kept, "Reshape", tmp_path) for kept in (set(), {"reshape"})] == [["x"], ["dq"]]
+
+
+def test_nodes_of_one_name_keep_their_own_pairs(tmp_path: Path) -> None:
+    relus = [helper.make_node("Relu", [x], [y], name="relu") for x, y in (("first", "h"), ("second", "y"))]
+    onnx.save(model([*pair("x", "first"), relus[0], *pair("h", "second"), relus[1]], SCALE), tmp_path / "model.onnx")
+    remover = PairRemover(tmp_path / "model.onnx")
+    assert remover.quantized_nodes == ("relu", "relu_1")
+    read = {kept: inputs_of(remover, {kept}, "Relu", tmp_path) for kept in remover.quantized_nodes}
+    assert read == {"relu": ["first", "h"], "relu_1": ["x", "second"]}
