@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from harness.api import Array
-from harness.graph.equivalence.reduce_model import ModelGraph
+from harness.graph.qdq.reduce_model import ModelGraph
 from harness.records import Failed
 from harness.verification.output_comparison import OutputCheck, Outputs, compare_with_file
 

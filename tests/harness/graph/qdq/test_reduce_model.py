@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.equivalence.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
+from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
 
 
 @pytest.fixture
