@@ -4,7 +4,8 @@ Guarantees of a searcher (`search.testing` tests each one, as far as `ask` and `
 
 1. `ask(n)` returns at most n placements, all valid for the space, all of different digests, and none that is still
    pending: parallel workers never build one model twice. An empty result means that nothing is left to propose or,
-   while outcomes are pending, that nothing can be proposed before one of them arrives.
+   while outcomes are pending, that nothing can be proposed before one of them arrives. A space may have no dimensions;
+   then it has one placement.
 2. `ask` after the same observations gives the same placements, bit for bit, for the same seed, in any process.
 3. `tell` accepts placements that were never proposed (initial placements, replayed runs), failures, and the same
    placement more than once (a re-measured incumbent).

@@ -117,8 +117,8 @@ class Experiment(ConfigSection):
         initial, budget = sum(map(initial_count, self.initial)), max(self.budget.evaluations)
         if budget <= initial:
             raise ValueError(
-                f"budget.evaluations: the {initial} placements of 'initial' count as evaluations, so the budget has "
-                f"to be larger, but got {budget}"
+                f"budget.evaluations: at least {initial + 1}, because the {initial} placements of 'initial' count as "
+                f"evaluations, but got {budget}"
             )
         return self
 

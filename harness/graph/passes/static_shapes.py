@@ -169,7 +169,8 @@ def _describe_default_sizes(resolved: ResolvedShapes) -> str:
     """Return the sentence about batch dimensions that got the default size."""
     sizes = ", ".join(f"{name} is dynamic and set to {size}" for name, size in resolved.default_sizes.items())
     symbol = next((name.strip("'") for name in resolved.default_sizes if name.startswith("'")), "batch")
-    return f"{sizes}; another size: {format_size_options({symbol: 8}, {})}"
+    option = format_size_options({symbol: 8}, {})
+    return f"{sizes}; another size: {option}, or in an experiment `dims: {{{symbol}: 8}}` at the model"
 
 
 def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes) -> str:
