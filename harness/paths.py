@@ -1,13 +1,23 @@
-"""Paths that users write: plain paths, and `assets:PATH` below the folder that QDQ_ASSETS names."""
+"""Paths that users write: plain paths, and `assets:PATH` below the folder that QDQ_ASSETS names.
+
+Results are published, so texts that they keep, such as error messages and tracebacks, name no folder of this machine.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import socket
+import sys
+import tempfile
 from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["RelativePathMissing", "cache_dir", "resolve_path"]
+__all__ = ["HOST_VARIABLE", "RelativePathMissing", "cache_dir", "hide_paths", "keeps_host", "resolve_path"]
+
+#: Environment variable that `--with-host` sets: results keep paths and names of this machine.
+HOST_VARIABLE = "QDQ_WITH_HOST"
 
 
 class RelativePathMissing(UserError):
@@ -47,3 +57,33 @@ def cache_dir() -> Path:
     folder = (Path(root) if root else Path.home() / ".cache") / "qdq-bench"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def keeps_host() -> bool:
+    """Return whether results keep paths and names of this machine."""
+    return os.environ.get(HOST_VARIABLE) == "1"
+
+
+def hide_paths(text: str) -> str:
+    """Return a text with marks instead of folders of this machine and its name, unless `keeps_host`."""
+    if not keeps_host():
+        for path, mark in _private_texts(str(Path.cwd())):
+            text = text.replace(path, mark)
+    return text
+
+
+@functools.cache
+def _private_texts(working_dir: str) -> tuple[tuple[str, str], ...]:
+    """Return private texts and their marks, the longest first, because folders lie in one another."""
+    marks = {
+        sys.prefix: "<python>",
+        sys.base_prefix: "<python>",
+        str(Path(__file__).resolve().parents[1]): "<qdq-bench>",
+        tempfile.gettempdir(): "<tmp>",
+        str(Path.home()): "~",
+        working_dir: ".",
+    }
+    host = socket.gethostname()
+    if len(host) > 3:  # shorter names are parts of words
+        marks[host] = "<host>"
+    return tuple((path, marks[path]) for path in sorted(marks, key=len, reverse=True) if path != "/")

@@ -1,6 +1,7 @@
 """Plug-ins by name: searchers, benchmarkers, evaluators and the like, built-in or third-party.
 
-`use: NAME` is an entry point of the group; `use: package.module:Attribute` is imported directly.
+`use: NAME` is an entry point of the group, from an installed package. `use: package.module:Class` imports any module,
+so it is refused unless the user trusts it (docs/explanation/security.md), and must be a class of the contract.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,8 +22,9 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from harness.errors import CandidateError, UserError, suggest_names
 
 __all__ = [
-    "ENTRY_POINT_GROUPS", "Plugin", "call_plugin", "check_params", "create_plugin", "find_entry_point",
-    "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature", "require_methods",
+    "ENTRY_POINT_GROUPS", "TRUST_VARIABLE", "Plugin", "call_plugin", "check_params", "create_plugin",
+    "find_entry_point", "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature", "plugins_trusted",
+    "require_methods", "trust_plugins",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -37,6 +40,29 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
     "decoder": "qdq.decoders",
     "dialect": "qdq.dialects",
 }
+
+#: Environment variable of the trust in `package.module:Class`, which worker processes inherit.
+TRUST_VARIABLE = "QDQ_TRUST_PLUGINS"
+#: Methods of a class that is named as `package.module:Class`.
+CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
+    "searcher": ("ask", "tell"),
+    "peer": ("ask", "tell"),
+    "benchmarker": ("build", "open", "describe"),
+    "evaluator": ("score",),
+    "preprocessing": ("prepare",),
+}
+#: Parameters of a function that is named as `package.module:function`.
+CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {"decoder": ("outputs", "prepared", "size"), "function": ()}
+
+
+def plugins_trusted() -> bool:
+    """Return whether `package.module:Class` may be imported."""
+    return os.environ.get(TRUST_VARIABLE) == "1"
+
+
+def trust_plugins() -> None:
+    """Allow `package.module:Class` in this process and the worker processes that it starts."""
+    os.environ[TRUST_VARIABLE] = "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +114,17 @@ def find_entry_point(kind: str, use: str) -> EntryPoint:
     """Return the entry point of a name or of a `package.module:Attribute`.
 
     Raises:
-        UserError: The name is unknown, or two distributions offer it.
+        UserError: The name is unknown, two distributions offer it, or `package.module:Attribute` is not trusted.
     """
     if ":" in use:
         if ENTRY_POINT_PATTERN.fullmatch(use) is None:
             raise UserError(f"{kind} {use!r}: neither a name nor package.module:Class")
-        return EntryPoint(name=use, value=use, group=ENTRY_POINT_GROUPS[kind])
+        if not plugins_trusted():
+            raise UserError(
+                f"{kind} {use!r} would run code of the module {use.partition(':')[0]}; if you trust it, give "
+                f"--trust-plugins or set {TRUST_VARIABLE}=1"
+            )
+        return EntryPoint(name=use, value=use, group=ENTRY_POINT_GROUPS.get(kind, ""))
     known = installed_plugins(kind)
     found = [plugin for plugin in known if plugin.name == use]
     if not found:
@@ -130,7 +161,22 @@ def load_plugin(kind: str, use: str) -> Callable[..., Any]:
             f"{error}; modules are looked up among installed packages, then next to the experiment file, or in the "
             "current folder for commands without one"
         ) from error
+    if ":" in use:
+        _require_contract(kind, use, loaded)
     return loaded
+
+
+def _require_contract(kind: str, use: str, loaded: object) -> None:
+    """Raise `UserError` if an imported attribute is not the class or function that its kind needs."""
+    label = f"{kind} {use!r}"
+    if kind in CONTRACT_METHODS:
+        if not inspect.isclass(loaded):
+            raise UserError(f"{label} is no class, but {type(loaded).__name__}")
+        require_methods(label, loaded, [f"{name}()" for name in CONTRACT_METHODS[kind]])
+    elif kind in CONTRACT_PARAMETERS:
+        wanted = CONTRACT_PARAMETERS[kind]
+        if not inspect.isfunction(loaded) or not {*wanted} <= inspect.signature(loaded).parameters.keys():
+            raise UserError(f"{label} is no function with the parameters {', '.join(wanted)}")
 
 
 def _module_location(module: Any) -> str:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from harness.errors import UserError
 from harness.paths import RelativePathMissing
+from harness.registry import plugins_trusted
 
 if TYPE_CHECKING:
     from harness.config.sections import PluginSpec
@@ -91,7 +92,7 @@ def explain_relative_paths(folder: Path) -> Iterator[None]:
 
 def add_to_sys_path(folder: Path) -> None:
     """Append a folder to `sys.path` for `use: module:Class`; last, so that its modules hide no installed one."""
-    if str(folder) not in sys.path:
+    if plugins_trusted() and str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,8 @@ from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, replay, sensitivity, study
 from harness.errors import UserError
+from harness.paths import HOST_VARIABLE
+from harness.registry import trust_plugins
 
 __all__ = ["app", "main"]
 
@@ -62,9 +67,69 @@ app = typer.Typer(
 )
 #: For commands that parse their arguments themselves.
 PASSTHROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+#: Commands that load plug-ins. The two that parse their arguments themselves read only the environment variable.
+TRUSTING_COMMANDS = frozenset(COMMANDS) - {"autotune", "compare", "doctor", "list", "ptq", "report", "trace", "zoo"}
+#: Commands that write results.
+RESULTS_COMMANDS = frozenset({"run", "reproduce", "record", "report"})
+
+
+def _trust_plugins(trusted: bool) -> None:
+    if trusted:
+        trust_plugins()
+        add_to_sys_path(Path.cwd())
+
+
+def _keep_host(kept: bool) -> None:
+    if kept:
+        os.environ[HOST_VARIABLE] = "1"
+
+
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-plugins",
+        callback=_trust_plugins,
+        is_eager=True,
+        help="Run code of modules that `use: module:Class` names [environment: QDQ_TRUST_PLUGINS=1].",
+    ),
+]
+HostOption = Annotated[
+    bool,
+    typer.Option(
+        "--with-host",
+        callback=_keep_host,
+        is_eager=True,
+        help="Keep absolute paths and the names of user and host in the results [environment: QDQ_WITH_HOST=1].",
+    ),
+]
+
+
+def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Return a command with flags whose callbacks do all; `options` has their annotations by parameter name."""
+
+    @functools.wraps(command)
+    def with_options(**arguments: Any) -> Any:
+        return command(**{name: value for name, value in arguments.items() if name not in options})
+
+    signature = inspect.signature(command, eval_str=True)
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in options.items()
+    ]
+    parameters = [*signature.parameters.values(), *flags]
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+    return with_options
+
+
+def _shared_options(name: str) -> dict[str, Any]:
+    trust = {"trust_plugins": TrustOption} if name in TRUSTING_COMMANDS else {}
+    return trust | ({"with_host": HostOption} if name in RESULTS_COMMANDS else {})
+
+
 for _name, _function in COMMANDS.items():
     app.command(name=_name, context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS)(
-        _function
+        _with_options(_function, _options) if (_options := _shared_options(_name)) else _function
     )
 
 

@@ -19,6 +19,7 @@ from harness.cluster.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFile
 from harness.errors import UserError
 from harness.graph.io.files import model_files
 from harness.progress import Observer
+from harness.registry import plugins_trusted
 from harness.results_dir.fingerprint import diff_leaves
 from harness.timing.provenance import comparability_key
 from harness.timing.workers.trial_pool import WorkerLost
@@ -186,7 +187,7 @@ class RayPool:
             raise UserError(self._explain_no_worker())
 
     def _request_worker(self) -> None:
-        actor = ray.remote(RayWorker).options(**self._options).remote(sys.path)
+        actor = ray.remote(RayWorker).options(**self._options).remote(sys.path, plugins_trusted())
         self._starting[actor.describe.remote(None)] = actor
 
     def _admit_ready(self, timeout_s: float) -> None:

@@ -9,18 +9,32 @@ from harness import registry
 from harness.errors import UserError
 
 MODULE = """
-class Broken:
+class Searcher:
+    def ask(self, n):
+        return []
+
+    def tell(self, observation):
+        pass
+
+class Broken(Searcher):
     def __init__(self, size=1):
         self.size = size + len(None)
 
-class Choosy:
+class Choosy(Searcher):
     def __init__(self, size=1):
         if size < 1:
             raise ValueError(f"size is at least 1, but got {size}")
         self.size = size
 
-def keyword_free(first, /):
-    return first
+class KeywordFree(Searcher):
+    def __init__(self, first, /):
+        self.first = first
+
+class Other:
+    pass
+
+def function():
+    return Searcher()
 
 NUMBER = 3
 """
@@ -72,9 +86,45 @@ def test_wrong_parameters_differ_from_failing_constructors(module):
     assert "failed in its constructor: TypeError: object of type 'NoneType'" in refused(
         "searcher", f"{name}:Broken", {}
     )
-    assert "no class or function that can be called" in refused("searcher", f"{name}:NUMBER", {})
     assert "needs the parameter 'space'" in refused("searcher", "random", {"seed": 1})
-    assert "positional-only" in refused("searcher", f"{name}:keyword_free", {"first": 1})
+    assert "positional-only" in refused("searcher", f"{name}:KeywordFree", {"first": 1})
+
+
+@pytest.mark.parametrize(
+    ("attribute", "expected"),
+    [
+        ("NUMBER", "is no class, but int"),
+        ("function", "is no class, but function"),
+        ("Other", "has no ask(), but needs ask() and tell()"),
+    ],
+)
+def test_a_module_gives_only_classes_of_the_contract(module, attribute, expected):
+    assert expected in refused("searcher", f"{module('plug_some', MODULE)}:{attribute}", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [
+        ("searcher", "os:system"),
+        ("benchmarker", "subprocess:Popen"),
+        ("evaluator", "os:system"),
+        ("preprocessing", "builtins:exec"),
+        ("decoder", "subprocess:run"),
+        ("decoder", "os:system"),
+        ("function", "os:system"),
+    ],
+)
+def test_no_other_callable_is_a_plug_in_even_if_plug_ins_are_trusted(kind, use):
+    with pytest.raises(UserError, match=f"{kind} '{use}'"):
+        registry.load_plugin(kind, use)
+
+
+def test_a_module_is_not_imported_unless_it_is_trusted(module, monkeypatch):
+    name = module("plug_evil", "raise SystemExit('it ran')")
+    monkeypatch.delenv(registry.TRUST_VARIABLE)
+    assert "--trust-plugins" in refused("searcher", f"{name}:Thing", {})
+    assert name not in sys.modules
+    assert registry.load_plugin("searcher", "random").__name__ == "RandomSearcher"
 
 
 def test_names_of_two_distributions_are_rejected_only_on_use(monkeypatch):

@@ -50,7 +50,9 @@ class Metric:
         base: Path | None = None,
     ) -> None:
         self._name, self._output = function, output
-        self._function: Any = registry.load_plugin("evaluator", function)
+        if ":" not in function:
+            raise UserError(f"{self.metric}: function {function!r}: module:function")
+        self._function: Any = registry.load_plugin("function", function)
         self.samples = open_samples(data, preprocess, inputs, base)
         if self.samples.data.labels is None:
             raise UserError(f"{self.metric}: data.labels: labels are needed, one row for each sample")

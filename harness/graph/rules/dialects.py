@@ -12,8 +12,8 @@ from harness.errors import UserError
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT_OPS
 
 __all__ = [
-    "INT7_MAX_LEVEL", "INT8_MAX_LEVEL", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8", "ONNXRUNTIME_S8_7BIT",
-    "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "Dialect", "dialect_name_for", "load_dialect",
+    "BUILTIN_DIALECTS", "INT7_MAX_LEVEL", "INT8_MAX_LEVEL", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8",
+    "ONNXRUNTIME_S8_7BIT", "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "Dialect", "dialect_name_for", "load_dialect",
 ]  # fmt: skip
 
 INT8_MAX_LEVEL, INT7_MAX_LEVEL = 127, 64
@@ -168,6 +168,12 @@ ONNXRUNTIME_S8 = replace(ONNXRUNTIME, name="onnxruntime_s8", activation="int8")
 OPENVINO_7BIT = replace(OPENVINO, name="openvino_7bit", weight_limit=INT7_MAX_LEVEL)
 ONNXRUNTIME_7BIT = replace(ONNXRUNTIME, name="onnxruntime_7bit", weight_limit=INT7_MAX_LEVEL)
 ONNXRUNTIME_S8_7BIT = replace(ONNXRUNTIME_S8, name="onnxruntime_s8_7bit", weight_limit=INT7_MAX_LEVEL)
+BUILTIN_DIALECTS = {
+    dialect.name: dialect
+    for dialect in (
+        TENSORRT, OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT,
+    )
+}  # fmt: skip
 
 
 def load_dialect(use: str) -> Dialect:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from harness import registry
 from harness.config.plan import quantized_precisions
 from harness.errors import UserError
 from harness.graph.io.files import model_files
@@ -16,7 +15,7 @@ from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import dialect_name_for, load_dialect
+from harness.graph.rules.dialects import BUILTIN_DIALECTS
 from harness.report.load.cell_files import exported, read_graph
 from harness.report.load.results import CellResults
 from harness.report.page.graph_layout import build_scene, edge_marks
@@ -53,21 +52,13 @@ def load_task_graph(cell: CellResults) -> dict[str, Any] | None:
 
 
 def _task_dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
-    """Return the insertion points of the runtime's dialect; none if its plug-in is not installed."""
-    try:
-        dialect = load_dialect(_task_dialect(cell.facts))
-    except UserError as error:
-        logger.warning("%s: no insertion points on the page: %s", cell.name, error)
+    """Return the insertion points of the task's dialect, if it is built in: a report imports no plug-in."""
+    name = str(cell.facts.get("dialect_use"))
+    dialect = BUILTIN_DIALECTS.get(name)
+    if dialect is None:
+        logger.warning("%s: no insertion points on the page: %s is not a dialect of qdq-bench", cell.name, name)
         return ()
     return build_space(model, dialect, precisions=quantized_precisions(str(cell.facts["precision"]))).dimensions
-
-
-def _task_dialect(facts: Mapping[str, Any]) -> str:
-    """Return the dialect of the run; if it was not recorded, the dialect by the name of the runtime."""
-    if "dialect_use" in facts:
-        return str(facts["dialect_use"])
-    name = str(facts["backend"].get("name"))
-    return dialect_name_for(registry.load_plugin("benchmarker", name), name, facts["backend"])
 
 
 def _marks_by_row(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.paths import hide_paths
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.cell_files import PartEffect, read_attributions
@@ -181,7 +182,7 @@ def _environment_rows(cells: Sequence[CellResults]) -> list[dict[str, str]]:
 
 
 def _reproduction_commands(results: Results) -> list[str]:
-    folder = shlex.quote(str(results.folder))
+    folder = shlex.quote(hide_paths(str(results.folder)))
     commits = {str(cell.environment.get("git_commit", "")) for cell in results.cells} - {""}
     lines = [f"git checkout {commit}" for commit in sorted(c.removesuffix("+changes") for c in commits)]
     lines += ["pip install -c constraints.txt -e '.[modelopt]'"]

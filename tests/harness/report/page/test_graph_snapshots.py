@@ -39,10 +39,11 @@ def test_the_dialect_is_the_one_that_the_parameters_chose(with_models):
     assert 0 < points(with_models) < wide
 
 
-def test_a_dialect_that_is_not_installed_leaves_out_the_points(custom, caplog):
+def test_a_dialect_of_another_package_is_not_imported_and_leaves_out_the_points(custom, caplog):
+    change(custom, dialect_use="my_module:DIALECT")
     with caplog.at_level(logging.WARNING):
         assert points(custom) == 0
-    assert f"{CELL}: no insertion points on the page: no benchmarker is called 'my own runtime'" in caplog.text
+    assert f"{CELL}: no insertion points on the page: my_module:DIALECT is not a dialect of qdq-bench" in caplog.text
 
 
 def test_points_of_a_mixed_cell_are_shown(with_models):
