@@ -1,4 +1,4 @@
-"""Records of a search: lines of its journal, one JSON object each, schema 1.
+"""Records of a search: lines of its journal, one JSON object each, schema 2.
 
 Raw samples are always stored; readers compute summaries (`harness.statistics`).
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from harness.paths import hide_paths
 
 __all__ = ["MAIN_BENCHMARKER", 
     "SCHEMA_VERSION", "Failed", "JournalLine", "Measured", "Outcome", "Proposal", "TrialResult", "decode_line",
@@ -20,7 +22,7 @@ __all__ = ["MAIN_BENCHMARKER",
 
 MAIN_BENCHMARKER = "main"  # name of the default benchmarker and of the default evaluator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 T = TypeVar("T")
 
 
@@ -90,6 +92,10 @@ class Failed:
     log_tail: str = ""
     wall_s: float = 0.0
 
+    def without_paths(self) -> Failed:
+        """Return the failure as results keep it; see `harness.paths.hide_paths`."""
+        return replace(self, reason=hide_paths(self.reason), log_tail=hide_paths(self.log_tail))
+
 
 Outcome = Measured | Failed
 
@@ -106,7 +112,7 @@ class Proposal:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    kind: Literal["asked"] = "asked"
+    kind: Literal["proposal"] = "proposal"
     number: int
     choices: tuple[int, ...]
     digest: str
@@ -125,7 +131,7 @@ class TrialResult:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    kind: Literal["told"] = "told"
+    kind: Literal["result"] = "result"
     number: int
     outcome: Annotated[Outcome, Field(discriminator="status")]
     elapsed_s: float
@@ -136,7 +142,7 @@ _LINE: TypeAdapter[JournalLine] = TypeAdapter(Annotated[JournalLine, Field(discr
 
 
 def encode_line(line: JournalLine) -> str:
-    """Return the JSON text of one journal line, without the newline."""
+    """Return the JSON text of one journal line, without checksum and newline."""
     return json.dumps(line, default=field_values, separators=(",", ":"), allow_nan=False)
 
 
@@ -145,13 +151,14 @@ def field_values(record: Any) -> dict[str, Any]:
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
-def decode_line(text: str) -> JournalLine:
+def decode_line(text: str | bytes) -> JournalLine:
     """Read one journal line.
 
     Raises:
         ValueError: The text is no journal line of this schema.
     """
     try:
+        text = text.decode() if isinstance(text, bytes) else text
         if "\\ud" in text:  # lone surrogates, as in messages of plug-ins, are no JSON to pydantic
             text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace").decode()
         return _LINE.validate_json(text)

@@ -152,10 +152,14 @@ def verify(
 ) -> None:
     """Measure an exported model again and compare it with the tables: hash, Q/DQ edges, accuracy, speedup.
 
-    The exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound.
+    With a results folder alone, compare each of its files with the manifest and list the repair of damaged ones. The
+    exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound.
 
-    Example: `qdq verify out/mine auto`, or `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
+    Example: `qdq verify out/mine`, `qdq verify out/mine auto`, or
+    `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
     """
+    if file.is_dir() and row is None:
+        raise typer.Exit(_check_folder(short_path(file)))
     from harness.config.objective import parse_bound
     from harness.pipeline.verify import find_exported_row
     from harness.pipeline.verify import verify as check_model
@@ -179,3 +183,18 @@ def verify(
         typer.echo(f"{check.what}: {word}: {check.found}")
     if any(check.holds is False for check in checks):
         raise typer.Exit(1)
+
+
+def _check_folder(folder: Path) -> int:
+    """Print what is damaged in a results folder, and return the exit status."""
+    from harness.results_dir.integrity import check_results
+
+    found = check_results(folder)
+    for problem in found.problems:
+        typer.echo(problem)
+    state = "complete" if found.complete else "not complete: qdq run continues it"
+    damage = f"{len(found.problems)} damaged" if found.problems else "none damaged"
+    typer.echo(f"{folder}: {found.files} files compared, {damage}; {state}")
+    if not found.problems:
+        typer.echo(f"To measure a row again: qdq verify {folder} ROW")
+    return int(bool(found.problems))

@@ -16,6 +16,7 @@ from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, escape_markdown, format_interval, render_markdown
 from harness.results_dir.io import explain_write_errors, write_text
+from harness.results_dir.manifest import record_files
 from harness.statistics import Interval
 
 __all__ = ["attribution_lines", "explain_and_save"]
@@ -44,6 +45,7 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
     path = write_attribution(found, cell)
     lines = list(attribution_lines(found))
     write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
+    record_files(path.parents[1], [path.with_suffix(".md")])
     with explain_write_errors(folder / "report"):
         drawn = list(draw_attribution(cell.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)

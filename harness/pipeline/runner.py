@@ -17,10 +17,11 @@ A results folder holds, for each cell:
     models/*.onnx   the exported files themselves: what was timed and scored, byte for byte; *.dynamic.onnx are those
                     of a model with dynamic inputs that keep them
     dynamic.json    of these: at which sizes each was checked, or why it was not written
-    through.json    marks a finished task, which is skipped while its files are unchanged
     stopped.txt     reason why the last run of the task ended early; removed on resume
 
-`env.json` and `cell.json` are written once; their content must still hold on resume.
+`manifest.json` of the results folder has length and digest of each file of finished tasks; a complete task is skipped.
+`env.json` and `cell.json` are written once; their content must still hold on resume. Logs of lines are compressed
+(`.jsonl.gz`) when the task ends.
 """
 
 from __future__ import annotations
@@ -47,15 +48,9 @@ from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, require_same_fingerprint
 from harness.results_dir.io import archive_existing, read_json, write_json
+from harness.results_dir.manifest import close_results, complete_task, is_complete, reopen_task
 from harness.results_dir.ownership import owned_results_dir
-from harness.results_dir.termination import (
-    SearcherFailures,
-    clear_task_error,
-    is_complete,
-    mark_complete,
-    read_termination,
-    write_task_error,
-)
+from harness.results_dir.termination import SearcherFailures, clear_task_error, read_termination, write_task_error
 from harness.selection.confirmation import confirm_rows, measure_noise_floor
 from harness.task_setup.accuracy import make_scoring
 from harness.task_setup.float_baseline import select_float_baseline
@@ -130,6 +125,7 @@ def run_experiment(
             run_concurrently([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
             cells = tuple(spec for spec in cells if spec.name not in chain(*stopped.values()))
         run_concurrently([partial(run, spec, site) for spec in cells], experiment.executor.cells)
+        close_results(out, [spec.name for spec in plan_tasks(experiment)])
     if stopped:
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
     _raise_searcher_failures(cells, out)
@@ -242,6 +238,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             observer.say(f"{spec.name}: nothing is left to do")
             shutil.rmtree(cell.work, ignore_errors=True)
             return
+        reopen_task(folder)
         runs = spec.runs if len(cell.searched_space) else ()
         if goal.metric is not None and (place.retry_failed or any(map(running.is_unfinished, runs))):
             scoring.prepare_evaluators(book, cell.model_file)
@@ -270,8 +267,8 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     confirm_rows(experiment.confirmation, site.open, worker, table.with_latency, backend, observer, place.retry_failed)
     write_dynamic_rows(cell.model, table, spec.backend.use, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
-    if not any(end.failed for run in runs if (end := running.termination(run))):  # else the same command tries it again
-        mark_complete(folder, asked)
+    failed = any(end.failed for run in runs if (end := running.termination(run)))  # the same command tries it again
+    complete_task(folder, asked, complete=not failed)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
 from harness.results_dir.io import archive_existing
 from harness.results_dir.journal import Journal, read_journal
+from harness.results_dir.lines import has_lines, restore_lines
 from harness.results_dir.termination import Termination, clear_termination, read_termination, write_termination
 from harness.search_loop.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
 from harness.search_loop.objective import AccuracyGate, encode_goal
@@ -70,6 +71,7 @@ class TaskRun:
         except ReplayMismatch:
             if before is None or not before.failed:
                 raise
+            restore_lines(journal)
             kept = archive_existing(journal)
             clear_termination(journal)
             self.observer.say(
@@ -162,7 +164,7 @@ class TaskRun:
     def is_unfinished(self, run: SearchSpec) -> bool:
         """Return whether a search may have something left to measure, also if it had no more proposals."""
         path = self._journal(run)
-        told = {entry.proposal.digest for entry in read_journal(path) if entry.result} if path.exists() else ()
+        told = {entry.proposal.digest for entry in read_journal(path) if entry.result} if has_lines(path) else ()
         return len(told) < max(self.experiment.budget.evaluations)
 
     @property

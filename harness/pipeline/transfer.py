@@ -20,6 +20,7 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.results_dir.artifacts import best_choice, read_finalists
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.journal import read_journal
+from harness.results_dir.lines import has_lines
 from harness.search_loop.journal_reader import iter_evaluations
 from harness.search_loop.objective import Goal
 from harness.task_setup.methods import is_external_searcher
@@ -74,7 +75,7 @@ def transferred_placements(
 def _pattern_observations(cell: Task, goal: Goal, folder: Path) -> Iterator[Observation]:
     for run in cell.spec.runs:
         path = folder / "runs" / f"{run.name}.jsonl"
-        if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not path.exists():
+        if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not has_lines(path):
             continue
         for trial in iter_evaluations(read_journal(path), goal):
             score = replace(trial.score, objective=trial.latency_ms)  # whatever the search minimised

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pandas as pd
 
+from harness.graph.io.files import digest_file
 from harness.report.load.cell_files import exported
 from harness.report.load.display_names import format_drop, metric_name
 from harness.report.load.results import CellResults, Results
@@ -40,7 +41,9 @@ def describe_winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
         if row is None or row["row"] not in cell.rows:
             continue
         path = exported(cell, cell.rows[row["row"]])
-        if path.exists():
+        if path.exists() and digest_file(path) != cell.rows[row["row"]].sha256:
+            yield f"{cell.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
+        elif path.exists():
             backend = cell.facts["backend"]
             floating = backend.get("float_params", {}).get(row["precision"], {})  # a float row has its own precision
             options = format_options({**backend.get("options", {}), **floating})

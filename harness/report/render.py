@@ -12,6 +12,7 @@ import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
+from harness.errors import UserError
 from harness.report.frames.confirmation import sample_frame, variance_frame
 from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
@@ -37,17 +38,17 @@ from harness.report.tables.overview import overview_frame
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.report.tables.searchers import pair_frame, score_frame
 from harness.report.tables.transfer import transfer_frame
-from harness.results_dir.io import explain_write_errors, write_text
+from harness.results_dir.io import explain_write_errors, write_json, write_text
+from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
 
 __all__ = [
     "Frames", "current_report", "load", "render", "report_renderable", "report_text", "write_report", "write_tables",
 ]  # fmt: skip
 
 PRINTED_TABLES = ("main", "budget", "cost")
-INPUTS_DIGEST_FILE = "inputs.sha256"
 TASK_FOLDER_FILES = ("cell.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
 RECORD_GLOBS = ("*", "runs/*", "explain/*")
-RECORD_SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".yaml"})
+RECORD_SUFFIXES = frozenset({".gz", ".json", ".jsonl", ".txt", ".yaml"})
 CODE_SUFFIXES = frozenset({".css", ".j2", ".js", ".py"})
 REPORT_LIBRARIES = ("jinja2", "matplotlib", "numpy", "pandas", "scipy")
 
@@ -151,7 +152,7 @@ def write_report(folder: Path) -> tuple[Results, list[ReportTable]]:
         tables = write_tables(results, out)
         pictures = draw_plots(results, out)
         write_text(out / "index.html", render_index(results, tables, graphs, pictures))
-        write_text(out / INPUTS_DIGEST_FILE, f"{digest}\n")
+        write_json(out / MANIFEST_FILE, {"inputs": digest, "files": describe_files(out, list_files(out))})
     return results, tables
 
 
@@ -163,10 +164,12 @@ def current_report(folder: Path) -> tuple[Results, list[ReportTable]] | None:
     """
     out = folder / "report"
     try:
-        stored = (out / INPUTS_DIGEST_FILE).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        manifest = read_manifest(out)
+        if manifest is None or any(find_changed_files(out, manifest["files"])):
+            return None
+    except (OSError, UserError):  # a damaged report is written again
         return None
-    if not (out / "index.html").exists() or stored != _inputs_digest(folder):
+    if manifest.get("inputs") != _inputs_digest(folder):
         return None
     results = load_results(folder)
     return results, list(build_tables(results))

@@ -1,10 +1,16 @@
-"""Crash-safe reading and writing of files in a results folder."""
+"""Crash-safe reading and writing of files in a results folder.
+
+The last field of each stored JSON object is a checksum: CRC-32 of the text before it. It detects accidental damage, not
+forgery.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -14,9 +20,34 @@ from typing import Any
 from harness.errors import UserError
 
 __all__ = [
-    "append_line", "archive_existing", "explain_write_errors", "next_backup_path", "read_json", "truncate_partial_line",
-    "write_json", "write_text",
+    "add_checksum", "append_line", "archive_existing", "explain_write_errors", "next_backup_path", "read_json",
+    "remove_checksum", "truncate_partial_line", "write_json", "write_text",
 ]  # fmt: skip
+
+_CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
+_CHECKSUM_CHARS = 20
+
+
+def add_checksum(text: str) -> str:
+    """Return a JSON object, as text without white space around it, with its checksum as the last field."""
+    body = text[:-1]
+    return f'{body}{"," if len(body) > 1 else ""}"crc32":"{zlib.crc32(body.encode()):08x}"}}'
+
+
+def remove_checksum(raw: bytes) -> bytes:
+    """Return the JSON object of `add_checksum` without its checksum, which is compared.
+
+    Raises:
+        ValueError: The checksum is missing or differs.
+    """
+    raw = raw.rstrip(b"\n")
+    match = _CHECKSUM.search(raw, max(0, len(raw) - _CHECKSUM_CHARS))
+    if match is None:
+        raise ValueError("damaged: no checksum")
+    body = raw[: match.start()]
+    if zlib.crc32(body) != int(match[1], 16):
+        raise ValueError("damaged: the checksum differs")
+    return body + b"}"
 
 
 @contextmanager
@@ -38,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: The file is damaged.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(remove_checksum(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
     if not isinstance(body, dict):
@@ -47,8 +78,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, body: Any) -> None:
-    """Replace a JSON file atomically."""
-    write_text(path, json.dumps(body, indent=1, allow_nan=False))
+    """Replace a file with a JSON object and its checksum atomically."""
+    write_text(path, add_checksum(json.dumps(body, separators=(",", ":"), allow_nan=False)) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,20 +11,21 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from harness.errors import UserError
-from harness.records import SCHEMA_VERSION, JournalLine, Proposal, TrialResult, decode_line, encode_line
+from harness.records import SCHEMA_VERSION, Failed, JournalLine, Proposal, TrialResult, decode_line, encode_line
 from harness.results_dir.fingerprint import require_same_fingerprint
-from harness.results_dir.io import append_line, truncate_partial_line
+from harness.results_dir.io import add_checksum, append_line, remove_checksum, truncate_partial_line
+from harness.results_dir.lines import open_lines, restore_lines, stored_path
 
-__all__ = ["RETRY_ORIGIN", "Journal", "JournalEntry", "has_header", "read_journal"]
+__all__ = ["RETRY_ORIGIN", "Journal", "JournalEntry", "read_journal"]
 
-_LINE_HEAD = re.compile(rb'\{"kind":"(asked|told)","number":(\d+),')
+_LINE_HEAD = re.compile(rb'\{"kind":"(proposal|result)","number":(\d+),')
 #: Origin of a proposal that repeats a failed one on request; it costs no budget.
 RETRY_ORIGIN = "retry"
 
@@ -48,6 +49,7 @@ class Journal:
     def __init__(self, path: Path, fingerprint: Mapping[str, Any]) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        restore_lines(path)
         if path.exists():
             truncate_partial_line(path)
         is_new = not path.exists() or path.stat().st_size == 0
@@ -59,7 +61,7 @@ class Journal:
         self._file = path.open("ab", buffering=0)
         if is_new:
             header = {"kind": "header", "schema": SCHEMA_VERSION, "fingerprint": dict(fingerprint)}
-            append_line(self._file, json.dumps(header, separators=(",", ":"), sort_keys=True), path)
+            append_line(self._file, add_checksum(json.dumps(header, separators=(",", ":"), sort_keys=True)), path)
 
     @property
     def elapsed_s(self) -> float:
@@ -72,7 +74,9 @@ class Journal:
         Raises:
             UserError: The disk is full, or the folder is read-only.
         """
-        append_line(self._file, encode_line(line), self._path, sync=isinstance(line, TrialResult))
+        append_line(
+            self._file, add_checksum(encode_line(_hide_paths(line))), self._path, sync=isinstance(line, TrialResult)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -93,15 +97,17 @@ class _IndexedEntries(Sequence[JournalEntry]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb")
+        self._file = open_lines(path)
         self._proposal_offsets = array("q")
         self._result_offsets = array("q")
         self._last_result_offset = -1
         offset = len(self._file.readline())
+        shown = stored_path(path)
         for line_number, raw in enumerate(self._file, 2):
             if not raw.endswith(b"\n"):
                 break
-            self._add(*_parse_head(raw, path, line_number), offset, f"{path}, line {line_number}")
+            where = f"{shown}, line {line_number}"
+            self._add(*_parse_head(raw, where), offset, where)
             offset += len(raw)
 
     def _add(self, is_result: bool, number: int, offset: int, where: str) -> None:
@@ -136,28 +142,34 @@ class _IndexedEntries(Sequence[JournalEntry]):
         self._file.close()
 
 
-def _parse_head(raw: bytes, path: Path, line_number: int) -> tuple[bool, int]:
+def _parse_head(raw: bytes, where: str) -> tuple[bool, int]:
     """Return whether a line is a result, and the number of its proposal, usually without decoding the line."""
     match = _LINE_HEAD.match(raw)
-    if match is not None:
-        return match[1] == b"told", int(match[2])
-    line = _decode(raw, f"{path}, line {line_number}")
-    return isinstance(line, TrialResult), line.number
+    if match is None:
+        line = _decode(raw, where)
+        return isinstance(line, TrialResult), line.number
+    with _explain_damage(where):
+        remove_checksum(raw)
+    return match[1] == b"result", int(match[2])
 
 
 def _decode(raw: bytes, where: str) -> JournalLine:
+    with _explain_damage(where):
+        return decode_line(remove_checksum(raw))
+
+
+def _hide_paths(line: JournalLine) -> JournalLine:
+    if isinstance(line, Proposal) or not isinstance(line.outcome, Failed):
+        return line
+    return replace(line, outcome=line.outcome.without_paths())
+
+
+@contextmanager
+def _explain_damage(where: str) -> Iterator[None]:
     try:
-        return decode_line(raw.decode())
+        yield
     except ValueError as error:
         raise UserError(f"{where}: {error}; move the file away to start this run anew") from error
-
-
-def has_header(path: Path) -> bool:
-    """Return whether a journal exists with at least its whole header."""
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        return file.readline().endswith(b"\n")
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
@@ -172,12 +184,14 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
 
 
 def _read_header(path: Path) -> Mapping[str, Any]:
-    with path.open("rb") as file:
+    with open_lines(path) as file:
         raw = file.readline()
     try:
         header = json.loads(raw)
-    except ValueError as error:
-        raise UserError(f"{path}: not a journal of qdq-bench") from error
+        if header.get("schema") == SCHEMA_VERSION:
+            header = json.loads(remove_checksum(raw))
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a journal of qdq-bench ({error})") from error
     if not isinstance(header, dict) or header.get("kind") != "header":
         raise UserError(f"{path}: not a journal of qdq-bench")
     if header.get("schema") != SCHEMA_VERSION:

@@ -17,8 +17,10 @@ from typing import Any
 
 from harness.config.experiment import Experiment, load_experiment, to_yaml
 from harness.errors import UserError
+from harness.paths import keeps_host
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch, json_equal
 from harness.results_dir.io import next_backup_path, write_text
+from harness.results_dir.manifest import reopen_results
 
 __all__ = ["LOCK_FILE", "check_ownership", "exclusive_lock", "owned_results_dir"]
 
@@ -50,6 +52,7 @@ def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = 
     """
     _require_own_dir(out)
     with exclusive_lock(out, "running this experiment"):
+        reopen_results(out)
         file = out / EXPERIMENT_FILE
         if not file.exists():
             write_text(file, to_yaml(experiment))
@@ -108,9 +111,11 @@ def _acquire_lock(lock: FileIO, folder: Path, action: str) -> None:
 
 
 def _describe_process() -> str:
-    with suppress(KeyError, OSError):  # users of containers may have no name
-        return f"{os.getpid()} of {getpass.getuser()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}"
-    return str(os.getpid())
+    owner = ""
+    if keeps_host():
+        with suppress(KeyError, OSError):  # users of containers may have no name
+            owner = f" of {getpass.getuser()} on {socket.gethostname()}"
+    return f"{os.getpid()}{owner}, since {time.strftime('%F %T %Z')}"
 
 
 def _require_own_dir(out: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from harness.records import Failed, Measured, Outcome
-from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, has_header, read_journal
+from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, read_journal
+from harness.results_dir.lines import COMPRESSED_SUFFIX, has_lines
 from harness.results_dir.termination import Termination, read_termination
 from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
 from harness.search_loop.objective import Goal
@@ -84,11 +85,12 @@ class SearchLog:
 def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequence[str]) -> tuple[SearchLog, ...]:
     """Return the searches with a journal in the folder `runs`, in the order of `searchers`, others last."""
     order = {name: place for place, name in enumerate(searchers)}
-    named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL_NAME.fullmatch(path.name))]
+    paths = sorted({path.with_name(path.name.removesuffix(COMPRESSED_SUFFIX)) for path in runs.glob("*.jsonl*")})
+    named = [(path, match) for path in paths if (match := JOURNAL_NAME.fullmatch(path.name))]
     logs = [
         read_search(path, match["searcher"], int(match["seed"]), goal, metric)
         for path, match in named
-        if has_header(path)
+        if has_lines(path)
     ]
     return tuple(sorted(logs, key=lambda log: (order.get(log.searcher, len(order)), log.searcher, log.seed)))
 

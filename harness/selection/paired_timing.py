@@ -13,7 +13,8 @@ import numpy as np
 from harness.config.sections import TurnSchedule
 from harness.errors import UserError
 from harness.progress import Observer
-from harness.results_dir.io import append_line, archive_existing, truncate_partial_line
+from harness.results_dir.io import add_checksum, append_line, archive_existing, truncate_partial_line
+from harness.results_dir.lines import read_lines, restore_lines, stored_path
 from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory, confirm
 from harness.timing.turn_log import (
     TWIN,
@@ -73,7 +74,7 @@ def run_comparison(
         UserError: The baseline fails, or the record cannot be written.
     """
     path, plan = contest.path, contest.schedule
-    text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
+    text = add_checksum(json.dumps({"kind": "header", **contest.header}, sort_keys=True))
     _archive_other_header(path, text)
     done = tuple(event for event in read_comparison(path) if not (retry_failed and isinstance(event, RowFailure)))
     own = (
@@ -93,7 +94,7 @@ def run_comparison(
             done=own,
         )
         for event in (replace(event, build=event.build + contest.first_build) for event in events):
-            append_line(file, encode_turn_event(event), path, sync=False)
+            append_line(file, add_checksum(encode_turn_event(event)), path, sync=False)
             if isinstance(event, RowFailure):
                 observer.say(f"{contest.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
             for key in _turn_keys(event, plan.rounds) & left:
@@ -117,13 +118,13 @@ def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
     Raises:
         UserError: A damaged line.
     """
-    if not path.exists():
+    if stored_path(path) is None:
         return ()
-    lines = path.read_bytes().splitlines(keepends=True)[1:]
+    number = 1
     try:
-        return tuple(decode_turn_event(line.decode()) for line in lines if line.endswith(b"\n"))
+        return tuple(decode_turn_event(line) for number, line in read_lines(path) if number > 1)
     except ValueError as error:
-        raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
+        raise UserError(f"{path}, line {number}: {error}; move the file away to have it timed anew") from error
 
 
 def turn_speedups(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
@@ -163,6 +164,7 @@ def read_speedups(path: Path, baseline: str) -> dict[str, float]:
 
 def _archive_other_header(path: Path, header: str) -> None:
     """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
+    restore_lines(path)
     if not path.exists():
         return
     truncate_partial_line(path)

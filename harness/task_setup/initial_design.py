@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION
+from harness.results_dir.io import read_json
 from harness.task_setup.external_tools import ExternalModel
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
@@ -187,8 +187,8 @@ def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
     try:
         if path.stat().st_size > MAX_PRIOR_BYTES:
             raise ValueError(f"it has more than {MAX_PRIOR_BYTES} bytes")
-        body = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(body, dict) or (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA_VERSION):
+        body = read_json(path)
+        if (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA_VERSION):
             raise ValueError(f"no sensitivities of schema {SCHEMA_VERSION}")
         return tuple(_units_with_gain(body["units"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -130,23 +130,25 @@ class TurnMatrix:
 
 def encode_turn_event(event: TurnEvent) -> str:
     """Return an event as one line of JSON, without the newline."""
-    kind = "block" if isinstance(event, Turn) else "dropped"
+    kind = "turn" if isinstance(event, Turn) else "failure"
+    if isinstance(event, RowFailure):
+        event = replace(event, failed=event.failed.without_paths())
     return json.dumps({"kind": kind, **asdict(event)}, separators=(",", ":"), allow_nan=False)
 
 
-def decode_turn_event(text: str) -> TurnEvent:
+def decode_turn_event(text: str | bytes) -> TurnEvent:
     """Return the event in one line of JSON; raise `ValueError` if it is none."""
     body: dict[str, Any] = json.loads(text)
     kind = body.pop("kind", None) if isinstance(body, dict) else None
     try:
-        if kind == "block":
+        if kind == "turn":
             samples = {name: tuple(body.get(name, ())) for name in ("samples_ms", "discarded_ms")}
             return Turn(**{**body, **samples})
-        if kind == "dropped":
+        if kind == "failure":
             return RowFailure(**{**body, "failed": Failed(**body["failed"])})
     except (KeyError, TypeError) as error:
-        raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]}") from error
-    raise ValueError(f"not a line of a confirmation: {text[:80]}")
+        raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]!r}") from error
+    raise ValueError(f"not a line of a confirmation: {text[:80]!r}")
 
 
 def disturbance_note(share: float) -> str:

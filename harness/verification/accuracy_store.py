@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.api import Accuracy, Candidate
 from harness.graph.io.files import digest_file
+from harness.paths import hide_paths
 from harness.progress import Observer, ProgressTask
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_finalists
@@ -87,7 +88,7 @@ class AccuracyStore:
         with scoring_progress(self.observer, f"inferences of {name}") as watch:
             found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch)
         if isinstance(found, Failed):
-            score: dict[str, Any] = {"failed": found.stage, "reason": found.reason}
+            score: dict[str, Any] = {"failed": found.stage, "reason": hide_paths(found.reason)}
         else:
             kept = {"per_item": list(found.per_item), "evidence": found.evidence}
             noted = {"note": found.note} if found.note else {}

@@ -9,7 +9,6 @@ differ by no more than two serial runs do.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.records import Measured
+from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
 from harness.statistics import median_ci
 from harness.timing.provenance import count_cores
@@ -71,7 +71,7 @@ def pace(executor: str, out: Path) -> Pace:
     return Pace(
         trials_a_minute=60 * (len(elapsed_s) - 1) / (max(elapsed_s) - min(elapsed_s)),
         latency_ms={digest: median_ci(outcome.samples_ms).value for digest, outcome in measured.items()},
-        floor=json.loads((cell / "floor.json").read_text())["floor"],
+        floor=read_json(cell / "floor.json")["floor"],
     )
 
 

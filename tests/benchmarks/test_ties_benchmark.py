@@ -60,7 +60,7 @@ def choices(cell: CellResults) -> Iterator[Choice]:
 
 
 def test_what_a_tie_is_worth() -> None:
-    folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{SELECTION_LOG_NAME}")})
+    folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{SELECTION_LOG_NAME}*")})
     cells = (cell for folder in folders for cell in load(folder).cells)
     live = (cell for cell in cells if (cell.folder / SELECTION_LOG_NAME).exists() and cell.goal.minimize == "latency")
     found = [choice for cell in live for choice in choices(cell)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from harness.graph.qdq.cast_insert import CastInserter
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
+from harness.results_dir.io import read_json, write_json
 from harness.runtimes.tensorrt.model_checks import cast_model
 
 SHAPE = [1, 3, 8, 8]
@@ -160,7 +160,7 @@ def experiment(folder: Path, **params: str) -> list[str]:
     """Write an experiment on the stand-in for TensorRT 11; the arguments that run it."""
     backend = {"use": "fake_machine:TensorRT11", "label": "trt", "params": params}
     text = {**EXPERIMENT, "models": [{"use": "net.onnx", "label": "net"}], "backends": [backend]}
-    (folder / "run.yaml").write_text(json.dumps(text))
+    write_json(folder / "run.yaml", text)
     return ["run", str(folder / "run.yaml"), "--out", str(folder / "out")]
 
 
@@ -170,7 +170,7 @@ def test_an_experiment_at_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     done = CliRunner().invoke(app, experiment(tmp_path, precision="f16"))
     assert done.exit_code == 0, done.output
     cell = tmp_path / "out" / "net-trt-int8"
-    rows = json.loads((cell / "rows.json").read_text())["rows"]
+    rows = read_json(cell / "rows.json")["rows"]
     assert len(rows) > 1
     assert not [file for file in cell.rglob("*.jsonl") if "failed" in file.read_text().lower()]
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from stored import write_records
 
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.records import Failed, Measured, Outcome, Proposal, TrialResult, encode_line
@@ -61,7 +62,7 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
         for row, ms in ((TWIN, 10.0), (FLOAT_ROW, 10.0), ("aa", 5.0))
     ]
     header = json.dumps({"kind": "header", "plan": {"builds": 3, "rounds": 2}})
-    (cell / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (header, *map(encode_turn_event, turns))))
+    write_records(cell / "confirm.jsonl", (header, *map(encode_turn_event, turns)))
     _write_journal(cell / "runs" / "random-1.jsonl", 10)
     return _write_journal(cell / "runs" / "random-0.jsonl", evaluations)
 

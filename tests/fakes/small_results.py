@@ -5,6 +5,8 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from stored import read_records, write_records
+
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import write_model
@@ -12,9 +14,9 @@ from harness.graph.load import load_proto
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
+from harness.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult
 from harness.results_dir.artifacts import Choice, ExportedModel
-from harness.results_dir.io import write_json
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import Journal
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN, RowFailure, Turn, encode_turn_event
@@ -32,10 +34,11 @@ confirmation: {builds: 3, rounds: 2, samples: 3, top_k: 2}
 """
 CELL = "net-openvino-int8"
 FACTS = {
-    "schema": 1,
+    "schema": SCHEMA_VERSION,
     "cell": CELL,
     "model": "net",
     "calibrated_on": "8 samples",
+    "dialect_use": "openvino",
     "precision": "int8",
     "metric": "top1",
     "higher_is_better": True,
@@ -85,7 +88,7 @@ def write_confirmation(cell: Path, latency_ms: dict[str, float], paces=(1.0, 1.0
     lost = Failed(stage="build", reason="unsupported operator", wall_s=1.0)
     events += [RowFailure(build=build, group=0, row="linear", failed=lost) for build in range(3)]
     header = json.dumps({"kind": "header", "plan": {"builds": 3, "rounds": 2}})
-    (cell / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (header, *map(encode_turn_event, events))))
+    write_records(cell / "confirm.jsonl", (header, *map(encode_turn_event, events)))
 
 
 def picks() -> list[Choice]:
@@ -177,7 +180,7 @@ def measured(latency_ms: float, **metrics: float) -> Measured:
 
 def edit_json(path: Path, change=None, **facts) -> None:
     """Change a stored JSON object in place by a function, or set keys; None removes a key."""
-    body = json.loads(path.read_text()) if path.exists() else {}
+    body = read_json(path) if path.exists() else {}
     if change is not None:
         change(body)
     body.update(facts)
@@ -186,11 +189,11 @@ def edit_json(path: Path, change=None, **facts) -> None:
 
 def edit_samples(cell: Path, row: str, change) -> None:
     """Replace the samples of the turns of a row in the confirmation by `change(samples_ms, build)`."""
-    lines = [json.loads(line) for line in (cell / "confirm.jsonl").read_text().splitlines()]
+    lines = read_records(cell / "confirm.jsonl")
     for line in lines[1:]:
-        if line["kind"] == "block" and row in (line["row"], "*"):
+        if line["kind"] == "turn" and row in (line["row"], "*"):
             line["samples_ms"] = change(line["samples_ms"], line["build"])
-    (cell / "confirm.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_records(cell / "confirm.jsonl", lines)
 
 
 def read_table(folder: Path, name: str) -> list[dict[str, str]]:

@@ -23,6 +23,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules import dialects
+from harness.results_dir.lines import read_lines
 from search.space import Resolved
 
 FILE = Path(__file__).with_name("digests.json")
@@ -145,23 +146,28 @@ def run_digests(folder: Path) -> dict[str, str]:
     out = folder / "out"
     with suppress(SystemExit):
         main(["run", str(folder / "recorded.yaml"), "--out", str(out)])
-    found = {f"journal {path.parts[-3]} {path.stem}": _journal(path) for path in sorted(out.glob("*/runs/*.jsonl"))}
+    journals = sorted(out.glob("*/runs/*.jsonl.gz"))
+    found = {f"journal {path.parts[-3]} {path.name.removesuffix('.jsonl.gz')}": _journal(path) for path in journals}
     tables = [path for path in sorted(out.glob("report/*.csv")) if path.stem not in TIMED_TABLES]
-    return found | {f"table {path.stem}": _table(path) for path in tables}
+    return found | {f"table {path.stem}": table_digest(path) for path in tables}
 
 
 def _journal(path: Path) -> str:
-    """Return the digest of what was proposed and measured, in order and without wall-clock times."""
+    """Return the digest of what was proposed and measured, in order and without wall-clock times.
+
+    Samples count with nine significant digits, because the last ones depend on the processor.
+    """
     whole = hashlib.sha256()
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for _, line in read_lines(path):
         entry = json.loads(line)
         outcome = entry.get("outcome", {})
         facts = [entry.get(key) for key in ("number", "digest", "origin", "duplicate_of")]
-        whole.update(json.dumps([*facts, outcome.get("status"), outcome.get("samples_ms")]).encode())
+        samples = [f"{sample_ms:.9g}" for sample_ms in outcome.get("samples_ms", ())]
+        whole.update(json.dumps([*facts, outcome.get("status"), samples]).encode())
     return whole.hexdigest()[:16]
 
 
-def _table(path: Path) -> str:
+def table_digest(path: Path) -> str:
     """Return the digest of a CSV table without the columns that vary, at nine significant digits."""
     frame = pd.read_csv(path).drop(columns=VARYING_COLUMNS, errors="ignore")
     return hashlib.sha256(frame.to_csv(float_format="%.9g").encode()).hexdigest()[:16]

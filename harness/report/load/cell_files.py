@@ -19,7 +19,9 @@ from harness.errors import UserError
 from harness.records import from_json
 from harness.report.load.results import CellResults
 from harness.results_dir.artifacts import ExportedModel
-from harness.results_dir.io import write_json, write_text
+from harness.results_dir.fingerprint import json_equal
+from harness.results_dir.io import read_json, write_json
+from harness.results_dir.manifest import record_files
 from harness.statistics import Interval
 
 __all__ = [
@@ -148,6 +150,7 @@ def write_attribution(report: AttributionReport, cell: Path) -> Path:
     """
     path = cell / "explain" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', report.row)}.json"
     write_json(path, {"schema": ATTRIBUTION_SCHEMA, **_nan_to_none(asdict(report))})
+    record_files(cell, [path])
     return path
 
 
@@ -181,7 +184,7 @@ def read_attribution(path: Path) -> AttributionReport:
     try:
         if path.stat().st_size > MAX_ATTRIBUTION_BYTES:
             raise ValueError(f"larger than {MAX_ATTRIBUTION_BYTES} bytes")
-        body = json.loads(path.read_text(encoding="utf-8"), object_hook=_restore_nan)
+        body = json.loads(json.dumps(read_json(path)), object_hook=_restore_nan)
         if body.pop("schema") != ATTRIBUTION_SCHEMA:
             raise ValueError(f"not of schema {ATTRIBUTION_SCHEMA}")
         return from_json(AttributionReport, body)
@@ -205,14 +208,14 @@ def read_graph(cell: CellResults) -> dict[str, Any] | None:
     try:
         if not path.exists() or path.stat().st_size > MAX_GRAPH_BYTES:
             return None
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path)
         if body["schema"] != GRAPH_SCHEMA:
             return None
         digests = {row: exported_row.sha256 for row, exported_row in cell.rows.items()}
         current = [row for row in body["marks"] if row in digests and body["rows"][row] == digests[row]]
         sizes = {row: int(size) for row, size in body.get("bytes", {}).items() if row in current}
         return {"scene": dict(body["scene"]), "marks": {row: body["marks"][row] for row in current}, "bytes": sizes}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s: damaged, so there is no graph: %s", path, error)
         return None
 
@@ -220,10 +223,11 @@ def read_graph(cell: CellResults) -> dict[str, Any] | None:
 def write_graph(cell: CellResults, graph: Mapping[str, Any]) -> None:
     """Write `graph.json` unless it is up to date."""
     rows = {row: cell.rows[row].sha256 for row in graph["marks"] if row in cell.rows}
-    text = json.dumps({"schema": GRAPH_SCHEMA, "rows": rows, **graph}, separators=(",", ":"), allow_nan=False)
+    body = {"schema": GRAPH_SCHEMA, "rows": rows, **graph}
     path = cell.folder / GRAPH_FILE
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        write_text(path, text)
+    if not path.exists() or not json_equal(read_json(path), json.loads(json.dumps(body))):
+        write_json(path, body)
+        record_files(cell.folder, [path])
 
 
 def sizes_of(cell: CellResults) -> Mapping[str, int]:

@@ -21,6 +21,7 @@ from harness.report.load.stored_experiment import (
     read_task_facts,
 )
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, read_finalists
+from harness.results_dir.manifest import require_unchanged_results
 from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
 from harness.search_loop.search_log import SearchLog, median_latencies_ms, read_searches
@@ -218,6 +219,7 @@ def load(folder: Path) -> Results:
         raise UserError(f"{folder}: contains output of qdq autotune, not results of an experiment (qdq run)")
     if not file.exists():
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
+    require_unchanged_results(folder)
     stored = read_stored_experiment(file)
     begun = {path.parent.name for path in folder.glob("*/cell.json")}
     names = list(dict.fromkeys(spec.name for spec in stored.cells))

@@ -17,7 +17,8 @@ from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.records import SCHEMA_VERSION
-from harness.results_dir.journal import has_header
+from harness.results_dir.io import read_json
+from harness.results_dir.lines import has_lines, read_lines
 from harness.search_loop.objective import Goal
 from harness.verification.accuracy_store import read_scores
 
@@ -150,31 +151,35 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
         UserError: The file is damaged or has another schema.
     """
     path = folder / "cell.json"
-    facts = read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8")))
-    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA_VERSION:
-        there = facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
+    schema = _read_schema(path)
+    if schema != SCHEMA_VERSION:
         raise UserError(
-            f"{folder}: written with schema {there}, this version reads schema {SCHEMA_VERSION}; "
+            f"{folder}: written with schema {schema}, this version reads schema {SCHEMA_VERSION}; "
             "render it with the version that wrote it, or run the experiment again into another folder"
         )
+    facts = read_json(path)
     missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]
     if missing:
         raise UserError(f"{path}: damaged (no {', '.join(missing)}); {REPAIR_HINT}")
     return facts
 
 
+def _read_schema(path: Path) -> Any:
+    """Return the schema before the checksum is compared, as other schemas have none."""
+    facts = read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8")))
+    return facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
+
+
 def read_environment(path: Path) -> Mapping[str, Any]:
     """Return the stored environment; empty without the file."""
-    found = read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-    return found if isinstance(found, dict) else {}
+    return read_json(path) if path.exists() else {}
 
 
 def read_builds(path: Path) -> int | None:
     """Return the planned builds of the confirmation, or None without such a header."""
-    if not has_header(path):
+    if not has_lines(path):
         return None
-    with path.open("rb") as file:
-        header = read_or_explain(path, lambda: json.loads(file.readline()))
+    header = read_or_explain(path, lambda: json.loads(next(read_lines(path))[1]))
     plan = header.get("plan") if isinstance(header, dict) else None
     builds = plan.get("builds") if isinstance(plan, dict) else None
     return builds if isinstance(builds, int) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from harness.cli.main import main
 from harness.graph.builder import GraphBuilder
 from harness.records import Failed, Measured
+from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
 
 EXPERIMENT = """
@@ -63,7 +63,7 @@ def test_the_trial_fails_and_the_search_goes_on(tmp_path: Path, monkeypatch: pyt
     assert len(outcomes) == 10
     assert {(f.stage, f.reason) for f in failed} == {("evaluate", "ZeroDivisionError: a bad day")}
     assert sum(isinstance(outcome, Measured) and "mood" in outcome.metrics for outcome in outcomes) >= 1
-    scores = json.loads((cell / "accuracy.json").read_text())
+    scores = read_json(cell / "accuracy.json")
     assert any("metrics" in score for score in scores.values())
     assert "| random" in (tmp_path / "out" / "report" / "main.md").read_text().replace("|random", "| random")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from small import qdq, save_chain
 
 from harness.analysis.sensitivity import UnitEffect, UnitSensitivity, quantization_units
 from harness.errors import UserError
+from harness.results_dir.io import read_json
 from harness.statistics import Interval
 from harness.task_setup.initial_design import ScreenedUnit, nested_prior_placements, read_prior
 from search.space import Dimension, Edge, Space
@@ -80,7 +80,7 @@ def measured(folder: Path) -> Path:
 
 
 def test_each_point_has_both_directions_best_gain_per_noise_first(measured: Path) -> None:
-    body = json.loads((measured / "sensitivity.json").read_text())
+    body = read_json(measured / "sensitivity.json")
     assert body["kind"] == "sensitivity"
     assert len(body["units"]) >= 4
     ranks = []
@@ -135,7 +135,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 def test_searches_start_from_what_was_measured(measured: Path, folder: Path) -> None:
     (folder / "primed.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(folder / "primed.yaml"), "--out", str(folder / "primed")) == 0
-    facts = json.loads((folder / "primed" / "net-paying-int8" / "cell.json").read_text())
+    facts = read_json(folder / "primed" / "net-paying-int8" / "cell.json")
     placements = facts["placements"]
     sizes = [sum(placements[name]) for name in ("float", "sensitivity", "sensitivity-2", "sensitivity-3")]
     assert sizes == sorted(set(sizes)), "each start has more of the best points than the one before"

@@ -138,7 +138,7 @@ def test_a_searcher_in_the_experiments_folder_runs_from_any_directory(folder, tm
     assert done.returncode == 0, done.stderr
     assert "| Mine" in done.stdout
     journal = (out / "net-simulated-int8" / "runs" / "Mine-0.jsonl").read_text().splitlines()
-    asks = [line for line in map(json.loads, journal) if line["kind"] == "asked"]
+    asks = [line for line in map(json.loads, journal) if line["kind"] == "proposal"]
     assert [line["origin"] for line in asks[:3]] == ["seed:float", "seed:all", "searcher"]
     assert asks[2]["choices"] == [1] + [0] * (len(asks[2]["choices"]) - 1), "what Mine proposes"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from small import qdq, save_chain
 
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results_dir.io import read_json
 from harness.studies.study_task import make_study, study_name
 from harness.timing.workers.sandbox import InProcess
 
@@ -61,7 +61,7 @@ def test_noise_reports_disturbed_turns(
     assert qdq("noise", model, *SIMULATED, *few) == 0
     note = "100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
     assert (note in capsys.readouterr().out) is bool(disturbed)
-    assert json.loads(Path("n/noise.json").read_text())["disturbed"] == float(bool(disturbed))
+    assert read_json(Path("n/noise.json"))["disturbed"] == float(bool(disturbed))
 
 
 def test_the_advice_of_noise_names_only_its_own_options(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small import save_chain
+from stored import read_text
 
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
@@ -56,13 +57,13 @@ class Ran:
 
     def entries(self) -> dict[str, list[JournalEntry]]:
         """By cell and journal."""
-        paths = sorted(self.out.glob("*/runs/*.jsonl"))
+        paths = sorted(self.out.glob("*/runs/*.jsonl*"))
         return {f"{path.parts[-3]}/{path.name}": list(read_journal(path)) for path in paths}
 
     def journals(self, evaluations: int = 20) -> dict[str, list[tuple[Any, ...]]]:
         """What was asked and what came of it; as many outcomes as there are evaluations, none twice."""
-        for path in self.out.glob("*/runs/*.jsonl"):
-            assert path.read_text().count('"kind":"told"') == evaluations
+        for path in self.out.glob("*/runs/*.jsonl*"):
+            assert read_text(path).count('"kind":"result"') == evaluations
         return {name: [_plain(entry) for entry in entries] for name, entries in self.entries().items()}
 
     def outcomes(self, cell: str = "") -> list[Outcome]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -11,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from stored import read_records, read_text
 
 from harness.errors import UserError
 from harness.progress import NullProgress
@@ -57,7 +57,7 @@ def test_a_node_that_leaves_in_the_middle_costs_nothing(cluster: Any, place: Any
     out = place.folder / "left"
 
     def leave() -> None:
-        while sum(path.read_text().count('"told"') for path in out.glob("*/runs/*.jsonl")) < 8:
+        while sum(read_text(path).count('"result"') for path in out.glob("*/runs/*.jsonl*")) < 8:
             time.sleep(0.005)
         cluster.remove_node(node, allow_graceful=False)
 
@@ -89,7 +89,7 @@ def test_models_travel_once_and_placements_are_written_where_they_are_built(
     files = [tuple(value) for value in sent if isinstance(value, dict)]
     rows = {path.name for path in there.out.glob("*/models/*.onnx")}
     assert len(makers) == 1, "model, scales and weights, for all trials of the cell"
-    met = {row for path in there.out.glob("*/runoff.jsonl") for row in json.loads(path.open().readline())["rows"]}
+    met = {row for path in there.out.glob("*/runoff.jsonl*") for row in read_records(path)[0]["rows"]}
     assert len(files) == len(set(files)) <= len(rows) + len(met) + 1, "float model, runoff and finalists, each once"
     assert len({found.info["bytes"] for found in there.outcomes() if isinstance(found, Measured)}) > 2
 

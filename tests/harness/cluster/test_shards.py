@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -10,8 +9,10 @@ import time
 from typing import Any
 
 import pytest
+from stored import read_text
 
 from harness.errors import UserError
+from harness.results_dir.io import read_json, write_json
 from harness.search_loop.objective import PROXY
 
 pytestmark = pytest.mark.slow
@@ -66,7 +67,7 @@ def test_a_node_that_leaves_while_several_cells_run_costs_nothing(cluster: Any, 
     out = place.folder / "sharded-left"
 
     def leave() -> None:
-        while sum(path.read_text().count('"told"') for path in out.glob("*/runs/*.jsonl")) < 20:
+        while sum(read_text(path).count('"result"') for path in out.glob("*/runs/*.jsonl*")) < 20:
             time.sleep(0.005)
         cluster.remove_node(node, allow_graceful=False)
 
@@ -87,7 +88,7 @@ def test_evaluators_run_on_the_workers(cluster: Any, place: Any) -> None:
     assert all(PROXY in found.metrics for found in there.outcomes())
     assert there.table() == here.table()
     (path,) = there.out.glob("*/accuracy.json")
-    finalists = [score["metrics"] for score in json.loads(path.read_text()).values()]
+    finalists = [score["metrics"] for score in read_json(path).values()]
     assert all(int(metrics.get("process", 0)) != os.getpid() for metrics in finalists)
 
 
@@ -99,8 +100,8 @@ def test_results_of_another_machine_go_on_where_the_change_is_accepted(
     executor = "{use: ray, workers: 1, window: 1}"
     first = place.run("moved", executor, ONE_CELL)
     (path,) = first.out.glob("*/env.json")
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({**facts, "packages": {**facts["packages"], "numpy": "1.0"}}))
+    facts = read_json(path)
+    write_json(path, {**facts, "packages": {**facts["packages"], "numpy": "1.0"}})
     monkeypatch.setattr(ray_pool, "RAY_START_LIMIT_S", 5.0)
     with pytest.raises(UserError, match="no worker can be used"):
         place.run("moved", executor, ONE_CELL)

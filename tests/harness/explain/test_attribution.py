@@ -22,6 +22,7 @@ from harness.progress import NullProgress
 from harness.report.load.cell_files import EdgeFusion, read_attribution, write_attribution
 from harness.report.load.results import load
 from harness.report.plots.plot_files import draw_attribution
+from harness.results_dir.io import read_json, write_json
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
 from search.space import Edge, Placement
@@ -196,12 +197,12 @@ def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
 
 def test_files_of_before_lack_the_accuracy_and_can_be_read(priced, tmp_path):
     path = next((priced / "net-bench-int8" / "explain").glob("*.json"))
-    body = json.loads(path.read_text())
+    body = read_json(path)
     for effect in (*body["patterns"], *body["points"]):
         del effect["drop"]
     for key in ("drop", "metric", "latency_ms"):
         del body[key]
-    (tmp_path / "old.json").write_text(json.dumps(body))
+    write_json(tmp_path / "old.json", body)
     old = read_attribution(tmp_path / "old.json")
     assert "lost against" not in "\n".join(attribution_lines(old))
     assert list(draw_attribution("net", old, tmp_path))
@@ -237,7 +238,7 @@ def test_rows_that_cannot_be_explained_say_why(done):
 def test_another_model_is_refused(done):
     path = done / CELL / "cell.json"
     before = path.read_text()
-    path.write_text(json.dumps({**json.loads(before), "model_sha256": "0" * 64}))
+    write_json(path, {**json.loads(before), "model_sha256": "0" * 64})
     try:
         with pytest.raises(UserError, match="the model is another one today"):
             attribute_row(done, "random", base=done.parent, observer=NullProgress())

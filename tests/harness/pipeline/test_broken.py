@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from small import qdq, save_chain
+from stored import read_text
 
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
@@ -211,11 +212,11 @@ def marks(ran: tuple[Path, int, str]) -> Iterator[Mark]:
 
 
 def test_a_mended_searcher_goes_on_where_it_broke(copy: Path, marks: Mark) -> None:
-    before = journal(copy, "Asks").read_bytes()
+    before = read_text(journal(copy, "Asks"))
     marks("mended")
     status, said = again(copy)
     assert status == 2, "the others are broken still"
-    assert journal(copy, "Asks").read_bytes().startswith(before)
+    assert read_text(journal(copy, "Asks")).startswith(before)
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert read_termination(journal(copy, "Asks")) is None
     assert "Asks-1 broke" not in said
@@ -223,13 +224,13 @@ def test_a_mended_searcher_goes_on_where_it_broke(copy: Path, marks: Mark) -> No
 
 
 def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, marks: Mark) -> None:
-    before = journal(copy, "Asks").read_bytes()
+    before = read_text(journal(copy, "Asks"))
     marks("mended")
     marks("other")
     status, said = again(copy)
     assert status == 2
     assert f"{CELL} Asks-1 failed and now proposes something else: it starts anew (old journal: Asks-1.1.jsonl)" in said
-    assert journal(copy, "Asks").with_name("Asks-1.1.jsonl").read_bytes() == before
+    assert read_text(journal(copy, "Asks").with_name("Asks-1.1.jsonl")) == before
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert [search.searcher for search in load(copy / "out").cells[0].searches].count("Asks") == 1
 

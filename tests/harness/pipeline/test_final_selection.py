@@ -1,6 +1,5 @@
 """The best of each search meet before one of them is its choice: the lowest of many noisy readings is a lucky one."""
 
-import json
 import shutil
 from collections import defaultdict
 from dataclasses import replace
@@ -9,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from small import qdq, save_chain
+from stored import read_records, read_text, unpack
 
 from harness.results_dir.artifacts import Choice, best_choice, read_finalists
 from harness.results_dir.journal import read_journal
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 def truth_ms(cell):
     """Of everything that the searches looked at."""
-    entries = [entry for path in cell.glob("runs/*.jsonl") for entry in read_journal(path)]
+    entries = [entry for path in cell.glob("runs/*.jsonl*") for entry in read_journal(path)]
     return {entry.proposal.digest: entry.result.outcome.info["truth_ms"] for entry in entries if entry.result}
 
 
@@ -94,7 +94,7 @@ def test_a_choice_that_another_seed_has_beaten_stands_behind_it_whatever_its_few
 def test_only_the_winners_are_confirmed_and_delivered(folder):
     cell = folder / "out6" / CELL
     rows, picks = read_finalists(cell)
-    met = set(json.loads((cell / "runoff.jsonl").read_text().splitlines()[0])["rows"])
+    met = set(read_records(cell / "runoff.jsonl")[0]["rows"])
     assert {row.id for row in rows} - {"float"} < met
     assert len(picks) == 1 + 3 * 2  # the float model, and one choice a seed and budget
     assert {path.stem for path in (cell / "models").iterdir()} == {row.id for row in rows}
@@ -119,11 +119,12 @@ def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
 def test_an_interrupted_runoff_goes_on_and_picks_from_the_same_readings(folder, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(folder / "out6", out)
+    unpack(out / CELL)
     path = out / CELL / "runoff.jsonl"
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[: len(whole) // 2]) + whole[-1][:40])
     assert qdq("run", str(folder / "6.yaml"), "--out", str(out)) == 0
-    again = path.read_text().splitlines(keepends=True)
+    again = read_text(path).splitlines(keepends=True)
     assert again[: len(whole) // 2] == whole[: len(whole) // 2]
     assert len(again) >= len(whole)
     shown = (out / "report" / "main.md").read_text()
@@ -133,8 +134,9 @@ def test_an_interrupted_runoff_goes_on_and_picks_from_the_same_readings(folder, 
 def test_a_damaged_record_is_refused_with_the_remedy(folder, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(folder / "out6", out)
+    unpack(out / CELL)
     path = out / CELL / "runoff.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], '{"kind": "block"}\n', *lines[2:]]))
+    path.write_text("".join([lines[0], '{"kind": "turn"}\n', *lines[2:]]))
     assert qdq("run", str(folder / "6.yaml"), "--out", str(out)) == 2
-    assert "move the file away to have it timed anew" in capsys.readouterr().err.replace("\n", " ")
+    assert "move the file away to have it made again" in capsys.readouterr().err.replace("\n", " ")

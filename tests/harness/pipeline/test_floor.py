@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from harness.config.objective import Objective
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.progress import NullProgress, format_incumbent
+from harness.results_dir.io import read_json
 from harness.selection.confirmation import (
     baseline_latency,
     measure_noise_floor,
@@ -78,7 +78,7 @@ def test_the_floor_is_what_rebuilding_changes_and_it_is_kept(model: Path) -> Non
     assert "confirmation" in said[0], "the floor of the tables is another figure"
     assert floor(model) == (found, [])
     assert read_noise_floor(model.parent) == found
-    events = json.loads((model.parent / "floor.json").read_text())["events"]
+    events = read_json(model.parent / "floor.json")["events"]
     assert {(event["row"], event["build"]) for event in events} == {
         (row, build) for row in ("float", "A/A twin") for build in range(3)
     }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small import qdq, save_chain
+from stored import read_records
 
 from harness.graph.qdq.qdq_graph import read_precisions
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT
+from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -65,8 +66,8 @@ def test_int8_keeps_its_speed_beside_fp8(out: Path) -> None:
 def test_what_has_no_speed_is_not_confirmed(out: Path) -> None:
     for precision in ("fp8", "fp8e5m2", "mixed"):
         cell = out / f"net-openvino-{precision}"
-        body = json.loads((cell / "rows.json").read_text())["rows"]
-        confirmed = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
+        body = read_json(cell / "rows.json")["rows"]
+        confirmed = read_records(cell / "confirm.jsonl")[0]["rows"]
         for row in body:
             emulated = not read_precisions(cell / "models" / row["file"]) <= {"int8"}
             assert row["timed"] != emulated

@@ -1,6 +1,5 @@
 """From the YAML to the table, on a simulated runtime: what a user sees, runs again, interrupts and gets wrong."""
 
-import json
 import os
 import random
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 import onnx
 import pytest
 from small import qdq
+from stored import read_records, unpack, write_records
 
 from harness.config.experiment import load_experiment
 from harness.graph.builder import GraphBuilder
@@ -22,7 +22,9 @@ from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.records import Failed
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
+from harness.results_dir.manifest import read_manifest, reopen_task
 from harness.results_dir.ownership import owned_results_dir
 from harness.selection.confirmation import read_events
 from harness.timing.confirmation import summarize_turns
@@ -62,7 +64,7 @@ def done(folder):
 
 
 def choices(out: Path) -> dict[str, list[tuple[int, ...]]]:
-    return {p.name: [e.proposal.choices for e in read_journal(p)] for p in sorted(out.glob("*/runs/*.jsonl"))}
+    return {p.name: [e.proposal.choices for e in read_journal(p)] for p in sorted(out.glob("*/runs/*.jsonl*"))}
 
 
 def test_every_method_has_its_row_and_the_tables_are_written(done):
@@ -77,10 +79,10 @@ def test_every_method_has_its_row_and_the_tables_are_written(done):
 
 
 def test_a_finished_experiment_run_again_measures_nothing(done, folder):
-    before = {p: p.read_bytes() for p in done.glob("*/*.jsonl")} | {p: p.read_bytes() for p in done.glob("*/runs/*")}
+    before = {p: p.read_bytes() for p in done.glob("*/*.jsonl.gz")} | {p: p.read_bytes() for p in done.glob("*/runs/*")}
     assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
     assert before == {p: p.read_bytes() for p in before}
-    (done / "net-simulated-int8" / "through.json").unlink()  # nobody knows that it is through: it is gone over
+    reopen_task(done / "net-simulated-int8")
     assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
     assert before == {p: p.read_bytes() for p in before}
 
@@ -120,7 +122,7 @@ def test_searches_that_share_one_worker_time_one_engine_after_the_other(done, fo
     (folder / "at_once.yaml").write_text(f"{text}executor: {{searches: 4}}\n")
     assert qdq("run", str(folder / "at_once.yaml"), "--out", str(tmp_path / "out")) == 0
     assert choices(tmp_path / "out") == choices(done)
-    entries = [entry for path in (tmp_path / "out").glob("*/runs/*.jsonl") for entry in read_journal(path)]
+    entries = [entry for path in (tmp_path / "out").glob("*/runs/*.jsonl*") for entry in read_journal(path)]
     assert not [entry for entry in entries if entry.result and isinstance(entry.result.outcome, Failed)]
 
 
@@ -161,19 +163,18 @@ def test_the_stress_test_among_the_baselines_has_its_row_and_the_cell_is_through
     (folder / "stress.yaml").write_text(EXPERIMENT.replace("baselines: [all, linear]", "baselines: [extreme]"))
     for _ in range(2):
         assert qdq("run", str(folder / "stress.yaml"), "--out", str(tmp_path / "out")) == 0
-    assert (tmp_path / "out" / "net-simulated-int8" / "through.json").exists()
+    assert read_manifest(tmp_path / "out")["complete"]
     assert "extreme" in {row.id for row in read_finalists(tmp_path / "out" / "net-simulated-int8")[0]}
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}'])
-def test_a_damaged_note_that_a_cell_is_through_is_not_believed(copy, folder, damage):
-    cell = copy / "net-simulated-int8"
-    (cell / "through.json").write_text(damage)
-    file = next(cell.glob("models/*.onnx"))
-    body = file.read_bytes()
-    file.unlink()
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}', '{"complete":true,"files":{}}'])
+def test_a_damaged_manifest_is_refused_and_made_again_when_it_is_moved_away(copy, folder, damage, capsys):
+    (copy / "manifest.json").write_text(damage)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
+    assert "manifest.json: cannot be read" in capsys.readouterr().err.replace("\n", " ")
+    (copy / "manifest.json").unlink()
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
-    assert file.read_bytes() == body
+    assert read_manifest(copy)["complete"]
 
 
 def test_a_file_that_is_gone_is_made_again(copy, folder):
@@ -188,8 +189,8 @@ def test_the_delivered_file_is_the_confirmed_one(done):
     import hashlib
 
     cell = done / "net-simulated-int8"
-    body = json.loads((cell / "rows.json").read_text())
-    confirmed = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
+    body = read_json(cell / "rows.json")
+    confirmed = read_records(cell / "confirm.jsonl")[0]["rows"]
     for row in body["rows"]:
         assert hashlib.sha256((cell / "models" / row["file"]).read_bytes()).hexdigest() == row["sha256"]
         assert confirmed[row["id"]] == row["sha256"]
@@ -200,7 +201,7 @@ def test_confirmed_latencies_are_the_truth_of_their_placements(done):
     cell = done / "net-simulated-int8"
     truth_ms = {
         entry.proposal.digest: entry.result.outcome.info["truth_ms"]
-        for path in cell.glob("runs/*.jsonl")
+        for path in cell.glob("runs/*.jsonl*")
         for entry in read_journal(path)
         if entry.result is not None
     }
@@ -221,11 +222,12 @@ def copy(done, tmp_path):
 
 
 def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder, capsys):
+    reopen_task(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "env.json"
-    facts = json.loads(path.read_text())
+    facts = read_json(path)
     facts["cpu"]["model"], facts["packages"]["numpy"], facts["load_average"] = "i486", "1.0", [99, 99, 99]
     facts["cpu"]["flags"] = ["mmx"]  # processors of one name differ in what multiplies INT8
-    path.write_text(json.dumps(facts))
+    write_json(path, facts)
     stopped = path.with_name("stopped.txt")
     stopped.write_text("the disk was full\n")
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
@@ -234,31 +236,34 @@ def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder,
     assert "packages.numpy: '1.0' -> " in error
     assert "instructions: ['mmx'] -> " in error
     assert "load_average" not in error
-    assert json.loads(path.read_text()) == facts
+    assert read_json(path) == facts
     assert stopped.read_text() == "the disk was full\n", "what is refused changes nothing"
 
 
 def test_it_does_not_go_on_with_another_cell(copy, folder, capsys):
+    reopen_task(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "cell.json"
-    facts = json.loads(path.read_text())
+    facts = read_json(path)
     facts["backend"]["version"] = "0"
-    path.write_text(json.dumps(facts))
+    write_json(path, facts)
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
     assert "backend.version: '0' -> '1'" in capsys.readouterr().err
 
 
 def test_a_changed_confirmation_starts_anew_and_keeps_the_old_one(copy, folder):
     cell = copy / "net-simulated-int8"
-    lines = (cell / "confirm.jsonl").read_text().splitlines(keepends=True)
-    old = "".join([lines[0].replace('"rounds": 2', '"rounds": 9'), *lines[1:]])
-    (cell / "confirm.jsonl").write_text(old)
+    unpack(cell)
+    lines = read_records(cell / "confirm.jsonl")
+    old = [{**lines[0], "plan": {**lines[0]["plan"], "rounds": 9}}, *lines[1:]]
+    write_records(cell / "confirm.jsonl", old)
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
-    assert (cell / "confirm.1.jsonl").read_text() == old
-    assert (cell / "confirm.jsonl").read_text().splitlines(keepends=True)[0] == lines[0]
-    assert len((cell / "confirm.jsonl").read_text().splitlines()) == len(lines)
+    assert read_records(cell / "confirm.1.jsonl") == old
+    assert read_records(cell / "confirm.jsonl")[0] == lines[0]
+    assert len(read_records(cell / "confirm.jsonl")) == len(lines)
 
 
 def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
+    unpack(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "confirm.jsonl"
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[: 1 + (len(whole) - 1) // 3]))  # one build of three
@@ -295,7 +300,7 @@ def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):
     with owned_results_dir(out, load_experiment(folder / "small.yaml")):
         assert qdq("run", str(folder / "small.yaml"), "--out", str(out)) == 2
     error = capsys.readouterr().err
-    assert f"out: process {os.getpid()} of " in error
+    assert f"out: process {os.getpid()}, since " in error
     assert "is running this experiment; wait for it, or use another --out" in error
 
 
@@ -303,7 +308,7 @@ def test_a_folder_that_was_only_locked_is_still_empty(folder, tmp_path):
     (tmp_path / ".lock").write_text("1")
     with owned_results_dir(tmp_path, load_experiment(folder / "small.yaml")):
         assert (tmp_path / "experiment.yaml").exists()
-        assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} of ")
+        assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()}, since ")
 
 
 @pytest.mark.parametrize("text", ["a: [", "just words", "\0"])

@@ -1,12 +1,11 @@
 """A search that was told the placement of a tool's model may choose that very model, where its form is faster."""
 
-import json
-
 import numpy as np
 import onnx
 import pandas as pd
 import pytest
 from small import qdq, save_chain
+from stored import read_records
 
 from harness.graph.io.files import digest_file
 from harness.graph.load import load
@@ -15,6 +14,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.pipeline.final_selection import rank_finalists
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.manifest import reopen_task
 from harness.search_loop.journal_reader import Evaluation
 from harness.task_setup.methods import WarmStartModel
 
@@ -133,15 +133,15 @@ def test_told_is_who_has_been_told_the_placement_whatever_the_budget(folder, tmp
 
 
 def test_a_run_that_is_given_again_chooses_the_same_and_times_nothing(fast, folder):
-    record = (fast / CELL / "runoff.jsonl").read_bytes()
-    (fast / CELL / "through.json").unlink()
+    record = (fast / CELL / "runoff.jsonl.gz").read_bytes()
+    reopen_task(fast / CELL)
     run(folder, "fast", out=fast)
-    assert (fast / CELL / "runoff.jsonl").read_bytes() == record
+    assert (fast / CELL / "runoff.jsonl.gz").read_bytes() == record
     assert choices(fast)["random", 12].row == "mine"
 
 
 def test_the_record_says_which_file_met_the_leaders_so_that_another_one_meets_them_anew(fast, folder):
-    header = json.loads((fast / CELL / "runoff.jsonl").read_text().splitlines()[0])
+    header = read_records(fast / CELL / "runoff.jsonl")[0]
     assert header["told"] == {"mine": digest_file(folder / "fast.onnx")}
 
 
@@ -165,7 +165,7 @@ def test_a_row_is_called_by_its_method_first_where_a_search_chose_the_file_of_a_
 def test_a_model_whose_form_is_slow_is_not_chosen(folder):
     out = run(folder, "slow")
     assert choices(out)["random", 12].row not in {"mine", ""}
-    met = json.loads((out / CELL / "runoff.jsonl").read_text().splitlines()[0])["rows"]
+    met = read_records(out / CELL / "runoff.jsonl")[0]["rows"]
     assert "mine" in met
 
 

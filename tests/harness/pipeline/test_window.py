@@ -150,7 +150,7 @@ def test_several_proposals_are_under_way_and_the_seeds_come_first(tmp_path: Path
 def test_what_a_searcher_of_a_window_of_one_asks_is_what_it_always_asked(tmp_path: Path) -> None:
     executor, _ = search(tmp_path / "j.jsonl", 0, window=1)
     lines = (tmp_path / "j.jsonl").read_text().splitlines()[1:]
-    kinds = ["asked" if '"kind":"asked"' in line else "told" for line in lines]
+    kinds = ["asked" if '"kind":"proposal"' in line else "told" for line in lines]
     unique = [kind for kind, line in zip(kinds, lines, strict=True) if '"duplicate_of":null' in line or kind == "told"]
     assert unique == ["asked", "told"] * 14
     assert executor.most == 1

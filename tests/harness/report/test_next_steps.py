@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.next_steps import describe_next_steps, describe_winners
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.termination import write_termination
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN
@@ -35,7 +35,7 @@ def test_a_row_that_may_be_shipped_needs_no_remedy(folder: Path) -> None:
 
 
 def test_the_file_to_deploy_is_named_if_it_exists(folder: Path) -> None:
-    backend = json.loads((folder / CELL / "cell.json").read_text())["backend"]
+    backend = read_json(folder / CELL / "cell.json")["backend"]
     edit_json(folder / CELL / "cell.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
     results = load(folder)
     main = main_frame(results)
@@ -94,7 +94,7 @@ def test_a_very_loose_bound_is_not_suggested(folder: Path) -> None:
 
 def test_rows_that_are_not_faster_have_other_remedies(folder: Path) -> None:
     write_confirmation(folder / CELL, SLOW_MS)
-    rows = json.loads((folder / CELL / "rows.json").read_text())
+    rows = read_json(folder / CELL / "rows.json")
     for row in rows["rows"]:
         row["choices"] = [1] if row["id"] == "all" else None
     edit_json(folder / CELL / "rows.json", **rows)
@@ -103,8 +103,8 @@ def test_rows_that_are_not_faster_have_other_remedies(folder: Path) -> None:
         f"- qdq explain {folder} {CELL}/all: cost and gain of its Q/DQ pairs on this runtime",
         "- a larger budget than 3 evaluations; existing results are kept",
     ]
-    device = json.loads((folder / CELL / "cell.json").read_text())["backend"]["device"]
-    (folder / CELL / "env.json").write_text(json.dumps({"cpu": {"model": device, "flags": ["avx2"]}}))
+    device = read_json(folder / CELL / "cell.json")["backend"]["device"]
+    write_json(folder / CELL / "env.json", {"cpu": {"model": device, "flags": ["avx2"]}})
     first = "- a processor with VNNI or AMX: this one has neither, and INT8 gains little on it"
     assert remedies(folder).splitlines()[1] == first
     edit_json(folder / CELL / "cell.json", goal=STRICT)
@@ -128,7 +128,7 @@ def test_remedies_are_printed_below_the_tables(folder: Path, capsys: pytest.Capt
 
 def test_a_search_that_ended_by_itself_needs_no_larger_budget(folder: Path) -> None:
     edit_json(folder / CELL / "cell.json", goal=STRICT)
-    rows = json.loads((folder / CELL / "rows.json").read_text())
+    rows = read_json(folder / CELL / "rows.json")
     for pick in rows["picks"]:
         pick["budget"] = 50 if pick["budget"] == 3 else pick["budget"]
     edit_json(folder / CELL / "rows.json", **rows)

@@ -1,7 +1,6 @@
 """Rendering of a small results folder: files, markups, unfinished and damaged results."""
 
 import io
-import json
 import re
 import shutil
 import sys
@@ -12,6 +11,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 from small_results import CELL, LATENCY_MS, edit_json, edit_samples, read_note, read_table, write_confirmation
+from stored import read_records, write_records
 
 import harness.report
 from harness.accuracy.metrics.intervals import encode_evidence
@@ -96,7 +96,7 @@ def test_text_has_main_budget_and_cost_and_files_have_all(folder):
     drawn = ("anytime", "anytime-minutes", "budget", "latency", "pareto", "volume")
     assert {path.name for path in (folder / "report").iterdir()} == {
         "index.html",
-        "inputs.sha256",
+        "manifest.json",
         *(f"{name}.{kind}" for name in shown for kind in ("md", "csv", "tex")),
         *(f"{name}-{CELL}.{kind}" for name in drawn for kind in ("png", "svg")),
     }
@@ -108,10 +108,9 @@ def test_text_has_main_budget_and_cost_and_files_have_all(folder):
 
 def test_a_search_that_continued_after_its_choices_makes_the_task_unfinished(folder):
     path = folder / CELL / "runs" / "random-0.jsonl"
-    proposal, result = map(json.loads, path.read_text().splitlines()[-2:])
+    proposal, result = read_records(path)[-2:]
     more = ({**proposal, "number": 3, "choices": [3], "digest": "3"}, {**result, "number": 3, "elapsed_s": 40.0})
-    with path.open("a") as file:
-        file.writelines(f"{json.dumps(line)}\n" for line in more)
+    write_records(path, (*read_records(path), *more))
     assert "UNFINISHED" in tables(folder)
     assert not harness.report.load(folder).complete
 
@@ -265,13 +264,13 @@ def test_a_folder_without_results_is_refused(tmp_path):
 @pytest.mark.parametrize(("schema", "named"), [(0, "0"), (7, "7"), (None, "unknown")])
 def test_another_schema_is_refused(folder, schema, named):
     edit_json(folder / CELL / "cell.json", schema=schema)
-    with pytest.raises(UserError, match=f"schema {named}, this version reads schema 1"):
+    with pytest.raises(UserError, match=f"schema {named}, this version reads schema 2"):
         load_results(folder)
 
 
 def test_another_schema_of_a_journal_is_refused(folder):
     path = folder / CELL / "runs" / "random-0.jsonl"
-    path.write_text(path.read_text().replace('"schema":1', '"schema":0', 1))
+    path.write_text(path.read_text().replace('"schema":2', '"schema":0', 1))
     with pytest.raises(UserError, match=r"random-0\.jsonl.*schema 0"):
         load_results(folder)
 
@@ -349,8 +348,8 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
     again = [
         Turn(build=2, group=0, round=0, row=row, samples_ms=(LATENCY_MS[row],) * 3, worker=1) for row in ("float", "aa")
     ]
-    with (folder / CELL / "confirm.jsonl").open("a") as file:
-        file.writelines(f"{encode_turn_event(turn)}\n" for turn in again)
+    path = folder / CELL / "confirm.jsonl"
+    write_records(path, (*read_records(path), *map(encode_turn_event, again)))
     samples = harness.report.load(folder).samples
     assert set(samples.query("row == 'aa' and build == 2")["round"]) == {0}
     assert set(samples.query("row == 'aa' and build == 1")["round"]) == {0, 1}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 
 import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
+from harness.results_dir.io import write_json
 
 RENDER = importlib.import_module("harness.report.render")
 CELL = "net-openvino-int8"
@@ -58,7 +58,7 @@ def test_so_has_an_explanation_and_a_stop(folder, drawn):
     report(folder)
     (folder / CELL / "stopped.txt").write_text("the disk is full\n")
     assert SAID not in report(folder)
-    (folder / CELL / "floor.json").write_text(json.dumps({"floor": 0.05}))
+    write_json(folder / CELL / "floor.json", {"floor": 0.05})
     assert SAID not in report(folder)
     assert len(drawn) == 3
 
@@ -76,7 +76,7 @@ def test_so_has_a_page_that_is_gone_and_a_folder_that_was_moved(folder, drawn, t
     report(folder)
     (folder / "report" / "index.html").unlink()
     assert SAID not in report(folder)
-    (folder / "report" / "inputs.sha256").write_bytes(b"\xff\xfe")
+    (folder / "report" / "manifest.json").write_bytes(b"\xff\xfe")
     assert SAID not in report(folder)
     moved = tmp_path.with_name(f"{tmp_path.name}-moved")
     folder.rename(moved)

@@ -1,10 +1,10 @@
 """Trace of table cells to their readings, and what `qdq trace` prints."""
 
-import json
 import re
 
 import pytest
 from small_results import CELL, edit_json, edit_samples
+from stored import read_records, write_records
 from typer.testing import CliRunner
 
 from harness.cli.common import short_path
@@ -28,7 +28,7 @@ def test_a_ratio_is_a_line_per_turn_and_its_computation(folder):
     assert hidden == "... 1 before these:"
     assert len(turns) == 5
     number = int(turns[-1].removeprefix("line ").partition(":")[0])
-    stored = json.loads((folder / CELL / "confirm.jsonl").read_text().splitlines()[number - 1])
+    stored = read_records(folder / CELL / "confirm.jsonl")[number - 1]
     assert (stored["row"], stored["build"], stored["round"]) == ("aa", 2, 1)
     assert "build 2, turn 1: median 4 of 3 samples; baseline 8, line" in turns[-1]
     assert turns[-1].endswith("ratio 2.0000")
@@ -162,8 +162,7 @@ def test_the_computation_gives_the_cell(folder):
     assert speedup.lines[-1] == "geometric mean of the median ratios of 3 builds (2, 1, 0.5): 1"
     assert speedup.shown.startswith("1.00 [")
     path = folder / CELL / "confirm.jsonl"
-    kept = [line for line in path.read_text().splitlines() if json.loads(line).get("build", 0) == 0]
-    path.write_text("".join(f"{line}\n" for line in kept))
+    write_records(path, (line for line in read_records(path) if line.get("build", 0) == 0))
     single = trace_cell(load(folder), "random:latency")
     assert single.lines[-1] == "geometric mean of the turns of the one build (4, 4): 4 ms"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,14 +10,19 @@ from pathlib import Path
 
 import pytest
 from small import qdq, save_chain
+from stored import read_records, read_text
 
 from harness.config.experiment import load_experiment
+from harness.paths import HOST_VARIABLE
 from harness.pipeline.runner import MAX_WORKER_LOSSES, run_with_recovery
 from harness.progress import NullProgress
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import RETRY_ORIGIN, read_journal
+from harness.results_dir.lines import has_lines
+from harness.results_dir.manifest import reopen_task
 from harness.results_dir.ownership import owned_results_dir
 from harness.timing.workers.trial_pool import WorkerLost
 
@@ -59,10 +63,11 @@ def copy(done: Path, tmp_path: Path) -> Path:
 
 def age(copy: Path) -> None:
     """As if the results were begun with another version of NumPy."""
+    reopen_task(copy / "out" / CELL)
     path = copy / "out" / CELL / "env.json"
-    facts = json.loads(path.read_text())
+    facts = read_json(path)
     facts["packages"]["numpy"] = "1.0"
-    path.write_text(json.dumps(facts))
+    write_json(path, facts)
 
 
 def test_changed_versions_are_refused_with_the_difference_and_the_way_on(
@@ -77,10 +82,10 @@ def test_changed_versions_are_refused_with_the_difference_and_the_way_on(
 
 def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     age(copy)
-    before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
+    before = read_text(copy / "out" / CELL / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
     assert f"accepted: the earlier results are in {CELL}.1" in capsys.readouterr().err
-    assert (copy / "out" / f"{CELL}.1" / "runs" / "random-0.jsonl").read_bytes() == before
+    assert read_text(copy / "out" / f"{CELL}.1" / "runs" / "random-0.jsonl") == before
     frame = main_frame(load(copy / "out"))
     assert set(frame["cell"]) == {CELL, f"{CELL}.1"}
     assert (frame.groupby("cell")["method"].count() == 3).all()
@@ -102,18 +107,18 @@ def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accep
 
 def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
-    before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
+    before = read_text(copy / "out" / CELL / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
     assert "seeds: 1 added: going on with what is there" in capsys.readouterr().err
-    assert (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes() == before
-    assert (copy / "out" / CELL / "runs" / "random-1.jsonl").exists()
+    assert read_text(copy / "out" / CELL / "runs" / "random-0.jsonl") == before
+    assert has_lines(copy / "out" / CELL / "runs" / "random-1.jsonl")
     assert not (copy / "out" / f"{CELL}.1").exists(), "nothing that was measured became another thing"
     assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
 
 
 def confirmed(cell: Path) -> dict[str, str]:
     """The rows that the confirmation is of, with the hashes of their files."""
-    rows: dict[str, str] = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
+    rows: dict[str, str] = read_records(cell / "confirm.jsonl")[0]["rows"]
     return rows
 
 
@@ -122,11 +127,11 @@ def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
 ) -> None:
     cell, command = copy / "out" / CELL, ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
     journal = cell / "runs" / "random-0.jsonl"
-    before = journal.read_bytes()
+    before = read_text(journal)
     (copy / "small.yaml").write_text(EXPERIMENT.replace("[12]", "[12, 15]"))
     assert qdq(*command) == 0
     assert "budget 12 -> 12, 15: going on with what is there" in capsys.readouterr().err
-    assert journal.read_bytes().startswith(before), "nothing is measured twice"
+    assert read_text(journal).startswith(before), "nothing is measured twice"
     assert len({entry.proposal.digest for entry in read_journal(journal)}) == 15
     rows, picks = read_finalists(cell)
     assert {pick.budget for pick in picks if pick.kind == "search"} == {12, 15}
@@ -139,13 +144,13 @@ def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
 
 def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_others(copy: Path) -> None:
     cell = copy / "out" / CELL
-    before = (cell / "runs" / "random-0.jsonl").read_bytes()
+    before = read_text(cell / "runs" / "random-0.jsonl")
     more = EXPERIMENT.replace("[random]", "[random, evolutionary]").replace(
         "baselines: [linear]", "baselines: [linear, all]"
     )
     (copy / "small.yaml").write_text(more)
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
-    assert (cell / "runs" / "random-0.jsonl").read_bytes() == before
+    assert read_text(cell / "runs" / "random-0.jsonl") == before
     assert list(main_frame(load(copy / "out"))["method"]) == ["float", "linear", "all", "random", "evolutionary"]
     assert confirmed(cell) == {row.id: row.sha256 for row in read_finalists(cell)[0]}
 
@@ -163,21 +168,30 @@ def test_another_executor_is_the_same_experiment_unless_the_window_differs(
 
 def test_failed_trials_are_tried_once_more_when_asked(copy: Path) -> None:
     path = copy / "out" / CELL / "runs" / "random-0.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
+    lines = read_text(path).splitlines(keepends=True)
     failed = sum('"status":"failed"' in line for line in lines)
     assert failed
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--retry-failed") == 0
     retried = [entry for entry in read_journal(path) if entry.proposal.origin == RETRY_ORIGIN]
     assert len(retried) == failed
-    assert path.read_text().startswith("".join(lines)), "what was there stays there"
+    assert read_text(path).startswith("".join(lines)), "what was there stays there"
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
 
 
-def test_who_holds_a_folder_is_said(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("with_host", "owner"), [("0", ""), ("1", r" of \w+ on \S+")])
+def test_who_holds_a_folder_is_said(
+    done: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    with_host: str,
+    owner: str,
+) -> None:
+    monkeypatch.setenv(HOST_VARIABLE, with_host)
     with owned_results_dir(tmp_path / "out", load_experiment(done / "small.yaml")):
         assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert re.search(rf"process {os.getpid()} of \w+ on \S+, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", error)
+    assert re.search(rf"process {os.getpid()}{owner}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", error)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")

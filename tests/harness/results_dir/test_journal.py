@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult, decode_line, encode_line
-from harness.results_dir.io import append_line
+from harness.results_dir.io import add_checksum, append_line
 from harness.results_dir.journal import Journal, JournalEntry, read_journal
 
 FINGERPRINT = {"model": "abc", "seed": 1}
@@ -55,7 +55,7 @@ outcomes = st.one_of(
 )
 
 
-@given(st.builds(TrialResult, kind=st.just("told"), number=st.integers(0, 10**6), outcome=outcomes, elapsed_s=finite))
+@given(st.builds(TrialResult, kind=st.just("result"), number=st.integers(0, 10**6), outcome=outcomes, elapsed_s=finite))
 def test_lines_survive_a_round_trip(line):
     assert decode_line(encode_line(line)) == line
 
@@ -66,7 +66,7 @@ def test_lone_surrogates_of_messages_are_replaced():
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"kind":"told","number":1}', '{"kind":"asked","colour":1}', "[" * 100_000, "{"]
+    "text", ["[]", "{}", '{"kind":"result","number":1}', '{"kind":"proposal","colour":1}', "[" * 100_000, "{"]
 )
 def test_foreign_lines_are_rejected(text):
     with pytest.raises(ValueError, match="journal line"):
@@ -79,7 +79,7 @@ def test_everything_before_a_cut_at_any_byte_survives(tmp_path, path):
     for cut in range(data.index(b"\n") + 1, len(data)):
         path = tmp_path / "cut.jsonl"
         path.write_bytes(data[:cut])
-        complete = data[: data.rindex(b"\n", 0, cut) + 1].count(b'"kind":"told"')
+        complete = data[: data.rindex(b"\n", 0, cut) + 1].count(b'"kind":"result"')
         assert sum(entry.result is not None for entry in read_journal(path)) == complete
         with Journal(path, FINGERPRINT) as journal:
             assert sum(entry.result is not None for entry in journal.entries) == complete
@@ -124,10 +124,10 @@ def test_a_tuple_equals_its_list_in_the_fingerprint(path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"kind":"header","schema":99}\n', "schema 99, this version reads schema 1"),
+        ('{"kind":"header","schema":99}\n', "schema 99, this version reads schema 2"),
         ("hello\n", "not a journal"),
         ("[1]\n", "not a journal"),
-        ('{"kind":"told"}\n', "not a journal"),
+        ('{"kind":"result"}\n', "not a journal"),
     ],
 )
 def test_other_files_are_rejected(path, content, message):
@@ -147,7 +147,7 @@ def test_other_files_are_rejected(path, content, message):
 def test_damaged_lines_are_named(path, line, message):
     write(path, 2)
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:2], f"{line}\n", *lines[3:]]))
+    path.write_text("".join([*lines[:2], f"{add_checksum(line)}\n", *lines[3:]]))
     with pytest.raises(UserError, match=message):
         list(read_journal(path))
 
@@ -159,7 +159,7 @@ from harness.errors import UserError
 from harness.records import Failed, Proposal, TrialResult
 from harness.results_dir.journal import Journal
 
-resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4300, resource.RLIM_INFINITY))
 path = Path(sys.argv[1])
 try:
     with Journal(path, {"model": "abc", "seed": 1}) as journal:

@@ -17,7 +17,7 @@ from harness.compat.modelopt_autotune.storage import read_state
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
-from harness.results_dir.io import read_json
+from harness.results_dir.io import add_checksum, read_json
 from harness.results_dir.journal import read_journal
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
@@ -154,9 +154,10 @@ def test_mutated_caches_and_states_are_read_or_refused(tmp_path: Path, reader: s
 
 
 def test_mutated_journals_are_read_or_refused(tmp_path: Path) -> None:
-    told = '{"kind":"told","number":0,"outcome":{"status":"failed","stage":"build","reason":"x"},"elapsed_s":1.0}'
-    asked = '{"kind":"asked","number":0,"choices":[0,1],"digest":"d","origin":"searcher","duplicate_of":null}'
-    whole = "\n".join(['{"kind":"header","schema":1,"fingerprint":{}}', asked, told, ""]).encode()
+    told = '{"kind":"result","number":0,"outcome":{"status":"failed","stage":"build","reason":"x"},"elapsed_s":1.0}'
+    asked = '{"kind":"proposal","number":0,"choices":[0,1],"digest":"d","origin":"searcher","duplicate_of":null}'
+    lines = map(add_checksum, ['{"kind":"header","schema":2,"fingerprint":{}}', asked, told])
+    whole = "".join(f"{line}\n" for line in lines).encode()
     rng = random.Random(7)
     path = tmp_path / "j.jsonl"
     for _ in range(FUZZ):

@@ -17,6 +17,7 @@ from harness.records import Failed, TrialResult
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.results_dir.journal import read_journal
+from harness.results_dir.lines import has_lines
 
 KILLS = int(os.environ.get("QDQ_KILLS", "6"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))
@@ -25,9 +26,11 @@ SEED = int(os.environ.get("QDQ_SEED", "7"))
 def told(out: Path) -> dict[str, dict[int, Any]]:
     """Outcomes by journal and number, as they stand on the disk."""
     found = {}
-    for path in sorted(out.glob("*/runs/*.jsonl")):
-        if path.read_bytes().count(b"\n"):
-            found[path.name] = {e.proposal.number: e.result for e in read_journal(path) if e.result is not None}
+    for path in sorted(out.glob("*/runs/*.jsonl*")):
+        if has_lines(path):
+            found[path.name.removesuffix(".gz")] = {
+                e.proposal.number: e.result for e in read_journal(path) if e.result is not None
+            }
     return found
 
 

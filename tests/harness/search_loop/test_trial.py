@@ -204,6 +204,6 @@ def test_the_record_survives_the_journal() -> None:
 
 def test_journals_from_before_racing_are_read() -> None:
     outcome = '{"status":"measured","samples_ms":[1.5],"build_s":0.1,"measure_s":0.2}'
-    told = decode_line(f'{{"kind":"told","number":0,"outcome":{outcome},"elapsed_s":1}}')
+    told = decode_line(f'{{"kind":"result","number":0,"outcome":{outcome},"elapsed_s":1}}')
     assert isinstance(told, TrialResult)
     assert measured(told.outcome).retaken_ms == ()

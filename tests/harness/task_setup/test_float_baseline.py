@@ -1,6 +1,5 @@
 """The float precision of a cell is measured once, and what it was chosen for must still be so."""
 
-import json
 from functools import partial
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
 from harness.progress import NullProgress
+from harness.results_dir.io import write_json
 from harness.task_setup.float_baseline import select_float_baseline
 from harness.timing.workers.sandbox import open_engines
 
@@ -65,6 +65,6 @@ def test_a_damaged_record_is_explained(choose, tmp_path):
     (tmp_path / "cell" / "float.json").write_text("{")
     with pytest.raises(UserError, match=r"float.json: cannot be read .*; move the file away"):
         choose()
-    (tmp_path / "cell" / "float.json").write_text(json.dumps([]))
+    write_json(tmp_path / "cell" / "float.json", [])
     with pytest.raises(UserError, match="not a file of qdq-bench"):
         choose()

@@ -1,7 +1,5 @@
 """What searches start from, on a small residual net: by name, from a file, or from nothing."""
 
-import json
-
 import pytest
 
 from harness.config.experiment import load_experiment, parse_experiment
@@ -21,6 +19,7 @@ from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
 from harness.report.tables.main import main_note
+from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
 from harness.task_setup.external_tools import ExternalModel
 from harness.task_setup.initial_design import InitialDesign, tensorrt_guide_placement
@@ -137,7 +136,7 @@ def test_an_imported_model_gives_its_own_placement(folder, model, space):
     found = seeding(folder, model, space, initial, foreign)
     assert space.digest(found["mine"]["mine"]) == space.digest(mine)
     cell = run(written(folder, "imported.yaml", initial, "[mine, linear]"), folder / "imported")
-    rows = {row["id"]: row for row in json.loads((cell / "rows.json").read_text())["rows"]}
+    rows = {row["id"]: row for row in read_json(cell / "rows.json")["rows"]}
     assert rows["mine"]["choices"] is None, "as a baseline it is timed as it is"
 
 
@@ -156,7 +155,7 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
     assert space.digest(found["pattern_cache"]["pattern_cache"]) == space.digest(best)
     assert any("measured with backend 'elsewhere'" in sentence for sentence in listening.said)
     cell = run(written(folder, "cached.yaml", initial), folder / "cached")
-    marked = json.loads((cell / "cell.json").read_text())["cache_remarks"]
+    marked = read_json(cell / "cell.json")["cache_remarks"]
     assert marked == [
         "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated': "
         "good starts at best"
@@ -172,7 +171,7 @@ def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
     entries = list(read_journal(cell / "runs" / "random-0.jsonl"))
     assert [entry.proposal.origin for entry in entries[:2]] == ["seed:float", "seed:pattern_cache"]
     assert any(entries[1].proposal.choices)
-    assert json.loads((cell / "cell.json").read_text())["cache_remarks"] == []
+    assert read_json(cell / "cell.json")["cache_remarks"] == []
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,7 @@ def test_a_file_that_is_not_there_or_is_something_else_is_named_before_anything_
 
 def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder):
     for name, initial in (("cold", "none"), ("warm", "[float, linear, movers]")):
-        for journal in run(written(folder, f"{name}.yaml", initial), folder / name).glob("runs/*.jsonl"):
+        for journal in run(written(folder, f"{name}.yaml", initial), folder / name).glob("runs/*.jsonl*"):
             entries = list(read_journal(journal))
             seeds = [entry.proposal.origin for entry in entries if entry.proposal.origin != "searcher"]
             assert seeds == ([] if name == "cold" else ["seed:float", "seed:linear", "seed:movers"]), journal.name

@@ -1,14 +1,15 @@
 """Methods that do without a part of the harness, and peers, on simulated runtimes: what a user sees."""
 
-import json
 from pathlib import Path
 
 import pytest
 from small import qdq
+from stored import read_records
 
 from harness.graph.builder import GraphBuilder
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.journal import read_journal
+from harness.results_dir.lines import has_lines
 from harness.results_dir.termination import Termination, read_termination
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -82,7 +83,7 @@ def test_without_racing_and_retakes_engines_are_timed_to_the_end_and_believed_at
 
 
 def test_a_method_with_all_its_parts_has_the_fingerprint_that_it_always_had(parts):
-    headers = {p.stem: json.loads(p.read_text().splitlines()[0]) for p in (parts / "runs").iterdir()}
+    headers = {p.name.partition(".")[0]: read_records(p)[0] for p in (parts / "runs").glob("*.gz")}
     assert "without" not in str(headers["random-0"])
     assert "'without': ['seeds']" in str(headers["cold-0"])
 
@@ -230,9 +231,9 @@ def test_a_peer_is_journalled_counted_and_resumed_like_any_search(folder, capsys
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
     assert "net-scales-int8: nothing is left to do" in capsys.readouterr().err
     assert (folder / "told.txt").read_text() == before, "a cell that is through does not ask its peers again"
-    (cell / "confirm.jsonl").unlink()
+    (cell / "confirm.jsonl.gz").unlink()
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
-    assert (cell / "confirm.jsonl").exists()
+    assert has_lines(cell / "confirm.jsonl")
     assert journal(cell, "peer-0") == entries
     assert (folder / "told.txt").read_text() == 2 * before, "a resumed peer is told the same again"
 

@@ -300,8 +300,8 @@ def test_events_are_read_as_they_were_written(make: Callable[[], TurnEvent]) -> 
     [
         ("[]", "not a line of a confirmation"),
         ('{"kind":"other"}', "not a line of a confirmation"),
-        ('{"kind":"block","build":1}', "lacks or adds a field"),
-        ('{"kind":"dropped","failed":{"stag":1}}', "lacks or adds a field"),
+        ('{"kind":"turn","build":1}', "lacks or adds a field"),
+        ('{"kind":"failure","failed":{"stag":1}}', "lacks or adds a field"),
         ("{", "Expecting"),
     ],
 )

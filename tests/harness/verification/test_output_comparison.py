@@ -1,6 +1,5 @@
 """A runtime that computes something else than the file says is found without labels, and its rows are not delivered."""
 
-import json
 import subprocess
 import sys
 
@@ -19,6 +18,8 @@ from harness.progress import NullProgress
 from harness.records import Failed
 from harness.report.load.results import load
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.io import read_json
+from harness.results_dir.manifest import read_manifest, reopen_task
 from harness.timing.workers.engines import BuiltEngine
 from harness.verification.output_comparison import compare_float, compare_with_file
 from search.space import edges_digest
@@ -129,17 +130,18 @@ def test_verify_says_so(folder, capsys):
 
 def test_a_run_that_goes_on_has_the_same_winners_and_times_nothing_again(folder):
     cell = folder / "out" / CELL
-    kept = {name: (cell / name).read_bytes() for name in ("rows.json", "runoff.jsonl", "runtime_check.json")}
-    (cell / "through.json").unlink()
+    kept = {name: (cell / name).read_bytes() for name in ("rows.json", "runoff.jsonl.gz", "runtime_check.json")}
+    reopen_task(cell)
     assert qdq("run", str(folder / "faulty.yaml"), "--out", str(folder / "out")) == 0
     assert {name: (cell / name).read_bytes() for name in kept} == kept
-    assert (cell / "through.json").exists()
+    assert read_manifest(cell.parent)["complete"]
 
 
 def test_results_of_before_the_check_are_read_as_they_were(folder, tmp_path):
     import shutil
 
     shutil.copytree(folder / "out", tmp_path / "out")
+    reopen_task(tmp_path / "out" / CELL)
     (tmp_path / "out" / CELL / "runtime_check.json").unlink()
     cell = load(tmp_path / "out").cell(CELL)
     assert not cell.checks
@@ -299,7 +301,7 @@ def test_saturation_has_a_verdict_of_its_own(tmp_path, without_vnni, broken, ver
     assert own.verdict == "right"
     assert found.verdict == verdict
     assert found.label == {"saturates": "saturates", "wrong result": "wrong result in openvino"}[verdict]
-    stored = json.loads((tmp_path / "runtime_check.json").read_text())["checks"]["q main"]
+    stored = read_json(tmp_path / "runtime_check.json")["checks"]["q main"]
     assert stored["verdict"] == verdict
     if verdict == "wrong result":
         assert found.operator == "MatMul 'product'"
@@ -413,7 +415,7 @@ def test_autotune_delivers_no_model_that_is_computed_wrongly(folder, tmp_path, m
         "3",
     ]
     assert qdq("autotune", *command, "--backend", "check_plugins:Faulty", "--searcher", "random") == 0
-    record = json.loads((tmp_path / "out" / "runtime_check.json").read_text())["checks"]
+    record = read_json(tmp_path / "out" / "runtime_check.json")["checks"]
     assert "wrong result" in {found["verdict"] for found in record.values()}
     final = onnx.load(tmp_path / "out" / "optimized_final.onnx")
     made_by = {name: node.op_type for node in final.graph.node for name in node.output}

@@ -7,6 +7,7 @@ import shutil
 import pandas as pd
 import pytest
 from small_results import CELL, edit_json, measured, write_search
+from stored import write_records
 
 from harness.records import Failed, Measured
 from harness.report.frames.confirmation import sample_frame
@@ -85,7 +86,7 @@ def test_other_placements_have_their_speedup_in_the_final_selection(folder, runs
         for number in range(3)
         for row, latency_ms in (("float", 8.0), ("lucky", 7.0), (TWIN, 8.1))
     ]
-    (folder / CELL / "runoff.jsonl").write_text("{}\n" + "".join(f"{encode_turn_event(turn)}\n" for turn in turns))
+    write_records(folder / CELL / "runoff.jsonl", ("{}", *map(encode_turn_event, turns)))
     results = load(folder)
     assert results.cells[0].selection_speedups == {"lucky": pytest.approx(8 / 7)}
     reached = target_frame(results).set_index(["searcher", "share"])["reached"]

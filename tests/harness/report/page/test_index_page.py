@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from small_results import CELL, edit_json, write_cell
+from stored import read_records, replace_text, write_records
 
 from harness.report import render
 from harness.report.load.cell_files import AttributionReport, PartEffect, write_attribution
@@ -106,8 +107,7 @@ def test_a_run_still_going_is_partial(with_models, gone):
 
 def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
     path = folder / CELL / "confirm.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"build":' not in line or '"build":0' in line))
+    write_records(path, (line for line in read_records(path) if line.get("build", 0) == 0))
     data = data_of(page_of(folder).read_text())
     pareto = next(chart for chart in data["cells"][0]["charts"] if chart["title"].startswith("Latency against"))
     assert pareto["data"][2]["customdata"][0][1] == pytest.approx(8.0)
@@ -118,7 +118,7 @@ def test_hostile_names_are_only_text(folder, browser):
     evil = "<script>document.title='owned'</script>"
     edit_json(folder / CELL / "cell.json", model=evil)
     rows = folder / CELL / "rows.json"
-    rows.write_text(rows.read_text().replace('"tpe"', json.dumps(f"{evil}<img src=x onerror=alert(1)>")))
+    replace_text(rows, '"tpe"', json.dumps(f"{evil}<img src=x onerror=alert(1)>"))
     (folder / "experiment.yaml").write_text(
         f'experiment: "{evil}"\ndescription: "</pre>{evil}"\nmodels: ["{evil}.onnx"]\n'
     )
@@ -219,7 +219,7 @@ def test_no_button_uploads_a_chart(folder, browser):
 
 def test_names_in_charts_are_no_markup(folder):
     rows = folder / CELL / "rows.json"
-    rows.write_text(rows.read_text().replace('"random"', '"<a href=x>random</a>"'))
+    replace_text(rows, '"random"', '"<a href=x>random</a>"')
     charts = json.dumps(data_of(page_of(folder).read_text())["cells"][0]["charts"])
     assert "&lt;a href=x&gt;random&lt;/a&gt;" in charts
     assert "<a href" not in charts.replace('"legendgroup": "<a href', "")

@@ -15,6 +15,7 @@ from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.cost import cost_frame
+from harness.results_dir.io import add_checksum
 from harness.results_dir.journal import RETRY_ORIGIN, Journal
 from harness.search_loop.objective import Goal
 from harness.search_loop.search_log import read_search
@@ -128,7 +129,7 @@ def test_raw_samples_are_not_kept_in_memory(tmp_path):
             samples_ms = tuple(5.0 + (number * sample) % 997 / 1000 for sample in range(500))
             outcome = Measured(samples_ms=samples_ms, build_s=0.1, measure_s=0.1)
             result = TrialResult(number=number, outcome=outcome, elapsed_s=float(number))
-            file.write(f"{encode_line(asked)}\n{encode_line(result)}\n")
+            file.write("".join(f"{add_checksum(encode_line(line))}\n" for line in (asked, result)))
     tracemalloc.start()
     search = read_search(path, "random", 0, Goal(), None)
     kept, peak = tracemalloc.get_traced_memory()

@@ -1,6 +1,5 @@
 """Main, precision and decision tables: figures, verdicts, decisions and notes of a small results folder."""
 
-import json
 import re
 import shutil
 from dataclasses import asdict
@@ -8,6 +7,7 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 from small_results import CELL, edit_json, read_note, read_table, write_cell, write_confirmation
+from stored import replace_text
 
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
@@ -15,6 +15,7 @@ from harness.report.next_steps import describe_next_steps
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.tables.catalog import SPECS
+from harness.results_dir.io import write_json
 from harness.search_loop.objective import Goal
 
 BOUND = {"metric": "top1", "reference": 0.8}
@@ -43,10 +44,8 @@ def edit_scores(folder, change) -> None:
 def rename_metric(folder, name: str, *replacements: tuple[str, str]) -> None:
     edit_json(folder / CELL / "cell.json", metric=name, goal=asdict(Goal()))
     path = folder / CELL / "accuracy.json"
-    text = path.read_text().replace('"top1"', f'"{name}"')
-    for old, new in replacements:
-        text = text.replace(old, new)
-    path.write_text(text)
+    for old, new in (('"top1"', f'"{name}"'), *replacements):
+        replace_text(path, old, new)
 
 
 def edit_picks(folder, change) -> None:
@@ -234,7 +233,7 @@ def test_disturbed_searches_are_noted(folder):
     assert "stayed disturbed" not in main_note(folder)
     count = 0
     for path in (folder / CELL / "runs").glob("random-*.jsonl"):
-        path.write_text(path.read_text().replace('"stable":true', '"stable":false'))
+        replace_text(path, '"stable":true', '"stable":false')
         count += path.read_text().count('"stable":false')
     assert re.match(rf"Noisy machine, {CELL}: {count} of \d+ evaluations stayed disturbed", main_note(folder))
 
@@ -328,7 +327,7 @@ def test_different_images_cost_the_interval_only(folder, caplog):
 def test_only_rows_with_a_bound_on_accuracy_are_shipped(folder, goal, scores, decisions):
     edit_json(folder / CELL / "cell.json", goal=asdict(goal))
     if scores is not None:
-        (folder / CELL / "accuracy.json").write_text(json.dumps(scores))
+        write_json(folder / CELL / "accuracy.json", scores)
     raw = raw_main(folder)["decision"]
     assert (raw["all"], raw["random"]) == decisions
     assert not list(describe_next_steps(load(folder), main_frame(load(folder))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 
@@ -18,6 +17,7 @@ from harness.report.plots.study_plots import draw_speedups
 from harness.report.render import write_tables
 from harness.report.tables.overview import MEAN_LABEL
 from harness.report.trace import trace_cell
+from harness.results_dir.io import read_json
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN
 
@@ -131,7 +131,7 @@ def test_the_median_of_seeds_is_compared_and_the_note_counts_them(models):
 
 def test_the_interval_of_one_search_is_not_over_searches(models):
     for cell in (CELL, OTHER):
-        picks = json.loads((models / cell / "rows.json").read_text())["picks"]
+        picks = read_json(models / cell / "rows.json")["picks"]
         edit_json(models / cell / "rows.json", picks=[pick for pick in picks if pick["seed"] != 1])
     found = shown(models)
     assert found["net"]["random"] == "**2.00 [2.00, 2.00]**"

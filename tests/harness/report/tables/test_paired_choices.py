@@ -1,11 +1,11 @@
 """Gain over the best fixed row, and ablation of a searcher, from paired choices."""
 
-import json
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 from small_results import CELL, edit_json, read_note, read_table, write_choices, write_confirmation
+from stored import read_records, write_records
 
 from harness.report.load.results import load
 from harness.report.page.index_page import render_index
@@ -82,9 +82,8 @@ def test_turns_are_paired_and_a_single_turn_gives_no_verdict(tmp_path, fixed):
     write_confirmation(cell, {"A/A twin": 8.0, "float": 8.0, **LATENCY_MS}, paces=(1.0, 2.0, 3.0))
     assert shown(tmp_path)[CELL, "auto"]["10 evaluations"] == "2.00 [2.00, 2.00] faster"
     path = cell / "confirm.jsonl"
-    header, *events = path.read_text().splitlines()
-    first = [line for line in events if json.loads(line).get("round") == 0 == json.loads(line)["build"]]
-    path.write_text("".join(f"{line}\n" for line in (header, *first)))
+    header, *events = read_records(path)
+    write_records(path, [header, *(event for event in events if event.get("round") == 0 == event["build"])])
     assert shown(tmp_path)[CELL, "auto"]["10 evaluations"] == "2.00 tie"
 
 

@@ -23,7 +23,7 @@ from harness.report.tables.paired_choices import ablation_frame
 from harness.report.tables.searchers import pair_frame, rank_searchers, score_frame
 from harness.report.tables.transfer import similarity_frame, transfer_frame
 from harness.results_dir.artifacts import Choice
-from harness.results_dir.io import write_json
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import Journal
 
 YAML = """
@@ -70,7 +70,7 @@ def study(tmp_path):
                 picks.append(
                     Choice(method=method, kind="search", row=row, seed=seed, budget=3, search_ms=search_ms, minutes=1.0)
                 )
-        body = json.loads((cell / "rows.json").read_text())
+        body = read_json(cell / "rows.json")
         extra = {**body["rows"][-1], "id": "cc", "file": "cc.onnx", "sha256": "sha of cc"}
         write_json(cell / "rows.json", {"rows": [*body["rows"], extra], "picks": [asdict(pick) for pick in picks]})
         write_confirmation(cell, confirmed)
@@ -187,7 +187,7 @@ def test_placements_are_compared_on_the_other_backend(study):
 def test_rank_correlation_is_over_placements_and_not_over_models_of_tools(study):
     """The row of `all` is called like its method here, as the rows of tools are."""
     path = study / "net-two-int8" / "rows.json"
-    rows = json.loads(path.read_text())["rows"]
+    rows = read_json(path)["rows"]
     edit_json(path, rows=[row if row["id"] == "all" else {**row, "sha256": f"{row['sha256']} 7"} for row in rows])
     assert similarity_frame(load(study))["rows"].item() == 4, "a placement is one whatever its files are"
     edit_json(path, rows=[{**row, "sha256": "of another tool's file"} if row["id"] == "all" else row for row in rows])
@@ -198,7 +198,7 @@ def test_a_model_of_a_tool_for_one_runtime_is_no_placement_of_another(study):
     """Where a search chose the file of a tool, the tool's row elsewhere has its name, and another model."""
     for name in ("one", "two"):
         path = study / f"net-{name}-int8" / "rows.json"
-        body = json.loads(path.read_text())
+        body = read_json(path)
         rows = [{**row, "sha256": f"for {name}"} if row["id"] == "all" else row for row in body["rows"]]
         picks = [{**pick, "row": "all"} if pick["kind"] == "search" else pick for pick in body["picks"]]
         write_json(path, {"rows": rows, "picks": picks})
@@ -222,7 +222,7 @@ def test_a_gain_within_the_noise_has_no_share(study):
 
 def test_a_placement_that_was_brought_over_by_name_is_found(study):
     cell = study / "net-two-int8"
-    body = json.loads((cell / "rows.json").read_text())
+    body = read_json(cell / "rows.json")
     body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
     picks = [pick for pick in body["picks"] if pick["row"] != "aa"]
     assert transfer_frame(load(study)).set_index(["source", "target"]).loc[("one", "two"), "row"] == "aa"
@@ -267,7 +267,7 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
     assert (with_models / CELL / "graph.json").read_bytes() == kept
     body = json.loads(kept)
     body["rows"]["all"] = "of another file"
-    (with_models / CELL / "graph.json").write_text(json.dumps(body))
+    write_json(with_models / CELL / "graph.json", body)
     render(with_models)
     assert '"all":[[' not in (with_models / "report" / "index.html").read_text()
 
@@ -338,7 +338,7 @@ def test_schemes_of_a_model_are_compared_in_another_model(study):
     path = study / "experiment.yaml"
     path.write_text(path.read_text().replace("label: net}]", "label: net}, {use: big.onnx, label: big}]"))
     cell = write_cell(study, "big-one-int8", model="big")
-    body = json.loads((cell / "rows.json").read_text())
+    body = read_json(cell / "rows.json")
     brought = asdict(Choice(method="from_net", kind="baseline", row="bb"))
     write_json(cell / "rows.json", {**body, "picks": [*body["picks"], brought]})
     found = transfer_frame(load(study))

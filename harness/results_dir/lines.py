@@ -1,0 +1,127 @@
+"""JSON lines with checksums: plain files while a run appends to them, gzip files afterwards.
+
+Every function takes the path of the plain file and finds the compressed one itself; readers take both.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from harness.errors import UserError
+from harness.results_dir.io import explain_write_errors, remove_checksum, truncate_partial_line
+
+__all__ = [
+    "COMPRESSED_SUFFIX", "compress_lines", "has_lines", "open_lines", "read_lines", "restore_lines", "stored_path",
+]  # fmt: skip
+
+COMPRESSED_SUFFIX = ".gz"
+MAX_IN_MEMORY = 32 * 2**20  # bytes; larger files are decompressed to a temporary one
+
+
+def stored_path(path: Path) -> Path | None:
+    """Return the plain or the compressed file, or None if there is neither.
+
+    If a crash left both, the plain one has at least the lines of the other.
+    """
+    compressed = _compressed_path(path)
+    return path if path.exists() else compressed if compressed.exists() else None
+
+
+def open_lines(path: Path) -> IO[bytes]:
+    """Open a file of lines for reading and seeking.
+
+    Raises:
+        UserError: The compressed file is damaged.
+        OSError: There is no such file.
+    """
+    stored = stored_path(path)
+    if stored is None or stored.suffix != COMPRESSED_SUFFIX:
+        return path.open("rb")
+    plain = tempfile.SpooledTemporaryFile(MAX_IN_MEMORY)  # noqa: SIM115 - the caller closes it
+    _decompress(stored, plain)
+    plain.seek(0)
+    return plain
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line with its number, from 1, without its checksum; a partial last line is ignored.
+
+    Raises:
+        UserError: A line or the file is damaged.
+    """
+    with open_lines(path) as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                yield number, remove_checksum(raw)
+            except ValueError as error:
+                raise UserError(
+                    f"{stored_path(path)}, line {number}: {error}; move the file away to have it made again"
+                ) from error
+
+
+def has_lines(path: Path) -> bool:
+    """Return whether a file exists with at least one whole line."""
+    if stored_path(path) is None:
+        return False
+    with open_lines(path) as file:
+        return file.readline().endswith(b"\n")
+
+
+def compress_lines(path: Path) -> None:
+    """Replace a finished plain file by a compressed one, whose bytes depend on nothing but the lines.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    truncate_partial_line(path)
+    target = _compressed_path(path)
+    temporary = target.with_suffix(".tmp")
+    with explain_write_errors(target):
+        with path.open("rb") as plain, temporary.open("wb") as file:
+            with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=9, mtime=0) as packed:
+                shutil.copyfileobj(plain, packed)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        path.unlink()
+
+
+def restore_lines(path: Path) -> None:
+    """Make the file plain again, so that lines can be appended; nothing is done if it is.
+
+    Raises:
+        UserError: The compressed file is damaged, or the plain one cannot be written.
+    """
+    compressed = _compressed_path(path)
+    if not compressed.exists():
+        return
+    with explain_write_errors(path):
+        if not path.exists():
+            temporary = path.with_suffix(".tmp")
+            with temporary.open("wb") as file:
+                _decompress(compressed, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        compressed.unlink()
+
+
+def _compressed_path(path: Path) -> Path:
+    return path.with_name(path.name + COMPRESSED_SUFFIX)
+
+
+def _decompress(source: Path, target: IO[bytes]) -> None:
+    try:
+        with gzip.open(source) as packed:
+            shutil.copyfileobj(packed, target)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{source}: damaged ({error})") from error

@@ -1,0 +1,202 @@
+"""Manifest of a results folder: length and digest of each file of finished tasks, and their configuration.
+
+The entry of a task is removed when the task continues and written last. A report has a manifest of its own. Both have a
+checksum, as every JSON file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.lines import compress_lines
+from harness.results_dir.termination import TASK_ERROR_FILE
+
+__all__ = [
+    "MANIFEST_FILE", "FileProblem", "close_results", "complete_task", "describe_files", "find_changed_files",
+    "is_complete", "list_files", "read_manifest", "record_files", "reopen_results", "reopen_task",
+    "require_unchanged_results",
+]  # fmt: skip
+
+MANIFEST_FILE = "manifest.json"
+#: Files and folders of a task that are no results; dashboards write into the Optuna journal.
+NON_RESULT_NAMES = frozenset({MANIFEST_FILE, TASK_ERROR_FILE, "work", "optuna.journal"})
+MODELS_FOLDER = "models/"
+#: Files that may be missing: models in version control, and what the report, `qdq explain` or a run makes again.
+OPTIONAL_FILES = (MODELS_FOLDER, "explain/", "graph.json", "patterns.yaml")
+MISSING = "missing"
+FileTable = Mapping[str, list[Any]]
+"""Length in bytes and BLAKE2 digest by path within a folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileProblem:
+    """File that is not the one of its manifest."""
+
+    path: Path
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+def complete_task(folder: Path, config: str, complete: bool) -> None:
+    """Compress the logs of a task and add it to the manifest.
+
+    The next run skips a complete task. Otherwise it would replay the searches; an external searcher such as ModelOpt's
+    autotuner needs minutes to generate its models again.
+
+    Args:
+        folder: Folder of the task.
+        config: Digest of the configuration.
+        complete: Nothing is left to do.
+    """
+    for path in (*folder.glob("*.jsonl"), *folder.glob("runs/*.jsonl")):
+        compress_lines(path)
+    entry = {"config": config, "complete": complete, "files": describe_files(folder, list_files(folder))}
+    with _updated_manifest(folder.parent) as manifest:
+        manifest["tasks"][folder.name] = entry
+
+
+def is_complete(folder: Path, config: str) -> bool:
+    """Return whether a task is complete for this configuration, and has every file.
+
+    Raises:
+        UserError: A file is not the one of the manifest.
+    """
+    entry = _task_entry(folder)
+    if entry is None or entry.get("config") != config or not entry.get("complete"):
+        return False
+    for found in find_changed_files(folder, entry["files"]):
+        if found.problem != MISSING:
+            raise UserError(f"{found}; qdq verify {folder.parent} lists all damage, and how to repair it")
+    return all((folder / name).exists() for name in entry["files"])
+
+
+def reopen_task(folder: Path) -> None:
+    """Remove a task, whose files are about to change, from the manifest."""
+    if (folder.parent / MANIFEST_FILE).exists():
+        with _updated_manifest(folder.parent) as manifest:
+            manifest["tasks"].pop(folder.name, None)
+
+
+def record_files(folder: Path, paths: Iterable[Path]) -> None:
+    """Add or update files of a task in the manifest, unless the task is not in it."""
+    if _task_entry(folder) is not None:
+        with _updated_manifest(folder.parent) as manifest:
+            manifest["tasks"][folder.name]["files"] |= describe_files(folder, paths)
+
+
+def reopen_results(folder: Path) -> None:
+    """Note that a run continues; the files outside of tasks may change."""
+    if (folder / MANIFEST_FILE).exists():
+        with _updated_manifest(folder) as manifest:
+            manifest |= {"complete": False, "files": {}}
+
+
+def close_results(folder: Path, tasks: Iterable[str]) -> None:
+    """Complete the manifest of a results folder, last of all files.
+
+    Args:
+        folder: The results folder.
+        tasks: Names of the tasks of the experiment.
+    """
+    own = [path for path in sorted(folder.iterdir()) if path.suffix == ".yaml" and path.is_file()]
+    with _updated_manifest(folder) as manifest:
+        entries = [manifest["tasks"].get(name) for name in tasks]
+        manifest["complete"] = all(entry is not None and entry["complete"] for entry in entries)
+        manifest["files"] = describe_files(folder, own)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a results folder or a report, or None before there is one.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return None
+    body = read_json(path)
+    tables = [body.get("files"), *(entry.get("files") for entry in body.get("tasks", {}).values())]
+    if not all(isinstance(table, dict) for table in tables):
+        raise UserError(f"{path}: damaged (no list of files)")
+    return body
+
+
+def describe_files(folder: Path, paths: Iterable[Path]) -> FileTable:
+    """Return the length and the digest of files by their path within a folder."""
+    return {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return the files of a task or a report that a manifest has, sorted."""
+    paths = ((path.relative_to(folder), path) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for name, path in paths if name.parts[0] not in NON_RESULT_NAMES and path.suffix != ".tmp"]
+
+
+def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -> Iterator[FileProblem]:
+    """Yield each file that is missing or is not the one of a manifest.
+
+    Args:
+        folder: Folder of the files.
+        files: Table of its manifest.
+        models: Include exported models.
+    """
+    for name, recorded in files.items():
+        path = folder / name
+        if not path.exists():
+            if not name.startswith(OPTIONAL_FILES):
+                yield FileProblem(path=path, problem=MISSING)
+        elif models or not name.startswith(MODELS_FOLDER):
+            found = _describe_file(path)
+            if found[:1] != recorded[:1]:
+                yield FileProblem(path=path, problem=f"damaged: {found[0]} bytes, but {recorded[0]} recorded")
+            elif found != recorded:
+                yield FileProblem(path=path, problem="damaged: the content differs from the recorded digest")
+
+
+def require_unchanged_results(folder: Path) -> None:
+    """Raise `UserError` if a record of a results folder is missing or is not the one of its manifest."""
+    manifest = read_manifest(folder) or {"files": {}, "tasks": {}}
+    tables = {folder: manifest["files"], **{folder / name: task["files"] for name, task in manifest["tasks"].items()}}
+    for root, table in tables.items():
+        for found in find_changed_files(root, table, models=False):
+            raise UserError(f"{found}; qdq verify {folder} lists all damage, and how to repair it")
+
+
+def _task_entry(folder: Path) -> dict[str, Any] | None:
+    manifest = read_manifest(folder.parent)
+    entry: dict[str, Any] | None = None if manifest is None else manifest.get("tasks", {}).get(folder.name)
+    return entry
+
+
+@contextmanager
+def _updated_manifest(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the manifest and write it back, while no other thread or process does so."""
+    path = folder / MANIFEST_FILE
+    with explain_write_errors(path):
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # file systems without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        manifest = read_manifest(folder) or {"complete": False, "tasks": {}, "files": {}}
+        yield manifest
+        write_json(path, manifest)
+    finally:
+        os.close(handle)
+
+
+def _describe_file(path: Path) -> list[Any]:
+    """Return the length in bytes and the BLAKE2 digest, of 16 bytes."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return [file.tell(), digest]

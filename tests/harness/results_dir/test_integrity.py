@@ -1,0 +1,147 @@
+"""A flipped byte anywhere in a finished results folder is reported, and never changes a figure silently."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+from small import qdq, save_chain
+
+from harness.errors import UserError
+from harness.paths import HOST_VARIABLE, hide_paths
+from harness.records import Failed
+from harness.report.load.results import load
+from harness.report.next_steps import describe_winners
+from harness.report.render import current_report, report_text
+from harness.report.tables.catalog import build_tables
+from harness.results_dir.integrity import check_results
+from harness.results_dir.manifest import read_manifest
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0, failure_rate: 0.3}}]
+searchers: [random]
+initial: [float, linear]
+baselines: [linear]
+budget: {evaluations: [8]}
+seeds: [0]
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CELL = "net-simulated-int8"
+NOT_RESULTS = {".lock", "optuna.journal"}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("integrity")
+    save_chain(folder / "net.onnx", (8, 8, 12))
+    (folder / "small.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(folder / "out")) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(done: Path, tmp_path: Path) -> Path:
+    shutil.copytree(done, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def shown(folder: Path) -> str:
+    """What a reader of the report sees, or the error."""
+    try:
+        results = load(folder)
+        tables = list(build_tables(results))
+    except UserError as error:
+        return f"refused: {error}"
+    main = next(table.raw for table in tables if table.name == "main")
+    return "\n".join([report_text(results, tables), *describe_winners(results, main)])
+
+
+def test_an_undamaged_folder_is_complete(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = check_results(done)
+    assert found.problems == ()
+    assert found.complete
+    assert qdq("verify", str(done)) == 0
+    assert "none damaged; complete" in capsys.readouterr().out
+
+
+def test_a_flipped_byte_is_never_silent(copy: Path) -> None:
+    before, files = shown(copy), [path for path in sorted(copy.rglob("*")) if path.is_file()]
+    assert ": take " in before
+    for path in (path for path in files if path.name not in NOT_RESULTS):
+        name, whole = path.relative_to(copy).as_posix(), path.read_bytes()
+        for place in {len(whole) * part // 4 for part in range(4)} | {len(whole) - 1}:
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            (problem,) = check_results(copy).problems[:1]
+            assert str(path) in problem, f"{name}, byte {place}"
+            assert "; " in problem, "the repair"
+            if name.startswith("report/"):
+                assert current_report(copy) is None, f"{name}, byte {place}: it is drawn again"
+            elif (text := shown(copy)) != before:
+                assert path.name in text, f"{name}, byte {place}"
+        path.write_bytes(whole)
+    assert shown(copy) == before
+
+
+def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy: Path) -> None:
+    for name in ("rows.json", "confirm.jsonl.gz", "runs/random-0.jsonl.gz", "patterns.yaml"):
+        path = copy / CELL / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        assert shown(copy).startswith(f"refused: {path}: damaged"), name
+        path.write_bytes(whole)
+
+
+def test_a_line_that_was_taken_away_is_refused(copy: Path) -> None:
+    path = copy / CELL / "floor.json"
+    path.unlink()
+    assert str(path) in shown(copy)
+    assert [text.split("; ")[0] for text in check_results(copy).problems] == [f"{path}: missing"]
+
+
+def test_a_damaged_model_is_not_recommended(copy: Path) -> None:
+    models = sorted((copy / CELL / "models").glob("*.onnx"))
+    assert ": take " in shown(copy)
+    for path in models:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    text = shown(copy)
+    assert ": take " not in text
+    assert "damaged, do not ship it" in text
+
+
+def test_a_damaged_task_is_not_skipped_but_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy / CELL / "confirm.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    command = ["run", str(copy.parent / "small.yaml"), "--out", str(copy)]
+    save_chain(copy.parent / "net.onnx", (8, 8, 12))
+    (copy.parent / "small.yaml").write_text(EXPERIMENT)
+    assert qdq(*command) == 2
+    assert "confirm.jsonl.gz: damaged" in capsys.readouterr().err.replace("\n", " ")
+    path.unlink()
+    assert qdq(*command) == 0
+    manifest = read_manifest(copy)
+    assert manifest is not None
+    assert manifest["complete"]
+    assert check_results(copy).problems == ()
+
+
+def test_results_name_no_folder_and_no_host(done: Path) -> None:
+    private = [str(done.parent), str(Path.home()), sys.prefix, *filter(lambda name: len(name) > 3, [gethostname()])]
+    for path in (path for path in done.rglob("*") if path.is_file() and path.suffix not in (".png", ".onnx")):
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        assert [name for name in private if name.encode() in text] == [], path
+
+
+def test_texts_that_results_keep_have_marks_instead_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f'File "{Path.cwd()}/mine.py", {tempfile.gettempdir()}/x.onnx, {sys.prefix}/lib/a.py'
+    assert hide_paths(text) == 'File "./mine.py", <tmp>/x.onnx, <python>/lib/a.py'
+    assert Failed(stage="build", reason=text, log_tail=text).without_paths().log_tail == hide_paths(text)
+    monkeypatch.setenv(HOST_VARIABLE, "1")
+    assert hide_paths(text) == text
