@@ -19,6 +19,7 @@ import pytest
 from harness.report.load.results import CellResults, load
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
+from harness.results_dir.lines import stored_path
 from harness.search_loop.journal_reader import iter_evaluations
 from harness.selection.paired_timing import SELECTION_LOG_NAME, read_speedups
 from harness.statistics import MIN_CLAIMED_GAIN
@@ -49,7 +50,13 @@ def choices(cell: CellResults) -> Iterator[Choice]:
     met = {row: Met(read[row], cell.summaries[row].speedup.value) for row in read.keys() & cell.summaries.keys()}
     for pick in cell.picks:
         journal = cell.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"
-        if pick.kind != "search" or pick.rank or pick.method != "auto" or pick.row not in met or not journal.exists():
+        if (
+            pick.kind != "search"
+            or pick.rank
+            or pick.method != "auto"
+            or pick.row not in met
+            or not stored_path(journal)
+        ):
             continue
         found = (
             trial for trial in iter_evaluations(read_journal(journal), cell.goal) if trial.evaluations <= pick.budget
@@ -62,7 +69,7 @@ def choices(cell: CellResults) -> Iterator[Choice]:
 def test_what_a_tie_is_worth() -> None:
     folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{SELECTION_LOG_NAME}*")})
     cells = (cell for folder in folders for cell in load(folder).cells)
-    live = (cell for cell in cells if (cell.folder / SELECTION_LOG_NAME).exists() and cell.goal.minimize == "latency")
+    live = (cell for cell in cells if stored_path(cell.folder / SELECTION_LOG_NAME) and cell.goal.minimize == "latency")
     found = [choice for cell in live for choice in choices(cell)]
     print(f"\n{len(found)} choices of auto")
     for words, lead in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from harness.graph.qdq.cast_insert import CastInserter
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.io import read_json
 from harness.runtimes.tensorrt.model_checks import cast_model
 
 SHAPE = [1, 3, 8, 8]
@@ -160,7 +161,7 @@ def experiment(folder: Path, **params: str) -> list[str]:
     """Write an experiment on the stand-in for TensorRT 11; the arguments that run it."""
     backend = {"use": "fake_machine:TensorRT11", "label": "trt", "params": params}
     text = {**EXPERIMENT, "models": [{"use": "net.onnx", "label": "net"}], "backends": [backend]}
-    write_json(folder / "run.yaml", text)
+    (folder / "run.yaml").write_text(json.dumps(text))
     return ["run", str(folder / "run.yaml"), "--out", str(folder / "out")]
 
 

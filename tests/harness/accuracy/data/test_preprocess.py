@@ -179,7 +179,7 @@ def test_unknown_names_and_parameters_are_explained() -> None:
 
 
 def test_the_fingerprint_follows_name_parameters_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "class Mine:\n    def __init__(self, gain=1): ...\n"
+    source = "class Mine:\n    def __init__(self, gain=1): ...\n    def prepare(self, image, size): ...\n"
     (tmp_path / "own_preprocess.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     own = "own_preprocess:Mine"
