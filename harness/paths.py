@@ -14,10 +14,15 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["HOST_VARIABLE", "RelativePathMissing", "cache_dir", "hide_paths", "keeps_host", "resolve_path"]
+__all__ = [
+    "HOST_VARIABLE", "TRUST_VARIABLE", "RelativePathMissing", "cache_dir", "hide_paths", "keeps_host",
+    "plugins_trusted", "resolve_path", "trust_plugins",
+]  # fmt: skip
 
 #: Environment variable that `--with-host` sets: results keep paths and names of this machine.
 HOST_VARIABLE = "QDQ_WITH_HOST"
+#: Environment variable of the trust in `package.module:Class`, which worker processes inherit.
+TRUST_VARIABLE = "QDQ_TRUST_PLUGINS"
 
 
 class RelativePathMissing(UserError):
@@ -57,6 +62,16 @@ def cache_dir() -> Path:
     folder = (Path(root) if root else Path.home() / ".cache") / "qdq-bench"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def plugins_trusted() -> bool:
+    """Return whether `package.module:Class` may be imported."""
+    return os.environ.get(TRUST_VARIABLE) == "1"
+
+
+def trust_plugins() -> None:
+    """Allow `package.module:Class` in this process and the worker processes that it starts."""
+    os.environ[TRUST_VARIABLE] = "1"
 
 
 def keeps_host() -> bool:

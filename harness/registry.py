@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,11 +19,12 @@ from typing import Any, TypeVar
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from harness.errors import CandidateError, UserError, suggest_names
+from harness.paths import TRUST_VARIABLE, plugins_trusted
 
 __all__ = [
-    "ENTRY_POINT_GROUPS", "TRUST_VARIABLE", "Plugin", "call_plugin", "check_params", "create_plugin",
-    "find_entry_point", "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature", "plugins_trusted",
-    "require_methods", "trust_plugins",
+    "ENTRY_POINT_GROUPS", "Plugin", "call_plugin", "check_params", "create_plugin",
+    "find_entry_point", "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature", 
+    "require_methods", 
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -41,8 +41,6 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
     "dialect": "qdq.dialects",
 }
 
-#: Environment variable of the trust in `package.module:Class`, which worker processes inherit.
-TRUST_VARIABLE = "QDQ_TRUST_PLUGINS"
 #: Methods of a class that is named as `package.module:Class`.
 CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "searcher": ("ask", "tell"),
@@ -53,16 +51,6 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
 }
 #: Parameters of a function that is named as `package.module:function`.
 CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {"decoder": ("outputs", "prepared", "size"), "function": ()}
-
-
-def plugins_trusted() -> bool:
-    """Return whether `package.module:Class` may be imported."""
-    return os.environ.get(TRUST_VARIABLE) == "1"
-
-
-def trust_plugins() -> None:
-    """Allow `package.module:Class` in this process and the worker processes that it starts."""
-    os.environ[TRUST_VARIABLE] = "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

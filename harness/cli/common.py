@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.errors import UserError
-from harness.paths import RelativePathMissing
-from harness.registry import plugins_trusted
+from harness.paths import RelativePathMissing, plugins_trusted
 
 if TYPE_CHECKING:
     from harness.config.sections import PluginSpec

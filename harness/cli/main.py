@@ -23,8 +23,7 @@ from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, replay, sensitivity, study
 from harness.errors import UserError
-from harness.paths import HOST_VARIABLE
-from harness.registry import trust_plugins
+from harness.paths import HOST_VARIABLE, trust_plugins
 
 __all__ = ["app", "main"]
 

@@ -18,8 +18,8 @@ from ray.exceptions import RayError, RayTaskError
 from harness.cluster.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFiles, RayWorker
 from harness.errors import UserError
 from harness.graph.io.files import model_files
+from harness.paths import plugins_trusted
 from harness.progress import Observer
-from harness.registry import plugins_trusted
 from harness.results_dir.fingerprint import diff_leaves
 from harness.timing.provenance import comparability_key
 from harness.timing.workers.trial_pool import WorkerLost

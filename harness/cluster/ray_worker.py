@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from harness.api import Candidate
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import BuildFailed
-from harness.registry import trust_plugins
+from harness.paths import trust_plugins
 from harness.results_dir.io import explain_write_errors
 from harness.timing.provenance import describe_environment
 from harness.timing.workers.engines import Engines, WorkerSpec

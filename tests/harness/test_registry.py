@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from harness import registry
+from harness import paths, registry
 from harness.errors import UserError
 
 MODULE = """
@@ -121,7 +121,7 @@ def test_no_other_callable_is_a_plug_in_even_if_plug_ins_are_trusted(kind, use):
 
 def test_a_module_is_not_imported_unless_it_is_trusted(module, monkeypatch):
     name = module("plug_evil", "raise SystemExit('it ran')")
-    monkeypatch.delenv(registry.TRUST_VARIABLE)
+    monkeypatch.delenv(paths.TRUST_VARIABLE)
     assert "--trust-plugins" in refused("searcher", f"{name}:Thing", {})
     assert name not in sys.modules
     assert registry.load_plugin("searcher", "random").__name__ == "RandomSearcher"

@@ -10,7 +10,8 @@ from small import qdq, save_chain
 
 from harness.analysis.sensitivity import UnitEffect, UnitSensitivity, quantization_units
 from harness.errors import UserError
-from harness.results_dir.io import read_json
+from harness.records import SCHEMA_VERSION
+from harness.results_dir.io import add_checksum, read_json
 from harness.statistics import Interval
 from harness.task_setup.initial_design import ScreenedUnit, nested_prior_placements, read_prior
 from search.space import Dimension, Edge, Space
@@ -144,9 +145,9 @@ def test_searches_start_from_what_was_measured(measured: Path, folder: Path) -> 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "not a file of 'qdq sensitivity' that can be read"),
-        ("[1]", "no sensitivities of schema 1"),
-        ('{"kind": "sensitivity", "schema": 1, "units": [{}]}', "'alone'"),
+        ("{", "damaged"),
+        (add_checksum('{"kind":"noise"}'), "no sensitivities of schema"),
+        (add_checksum(f'{{"kind":"sensitivity","schema":{SCHEMA_VERSION},"units":[{{}}]}}'), "'alone'"),
     ],
 )
 def test_another_file_is_refused_beforehand(folder: Path, capsys: Any, text: str, expected: str) -> None:

@@ -16,6 +16,7 @@ from harness.cli.list import plugin_purpose
 from harness.cli.main import COMMANDS
 from harness.graph.builder import GraphBuilder
 from harness.registry import Plugin
+from harness.results_dir.lines import read_lines
 from harness.terminal_progress import TerminalProgress
 
 EXPERIMENT = """
@@ -137,8 +138,8 @@ def test_a_searcher_in_the_experiments_folder_runs_from_any_directory(folder, tm
     )
     assert done.returncode == 0, done.stderr
     assert "| Mine" in done.stdout
-    journal = (out / "net-simulated-int8" / "runs" / "Mine-0.jsonl").read_text().splitlines()
-    asks = [line for line in map(json.loads, journal) if line["kind"] == "proposal"]
+    journal = read_lines(out / "net-simulated-int8" / "runs" / "Mine-0.jsonl")
+    asks = [line for line in (json.loads(text) for _, text in journal) if line["kind"] == "proposal"]
     assert [line["origin"] for line in asks[:3]] == ["seed:float", "seed:all", "searcher"]
     assert asks[2]["choices"] == [1] + [0] * (len(asks[2]["choices"]) - 1), "what Mine proposes"
 

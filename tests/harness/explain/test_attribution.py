@@ -23,6 +23,7 @@ from harness.report.load.cell_files import EdgeFusion, read_attribution, write_a
 from harness.report.load.results import load
 from harness.report.plots.plot_files import draw_attribution
 from harness.results_dir.io import read_json, write_json
+from harness.results_dir.manifest import record_files
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
 from search.space import Edge, Placement
@@ -220,10 +221,10 @@ def test_an_evaluator_that_tells_nothing_of_images_gives_a_drop_without_limits(f
 
 def test_an_explanation_that_is_damaged_is_named(done, tmp_path):
     path = tmp_path / "x.json"
-    path.write_text('{"schema": 1}')
+    write_json(path, {"schema": 1})
     with pytest.raises(UserError, match=r"x\.json: damaged .*explain the row again"):
         read_attribution(path)
-    path.write_text('{"schema": 9}')
+    write_json(path, {"schema": 9})
     with pytest.raises(UserError, match="not of schema 1"):
         read_attribution(path)
 
@@ -239,11 +240,13 @@ def test_another_model_is_refused(done):
     path = done / CELL / "cell.json"
     before = path.read_text()
     write_json(path, {**json.loads(before), "model_sha256": "0" * 64})
+    record_files(done / CELL, [path])
     try:
         with pytest.raises(UserError, match="the model is another one today"):
             attribute_row(done, "random", base=done.parent, observer=NullProgress())
     finally:
         path.write_text(before)
+        record_files(done / CELL, [path])
 
 
 def test_names_of_tensors_are_only_text(found):
