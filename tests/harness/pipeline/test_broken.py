@@ -175,7 +175,7 @@ def test_tables_say_which_searches_broke_or_ended_early(ran: tuple[Path, int, st
         assert f"{CELL}: Idle-1 ended at " in text
         assert "Plain-1" not in text
     assert "broke" not in (report / "cost.md").read_text()
-    assert "the search's own readings" in (report / "targets.md").read_text()
+    assert "own readings" in (report / "targets.md").read_text()
     assert "Asks-1 broke at 4 of 8" in (report / "index.html").read_text()
 
 
