@@ -10,9 +10,9 @@ import numpy as np
 from stored import write_records
 
 from harness.config.experiment import parse_experiment, to_yaml
-from harness.records import Failed, Measured, Outcome, Proposal, TrialResult, encode_line
+from harness.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult, encode_line
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel
-from harness.results_dir.io import write_json
+from harness.results_dir.io import add_checksum, write_json
 from harness.results_dir.journal import Journal
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN, Turn, encode_turn_event
@@ -43,7 +43,14 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
     (cell / "runs").mkdir(parents=True)
     (folder / "experiment.yaml").write_text(to_yaml(parse_experiment(EXPERIMENT, "long")))
     backend = {"name": "simulated", "device": "simulated", "options": {}, "float_precision": "f32"}
-    facts = {"schema": 1, "cell": CELL, "model": "net", "precision": "int8", "backend": backend, "goal": asdict(GOAL)}
+    facts = {
+        "schema": SCHEMA_VERSION,
+        "cell": CELL,
+        "model": "net",
+        "precision": "int8",
+        "backend": backend,
+        "goal": asdict(GOAL),
+    }
     write_json(cell / "cell.json", {**facts, "calibrated_on": "8 samples", "metric": "top1", "higher_is_better": True})
     rows = [
         ExportedModel(id=name, file=f"{name}.onnx", sha256=name, pairs=pairs)
@@ -77,8 +84,8 @@ def _write_journal(path: Path, evaluations: int) -> Path:
             if number % TEMPLATES == 0:  # anew, a little faster than before
                 told = [_told(rng, 10.0 * 0.5 ** (number / evaluations), n) for n in range(TEMPLATES)]
             line = asked[number % 99] if number else _template(_float())
-            file.write(line % (number, f'"{number:016x}"'))
-            file.write(told[number % TEMPLATES] % (number, number / 2))
+            for text in (line % (number, f'"{number:016x}"'), told[number % TEMPLATES] % (number, number / 2)):
+                file.write(add_checksum(text) + "\n")
     return path
 
 
@@ -108,4 +115,4 @@ def _told(rng: np.random.Generator, latency_ms: float, number: int) -> str:
 def _template(line: Proposal | TrialResult) -> str:
     """A line with %-fields where the number and the digest, or the time, belong."""
     text = encode_line(line).replace("%", "%%").replace('"number":-1', '"number":%d')
-    return text.replace('"digest":"-2"', '"digest":%s').replace('"elapsed_s":-2.0', '"elapsed_s":%.1f') + "\n"
+    return text.replace('"digest":"-2"', '"digest":%s').replace('"elapsed_s":-2.0', '"elapsed_s":%.1f')

@@ -12,6 +12,7 @@ from harness.cli.main import app
 from harness.errors import UserError
 from harness.report.folder_comparison import compare_frame, describe_differences
 from harness.report.load.results import load
+from harness.results_dir.io import write_json
 
 
 @pytest.fixture
@@ -87,8 +88,7 @@ def test_keys_of_the_experiment_are_compared_entry_by_entry(folder, other):
 @pytest.mark.parametrize(("one", "two", "busier"), [(8.1, 1.06, "first"), (0.2, 2.4, "second"), (1.0, 1.9, None)])
 def test_a_busier_machine_is_a_likely_cause_if_it_was_slower(folder, other, one, two, busier):
     for path, load_average in ((folder, one), (other, two)):
-        (path / CELL / "env.json").write_text("{}")
-        edit_json(path / CELL / "env.json", load_average=[load_average, 0.5, 0.5])
+        write_json(path / CELL / "env.json", {"load_average": [load_average, 0.5, 0.5]})
     lines = differences(folder, other)
     assert len(lines) == (busier is not None)
     for line in lines:

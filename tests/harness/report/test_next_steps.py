@@ -34,7 +34,9 @@ def test_a_row_that_may_be_shipped_needs_no_remedy(folder: Path) -> None:
     assert remedies(folder) == ""
 
 
-def test_the_file_to_deploy_is_named_if_it_exists(folder: Path) -> None:
+def test_the_file_to_deploy_is_named_if_it_exists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[Path, str] = {}
+    monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: recorded[path])
     backend = read_json(folder / CELL / "cell.json")["backend"]
     edit_json(folder / CELL / "cell.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
     results = load(folder)
@@ -44,11 +46,14 @@ def test_the_file_to_deploy_is_named_if_it_exists(folder: Path) -> None:
     path = folder / CELL / "models" / results.cells[0].rows[best["row"]].file
     path.parent.mkdir(exist_ok=True)
     path.touch()
+    recorded[path] = results.cells[0].rows[best["row"]].sha256
     (line,) = describe_winners(results, main)
     floating = main[main["method"].eq("float") & main["precision"].eq("bf16")].index[0]
     main["best"] = main.index == floating
     main.loc[floating, "decision"] = "fastest, accuracy unknown"
-    path.with_name(results.cells[0].rows[main.loc[floating, "row"]].file).touch()
+    row = results.cells[0].rows[main.loc[floating, "row"]]
+    path.with_name(row.file).touch()
+    recorded[path.with_name(row.file)] = row.sha256
     (bare,) = describe_winners(results, main)
     assert "precision bf16, deploy it with the same" in bare, "not that of the baseline"
     assert line.startswith(f"{CELL}: take {path} ({best['method']}, {best['speedup']:.2f}x, ")

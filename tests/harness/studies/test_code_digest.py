@@ -54,7 +54,7 @@ def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package: Pa
 
 def test_a_searcher_without_a_file_changes_with_any_of_ours(package: Path) -> None:
     before = code_digest(None, package)
-    (package / "algorithms" / "tpe.py").write_text("# gone\n")
+    (package / "algorithms" / "optuna_bridge.py").write_text("# gone\n")
     assert code_digest(None, package) != before
 
 
@@ -110,8 +110,9 @@ def f(x, /, y=(), *, z=None):
 
 def test_what_a_searcher_imports_decides_which_libraries_count(package: Path) -> None:
     found = {
-        name: imported_by(package / "algorithms" / f"{name}.py", package) for name in ("random", "surrogate", "tpe")
+        name: imported_by(package / "algorithms" / f"{name}.py", package)
+        for name in ("random", "surrogate", "optuna_bridge")
     }
-    assert "optuna" in found["tpe"]
+    assert "optuna" in found["optuna_bridge"]
     assert not {"optuna", "sklearn"} & found["random"]
     assert "sklearn" in found["surrogate"]

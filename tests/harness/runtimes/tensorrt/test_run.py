@@ -17,6 +17,7 @@ from harness.graph.io.files import digest_file
 from harness.pipeline.runner import run_experiment
 from harness.pipeline.verify import verify
 from harness.progress import NullProgress
+from harness.results_dir.lines import read_lines
 from harness.runtimes.tensorrt import benchmarker
 from harness.runtimes.tensorrt.model_checks import read_structure
 from harness.task_setup.preflight import check_experiment
@@ -61,7 +62,7 @@ def test_a_whole_experiment(major: int, tmp_path: Path) -> None:
     cell = run(tmp_path, backend=f"TensorRT{major}", precision="f32", baselines="all, linear")
     facts = json.loads((cell / "cell.json").read_text())
     assert facts["backend"]["version"].startswith(f"{major}.")
-    events = [json.loads(line) for line in (cell / "confirm.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for _, line in read_lines(cell / "confirm.jsonl")]
     assert not [event for event in events if "failed" in json.dumps(event).lower()]
     files = {row["file"] for row in rows_of(cell).values()}
     assert len(files) > 1
