@@ -66,5 +66,5 @@ def test_a_damaged_record_is_explained(choose, tmp_path):
     with pytest.raises(UserError, match=r"float.json: cannot be read .*; move the file away"):
         choose()
     write_json(tmp_path / "cell" / "float.json", [])
-    with pytest.raises(UserError, match="not a file of qdq-bench"):
+    with pytest.raises(UserError, match=r"float\.json"):
         choose()

@@ -272,7 +272,7 @@ def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(
     )
     monkeypatch.syspath_prepend(str(folder))
     text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": [f"no_{missing}:Odd"]})
-    with pytest.raises(UserError, match=rf"searcher 'no_{missing}:Odd': has no {missing}\(\), but needs ask\(n\)"):
+    with pytest.raises(UserError, match=rf"searcher 'no_{missing}:Odd': has no {missing}\(\)"):
         check_experiment(parse_experiment(text, "e.yaml", folder))
 
 

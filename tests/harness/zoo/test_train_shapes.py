@@ -41,7 +41,7 @@ def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored(torch: Any, 
     boxes = torch.cat([centres, torch.full((9, 2), 20.0)], 1)[None]
     scores = torch.full((1, 9, 3), 0.3)
     targets = torch.tensor([[[0.0, 20, 20, 20, 20], [2.0, 60, 60, 20, 10], [-1.0, 100, 100, 20, 20]]])
-    owner, quality = train_shapes.assign(boxes, scores, targets, centres)
+    owner, quality = train_shapes.assign_cells(boxes, scores, targets, centres)
     assert owner[0, :2].tolist() == [0, 1]
     assert quality[0].tolist() == pytest.approx([1.0, 0.5, *[0.0] * 7])
 
