@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 from search.api import Observation, Placement, Searcher, SearcherFactory, Space
 from search.archive import Archive
@@ -11,21 +14,33 @@ from search.archive import Archive
 __all__ = ["SubspaceSearcher", "known_outcome", "load_searcher"]
 
 ENTRY_POINT_GROUP = "qdq.searchers"
+TRUST_VARIABLE = "QDQ_TRUST_PLUGINS"
 
 
 def load_searcher(use: str) -> SearcherFactory:
-    """Return the class or factory of an installed searcher, or of `package.module:Class`.
+    """Return the class or factory of an installed searcher, or of `package.module:Class` if plug-ins are trusted.
+
+    An import runs code, so that `package.module:Class` needs the environment variable `QDQ_TRUST_PLUGINS=1`, which the
+    option `--trust-plugins` of `qdq` sets.
 
     Raises:
-        ValueError: No searcher has this name; the message lists the installed ones.
+        ValueError: No searcher has this name (the message lists the installed ones), the module is not trusted, or it
+            has no class with `ask` and `tell` of this name.
     """
-    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if ":" in use:
-        points[use] = EntryPoint(name=use, value=use, group=ENTRY_POINT_GROUP)
+        if os.environ.get(TRUST_VARIABLE) != "1":
+            raise ValueError(
+                f"searcher {use!r} would run code of the module {use.partition(':')[0]}; if you trust it, give "
+                f"--trust-plugins or set {TRUST_VARIABLE}=1"
+            )
+        made = EntryPoint(name=use, value=use, group=ENTRY_POINT_GROUP).load()
+        if not inspect.isclass(made) or not all(callable(getattr(made, name, None)) for name in ("ask", "tell")):
+            raise ValueError(f"searcher {use!r} is no class with ask() and tell()")
+        return cast(SearcherFactory, made)
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if use not in points:
         raise ValueError(f"searcher is one of {', '.join(sorted(points))}, but got {use!r}")
-    made: SearcherFactory = points[use].load()
-    return made
+    return cast(SearcherFactory, points[use].load())
 
 
 def known_outcome(archive: Archive, placement: Placement, digest: str) -> Observation | None:

@@ -2,10 +2,12 @@
 
 import pytest
 
+from search.algorithms.bandit_portfolio import PortfolioSearcher
+from search.algorithms.block_coordinate import PerPatternSearcher
 from search.algorithms.random import RandomSearcher
 from search.api import Failure, Observation, Placement, Score
 from search.archive import Archive
-from search.subspace import SubspaceSearcher, known_outcome, load_searcher
+from search.subspace import TRUST_VARIABLE, SubspaceSearcher, known_outcome, load_searcher
 from search.testing import synthetic_space
 
 SPACE = synthetic_space(8, groups=2)
@@ -66,3 +68,17 @@ def test_what_is_known_is_told_as_it_was_asked_for_whether_it_was_scored_or_fail
     archive.tell(Observation(placement=other, digest="d", outcome=Score(objective=1.0)))
     found = known_outcome(archive, placement, "d")
     assert found == Observation(placement=placement, digest="d", outcome=Score(objective=1.0))
+
+
+@pytest.mark.parametrize("use", ["os:system", "search.algorithms.random:RandomSearcher"])
+@pytest.mark.parametrize(("searcher", "params"), [(PortfolioSearcher, "members"), (PerPatternSearcher, "searcher")])
+def test_members_from_modules_need_trust(use, searcher, params, monkeypatch):
+    monkeypatch.delenv(TRUST_VARIABLE)
+    with pytest.raises(ValueError, match=r"--trust-plugins"):
+        searcher(SPACE, seed=0, **{params: [use, "random"] if params == "members" else use})
+
+
+def test_a_trusted_member_is_a_class_of_the_contract():
+    with pytest.raises(ValueError, match=r"os:system.*no class with ask\(\) and tell\(\)"):
+        load_searcher("os:system")
+    assert load_searcher("search.algorithms.random:RandomSearcher") is RandomSearcher
