@@ -23,6 +23,7 @@ __all__ = [
 
 COMPRESSED_SUFFIX = ".gz"
 MAX_IN_MEMORY = 32 * 2**20  # bytes; larger files are decompressed to a temporary one
+MAX_UNPACKED_BYTES = 4 * 2**30  # 20 times the journal of 100,000 evaluations; a few kB of gzip may unpack to any size
 
 
 def stored_path(path: Path) -> Path | None:
@@ -120,8 +121,13 @@ def _compressed_path(path: Path) -> Path:
 
 
 def _decompress(source: Path, target: IO[bytes]) -> None:
+    unpacked_bytes = 0
     try:
         with gzip.open(source) as packed:
-            shutil.copyfileobj(packed, target)
+            while block := packed.read(2**20):
+                unpacked_bytes += len(block)
+                if unpacked_bytes > MAX_UNPACKED_BYTES:
+                    raise UserError(f"{source}: unpacks to more than {MAX_UNPACKED_BYTES} bytes, so no run wrote it")
+                target.write(block)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{source}: damaged ({error})") from error

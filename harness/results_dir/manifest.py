@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness.errors import UserError
@@ -126,9 +127,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     body = read_json(path)
-    tables = [body.get("files"), *(entry.get("files") for entry in body.get("tasks", {}).values())]
+    tasks = body.get("tasks", {})
+    tables = [body.get("files"), *(entry.get("files") for entry in tasks.values())]
     if not all(isinstance(table, dict) for table in tables):
         raise UserError(f"{path}: damaged (no list of files)")
+    for name in (*tasks, *chain.from_iterable(tables)):
+        if not _is_inside(name):
+            raise UserError(f"{path}: {name!r} is no path within the folder")
     return body
 
 
@@ -153,7 +158,9 @@ def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -
     """
     for name, recorded in files.items():
         path = folder / name
-        if not path.exists():
+        if path.exists() and not path.is_file():
+            yield FileProblem(path=path, problem="damaged: no regular file")
+        elif not path.exists():
             if not name.startswith(OPTIONAL_FILES):
                 yield FileProblem(path=path, problem=MISSING)
         elif models or not name.startswith(MODELS_FOLDER):
@@ -171,6 +178,12 @@ def require_unchanged_results(folder: Path) -> None:
     for root, table in tables.items():
         for found in find_changed_files(root, table, models=False):
             raise UserError(f"{found}; qdq verify {folder} lists all damage, and how to repair it")
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name of a manifest, which may come from a stranger, is a path below its folder."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts
 
 
 def _task_entry(folder: Path) -> dict[str, Any] | None:

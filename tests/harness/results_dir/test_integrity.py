@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 import sys
 import tempfile
@@ -19,8 +20,10 @@ from harness.report.load.results import load
 from harness.report.next_steps import describe_winners
 from harness.report.render import current_report, report_text
 from harness.report.tables.catalog import build_tables
+from harness.results_dir import lines
 from harness.results_dir.integrity import check_results
-from harness.results_dir.manifest import read_manifest
+from harness.results_dir.io import write_json
+from harness.results_dir.manifest import MANIFEST_FILE, find_changed_files, read_manifest
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
@@ -145,3 +148,23 @@ def test_texts_that_results_keep_have_marks_instead_of_folders(monkeypatch: pyte
     assert Failed(stage="build", reason=text, log_tail=text).without_paths().log_tail == hide_paths(text)
     monkeypatch.setenv(HOST_VARIABLE, "1")
     assert hide_paths(text) == text
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../outside.json", "a/../../b"])
+def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    write_json(tmp_path / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": {name: [0, ""]}})
+    with pytest.raises(UserError, match=r"manifest\.json: .* no path within the folder"):
+        read_manifest(tmp_path)
+
+
+def test_what_is_no_regular_file_is_damage_and_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    (found,) = find_changed_files(tmp_path, {"a.json": [0, ""]})
+    assert "no regular file" in found.problem
+
+
+def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"0" * 2**21))
+    monkeypatch.setattr(lines, "MAX_UNPACKED_BYTES", 2**20)
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: unpacks to more"):
+        next(lines.read_lines(tmp_path / "a.jsonl"))
