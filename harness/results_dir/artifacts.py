@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.api import Candidate
+from harness.errors import UserError
 from harness.records import MAIN_BENCHMARKER, from_json
 from harness.results_dir.io import read_json
 from search.space import Placement, Space, edges_digest
@@ -45,6 +46,10 @@ class ExportedModel:
     benchmarker: str = MAIN_BENCHMARKER
     choices: tuple[int, ...] | None = None
     timed: bool = True
+
+    def __post_init__(self) -> None:
+        if Path(self.file).name != self.file:  # rows.json may come from a stranger
+            raise ValueError(f"file: the name of a file in the folder models, but got {self.file!r}")
 
     @property
     def digest(self) -> str:
@@ -138,12 +143,19 @@ class FinalistSet:
 
 
 def read_finalists(folder: Path) -> tuple[tuple[ExportedModel, ...], tuple[Choice, ...]]:
-    """Return the exported models and choices of a task; both are empty while searches run."""
+    """Return the exported models and choices of a task; both are empty while searches run.
+
+    Raises:
+        UserError: `rows.json` is damaged, or is not what a run writes.
+    """
     path = folder / "rows.json"
     if not path.exists():
         return (), ()
     body = read_json(path)
-    return (
-        tuple(from_json(ExportedModel, row) for row in body["rows"]),
-        tuple(from_json(Choice, pick) for pick in body["picks"]),
-    )
+    try:
+        return (
+            tuple(from_json(ExportedModel, row) for row in body["rows"]),
+            tuple(from_json(Choice, pick) for pick in body["picks"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error

@@ -21,8 +21,9 @@ from harness.report.next_steps import describe_winners
 from harness.report.render import current_report, report_text
 from harness.report.tables.catalog import build_tables
 from harness.results_dir import lines
+from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.integrity import check_results
-from harness.results_dir.io import write_json
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import MANIFEST_FILE, find_changed_files, read_manifest
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -168,3 +169,13 @@ def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(lines, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: unpacks to more"):
         next(lines.read_lines(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../other.onnx", "a/b.onnx"])
+def test_a_row_names_no_model_outside_of_its_folder(copy: Path, file: str) -> None:
+    rows = copy / CELL / "rows.json"
+    body = read_json(rows)
+    body["rows"][0]["file"] = file
+    write_json(rows, body)
+    with pytest.raises(UserError, match=r"rows\.json.*folder models"):
+        read_finalists(copy / CELL)
