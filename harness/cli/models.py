@@ -92,8 +92,7 @@ def explain(
     if row is not None or Path(model).is_dir():
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve())
         return
-    from harness.explain.model_report import compare_reports, explain_model
-    from harness.explain.text_lines import change_lines, report_data, report_lines
+    from harness.explain.model_report import change_lines, compare_reports, explain_model, report_data, report_lines
 
     spec, sizes = backend_spec(backend, param), parse_sizes(shape, dim)
     found = explain_model(model, spec, runs, **sizes)

@@ -1,4 +1,4 @@
-"""Accuracy cost of the parts of a placement: its score against that of the placement without each part."""
+"""Accuracy cost of the parts of a placement: its score compared with that of the placement without each part."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyAblation:
-    """Scores placements of a cell and says what one loses against another.
+    """Scoring of placements of a task, and the loss of one against another.
 
     Attributes:
-        engines: Have the cell's evaluator.
-        metric: Its figure.
+        engines: Engines with the task's evaluator.
+        metric: Metric of the evaluator.
     """
 
     cell: Task
@@ -39,9 +39,9 @@ class AccuracyAblation:
     higher_is_better: bool
 
     def measure_drops(self, whole: Placement, others: Mapping[str, Placement]) -> dict[str, Interval]:
-        """Loss of a placement against each of the others, in the metric's unit; those that fail are absent.
+        """Return the loss of a placement against each of the others that can be scored, in the metric's unit.
 
-        Limits are 95 %, by the paired bootstrap over images; NaN where the evaluator tells nothing of single images.
+        Limits are 95 %, by the paired bootstrap over images; NaN if the evaluator has no results of single images.
         """
         book = AccuracyStore(self.cell.work, self.engines, self.observer)
         flat = book.float_score(self.cell.model_file)  # an evaluator may have to see the float model first

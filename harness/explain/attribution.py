@@ -18,7 +18,7 @@ from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import UserError
 from harness.explain.ablation import AblationTimer, AblationTiming, backward_elimination, quantized, without
 from harness.explain.accuracy_ablation import AccuracyAblation
-from harness.explain.edge_fusion import iter_edge_fusions, read_layers
+from harness.explain.layers import iter_edge_fusions, read_layers
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.progress import Observer
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -> tuple[AttributionReport, Path]:
-    """Measure what each pattern, and each insertion point of patterns that matter, is worth; find the fewest that do.
+    """Measure the gain of each pattern and of the points of patterns that matter, and the fewest that keep it.
 
     Args:
         folder: Results folder.
@@ -48,11 +48,11 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
         base: Folder that relative paths of the experiment start from.
 
     Returns:
-        The explanation, and the folder of its cell.
+        The report, and the folder of the row's task.
 
     Raises:
-        UserError: No such row, one without a placement, the model or the runtime is another one today, or the float
-            model cannot be timed beside the row.
+        UserError: The row is unknown or has no placement, the model or the runtime has changed, or the float model
+            cannot be timed in turns with the row.
     """
     results = load(folder)
     line = find_main_row(results, where)
@@ -66,16 +66,16 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     tools = {*PTQ_TOOLS, *(start.name for start in experiment.initial if start.use == "import")}
     if row is not None and row.id in tools and row.id != line["method"]:
         raise UserError(
-            f"{where}: its choice is the file of {row.id} as that tool made it, of which we can leave out no part: "
+            f"{where}: its choice is the file of {row.id} as that tool made it, whose parts cannot be left out: "
             "explain another row"
         )
     if row is None or not row.choices:
-        raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")
+        raise UserError(f"{where}: this row has no placement of our space ({line['method']}): explain another one")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
     spec = next((spec for spec in plan_tasks(experiment) if spec.name == cell_results.name), None)
     if spec is None:
-        raise UserError(f"{folder / 'experiment.yaml'}: has no cell {cell_results.name!r}")
+        raise UserError(f"{folder / 'experiment.yaml'}: has no task {cell_results.name!r}")
     bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"),), "baselines": ()})
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         cell = compose_task(bare, spec, Path(work), observer)
@@ -99,13 +99,13 @@ def _require_same_task(cell: Task, results: CellResults) -> None:
     ):
         if there is not None and now != there:
             raise UserError(
-                f"{results.folder}: the {what} is another one today ({now[:12]}, was {str(there)[:12]}), so a row of "
-                "then cannot be explained: run the experiment again"
+                f"{results.folder}: the {what} has changed ({now[:12]}, was {str(there)[:12]}), so the row cannot be "
+                "explained: run the experiment again"
             )
 
 
 def _recorded_backend(use: PluginSpec, results: CellResults) -> PluginSpec:
-    """The backend at the float precision that the row was compared at."""
+    """Return the backend at the float precision that the row was compared at."""
     facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     strongest = str(results.facts["backend"].get("float_precision"))
     pinned: Mapping[str, Any] = facts.get("float_params", {}).get(strongest, {})
@@ -114,7 +114,7 @@ def _recorded_backend(use: PluginSpec, results: CellResults) -> PluginSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowExplainer:
-    """One row while it is being explained; the cell has its backend."""
+    """Set-up of the attribution of one row; the task has the backend of the row."""
 
     experiment: Experiment
     cell: Task
@@ -172,7 +172,7 @@ class _RowExplainer:
         return self.cell.inserter.count_pairs(self.cell.space.resolve(placement))
 
     def _pattern_effects(self, bench: AblationTimer) -> tuple[tuple[PartEffect, ...], Interval | None]:
-        """Each pattern left out, and each alone; and the row's own drop of accuracy against the float model."""
+        """Return the effects of each pattern left out and alone, and the row's drop of accuracy against float."""
         space, whole = self.cell.space, self.whole
         chosen = set(quantized(whole))
         parts = {group: [i for i in indices if i in chosen] for group, indices in space.groups.items()}
@@ -194,7 +194,7 @@ class _RowExplainer:
         return _sort_effects(effects), drops.get("")
 
     def _accuracy_drops(self, others: Mapping[str, Placement]) -> Mapping[str, Interval]:
-        """Loss of accuracy of the row against each of the others; none where nothing is scored."""
+        """Return the loss of accuracy of the row against each of the others; empty without a metric."""
         if self.scoring.metric is None:
             return {}
         with open_engines(self._worker(), self.experiment.limits) as engines:
@@ -208,7 +208,7 @@ class _RowExplainer:
             return accountant.measure_drops(self.whole, others)
 
     def _point_effects(self, bench: AblationTimer, patterns: Sequence[PartEffect]) -> tuple[PartEffect, ...]:
-        """Each point left out, of the patterns whose loss is beyond the noise."""
+        """Return the effect of each point left out, of the patterns whose effect exceeds the noise."""
         matter = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > bench.tolerance}
         dimensions = self.cell.space.dimensions
         rest = {i: without(self.whole, [i]) for i in quantized(self.whole) if dimensions[i].group in matter}
@@ -232,7 +232,7 @@ class _RowExplainer:
         )
 
     def _operators_by_point(self) -> dict[str, str]:
-        """By name of a group the operators of its regions."""
+        """Return the operators of the regions of each group, by its name."""
         patterns = find_patterns(self.cell.model, discover_regions(self.cell.model))
         names = {group.partition(".")[0] for group in self.cell.space.groups}
         return {n: ", ".join(p.operators) for n in names for p in patterns if p.signature.startswith(n)}
@@ -240,9 +240,9 @@ class _RowExplainer:
     def _minimal_placement(
         self, bench: AblationTimer, patterns: Sequence[PartEffect], points: Sequence[PartEffect], flat: Interval
     ) -> MinimalPlacement:
-        """The fewest points that keep the gain in a measurement of their own, beside all that seemed to on the way.
+        """Return the fewest points that keep the gain when timed again together with all earlier steps.
 
-        Where the float model fails in it, what is known from before stands: `flat`, its latency over the whole's.
+        If the float model fails in that timing, its earlier latency ratio `flat` is used.
         """
         dimensions = self.cell.space.dimensions
         worth = {e.part: e.ratio.value for e in (*patterns, *points) if e.ratio is not None}
@@ -254,7 +254,7 @@ class _RowExplainer:
         steps = {str(place): placement for place, placement in enumerate(trail)}
         timed = bench.time({**steps, "float": self.cell.space.float_placement()}, "the fewest points")
         keeping = [(n, r) for n in steps if (r := timed[n].ratio) is not None and r.value <= 1 + bench.tolerance]
-        fewest, ratio = keeping[-1]  # the whole placement, at least, keeps its own gain
+        fewest, ratio = keeping[-1]  # at least the whole placement keeps its own gain
         placement, speedup = steps[fewest], _divide_intervals(timed["float"].ratio or flat, ratio)
         names = tuple(dimensions[index].name for index in quantized(placement))
         return MinimalPlacement(
@@ -271,30 +271,30 @@ class _RowExplainer:
 
 
 def _sort_effects(effects: Iterable[PartEffect]) -> tuple[PartEffect, ...]:
-    """The most valuable first; those without a figure last."""
+    """Return the effects, the most valuable first and those without a ratio last."""
     return tuple(sorted(effects, key=lambda e: (e.ratio is None, -(e.ratio.value if e.ratio is not None else 0.0))))
 
 
 def _speedup_over_float(bench: AblationTimer) -> Interval:
-    """Latency of the float model over that of the whole placement.
+    """Return the latency of the float model over that of the whole placement.
 
     Raises:
-        UserError: It has none.
+        UserError: The float model could not be timed.
     """
     flat = bench.time({"float": bench.space.float_placement()}, "against float")["float"]
     if flat.ratio is None:
         raise UserError(
-            f"the float model could not be timed beside this row ({flat.reason}), so nothing can be said of its speed: "
-            "give the same command again with nothing else at work; limits are those of experiment.yaml in the folder"
+            f"the float model could not be timed in turns with this row ({flat.reason}), so its speedup is unknown: "
+            "run the same command again on an idle machine; limits are those of experiment.yaml in the folder"
         )
     return flat.ratio
 
 
 def _ratio_of(first: AblationTiming, second: AblationTiming) -> Interval | None:
-    """Latency of the first over that of the second; None where one of them has none."""
+    """Return the latency of the first over that of the second; None if one of them was not timed."""
     return None if first.ratio is None or second.ratio is None else _divide_intervals(first.ratio, second.ratio)
 
 
 def _divide_intervals(first: Interval, second: Interval) -> Interval:
-    """A ratio over another; the limits are the widest that their own allow."""
+    """Return the quotient of two ratios with the widest limits that theirs allow."""
     return Interval(value=first.value / second.value, low=first.low / second.high, high=first.high / second.low)

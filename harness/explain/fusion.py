@@ -1,4 +1,4 @@
-"""The fusion questions: what runs quantized, which pairs stayed alone, which layers were added, why, at what cost."""
+"""Fusion of a model: operators that run quantized, pairs that stayed alone, layers that were added, and reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.api import Layer
-from harness.explain.layer_kinds import classify_layer, is_low_precision
+from harness.explain.layers import classify_layer, is_low_precision
 from harness.graph.qdq.qdq_graph import QUANTIZE, QDQGraph
 
 __all__ = ["FusionFinding", "FusionReport", "explain_layers"]
@@ -14,14 +14,14 @@ __all__ = ["FusionFinding", "FusionReport", "explain_layers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionFinding:
-    """One thing that keeps a model from running as its Q/DQ pairs ask.
+    """Deviation of an engine from the Q/DQ pairs of its model.
 
     Attributes:
-        what: "float" (a linear operator that was to run quantized), "pair" (a Q or DQ that runs by itself), "reformat"
+        what: "float" (a linear operator that should run quantized), "pair" (a Q or DQ that runs by itself), "reformat"
             (a layer that only changes layout or type).
-        name: Of the model's node, or of the layer where it came of none.
-        reason: Why, as far as model and engine tell.
-        time_ms: Of its layer; None where it was not counted.
+        name: Name of the model's node, or of the layer if no node became it.
+        reason: Reason, as far as model and engine show it.
+        time_ms: Time of its layer; None if it was not measured.
     """
 
     what: str
@@ -32,15 +32,15 @@ class FusionFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionReport:
-    """What became of a model.
+    """Precision and fusion of the operators of a model in an engine.
 
     Attributes:
-        runtime: Its name, version and options.
-        layers: Of the engine, in order.
-        fused: How many Q and DQ of the file each layer took in, by the layer's name; those that took none are absent.
-        precision: Of the layer that each linear operator runs in, by the operator's name; "" where no layer tells.
-        asked: How many linear operators have data and weight quantized in the file.
-        findings: The most expensive first.
+        runtime: Name, version and options of the runtime.
+        layers: Layers of the engine, in order.
+        fused: Number of Q and DQ of the file that each layer absorbed, by the layer's name, if any.
+        precision: Precision of the layer that each linear operator runs in, by the operator's name; "" if unknown.
+        asked: Number of linear operators whose data and weight are quantized in the file.
+        findings: Deviations, the slowest first.
         whole_ms: Median time of an inference of the profiled engine.
     """
 
@@ -54,20 +54,20 @@ class FusionReport:
 
     @property
     def low(self) -> int:
-        """How many linear operators run quantized."""
+        """Return the number of linear operators that run quantized."""
         return sum(map(is_low_precision, self.precision.values()))
 
 
 def explain_layers(
     layers: Sequence[Layer], asked: QDQGraph, *, runtime: str, quantize_outputs: bool, whole_ms: float
 ) -> FusionReport:
-    """Answer the fusion questions.
+    """Return which operators of a file run quantized in an engine, and the deviations with their reasons.
 
     Args:
-        layers: Of the engine.
-        asked: What the file asks for.
-        runtime: Name, version and options, for people.
-        quantize_outputs: The runtime's dialect says that a linear operator is fused only where its output is quantized.
+        layers: Layers of the engine.
+        asked: Q/DQ structure of the file.
+        runtime: Name, version and options, as text.
+        quantize_outputs: True if the runtime's dialect fuses a linear operator only if its output is quantized.
         whole_ms: Median time of one inference.
     """
     layer_of = _layer_of_operator(layers, asked)
@@ -106,7 +106,7 @@ def _fused_pair_counts(layers: Sequence[Layer], asked: QDQGraph) -> dict[str, in
 
 
 def _layer_of_operator(layers: Sequence[Layer], asked: QDQGraph) -> dict[str, Layer]:
-    """The layer that each linear operator runs in: one that computes, where several name it."""
+    """Return the layer that each linear operator runs in; of several, one that computes."""
     found: dict[str, Layer] = {}
     for layer in layers:
         computes = classify_layer(layer, asked.pairs, asked.operators) == "compute"
@@ -118,22 +118,22 @@ def _layer_of_operator(layers: Sequence[Layer], asked: QDQGraph) -> dict[str, La
 
 
 def _match_renamed_layers(layers: Sequence[Layer], asked: QDQGraph, found: Mapping[str, Layer]) -> dict[str, Layer]:
-    """Homes of linear operators that no layer names, by the names of what was folded into them."""
+    """Return the layers of linear operators that no layer names, by the names of nodes folded into them."""
     homes: dict[str, Layer] = {}
     before = -1
-    while len(homes) > before:  # one that has its home may leave a single one for the layer of another
+    while len(homes) > before:  # a match may leave a single candidate for another layer
         before = len(homes)
         for layer in layers:
             named = [name for origin in (*layer.origin, layer.name) for name in asked.folded_into.get(origin, ())]
             lost = [name for name in dict.fromkeys(named) if name not in found and name not in homes]
             computes = classify_layer(layer, asked.pairs, asked.operators) == "compute"
-            if computes and len(lost) == 1 and layer not in homes.values():  # of two, nobody tells which it is
+            if computes and len(lost) == 1 and layer not in homes.values():  # two candidates are ambiguous
                 homes[lost[0]] = layer
     return homes
 
 
 def _original_node(origin: str, asked: QDQGraph) -> str:
-    """The model's node that a name stands for: runtimes add parts, as in "MatMul_7/DequantizationMultiply"."""
+    """Return the model's node of a name: runtimes add suffixes, as in "MatMul_7/DequantizationMultiply"."""
     name = origin
     while name and name not in asked.operators:
         name = name.rpartition("/")[0]
@@ -141,7 +141,7 @@ def _original_node(origin: str, asked: QDQGraph) -> str:
 
 
 def _float_reason(name: str, asked: QDQGraph, quantize_outputs: bool, precision: dict[str, str]) -> str:
-    """Why a linear operator does not run quantized, by the surest sign first."""
+    """Return why a linear operator does not run quantized, by the most reliable sign."""
     data, weight = asked.linear[name]
     if data is None or weight is None:
         return f"only its {'weight' if data is None else 'data'} is quantized in the file"
@@ -177,7 +177,7 @@ def _unfused_pairs(layers: Sequence[Layer], asked: QDQGraph, precision: dict[str
 
 
 def _unfused_reason(name: str, asked: QDQGraph, precision: dict[str, str]) -> str:
-    """Why a Q or DQ runs by itself."""
+    """Return why a Q or DQ runs by itself, or ""."""
     if name in asked.unfusable_reasons:
         return asked.unfusable_reasons[name]
     if name not in asked.pair_neighbours:

@@ -1,20 +1,21 @@
-"""Builds a model for inspection on one runtime, lets it run, and explains what became of it; and compares two."""
+"""Report of `qdq explain MODEL`: precision and fusion of operators on a runtime, and the difference of two models."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness import registry, zoo
+from harness import zoo
 from harness.api import Candidate, SupportsLayers
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
 from harness.explain.fusion import FusionReport, explain_layers
-from harness.explain.layer_timing import time_layers
+from harness.explain.layers import is_low_precision, open_profiled, time_layers
 from harness.graph.io.files import digest_file
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
@@ -23,17 +24,23 @@ from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.timing.provenance import format_options
 
-__all__ = ["PrecisionChange", "compare_reports", "explain_model"]
+__all__ = [
+    "PrecisionChange", "change_lines", "compare_reports", "explain_model", "report_data", "report_lines",
+]  # fmt: skip
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 _NO_DIMS: Mapping[str, int] = MappingProxyType({})
 DEFAULT_TIMING_RUNS = 50
-"""Inferences that the time of each layer is the mean of."""
+FINDING_TITLES = {
+    "float": "Linear operators that were to run quantized and do not",
+    "pair": "Q or DQ that run by themselves",
+    "reformat": "Layers that only change layout or type",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionChange:
-    """One linear operator that runs otherwise in another model."""
+    """Linear operator whose precision differs between two models; "" if a model does not have it."""
 
     name: str
     before: str
@@ -47,27 +54,24 @@ def explain_model(
     shapes: Mapping[str, str] = _NONE,
     dims: Mapping[str, int] = _NO_DIMS,
 ) -> FusionReport:
-    """Explain what a runtime makes of a model.
+    """Return the precision, fusion and time of a model's layers on a runtime.
 
     Args:
         use: ONNX file, `zoo:NAME` or `assets:PATH`; Q/DQ or float.
-        backend: Benchmarker with parameters; `profile: true` is added where it has that parameter.
-        runs: Inferences.
+        backend: Benchmarker with parameters; `profile: true` is added if it has that parameter.
+        runs: Number of inferences, of whose layer times the mean is taken.
         shapes: Static shapes of dynamic inputs.
         dims: Sizes of dynamic dimensions by symbol.
 
     Raises:
-        UserError: The model or the runtime cannot be used, or the runtime does not tell its layers.
+        UserError: The model or the runtime cannot be used, or the runtime does not report layers.
     """
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _runtime_file(use, Path(work))
         path = copy_with_static_inputs(path, InputSizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
-        params = dict(backend.params)
-        if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters:
-            params.setdefault("profile", True)
-        made: Any = registry.create_plugin("benchmarker", backend.use, params)
+        made = open_profiled(backend)
         if not isinstance(made, SupportsLayers):
-            raise UserError(f"backend {backend.use!r} does not tell what became of a model: it has no layers()")
+            raise UserError(f"backend {backend.use!r} does not report the layers of a model: it has no layers()")
         try:
             return _explain_file(made, backend.use, path, Path(work), runs)
         except CandidateError as error:
@@ -75,7 +79,7 @@ def explain_model(
 
 
 def compare_reports(before: FusionReport, after: FusionReport) -> tuple[PrecisionChange, ...]:
-    """The linear operators that run otherwise, in the order of the first model; those of one model alone as ""."""
+    """Return the linear operators whose precision differs, in the order of the first model."""
     names = [*before.precision, *(name for name in after.precision if name not in before.precision)]
     pairs = ((name, before.precision.get(name, ""), after.precision.get(name, "")) for name in names)
     return tuple(PrecisionChange(name=name, before=old, after=new) for name, old, new in pairs if old != new)
@@ -96,7 +100,7 @@ def _explain_file(made: Any, use: str, path: Path, work: Path, runs: int) -> Fus
 
 
 def _runtime_label(facts: Mapping[str, Any]) -> str:
-    """Name, version and options, without that of the profile, which is asked for here."""
+    """Return name, version and options, without the option of the profile, which is set here."""
     options = {name: value for name, value in facts.get("options", {}).items() if name != "profile"}
     return ", ".join(filter(None, (f"{facts['name']} {facts['version']}", format_options(options))))
 
@@ -105,3 +109,56 @@ def _runtime_file(use: str, work: Path) -> Path:
     if use.startswith("zoo:"):
         return zoo.write_model(use.removeprefix("zoo:"), work / "model.onnx")
     return resolve_path(use, Path.cwd())
+
+
+def report_lines(found: FusionReport, top: int) -> Iterator[str]:
+    """Yield text lines: precisions of the operators, findings with reasons, and the slowest layers.
+
+    Args:
+        found: The report.
+        top: Maximum length of a list.
+    """
+    counts = Counter(found.precision.values())
+    shown = ", ".join(f"{count} {kind or 'of unnamed precision'}" for kind, count in counts.most_common())
+    yield f"{found.runtime}: {len(found.layers)} layers, {found.whole_ms:.3f} ms an inference while profiled"
+    yield f"Linear operators: {len(found.precision)}; quantized in the file {found.asked}, in the engine {found.low}"
+    yield f"  they run in: {shown}"
+    for what, title in FINDING_TITLES.items():
+        entries = [finding for finding in found.findings if finding.what == what]
+        total = sum(finding.time_ms or 0.0 for finding in entries)
+        yield f"{title}: {len(entries)}" + (f", {total:.3f} ms together" if entries else "")
+        for finding in entries[:top]:
+            yield f"  {_format_ms(finding.time_ms)}  {finding.name}: {finding.reason}"
+        if len(entries) > top:
+            yield f"  and {len(entries) - top} more"
+    timed = sorted((layer for layer in found.layers if layer.time_ms), key=lambda layer: -(layer.time_ms or 0.0))
+    yield f"Where the time goes ({sum(layer.time_ms or 0.0 for layer in timed):.3f} ms in all layers):"
+    for layer in timed[:top]:
+        mark = "*" if is_low_precision(layer.precision) else " "
+        taken = f" (+{found.fused[layer.name]} Q/DQ)" if layer.name in found.fused else ""
+        yield f"  {_format_ms(layer.time_ms)} {mark} {layer.kind} {layer.precision} {layer.name}{taken}"
+
+
+def change_lines(
+    before: FusionReport, after: FusionReport, changes: Sequence[PrecisionChange], top: int
+) -> Iterator[str]:
+    """Yield text lines about the differences of a second model."""
+    yield f"Difference: {before.low} -> {after.low} linear operators quantized, " + (
+        f"{len(before.layers)} -> {len(after.layers)} layers, {before.whole_ms:.3f} -> {after.whole_ms:.3f} ms"
+    )
+    for what, title in FINDING_TITLES.items():
+        counts = [sum(finding.what == what for finding in found.findings) for found in (before, after)]
+        yield f"  {title}: {counts[0]} -> {counts[1]}"
+    for change in changes[:top]:
+        yield f"  {change.name}: {change.before or 'absent'} -> {change.after or 'absent'}"
+    if len(changes) > top:
+        yield f"  and {len(changes) - top} more"
+
+
+def report_data(found: FusionReport) -> dict[str, Any]:
+    """Return the report as JSON values."""
+    return asdict(found)
+
+
+def _format_ms(time_ms: float | None) -> str:
+    return "        -" if time_ms is None else f"{time_ms:6.3f} ms"

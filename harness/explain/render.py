@@ -1,4 +1,4 @@
-"""Rendering of an explanation as text, pictures and JSON."""
+"""Rendering of an attribution as text, pictures and JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ ATTRIBUTION_LEGEND = (
     "microseconds; costs: what the whole placement loses in accuracy against itself without the part [95 % over "
     "images]; alone: speed over float with nothing else quantized."
 )
-MAX_PRINTED_ROWS = 15
-"""Lines of a table on the terminal; the file has all."""
+MAX_PRINTED_ROWS = 15  # of a table on the terminal; the file has all
 
 
 def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer) -> list[str]:
-    """Explain a row, keep it in the cell's folder as data and as Markdown, draw it, and say it in words.
+    """Attribute the speed of a row, save the result as data, Markdown and plots, and return it as text lines.
 
     Args:
         folder: Results folder.
@@ -50,18 +49,18 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
         drawn = list(draw_attribution(cell.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)
     shown = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"
-    return [*lines, "", f"Kept in {path}; {shown}."]
+    return [*lines, "", f"Saved in {path}; {shown}."]
 
 
 def attribution_lines(found: AttributionReport) -> Iterator[str]:
-    """The explanation as Markdown."""
+    """Yield the attribution as lines of Markdown."""
     yield f"# {found.method} ({found.row})"
     yield f"{_format_ratio(found.speedup)} times the speed of the float model, with {found.pairs} Q/DQ pairs."
     if found.drop is not None and found.metric not in METRIC_CAPS:
         yield f"{metric_name(found.metric)} lost against the float model: {format_drop(found.drop, found.metric)}."
     yield (
-        f"Differences below {found.floor:.1%} of the time are noise: so much does the placement differ from itself, "
-        "built again beside its variants."
+        f"Differences below {found.floor:.1%} of the time are noise: by that share the placement differs from itself, "
+        "rebuilt and timed in turns with its variants."
     )
     yield ""
     yield "## What each pattern gives"
@@ -117,7 +116,7 @@ def _effect_row(effect: PartEffect, found: AttributionReport, kind: str) -> dict
 
 
 def _format_slowdown(ratio: Interval | None, reason: str) -> str:
-    """How much slower it is without the part."""
+    """Return the slowdown without a part, or why there is none."""
     if ratio is None:
         return reason or "not measured"
     value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
@@ -149,11 +148,11 @@ def _minimal_lines(found: AttributionReport) -> Iterator[str]:
 def _fusion_lines(fates: Sequence[EdgeFusion]) -> Iterator[str]:
     counts = Counter(fate.fate for fate in fates)
     if set(counts) <= {"unknown"}:
-        yield "The runtime does not tell."
+        yield "The runtime does not report it."
         return
     yield (
         f"Of {len(fates)} quantized edges {counts['fused']} were fused into their consumers, {counts['alone']} stayed "
-        f"alone (the consumer computes in float), {counts['unknown']} are not told."
+        f"alone (the consumer computes in float), {counts['unknown']} are unknown."
     )
     alone = [fate for fate in fates if fate.fate == "alone"]
     for fate in alone[:MAX_PRINTED_ROWS]:

@@ -14,7 +14,7 @@ from harness.cli.main import main
 from harness.errors import BuildFailed, UserError
 from harness.explain.ablation import AblationTimer, AblationTiming, quantized, without
 from harness.explain.attribution import attribute_row
-from harness.explain.edge_fusion import iter_edge_fusions
+from harness.explain.layers import iter_edge_fusions
 from harness.explain.render import attribution_lines, explain_and_save
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
@@ -90,7 +90,7 @@ def test_where_the_float_model_cannot_be_timed_nothing_is_said_of_speed(done, mo
         return build(self, candidate, workdir)
 
     monkeypatch.setattr(SimulatedBenchmarker, "build", failing)
-    said = r"the float model could not be timed beside this row \(build: out of memory\), .*give the same command again"
+    said = r"the float model could not be timed in turns with this row \(build: out of memory\), .*run the same"
     with pytest.raises(UserError, match=said):
         attribute_row(done, "random", base=done.parent, observer=NullProgress())
 
@@ -115,7 +115,7 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
     assert "carries gain" in text
     assert "pairs (" in text
     assert "keep it" in text
-    assert "The runtime does not tell." in text
+    assert "The runtime does not report it." in text
     path = next((done / CELL / "explain").glob("*.json"))
     again = read_attribution(path)
     assert again.row == found.row
@@ -230,7 +230,7 @@ def test_an_explanation_that_is_damaged_is_named(done, tmp_path):
 
 
 def test_rows_that_cannot_be_explained_say_why(done):
-    with pytest.raises(UserError, match=r"float: this row has no placement of ours"):
+    with pytest.raises(UserError, match=r"float: this row has no placement of our space"):
         attribute_row(done, "float", base=done.parent, observer=NullProgress())
     with pytest.raises(UserError, match=r"no row 'rondom'.*random"):
         attribute_row(done, "rondom", base=done.parent, observer=NullProgress())
@@ -242,7 +242,7 @@ def test_another_model_is_refused(done):
     write_json(path, {**json.loads(before), "model_sha256": "0" * 64})
     record_files(done / CELL, [path])
     try:
-        with pytest.raises(UserError, match="the model is another one today"):
+        with pytest.raises(UserError, match="the model has changed"):
             attribute_row(done, "random", base=done.parent, observer=NullProgress())
     finally:
         path.write_text(before)

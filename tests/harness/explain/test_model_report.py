@@ -17,8 +17,7 @@ from harness.cli.main import main
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.explain.fusion import explain_layers
-from harness.explain.model_report import compare_reports, explain_model
-from harness.explain.text_lines import report_lines
+from harness.explain.model_report import compare_reports, explain_model, report_lines
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
@@ -107,7 +106,7 @@ def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_p
     layer = Layer(name="y", kind="FullyConnected", precision="f32", time_ms=1.0, origin=("y",))
     found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
     assert set(found.precision.values()) == {""}
-    assert "  they run in: 2 that the runtime does not name" in list(report_lines(found, 3))
+    assert "  they run in: 2 of unnamed precision" in list(report_lines(found, 3))
 
 
 def test_onnxruntime_says_that_an_output_is_missing(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_the_command_in_words_and_as_json(tmp_path: Path, capsys: pytest.Capture
     [
         ("gone.onnx", "openvino", "no such file"),
         ("README.md", "openvino", "README.md on openvino: OpenVINO refuses"),
-        ("zoo:shapes_detector", "simulated", "does not tell what became of a model"),
+        ("zoo:shapes_detector", "simulated", "does not report the layers of a model"),
         ("zoo:shapes_detector", "nobody", "no benchmarker is called 'nobody'"),
     ],
 )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.api import Layer
-from harness.explain.layer_timing import time_layers
+from harness.explain.layers import time_layers
 
 
 class Restless:

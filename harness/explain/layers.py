@@ -1,0 +1,175 @@
+"""Layers of a built engine: kind, time over inferences without a disturbance, and fusion of each quantized edge."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from harness import registry
+from harness.api import Candidate, Layer, SupportsLayers
+from harness.config.sections import PluginSpec
+from harness.graph.model import Model
+from harness.records import Failed
+from harness.report.load.cell_files import EdgeFusion
+from harness.timing.workers.in_process import as_outcome
+from search.space import Resolved
+
+__all__ = [
+    "Kind", "LayerTimings", "classify_layer", "is_low_precision", "iter_edge_fusions", "open_profiled", "read_layers",
+    "time_layers",
+]  # fmt: skip
+
+Kind = Literal["compute", "qdq", "reformat", "other"]
+
+COMPUTE_PATTERN = re.compile(
+    r"(conv(olution|transpose)?$|qlinearconv|gemm|matmul|matrixmultiply|matrixmultiplication|fullyconnected|"
+    r"deconvolution|attention|lstm|gru)",
+    re.IGNORECASE,
+)
+QDQ_PATTERN = re.compile(r"(fakequantize|quantizelinear|^de?quantize|^scale$)", re.IGNORECASE)
+REFORMAT_PATTERN = re.compile(r"(reorder|reformat|^convert$|^cast$|^transpose$|nopreformat)", re.IGNORECASE)
+# Precisions that only Q/DQ pairs cause, in the names of OpenVINO, ONNX Runtime and TensorRT.
+LOW_PRECISIONS = frozenset({
+    "int8", "uint8", "i8", "u8", "fp8", "f8e4m3", "f8e4m3fn", "f8e5m2", "float8e4m3fn", "float8e5m2", "int4", "uint4",
+    "i4", "u4", "fp4",
+})  # fmt: skip
+MAX_TIMED_ENGINES = 3
+MAX_QUIET_STRETCH = 1.1
+LAYER_TIMING_RUNS = 50
+
+
+def is_low_precision(precision: str) -> bool:
+    """Return whether a layer computes on quantized data."""
+    return precision.lower() in LOW_PRECISIONS
+
+
+def classify_layer(layer: Layer, pairs: Collection[str], nodes: Collection[str]) -> Kind:
+    """Return the kind of a layer.
+
+    A layer that only Q/DQ nodes became is a remaining pair, whatever its name: OpenVINO uses a "Subgraph", TensorRT a
+    "Scale". The runtime added a layer that no node of the model became.
+
+    Args:
+        layer: Layer of a built engine.
+        pairs: Names of the model's Q/DQ nodes.
+        nodes: Names of all nodes of the model.
+    """
+    if QDQ_PATTERN.search(layer.kind) or (layer.origin and all(name in pairs for name in layer.origin)):
+        return "qdq"
+    if COMPUTE_PATTERN.search(layer.kind):
+        return "compute"
+    return "reformat" if REFORMAT_PATTERN.search(layer.kind) and _is_added_layer(layer, nodes) else "other"
+
+
+def _is_added_layer(layer: Layer, nodes: Collection[str]) -> bool:
+    """Return whether the runtime added the layer; a Transpose or Cast of the model itself is no reformat."""
+    return (
+        not any(name in nodes for name in layer.origin)
+        or "reorder" in layer.kind.lower()
+        or "reformat" in layer.kind.lower()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimings:
+    """Layer times of one engine.
+
+    Attributes:
+        layers: Layers with mean times.
+        readings_ms: Latencies of the inferences that the means are of.
+    """
+
+    layers: tuple[Layer, ...]
+    readings_ms: Sequence[float]
+
+    @property
+    def whole_ms(self) -> float:
+        """Return the median time of an inference."""
+        return statistics.median(self.readings_ms)
+
+    @property
+    def stretch(self) -> float:
+        """Return mean over median time, which exceeds 1 by the share of pauses in the means."""
+        return statistics.fmean(self.readings_ms) / self.whole_ms
+
+
+def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int) -> LayerTimings:
+    """Build a candidate in this process, run it, and return the time of each layer.
+
+    Runtimes report means, so a pause of one inference adds to the layer that it interrupts. An engine whose mean is a
+    tenth above its median is therefore built and timed again, up to three times, and the one with the least pauses is
+    returned.
+
+    Args:
+        benchmarker: A benchmarker that reports layers.
+        candidate: The candidate.
+        workdir: Scratch folder.
+        runs: Number of inferences.
+
+    Raises:
+        CandidateError: The candidate cannot be built or run.
+    """
+    found: list[LayerTimings] = []
+    while len(found) < MAX_TIMED_ENGINES and not any(each.stretch < MAX_QUIET_STRETCH for each in found):
+        folder = workdir / str(len(found))
+        folder.mkdir(parents=True, exist_ok=True)
+        artifact = benchmarker.build(candidate, folder)
+        with benchmarker.open(artifact) as probe:
+            readings_ms = probe.sample(runs)
+            found.append(LayerTimings(layers=tuple(benchmarker.layers(artifact)), readings_ms=readings_ms))
+    return min(found, key=lambda each: each.stretch)
+
+
+def open_profiled(backend: PluginSpec) -> Any:
+    """Return the benchmarker of a backend, with per-layer counters switched on if it has that parameter."""
+    params = dict(backend.params)
+    if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters:
+        params.setdefault("profile", True)
+    return registry.create_plugin("benchmarker", backend.use, params)
+
+
+def read_layers(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tuple[Layer, ...] | Failed:
+    """Return the layers of a candidate's engine with their times; none if the runtime does not report layers.
+
+    Args:
+        backend: Backend with the parameters of the engines that are compared; counters are switched on here.
+        candidate: Candidate that is built in this process.
+        workdir: Scratch folder.
+    """
+    params = {name: value for name, value in backend.params.items() if name != "profile"}
+    benchmarker = open_profiled(backend.model_copy(update={"params": params}))
+    if not isinstance(benchmarker, SupportsLayers):
+        return ()
+    return as_outcome("build", lambda: time_layers(benchmarker, candidate, workdir, LAYER_TIMING_RUNS).layers)
+
+
+def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[EdgeFusion]:
+    """Yield for each quantized edge if it was fused into its consumer, by the precision of the consumer's layer.
+
+    Args:
+        resolved: The quantized edges.
+        model: The float model.
+        layers: Layers of the quantized engine; those without an origin are ignored.
+    """
+    owner = {name: layer for layer in layers for name in layer.origin}
+    names = {node.name for node in model.nodes}
+    for edge, precision in resolved:
+        layer = owner.get(edge.consumer) if edge.consumer in names else None
+        yield EdgeFusion(
+            tensor=edge.tensor,
+            consumer=edge.consumer,
+            slot=edge.slot,
+            precision=precision,
+            fate=_fusion_state(layer),
+            layer="" if layer is None else f"{layer.kind} ({layer.precision})",
+        )
+
+
+def _fusion_state(layer: Layer | None) -> str:
+    if layer is None or not layer.precision:
+        return "unknown"
+    return "fused" if is_low_precision(layer.precision) else "alone"
