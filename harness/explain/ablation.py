@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,28 +11,25 @@ import numpy as np
 from harness.api import Candidate
 from harness.config.sections import Confirmation
 from harness.progress import Observer
+from harness.selection.paired_timing import PairedComparison, run_comparison
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, noise_floor_from_ratios
-from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.confirmation import ConfirmationSummary, Contender, EngineFactory, summarize_turns
 from harness.timing.turn_log import TWIN, TurnMatrix
-from harness.timing.workers.engines import Engines
 from search.space import Placement, Space
 
 __all__ = ["AblationTimer", "AblationTiming", "backward_elimination", "quantized", "without"]
 
 WHOLE_PLACEMENT = "whole"
-TURN_ORDER_SEED = 0
-"""Of the order of turns."""
-MAX_ELIMINATION_TESTS = 150
-"""Placements that the search for the fewest points may build."""
+MAX_ELIMINATION_TESTS = 150  # placements that the search for the fewest points may build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblationTiming:
-    """A placement against the whole one.
+    """Latency of a placement relative to the whole one.
 
     Attributes:
-        ratio: Its latency over that of the whole placement; None where it has none.
-        reason: Why; "" where there is a ratio.
+        ratio: Latency over that of the whole placement; None if it could not be timed.
+        reason: Why it could not be timed, or "".
     """
 
     ratio: Interval | None = None
@@ -42,21 +38,21 @@ class AblationTiming:
 
 @dataclass(slots=True, kw_only=True)
 class AblationTimer:
-    """Times placements beside the whole one: fresh builds, random turns, as a confirmation does.
+    """Timing of placements in turns with the whole one, on fresh builds like a confirmation.
 
     Attributes:
-        space: Of all placements here.
+        space: Space of the placements.
         whole: The placement that is explained.
         candidate: Makes the candidate of a placement.
-        open_engines: Gives fresh engines.
-        aa: What the whole placement gained over itself in each worker so far.
-        whole_ms: Latency of the whole placement, by the readings that came first; None before.
+        open_engines: Opens fresh engines.
+        aa: Gain of the whole placement over its twin in each worker so far.
+        whole_ms: Latency of the whole placement by the first readings; None before.
     """
 
     space: Space
     whole: Placement
     candidate: Callable[[Placement], Candidate]
-    open_engines: Callable[[], AbstractContextManager[Engines]]
+    open_engines: EngineFactory
     plan: Confirmation
     observer: Observer
     aa: list[float] = field(default_factory=list)
@@ -64,11 +60,11 @@ class AblationTimer:
 
     @property
     def tolerance(self) -> float:
-        """Smaller losses of speed are none."""
+        """Return the loss of speed, as a share, that noise explains."""
         return max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(self.aa))
 
     def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, AblationTiming]:
-        """Each placement against the whole one; those that build the same graph are timed once."""
+        """Return the timing of each placement; those that build the same graph are timed once."""
         own = self.space.digest(self.whole)
         digests = {name: self.space.digest(placement) for name, placement in placements.items()}
         wanted = {digests[name]: placement for name, placement in placements.items() if digests[name] != own}
@@ -78,20 +74,13 @@ class AblationTimer:
         return {name: timed.get(digest, same) for name, digest in digests.items()}
 
     def _confirm(self, placements: Mapping[str, Placement], title: str) -> ConfirmationSummary:
-        rows = [Contender(name=digest, candidate=self.candidate(placement)) for digest, placement in placements.items()]
-        plan = self.plan
-        with self.observer.work(title, plan.builds * plan.rounds * len(rows)) as step:
-            events = []
-            for event in confirm(
-                rows,
-                Contender(name=WHOLE_PLACEMENT, candidate=self.candidate(self.whole)),
-                open_engines=self.open_engines,
-                schedule=plan,
-                rng=np.random.default_rng(TURN_ORDER_SEED),
-            ):
-                events.append(event)
-                if event.row in placements:
-                    step.advance()
+        comparison = PairedComparison(
+            name=title,
+            baseline=Contender(name=WHOLE_PLACEMENT, candidate=self.candidate(self.whole)),
+            rows=tuple(Contender(name=digest, candidate=self.candidate(each)) for digest, each in placements.items()),
+            schedule=self.plan,
+        )
+        events = run_comparison(comparison, self.open_engines, self.observer)
         summary = summarize_turns(events, baseline=WHOLE_PLACEMENT)
         own, twins = TurnMatrix(events).paired_samples(TWIN, WHOLE_PLACEMENT)
         self.aa += [float(np.median(np.divide(one, two))) for one, two in zip(own, twins, strict=True)]
@@ -112,31 +101,31 @@ def _read_timing(summary: ConfirmationSummary, digest: str) -> AblationTiming:
 
 
 def quantized(placement: Placement) -> list[int]:
-    """Dimensions that a placement quantizes."""
+    """Return the dimensions that a placement quantizes."""
     return [index for index, choice in enumerate(placement.choices) if choice]
 
 
 def without(placement: Placement, indices: Sequence[int]) -> Placement:
-    """The placement with these dimensions at float."""
+    """Return the placement with these dimensions at float."""
     left = set(indices)
     return Placement(tuple(0 if index in left else choice for index, choice in enumerate(placement.choices)))
 
 
 def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[list[Placement], int]:
-    """Placements with ever fewer quantized dimensions that seem as fast as the whole one, within the noise.
+    """Return placements with ever fewer quantized dimensions that are as fast as the whole one within the noise.
 
     Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE Transactions on
     Software Engineering 28, 2002): ever smaller chunks are left out; those that can be left out alone are left out
-    together where that holds too, else the one that costs least. All tests of a step are timed side by side, and always
-    against the whole placement, so that small losses cannot add up unseen. Of many noisy tests the lucky ones are
-    taken, so the fewest must be timed anew, beside those before them, before anything is said of them.
+    together if that holds too, else the one that costs least. All tests of a step are timed in turns, always against
+    the whole placement, so that small losses cannot add up unseen. Of many noisy tests the lucky ones are taken, so the
+    results must be timed again, together, before they are reported.
 
     Args:
-        bench: Times them.
-        order: The dimensions, least valuable first: chunks of useless ones go early.
+        bench: Timing of the placements.
+        order: The dimensions, least valuable first: chunks of useless ones are left out early.
 
     Returns:
-        The placements, the whole one first, and how many were built to find them.
+        The placements, the whole one first, and the number of placements built to find them.
     """
     kept, chunks, tests = list(order), min(8, len(order)), 0
     found = [bench.whole]
@@ -163,7 +152,7 @@ def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[li
 
 
 def _test_removals(bench: AblationTimer, kept: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Latency over that of the whole placement, with each of the parts left out besides; infinite where it failed."""
+    """Return the latency ratio with each part left out too, by part; infinite if it failed."""
     gone = [index for index in quantized(bench.whole) if index not in set(kept)]
     placements = {str(part): without(bench.whole, [*gone, *part]) for part in parts}
     timed = bench.time(placements, f"fewest points, {len(kept)} left")

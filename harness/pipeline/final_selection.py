@@ -1,12 +1,12 @@
 """Final selection: the best placements of each search are rebuilt and timed in turns before one is chosen.
 
-The lowest of a hundred noisy readings is a lucky one, and what is confirmed then is luck's choice. So the few that lead
-are timed in turns with the float model, those that stay close for longer, and these readings alone choose. What tables
-say of the chosen comes from the confirmation, whose readings are others. (Boesel, Nelson and Kim, "Using ranking and
-selection to 'clean up' after simulation optimization", Operations Research 51, 2003; irace has a postselection race.)
+The lowest of a hundred noisy readings is a lucky one. So the few best placements are timed in turns with the float
+model, close ones for longer, and only these readings decide. Tables report the readings of the confirmation, which are
+independent of them. (Boesel, Nelson and Kim, "Using ranking and selection to 'clean up' after simulation optimization",
+Operations Research 51, 2003; irace has a postselection race.)
 
-A search evaluates placements in the form of Q/DQ pairs that its runtime runs fastest as a rule. Where it was told the
-placement of a model that another tool made, that model meets its best as it is: in its own form it may be faster.
+A search evaluates placements in the form of Q/DQ pairs that its runtime usually runs fastest. If it started from the
+placement of another tool's model, that model itself competes too: in its own form it may be faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
 from harness.selection.paired_timing import SELECTION_LOG_NAME, PairedComparison, read_speedups
-from harness.selection.racing import FIRST_SCHEDULE, SAMPLES_PER_TURN, run_race
+from harness.selection.racing import FIRST_SCHEDULE, SAMPLES_PER_TURN, select
 from harness.task_setup.methods import (
     WarmStartModel,
     external_searcher_model_path,
@@ -42,10 +42,9 @@ from search.space import Placement
 
 __all__ = ["Incumbent", "SelectionResult", "rank_finalists", "select_final"]
 
-MAX_FRONT_CANDIDATES = 8
-"""Placements of a front that are confirmed at most, unless more are asked for."""
+MAX_FRONT_CANDIDATES = 8  # of a Pareto front, unless `top_k` is larger
 Incumbent = Evaluation | WarmStartModel
-"""What a search may choose: something that it evaluated, or the very model that a start of it was taken from."""
+"""An evaluated placement, or the model whose placement was an initial placement."""
 _GroupKey = tuple[str | int, ...]
 _StatesByBudget = Mapping[str, Mapping[int, BudgetState]]
 _IncumbentsByBudget = Mapping[str, Mapping[int, tuple[Incumbent, ...]]]
@@ -53,13 +52,13 @@ _IncumbentsByBudget = Mapping[str, Mapping[int, tuple[Incumbent, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionResult:
-    """What the searches of a cell came to.
+    """Selection among the best placements of the searches of a task.
 
     Attributes:
-        states: How far each came, by its name, at each budget; nothing of a cell without a search.
-        incumbents: Of each what is confirmed, the winner of the runoff first.
-        speedups: Over the float model in the runoff, by digest; empty where there was none.
-        surviving: Digests that no other seed's leader has beaten in it, by name of the searcher and budget.
+        states: State of each search at each budget, by its name; empty without a search.
+        incumbents: Placements of each search that are confirmed, the winner of the race first.
+        speedups: Speedups over the float model in the race, by digest; empty without a race.
+        surviving: Digests that were not eliminated among all seeds, by name of the searcher and budget.
     """
 
     states: _StatesByBudget
@@ -71,16 +70,16 @@ class SelectionResult:
 def select_final(
     running: TaskRun, open_engines: Callable[[], AbstractContextManager[Engines]], retry_failed: bool = False
 ) -> SelectionResult:
-    """How far each search of a cell came, with as many leaders as are confirmed, best first.
+    """Return the state of each search of a task, with the incumbents to confirm, best first.
 
-    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners. Where the result of a winner
-    is wrong, all leaders are compared with their files and those that are right meet again.
+    The turns are logged in `runoff.jsonl`, so a resumed task has the same winners. If the result of a winner is wrong,
+    all incumbents are compared with their files, and the race is repeated with the right ones.
 
     Args:
-        retry_failed: Try once more what failed in it.
+        retry_failed: Time failed rows once more.
 
     Raises:
-        UserError: The float model fails, or the record cannot be written.
+        UserError: The float model fails, or the log cannot be written.
     """
     found = _race_incumbents(running, open_engines, retry_failed)
     chosen = [(run, found.incumbents.get(run.name, {}).values()) for run in running.task.spec.runs]
@@ -90,7 +89,7 @@ def select_final(
 
 
 def _computes_wrong_result(running: TaskRun, run: SearchSpec, leader: Incumbent, look: bool = True) -> bool:
-    """Return whether the runtime computes something else than a leader's file says; see `_exclude_wrong_results`."""
+    """Return whether an incumbent's outputs differ from its file's; see `_exclude_wrong_results` for `look`."""
     if running.checker is None:
         return False
     candidate = _candidate_writer(run, running.task)(leader)
@@ -104,7 +103,7 @@ def _race_incumbents(
     retry_failed: bool,
     look: bool = False,
 ) -> SelectionResult:
-    """Hold the runoff; see `_exclude_wrong_results`."""
+    """Select by a race; see `_exclude_wrong_results` for `look`."""
     found, told = _exclude_wrong_results(running, look)
     led: dict[str, dict[int, tuple[Incumbent, ...]]] = {
         run.name: {
@@ -123,11 +122,13 @@ def _race_incumbents(
         for budget, leaders in budgets.items()
     }
     shared = _groups_by_searcher(running, led)
-    lots = own | shared
-    wanted = running.experiment.confirmation.top_k
+    lots, wanted = own | shared, running.experiment.confirmation.top_k
+    speedups: Mapping[str, float] = {}
     if len(contest.rows) > 1:
-        lots = run_race(contest, lots, wanted, open_engines, running.observer, retry_failed)
-    speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
+        found_best = select(contest, lots, open_engines, running.observer, wanted=wanted, retry_failed=retry_failed)
+        lots, speedups = found_best.surviving, found_best.speedups
+    elif contested:
+        speedups = read_speedups(running.folder / SELECTION_LOG_NAME, FLOAT_ROW)
     settled = {
         name: {
             budget: rank_finalists(leaders, lots[name, budget], speedups)[:wanted]
@@ -144,12 +145,12 @@ def _race_incumbents(
 def _exclude_wrong_results(
     running: TaskRun, look: bool
 ) -> tuple[_StatesByBudget, Mapping[str, Mapping[int, tuple[WarmStartModel, ...]]]]:
-    """Return how far each search came and the models that it was told, without those that are known to be wrong.
+    """Return the states of the searches and their warm-start models, without models known to compute wrong results.
 
-    Leaders that are wrong give way to the next ones until none is.
+    The next best placements replace wrong ones.
 
     Args:
-        look: Compare leaders with their files that were not compared before.
+        look: Compare incumbents with their files if they were not compared before.
     """
     wrong, seen, told = set[str](), set[str](), _warm_start_models_by_budget(running)
     while True:
@@ -172,7 +173,7 @@ def _exclude_wrong_results(
 
 
 def _incumbents_or_fastest_wrong(running: TaskRun, led: _IncumbentsByBudget) -> _IncumbentsByBudget:
-    """Return the leaders; a search whose every placement is wrong shows its fastest, which tables say is wrong."""
+    """Return the incumbents; a search with wrong placements only has its fastest, which tables mark as wrong."""
     if running.checker is None or all(leaders for budgets in led.values() for leaders in budgets.values()):
         return led
     found = _states_by_search(running)
@@ -186,9 +187,9 @@ def _incumbents_or_fastest_wrong(running: TaskRun, led: _IncumbentsByBudget) -> 
 
 
 def _warm_start_models_by_budget(running: TaskRun) -> dict[str, dict[int, tuple[WarmStartModel, ...]]]:
-    """The models that may be the choice of each search at each budget, for it has been told their placements by then.
+    """Return the models that each search may choose at each budget, because it has the results of their placements.
 
-    None where nothing is raced, or where there is a bound on accuracy: nobody has scored them.
+    Empty without a race, or with a bound on accuracy, because the models have no scores.
     """
     goal, cell, budgets = running.judge.goal, running.task, running.experiment.budget.evaluations
     raced = goal.minimize == "latency" and running.experiment.confirmation.contenders > 1
@@ -206,7 +207,7 @@ def _warm_start_models_by_budget(running: TaskRun) -> dict[str, dict[int, tuple[
 
 
 def _groups_by_searcher(running: TaskRun, led: _IncumbentsByBudget) -> dict[_GroupKey, list[str]]:
-    """What each searcher leads with at a budget, all seeds together: of these one is its row in the main table."""
+    """Return the incumbents of each searcher at a budget over all seeds; one is its row in the main table."""
     lots: dict[_GroupKey, dict[str, None]] = {}
     for run in running.task.spec.runs:
         for budget, leaders in led[run.name].items():
@@ -224,23 +225,23 @@ def _states_by_search(running: TaskRun, without: Collection[str] = ()) -> _State
 
 
 def _search_journals(running: TaskRun) -> Iterator[tuple[SearchSpec, Path]]:
-    """The searches with their journals; none where nothing is searched."""
+    """Yield the searches with their journals; none if the space is empty."""
     for run in running.task.spec.runs if len(running.task.searched_space) else ():
         yield run, running.folder / "runs" / f"{run.name}.jsonl"
 
 
 def _incumbent_count(running: TaskRun) -> int:
-    """How many leaders of a search are looked at."""
+    """Return the number of incumbents per search."""
     confirmation = running.experiment.confirmation
     others = {"latency": confirmation.contenders, "pareto": MAX_FRONT_CANDIDATES}
     return max(confirmation.top_k, others.get(running.judge.goal.minimize, 1))
 
 
 def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedComparison:
-    """Of all leaders; what two searches lead with is there once."""
+    """Return the comparison of all incumbents; those of several searches are in it once."""
     cell = running.task
     contested = running.experiment.confirmation.contenders > 1
-    runs = [run for run in cell.spec.runs if contested and led[run.name]]  # none where nothing is searched: emulated
+    runs = [run for run in cell.spec.runs if contested and led[run.name]]  # none if nothing is searched: emulated
     rows = {
         leader.digest: Contender(name=leader.digest, candidate=candidate(leader))
         for run in runs
@@ -257,7 +258,7 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
     header = {
         "model_sha256": digest_file(cell.model_file),
         "rows": sorted(rows),
-        **({"told": told} if told else {}),  # a placement's digest says what is in its file
+        **({"told": told} if told else {}),  # the digest of a placement determines its file
         "heats": list(TURNS_PER_RACING_ROUND),
         "samples": SAMPLES_PER_TURN,
         "group": MAX_GROUP_ROWS,
@@ -276,7 +277,7 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
 
 
 def _candidate_writer(run: SearchSpec, cell: Task) -> Callable[[Incumbent], Candidate]:
-    """What makes a search's candidates anew."""
+    """Return a function that makes the candidate of an incumbent of a search."""
     own = None if is_external_searcher(run.searcher) else task_for_method(cell, run.searcher)
 
     def built(leader: Incumbent) -> Candidate:
@@ -294,10 +295,10 @@ def _candidate_writer(run: SearchSpec, cell: Task) -> Callable[[Incumbent], Cand
 def rank_finalists(
     leaders: Sequence[Incumbent], close: Sequence[str], speedups: Mapping[str, float]
 ) -> tuple[Incumbent, ...]:
-    """The leaders in the order of the runoff, as far as there was one.
+    """Return the incumbents in the order of the race, if there was one.
 
-    Whoever failed in it comes last; a model of another tool, whose speed nobody has seen then, is left out. It is the
-    choice where it beats all that was evaluated, not where it cannot be told from it: a placement can be explained.
+    Failed placements come last, and failed models of other tools, which have no other reading, are left out. Such a
+    model is chosen only if it beats all evaluated placements, not if it ties: a placement can be explained.
     """
     evaluated = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)
     there = (leader for leader in leaders if isinstance(leader, Evaluation) or leader.digest in speedups)

@@ -1,6 +1,6 @@
 """Confirmation of the rows of a task, and the A/A noise floor before its searches; raw turns are stored.
 
-`confirm.jsonl` grows turn by turn, so the confirmation goes on where it stopped; `floor.json` is written once.
+`confirm.jsonl` grows turn by turn, so an interrupted confirmation continues; `floor.json` is written once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ from harness.api import Candidate, capabilities_of
 from harness.config.sections import Confirmation, PluginSpec
 from harness.graph.io.files import digest_file
 from harness.progress import Observer
-from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
+from harness.results_dir.artifacts import FLOAT_ROW, FinalistSet
 from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import read_json, write_json
-from harness.selection.paired_timing import (
-    TURN_ORDER_SEED,
-    PairedComparison,
-    read_comparison,
-    run_comparison,
-    warn_if_disturbed,
-)
-from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, confirm, summarize_turns
-from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, disturbance_note, encode_turn_event
+from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
+from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, summarize_turns
+from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, encode_turn_event
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import edges_digest
@@ -38,11 +32,9 @@ __all__ = [
     "reference_latency_if_noisy",
 ]  # fmt: skip
 
-CONFIRMATION_LOG_NAME = "confirm.jsonl"
+CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirm.jsonl", "floor.json"
 NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=12, samples=3)
-"""Of the floor before the searches; the confirmation's own twin adds to it."""
-NOISY_TURN_SD = 0.02
-"""Turns of one engine that scatter by more than this make up for the price of timing every candidate beside it."""
+NOISY_TURN_SD = 0.02  # turns that scatter by more justify the cost of timing every candidate in turns with the baseline
 
 
 def measure_noise_floor(
@@ -53,80 +45,75 @@ def measure_noise_floor(
     folder: Path,
     observer: Observer,
 ) -> float:
-    """The gain that the baseline has over itself, rebuilt, before any search; see
-    `harness.statistics.noise_floor_from_ratios`.
+    """Return the gain of the baseline over itself, rebuilt, before any search; measure it once.
+
+    See `harness.statistics.noise_floor_from_ratios`.
 
     Args:
-        open_engines: Opens engines where the cell runs.
+        open_engines: Opens engines where the task runs.
         model_file: The float model.
-        backend: The benchmarker's own facts.
-        folder: The cell's.
+        backend: Facts of the benchmarker.
+        folder: Folder of the task.
 
     Raises:
         UserError: The baseline fails, or the floor was measured with another model, runtime or device.
     """
-    path = folder / "floor.json"
+    path = folder / NOISE_FLOOR_FILE_NAME
     basis = {"model_sha256": digest_file(model_file), "backend": dict(backend)}
     if path.exists():
         record = read_json(path)
         require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
         return float(record["floor"])
-    baseline = Contender(
-        name=FLOAT_ROW, candidate=Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
+    float_model = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
+    comparison = PairedComparison(
+        name="A/A check",
+        baseline=Contender(name=FLOAT_ROW, candidate=float_model),
+        rows=(),
+        schedule=NOISE_FLOOR_SCHEDULE,
     )
-    with observer.work("A/A check", NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds * 2) as step:
-        events = []
-        for event in confirm(
-            [],
-            baseline,
-            open_engines=lambda: open_engines(worker),
-            schedule=NOISE_FLOOR_SCHEDULE,
-            rng=np.random.default_rng(TURN_ORDER_SEED),
-        ):
-            events.append(event)
-            step.advance()
-    found = summarize_turns(events, baseline=FLOAT_ROW)
-    floor, note = found.floor, disturbance_note(found.disturbed)
+    events = run_comparison(comparison, lambda: open_engines(worker), observer)
+    floor = summarize_turns(events, baseline=FLOAT_ROW).floor
     observer.say(
         f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {floor:.1%} (the A/A "
         "floor of the tables also covers the confirmation)"
     )
-    if note:
-        observer.say(f"A/A check: {note}: close other work and repeat")
+    warn_if_disturbed(comparison.name, events, observer)
     write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_turn_event(event)) for event in events]})
     return floor
 
 
 def read_noise_floor(folder: Path) -> float:
-    """The floor that was measured before a cell's searches; 0 where none was."""
-    path = folder / "floor.json"
+    """Return the floor that was measured before the searches of a task; 0 without one."""
+    path = folder / NOISE_FLOOR_FILE_NAME
     return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
 
 
 def reference_latency_if_noisy(
-    folder: Path, backend: PluginSpec, beside: Literal["auto", "always", "never"]
+    folder: Path, backend: PluginSpec, interleave: Literal["auto", "always", "never"]
 ) -> float | None:
-    """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
+    """Return the baseline's latency in milliseconds if candidates are to be timed in turns with it, or None.
 
     Args:
-        backend: One that cannot take turns (`interleaved` of `harness.api.Capabilities`) has each timed alone.
-        beside: What the experiment wants; "auto": where the baseline's turns before the searches scatter by more than
-            `NOISY_TURN_SD` (standard deviation on the log scale). Not where the floor is above it: turns of the floor
-            are paired, so it stays low on a machine whose pace changes, and readings one by one do not.
+        backend: A backend that cannot take turns (`interleaved` of `harness.api.Capabilities`) gives None.
+        interleave: Setting of the experiment; "auto": in turns if the baseline's turns before the searches scatter by
+            more than `NOISY_TURN_SD` (standard deviation on the log scale). The floor is no criterion: its turns are
+            paired, so it stays low on a machine whose speed changes, unlike single readings.
     """
     if not capabilities_of(registry.load_plugin("benchmarker", backend.use)).interleaved:
         return None
-    events = [decode_turn_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
-    turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Turn)]
-    if beside == "never" or (beside == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= NOISY_TURN_SD):
+    turns_ms = [float(np.median(event.samples_ms)) for event in _noise_floor_events(folder) if isinstance(event, Turn)]
+    if interleave == "never" or (interleave == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= NOISY_TURN_SD):
         return None
     return baseline_latency(folder)
 
 
 def baseline_latency(folder: Path) -> float:
-    """The baseline's latency in milliseconds before a cell's searches: the one scale of readings, bounds and notes."""
-    events = [decode_turn_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
-    return summarize_turns(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
+    """Return the baseline's latency in milliseconds before the searches of a task: the scale of all readings."""
+    return summarize_turns(_noise_floor_events(folder), baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
+
+
+def _noise_floor_events(folder: Path) -> list[TurnEvent]:
+    return [decode_turn_event(json.dumps(event)) for event in read_json(folder / NOISE_FLOOR_FILE_NAME)["events"]]
 
 
 def confirm_rows(  # noqa: PLR0913 - what, where, and how
@@ -138,45 +125,45 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     observer: Observer,
     retry_failed: bool = False,
 ) -> None:
-    """Confirm what is not yet confirmed.
+    """Take the turns of the confirmation that are missing.
 
-    Where the rows (their files' hashes tell), the plan, how many rows share a worker, or the runtime changed, it starts
-    anew, and the old record is kept as `confirm.<n>.jsonl`.
+    If the rows (by the digests of their files), the plan, the number of rows in a worker or the runtime changed, it
+    starts anew, and the old log is archived as `confirm.<n>.jsonl`.
 
     Args:
-        plan: How.
-        open_engines: Opens engines where the cell runs.
-        backend: The benchmarker's own facts.
-        retry_failed: Try once more what failed.
+        open_engines: Opens engines where the task runs.
+        backend: Facts of the benchmarker.
+        retry_failed: Try failed rows once more.
 
     Raises:
-        UserError: The baseline fails, or the record cannot be written.
+        UserError: The baseline fails, or the log cannot be written.
     """
-    path = table.folder / CONFIRMATION_LOG_NAME
     header = {
         "rows": {row.id: row.sha256 for row in table.rows},
-        "plan": plan.model_dump(mode="json", exclude={"contenders"}),  # the rows tell who won the runoff
+        "plan": plan.model_dump(mode="json", exclude={"contenders"}),  # the rows show who won the final selection
         "group": MAX_GROUP_ROWS,
         "backend": dict(backend),
     }
-    turns = {row.id: _make_contender(row, table) for row in table.rows}
-    baseline = turns.pop(FLOAT_ROW)
-    rows = tuple(turns.values())
-    contest = PairedComparison(
-        name="confirmation", path=path, header=header, baseline=baseline, rows=rows, schedule=plan
+    contenders = {
+        row.id: Contender(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)
+        for row in table.rows
+    }
+    comparison = PairedComparison(
+        name="confirmation",
+        path=table.folder / CONFIRMATION_LOG_NAME,
+        header=header,
+        baseline=contenders.pop(FLOAT_ROW),
+        rows=tuple(contenders.values()),
+        schedule=plan,
     )
-    run_comparison(contest, lambda: open_engines(worker), observer, retry_failed)
-    warn_if_disturbed(contest, observer)
+    events = run_comparison(comparison, lambda: open_engines(worker), observer, retry_failed)
+    warn_if_disturbed(comparison.name, events, observer)
 
 
 def read_events(folder: Path) -> tuple[TurnEvent, ...]:
-    """Events of a cell's confirmation.
+    """Read the events of a task's confirmation.
 
     Raises:
-        UserError: A damaged line.
+        UserError: A line is damaged.
     """
     return read_comparison(folder / CONFIRMATION_LOG_NAME)
-
-
-def _make_contender(row: ExportedModel, table: FinalistSet) -> Contender:
-    return Contender(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)

@@ -1,10 +1,11 @@
-"""Paired comparison: rows timed in turns against the baseline, logged turn by turn, and resumable."""
+"""Paired comparison: contenders timed in turns against a baseline, optionally logged turn by turn and resumable."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,96 +28,112 @@ from harness.timing.turn_log import (
 )
 
 __all__ = [
-    "SELECTION_LOG_NAME", "TURN_ORDER_SEED", "PairedComparison", "read_comparison", "read_speedups",
-    "run_comparison", "turn_speedups", "warn_if_disturbed",
+    "SELECTION_LOG_NAME", "PairedComparison", "median_speedups", "read_comparison", "read_speedups", "run_comparison",
+    "turn_speedups", "warn_if_disturbed",
 ]  # fmt: skip
 
-SELECTION_LOG_NAME = "runoff.jsonl"
-"""Name in a cell's folder of the contest between the best of each search."""
-TURN_ORDER_SEED = 0
-"""Of the order of turns; it has nothing to do with the seeds of searches."""
+SELECTION_LOG_NAME = "runoff.jsonl"  # in the folder of a task: comparison of the best placements of all searches
+TURN_ORDER_SEED = 0  # independent of the seeds of searches
 _TurnKey = tuple[int, int, str, int]
-"""A turn: build, group, row, round."""
+"""Build, group, row and round of a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedComparison:
-    """What is timed against what, and where it is written down.
+    """Contenders with their baseline, the schedule of their turns, and the log.
 
     Attributes:
-        name: What the user reads beside the bar, and before what fails.
-        header: What it depends on, as JSON has it; a record with another header is put aside.
-        floor: Known A/A noise floor; what twins show counts where it is larger.
-        first_build: Number of the first build, where this goes on with a record whose builds before were of other rows.
+        name: Name in the progress bar and in messages.
+        path: Log of the turns; None to keep them in memory only.
+        header: Inputs of the comparison as JSON values; a log with another header is archived.
+        floor: Known A/A noise floor; that of the twins is used if it is larger.
+        first_build: Number of the first build, if the log has earlier builds of other rows.
     """
 
     name: str
-    path: Path
-    header: dict[str, Any]
     baseline: Contender
     rows: tuple[Contender, ...]
     schedule: TurnSchedule
+    path: Path | None = None
+    header: dict[str, Any] = field(default_factory=dict)
     floor: float = 0.0
     first_build: int = 0
 
 
 def run_comparison(
-    contest: PairedComparison, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False
-) -> None:
-    """Time what is not yet timed.
+    comparison: PairedComparison, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False
+) -> tuple[TurnEvent, ...]:
+    """Take the turns that the log does not have yet, and return all turns.
 
-    A record that was made with another header is kept as `NAME.<n>.jsonl`, and the contest starts anew.
+    A log that was made with another header is archived as `NAME.<n>.jsonl`, and the comparison starts anew.
 
     Args:
-        retry_failed: What failed counts as not yet timed; the rows that shared its worker are timed again with it.
+        retry_failed: Time failed rows again, together with the rows that shared their worker.
 
     Raises:
-        UserError: The baseline fails, or the record cannot be written.
+        UserError: The baseline fails, or the log cannot be written.
     """
-    path, plan = contest.path, contest.schedule
-    text = add_checksum(json.dumps({"kind": "header", **contest.header}, sort_keys=True))
-    _archive_other_header(path, text)
-    done = tuple(event for event in read_comparison(path) if not (retry_failed and isinstance(event, RowFailure)))
-    own = (
-        replace(event, build=event.build - contest.first_build) for event in done if event.build >= contest.first_build
-    )
-    left = _remaining_turns(contest, done)
-    title = f"{contest.name}: {len(contest.rows)} rows"
-    with path.open("ab", buffering=0) as file, observer.work(title, len(left)) as step:
-        if file.tell() == 0:
-            append_line(file, text, path)
-        events = confirm(
-            contest.rows,
-            contest.baseline,
+    header = add_checksum(json.dumps({"kind": "header", **comparison.header}, sort_keys=True))
+    known = () if comparison.path is None else _continue_log(comparison.path, header)
+    events = [event for event in known if not (retry_failed and isinstance(event, RowFailure))]
+    first, schedule = comparison.first_build, comparison.schedule
+    left = _remaining_turns(comparison, events)
+    title = f"{comparison.name}: {len(comparison.rows)} rows" if comparison.rows else comparison.name
+    with _open_log(comparison.path, header) as write, observer.work(title, len(left)) as step:
+        for timed in confirm(
+            comparison.rows,
+            comparison.baseline,
             open_engines=open_engines,
-            schedule=plan,
-            rng=np.random.default_rng(TURN_ORDER_SEED + contest.first_build),
-            done=own,
-        )
-        for event in (replace(event, build=event.build + contest.first_build) for event in events):
-            append_line(file, add_checksum(encode_turn_event(event)), path, sync=False)
+            schedule=schedule,
+            rng=np.random.default_rng(TURN_ORDER_SEED + first),
+            done=[replace(event, build=event.build - first) for event in events if event.build >= first],
+        ):
+            event = replace(timed, build=timed.build + first)
+            write(event)
+            events.append(event)
             if isinstance(event, RowFailure):
-                observer.say(f"{contest.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
-            for key in _turn_keys(event, plan.rounds) & left:
+                observer.say(f"{comparison.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
+            for key in _turn_keys(event, schedule.rounds) & left:
                 left.discard(key)
-                step.advance(f"build {event.build + 1} of {contest.first_build + plan.builds}")
+                step.advance(f"build {event.build + 1} of {first + schedule.builds}")
+    return tuple(events)
 
 
-def warn_if_disturbed(contest: PairedComparison, observer: Observer) -> None:
-    """Say where something else was at work in too many of its turns.
+def _continue_log(path: Path, header: str) -> tuple[TurnEvent, ...]:
+    """Return the events of an interrupted comparison; archive the log of another one."""
+    restore_lines(path)
+    if not path.exists():
+        return ()
+    truncate_partial_line(path)
+    there = path.read_text(encoding="utf-8").partition("\n")[0]
+    if there and there != header:
+        archive_existing(path)
+    return read_comparison(path)
 
-    Raises:
-        UserError: A damaged line.
-    """
-    if note := disturbance_note(TurnMatrix(read_comparison(contest.path)).disturbed_share):
-        observer.say(f"{contest.name}: {note}: close other work and repeat")
+
+@contextmanager
+def _open_log(path: Path | None, header: str) -> Iterator[Callable[[TurnEvent], None]]:
+    """Yield a function that appends an event to the log, if there is one."""
+    if path is None:
+        yield lambda event: None
+        return
+    with path.open("ab", buffering=0) as file:
+        if file.tell() == 0:
+            append_line(file, header, path)
+        yield lambda event: append_line(file, add_checksum(encode_turn_event(event)), path, sync=False)
+
+
+def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
+    """Report if other processes disturbed too many of the turns of a comparison."""
+    if note := disturbance_note(TurnMatrix(events).disturbed_share):
+        observer.say(f"{name}: {note}: close other work and repeat")
 
 
 def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
-    """Events of a contest; a torn last line is left out.
+    """Read the events of a log without a partial last line; none if it does not exist.
 
     Raises:
-        UserError: A damaged line.
+        UserError: A line is damaged.
     """
     if stored_path(path) is None:
         return ()
@@ -128,9 +145,9 @@ def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
 
 
 def turn_speedups(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
-    """Of each row of a contest that came through, its speedup over the baseline in each turn, by build and round.
+    """Return the speedup over the baseline in each turn, by row and then by build and round.
 
-    A row that failed in any build did not come through.
+    Rows that failed in any build are left out.
     """
     turns = readings.turns
     found = {
@@ -147,51 +164,45 @@ def turn_speedups(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[i
 
 
 def _has_failed(readings: TurnMatrix, row: str) -> bool:
-    """Whether a row failed in any build; where that was tried again it may have had other neighbours."""
-    came_through = {build for (build, _), turns in readings.turns[row].items() if turns}
-    return any(build not in came_through for build, _ in readings.failed.get(row, {}))
+    """Return whether a row failed in any build; a build that was tried again may have another group."""
+    completed = {build for (build, _), turns in readings.turns[row].items() if turns}
+    return any(build not in completed for build, _ in readings.failed.get(row, {}))
 
 
 def read_speedups(path: Path, baseline: str) -> dict[str, float]:
-    """Of each row of a contest that came through, its speedup over the baseline: the median over its turns.
+    """Return the median speedup over the baseline, by row, of the rows that failed in no build.
 
     Raises:
-        UserError: A damaged line.
+        UserError: A line of the log is damaged.
     """
-    found = turn_speedups(TurnMatrix(read_comparison(path)), baseline)
+    return median_speedups(read_comparison(path), baseline)
+
+
+def median_speedups(events: Iterable[TurnEvent], baseline: str) -> dict[str, float]:
+    """Return the median over turns of the speedups of `turn_speedups`, by row."""
+    found = turn_speedups(TurnMatrix(events), baseline)
     return {name: float(np.median([*ratios.values()])) for name, ratios in found.items()}
 
 
-def _archive_other_header(path: Path, header: str) -> None:
-    """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
-    restore_lines(path)
-    if not path.exists():
-        return
-    truncate_partial_line(path)
-    there = path.read_text(encoding="utf-8").partition("\n")[0]
-    if there and there != header:
-        archive_existing(path)
-
-
-def _remaining_turns(contest: PairedComparison, done: Iterable[TurnEvent]) -> set[_TurnKey]:
-    """The turns still to come; a worker that did not come to its end starts again."""
-    names, plan = [row.name for row in contest.rows], contest.schedule
+def _remaining_turns(comparison: PairedComparison, done: Iterable[TurnEvent]) -> set[_TurnKey]:
+    """Return the turns to come; an unfinished worker starts again."""
+    names, schedule, first = [row.name for row in comparison.rows], comparison.schedule, comparison.first_build
     groups: list[Sequence[str]] = [
         names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)
     ] or [()]
     whole = {
         (build, group, row, number)
-        for build in range(contest.first_build, contest.first_build + plan.builds)
+        for build in range(first, first + schedule.builds)
         for group, members in enumerate(groups)
-        for row in (contest.baseline.name, TWIN, *members)
-        for number in range(plan.rounds)
+        for row in (comparison.baseline.name, TWIN, *members)
+        for number in range(schedule.rounds)
     }
-    missing = whole.difference(*(_turn_keys(event, plan.rounds) for event in done))
+    missing = whole.difference(*(_turn_keys(event, schedule.rounds) for event in done))
     again = {key[:2] for key in missing}
     return {key for key in whole if key[:2] in again}
 
 
 def _turn_keys(event: TurnEvent, rounds: int) -> set[_TurnKey]:
-    """The turns that an event stands for: one, or all that a row loses with its failure."""
+    """Return the turn of an event, or all turns that a row loses with its failure."""
     numbers = range(rounds) if isinstance(event, RowFailure) else (event.round,)
     return {(event.build, event.group, event.row, number) for number in numbers}

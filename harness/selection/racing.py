@@ -1,13 +1,13 @@
-"""Race of rebuilt models in elimination rounds, logged turn by turn.
+"""Race of rebuilt contenders in elimination rounds, logged turn by turn.
 
-See `harness.timing.racing_test` for who is out of it when, and `harness.selection.paired_timing` for the record.
+`harness.timing.racing_test` has the test that eliminates, `harness.selection.paired_timing` the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -15,84 +15,93 @@ from harness.config.sections import TurnSchedule
 from harness.progress import Observer
 from harness.selection.paired_timing import (
     PairedComparison,
-    read_comparison,
-    read_speedups,
+    median_speedups,
     run_comparison,
     turn_speedups,
     warn_if_disturbed,
 )
 from harness.timing.confirmation import EngineFactory, noise_floor
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
-from harness.timing.turn_log import TurnMatrix
+from harness.timing.turn_log import TurnEvent, TurnMatrix
 
-__all__ = ["FIRST_SCHEDULE", "SAMPLES_PER_TURN", "run_race", "select_winner"]
+__all__ = ["FIRST_SCHEDULE", "SAMPLES_PER_TURN", "Selection", "select", "select_winner"]
 
-SAMPLES_PER_TURN = 3
-"""Inferences of a turn, at least."""
+SAMPLES_PER_TURN = 3  # inferences of a turn, at least
 FIRST_SCHEDULE = TurnSchedule(builds=1, rounds=TURNS_PER_RACING_ROUND[0], samples=SAMPLES_PER_TURN)
 K = TypeVar("K")
 
 
-def run_race(
-    contest: PairedComparison,
-    lots: Mapping[K, Sequence[str]],
-    wanted: int,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection(Generic[K]):
+    """Result of a race.
+
+    Attributes:
+        surviving: Rows of each group that were not eliminated, in its order; a row that failed in a round is.
+        speedups: Median speedup over the baseline, by row, of the rows that failed in no round.
+    """
+
+    surviving: dict[K, list[str]]
+    speedups: dict[str, float]
+
+
+def select(
+    comparison: PairedComparison,
+    groups: Mapping[K, Sequence[str]],
     open_engines: EngineFactory,
     observer: Observer,
+    *,
+    wanted: int = 1,
     retry_failed: bool = False,
-) -> dict[K, list[str]]:
-    """Hold the heats, each with fresh builds; a row goes on as long as it may be among the wanted of any lot.
+) -> Selection[K]:
+    """Run elimination rounds, each with fresh builds, until every group has at most `wanted` rows left or they end.
 
-    Who goes on after a heat follows from the turns up to it, so that a race which is held again times nothing again.
+    The rows of a round follow from the turns before it, so a repeated race times nothing again.
 
     Args:
-        contest: Of all rows, with the plan of the first heat.
-        lots: Rows that are rivals, by name; one may be in several lots.
-        wanted: How many of each lot.
-
-    Returns:
-        Of each lot those that came through unbeaten, in its order. Whoever fails in any heat is out.
+        comparison: All rows, with a log and the schedule of the first round.
+        groups: Names of the rows that compete with each other; a row may be in several groups.
+        wanted: Number of rows to select of each group.
 
     Raises:
-        UserError: As `run_comparison`.
+        UserError: See `run_comparison`.
     """
-    left = {key: list(lot) for key, lot in lots.items()}
-    rows = contest.rows
+    left = {key: list(group) for key, group in groups.items()}
+    rows, events = comparison.rows, tuple[TurnEvent, ...]()
     for number, turns in enumerate(TURNS_PER_RACING_ROUND):
-        schedule = contest.schedule.model_copy(update={"rounds": turns})
-        heat = replace(contest, rows=rows, schedule=schedule, first_build=number)
-        run_comparison(heat, open_engines, observer, retry_failed)
-        readings = TurnMatrix(event for event in read_comparison(contest.path) if event.build <= number)
-        slack = build_variance_slack(number + 1, max(contest.floor, noise_floor(readings, contest.baseline.name)))
-        ratios = turn_speedups(readings, contest.baseline.name)
-        left = {key: _surviving(lot, ratios, wanted, slack) for key, lot in left.items()}
-        close = {name for lot in left.values() if len(lot) > wanted for name in lot}
-        rows = tuple(row for row in contest.rows if row.name in close)
+        schedule = comparison.schedule.model_copy(update={"rounds": turns})
+        this_round = replace(comparison, rows=rows, schedule=schedule, first_build=number)
+        events = run_comparison(this_round, open_engines, observer, retry_failed)
+        readings = TurnMatrix(event for event in events if event.build <= number)
+        slack = build_variance_slack(number + 1, max(comparison.floor, noise_floor(readings, comparison.baseline.name)))
+        ratios = turn_speedups(readings, comparison.baseline.name)
+        left = {key: _surviving(group, ratios, wanted, slack) for key, group in left.items()}
+        close = {name for group in left.values() if len(group) > wanted for name in group}
+        rows = tuple(row for row in comparison.rows if row.name in close)
         if not rows:
             break
-    warn_if_disturbed(contest, observer)
-    return left
+    warn_if_disturbed(comparison.name, events, observer)
+    return Selection(surviving=left, speedups=median_speedups(events, comparison.baseline.name))
 
 
-def select_winner(contest: PairedComparison, open_engines: EngineFactory, observer: Observer) -> tuple[str, float]:
+def select_winner(comparison: PairedComparison, open_engines: EngineFactory, observer: Observer) -> tuple[str, float]:
     """Run a race of all rows for one winner, and return its name and its speedup over the baseline.
 
-    If no row survives, the fastest row with turns in the record wins; without any, the result is ("", 0.0).
+    If no row survives, the fastest row with turns in the log wins; without any, the result is ("", 0.0).
 
     Raises:
-        UserError: As `run_race`.
+        UserError: See `run_comparison`.
     """
-    (left,) = run_race(contest, {"all": [row.name for row in contest.rows]}, 1, open_engines, observer).values()
-    speedups = read_speedups(contest.path, contest.baseline.name)
-    won = max(left or speedups, key=speedups.__getitem__, default="")
+    found = select(comparison, {"all": [row.name for row in comparison.rows]}, open_engines, observer)
+    speedups = found.speedups
+    won = max(found.surviving["all"] or speedups, key=speedups.__getitem__, default="")
     return won, speedups.get(won, 0.0)
 
 
 def _surviving(
-    lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int, slack: float
+    group: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int, slack: float
 ) -> list[str]:
-    """Those of a lot that came through and are not beaten."""
-    timed = [name for name in lot if name in ratios]
+    """Return the rows of a group that have turns and are not eliminated."""
+    timed = [name for name in group if name in ratios]
     turns = sorted({turn for name in timed for turn in ratios[name]})
     if not turns:
         return timed

@@ -13,7 +13,7 @@ from harness.config.sections import TurnSchedule
 from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
+from harness.selection.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
 from harness.statistics import median_ci
 from harness.task_setup.task import Task
 from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory
@@ -102,9 +102,9 @@ class BestConfirmation:
             ),
             schedule=CONFIRMATION_SCHEDULE,
         )
-        run_comparison(contest, self.open_engines, self.observer)
-        warn_if_disturbed(contest, self.observer)
-        readings = TurnMatrix(read_comparison(contest.path))
+        events = run_comparison(contest, self.open_engines, self.observer)
+        warn_if_disturbed(contest.name, events, self.observer)
+        readings = TurnMatrix(events)
         self._report_pace_change(contest.name, readings)
         return {
             digest: self._merge_fresh_samples(row, *readings.paired_samples(digest, FLOAT_ROW))

@@ -94,11 +94,12 @@ def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp
         schedule=TurnSchedule(builds=2, rounds=3, samples=3),
     )
     observer = Listening()
-    run_comparison(contest, Busy(disturbed).open, observer)
-    warn_if_disturbed(contest, observer)
+    events = run_comparison(contest, Busy(disturbed).open, observer)
+    warn_if_disturbed(contest.name, events, observer)
     said = (
         "confirmation: 100% of the turns were disturbed, which distorts speedups, usually upwards: "
         "close other work and repeat"
     )
     assert observer.said == ([said] if disturbed else [])
-    assert {event.disturbed for event in read_comparison(contest.path)} == {disturbed}  # type: ignore[union-attr]
+    assert read_comparison(tmp_path / "confirm.jsonl") == events
+    assert {event.disturbed for event in events} == {disturbed}  # type: ignore[union-attr]

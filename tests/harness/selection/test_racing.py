@@ -16,7 +16,7 @@ from harness.config.sections import Sampling
 from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.selection.paired_timing import PairedComparison, read_speedups
-from harness.selection.racing import FIRST_SCHEDULE, run_race, select_winner
+from harness.selection.racing import FIRST_SCHEDULE, select, select_winner
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines
@@ -80,10 +80,10 @@ def test_a_race_that_is_held_again_times_nothing_and_ends_the_same(tmp_path: Pat
         folder = tmp_path / str(seed)
         folder.mkdir()
         held = contest(folder, "abcde")
-        left = run_race(held, lots, 1, Machine(true_ms, by_builds=0.01, by_turns=0.02, seed=seed).open, NullProgress())
+        left = select(held, lots, Machine(true_ms, by_builds=0.01, by_turns=0.02, seed=seed).open, NullProgress())
         written = held.path.read_bytes()
         again = Machine(true_ms)
-        assert run_race(held, lots, 1, again.open, NullProgress()) == left
+        assert select(held, lots, again.open, NullProgress()) == left
         assert (held.path.read_bytes(), again.rows) == (written, []), f"seed {seed}"
 
 
@@ -107,9 +107,9 @@ def test_an_interrupted_heat_does_not_decide_the_one_before(tmp_path: Path) -> N
 
     held, true_ms = contest(tmp_path, "abc"), {"a": 1.0, "b": 1.003, "c": 1.5}
     with pytest.raises(KeyboardInterrupt):
-        run_race(held, {"all": list("abc")}, 1, Interrupted(true_ms).open, NullProgress())
+        select(held, {"all": list("abc")}, Interrupted(true_ms).open, NullProgress())
     machine = Machine(true_ms)
-    assert run_race(held, {"all": list("abc")}, 1, machine.open, NullProgress()) == {"all": ["a", "b"]}
+    assert select(held, {"all": list("abc")}, machine.open, NullProgress()).surviving == {"all": ["a", "b"]}
     assert [sorted(names) for names in machine.rows] == [["a", "b", FLOAT, FLOAT]] * 2
 
 
@@ -118,7 +118,7 @@ def test_whoever_fails_in_any_heat_is_out(tmp_path: Path, heat: int) -> None:
     """However fast it was before; b, which stays close, wins."""
     held = contest(tmp_path, "abc")
     machine = Machine({"a": 1.0, "b": 1.001, "c": 1.5}, broken=lambda name, number: name == "a" and number == heat)
-    assert run_race(held, {"all": list("abc")}, 1, machine.open, NullProgress())["all"] == ["b"]
+    assert select(held, {"all": list("abc")}, machine.open, NullProgress()).surviving["all"] == ["b"]
     speedups = read_speedups(held.path, FLOAT)
     assert "a" not in speedups
     assert max(speedups, key=speedups.__getitem__) == "b"
@@ -135,13 +135,13 @@ def test_what_the_twins_of_a_race_differ_by_keeps_rivals_in(tmp_path: Path) -> N
     for machine, heats in ((Machine({"a": 1.0, "b": 1.03}), 1), (Uneven({"a": 1.0, "b": 1.03}), 3)):
         folder = tmp_path / type(machine).__name__
         folder.mkdir()
-        run_race(contest(folder, "ab"), {"all": ["a", "b"]}, 1, machine.open, NullProgress())
+        select(contest(folder, "ab"), {"all": ["a", "b"]}, machine.open, NullProgress())
         assert len(machine.rows) == heats
 
 
 def test_a_known_noise_floor_keeps_rivals_in(tmp_path: Path) -> None:
     machine = Machine({"a": 1.0, "b": 1.03})
-    run_race(replace(contest(tmp_path, "ab"), floor=0.1), {"all": ["a", "b"]}, 1, machine.open, NullProgress())
+    select(replace(contest(tmp_path, "ab"), floor=0.1), {"all": ["a", "b"]}, machine.open, NullProgress())
     assert len(machine.rows) == len(TURNS_PER_RACING_ROUND)
 
 
@@ -163,5 +163,5 @@ def test_other_work_on_the_machine_is_told_once(tmp_path: Path) -> None:
             return replace(super().sample(handle, sampling), disturbed="waited for a core 50% of the time")
 
     observer = Listening()
-    run_race(contest(tmp_path, "ab"), {"all": ["a", "b"]}, 1, Disturbed({"a": 1.0, "b": 1.0}).open, observer)
+    select(contest(tmp_path, "ab"), {"all": ["a", "b"]}, Disturbed({"a": 1.0, "b": 1.0}).open, observer)
     assert [text.count("close other work") for text in observer.said] == [1]
