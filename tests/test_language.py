@@ -15,14 +15,13 @@ WORDS = re.compile(
     rf"\b(?:{'|'.join(word for word in LISTED if word and not word.startswith('#'))})\b", flags=re.IGNORECASE
 )
 NOT_YET_REWORDED = {
-    "results_dir", "studies", "explain", "selection", "analysis", "config",
-    "verification",
+    "results_dir", "config",
 }  # fmt: skip
 FILES = [
     path
     for package in ("harness", "search")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if path.relative_to(ROOT).parts[1] not in NOT_YET_REWORDED and path.name != "final_selection.py"
+    if path.relative_to(ROOT).parts[1] not in NOT_YET_REWORDED
 ]
 
 

@@ -4,11 +4,11 @@ A nested design: some processes, in each of them some fresh builds of the same m
 model is log y = mu + P + B(P) + e with independent effects; the components of its variance are estimated by analysis of
 variance, that is by equating mean squares with their expectations (Searle, Casella and McCulloch, "Variance
 Components", 1992, chapter 3 and section 5.4). The same levels as in Kalibera and Jones, "Rigorous benchmarking in
-reasonable time", ISMM 2013. Logarithms, because latencies scatter by shares and are skewed. Outliers are part of
-what happens within a run and count there; what the harness reports are medians, which hardly feel them.
+reasonable time", ISMM 2013. Logarithms, because latencies scatter by shares and are skewed. Outliers count within a
+run; the harness reports medians, on which they have little effect.
 
-Builds of one process take turns, so time is no part of what is between builds. It is of what is between processes: one
-comes after the other, and a machine that changed its pace meanwhile shows there.
+Builds of one process take turns, so time does not contribute to the component between builds. Processes run one after
+the other, so a change of the machine's speed counts between processes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,20 @@ from harness.timing.workers.engines import Engines
 __all__ = ["NestedDesign", "NoiseComponent", "NoiseComponents", "estimate_components", "measure_noise"]
 
 Floats = npt.NDArray[np.float64]
-TARGET_HALF_WIDTH = 0.01
-"""Half-width of an interval that is worth having."""
+TARGET_HALF_WIDTH = 0.01  # of the interval that `processes_needed` refers to
 NORMAL_QUANTILE_95 = 1.96
 READINGS_PER_TURN = 3
-"""Readings of a build before another has its turn."""
-COLD_SAMPLING = Sampling(min_samples=READINGS_PER_TURN, max_samples=READINGS_PER_TURN)
-"""The first turn of a build warms it up, and does not count."""
-WARM_SAMPLING = COLD_SAMPLING.model_copy(update={"warmup_ms": 1.0})
-"""Later turns: two inferences bring an engine back into the caches."""
+COLD_SAMPLING = Sampling(min_samples=READINGS_PER_TURN, max_samples=READINGS_PER_TURN)  # first turn, a warm-up
+WARM_SAMPLING = COLD_SAMPLING.model_copy(update={"warmup_ms": 1.0})  # two inferences reload the caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedDesign:
-    """How often each level is repeated.
+    """Number of repetitions at each level.
 
     Attributes:
         processes: Fresh worker processes.
-        builds: Fresh builds in each of them.
+        builds: Fresh builds in each process.
         readings: Inferences of each build, after its warm-up.
     """
 
@@ -61,7 +57,7 @@ class NestedDesign:
 
     @property
     def turns(self) -> int:
-        """Turns of each build."""
+        """Return the number of turns of each build."""
         return math.ceil(self.readings / READINGS_PER_TURN)
 
     def __post_init__(self) -> None:
@@ -72,11 +68,11 @@ class NestedDesign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseReadings:
-    """What was read.
+    """Readings of a nested design.
 
     Attributes:
         latency_ms: [process, build, reading], or of one process [build, reading].
-        disturbed: Share of the turns in which something else was at work on the machine.
+        disturbed: Share of the turns that other processes disturbed.
     """
 
     latency_ms: Floats
@@ -89,8 +85,8 @@ class NoiseComponent:
 
     Attributes:
         sd: Standard deviation of log latency from this source alone, that is a share of the latency, with its 95 %
-            interval; 0 where the estimate of the variance is negative, that is: not seen beside the other sources.
-        share: Of the total variance.
+            interval; 0 if the estimate of the variance is negative: too small to be seen.
+        share: Share of the total variance.
     """
 
     name: str
@@ -105,9 +101,9 @@ class NoiseComponents:
     Attributes:
         latency_ms: Geometric mean of all readings.
         components: Within a run, between builds, between processes.
-        one_build: Half-width of the 95 % interval of latency where one process makes one build, and its latency is
-            the median of as many readings as here, which is how the harness measures; a share of the latency.
-        processes_needed: Fresh processes with one build each that narrow it to 1 %.
+        one_build: Half-width of the 95 % interval of the latency, as a share, if one process makes one build and its
+            latency is the median of as many readings as here, which is how the harness measures.
+        processes_needed: Number of fresh processes with one build each that narrow it to 1 %.
     """
 
     latency_ms: float
@@ -122,10 +118,10 @@ def measure_noise(
     design: NestedDesign,
     observer: Observer,
 ) -> NoiseReadings:
-    """Time a model as the design says; a process in which anything fails does not count.
+    """Return the readings of a model in a design, without processes in which anything failed.
 
     Raises:
-        UserError: Fewer than two processes went through; the text has the first failure.
+        UserError: Fewer than two processes finished; the text has the first failure.
     """
     found: list[NoiseReadings] = []
     failed: list[Failed] = []
@@ -139,9 +135,7 @@ def measure_noise(
             else:
                 found.append(outcome)
     if len(found) < 2:
-        raise UserError(
-            f"{len(found)} of {design.processes} processes went through; {failed[0].stage}: {failed[0].reason}"
-        )
+        raise UserError(f"{len(found)} of {design.processes} processes finished; {failed[0].stage}: {failed[0].reason}")
     return NoiseReadings(
         latency_ms=np.array([each.latency_ms for each in found]),
         disturbed=float(np.mean([each.disturbed for each in found])),
@@ -151,10 +145,10 @@ def measure_noise(
 def _measure_process(
     engines: Engines, candidate: Candidate, design: NestedDesign, rng: np.random.Generator, step: ProgressTask
 ) -> NoiseReadings | Failed:
-    """Readings [build, reading] of one process.
+    """Return the readings of one process, [build, reading].
 
-    All builds are made first and then take turns in random order: what changes with time, a machine's pace above all,
-    is in every build alike, and does not pass for a difference between them.
+    All builds are made first and then take turns in random order, so that a change of the machine's speed affects all
+    builds equally.
     """
     handles = []
     for _ in range(design.builds):
@@ -187,10 +181,10 @@ def estimate_components(latency_ms: Floats, confidence: float = 0.95) -> NoiseCo
 
     Args:
         latency_ms: [process, build, reading], all positive; at least two of each.
-        confidence: Of the intervals.
+        confidence: Confidence of the intervals.
 
     Raises:
-        ValueError: Another shape, or a reading that is not positive.
+        ValueError: The shape is another, or a reading is not positive.
     """
     if latency_ms.ndim != 3 or min(latency_ms.shape) < 2 or not (latency_ms > 0).all():
         raise ValueError(f"positive readings of 2 or more of each level, but got the shape {latency_ms.shape}")
@@ -218,7 +212,7 @@ def estimate_components(latency_ms: Floats, confidence: float = 0.95) -> NoiseCo
 
 
 def _one_build_component(medians: Floats) -> float:
-    """Variance of the median of one build in a fresh process, from [process, build]; by the same method."""
+    """Return the variance of the median of one build in a fresh process, from medians [process, build]."""
     b = medians.shape[1]
     within = float(medians.var(axis=1, ddof=1).mean())
     between = b * float(medians.mean(axis=1).var(ddof=1))
@@ -227,7 +221,7 @@ def _one_build_component(medians: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _MeanSquare:
-    """A sum of squares with its degrees of freedom."""
+    """Sum of squares with its degrees of freedom."""
 
     total: float
     degrees_of_freedom: int
@@ -238,7 +232,7 @@ class _MeanSquare:
 
 
 def _variance_from_one_square(square: _MeanSquare, confidence: float) -> Interval:
-    """A variance from its own mean square: chi-squared, written as F with no end of denominator."""
+    """Return a variance from its own mean square, with a chi-squared interval (F with infinite denominator)."""
     low, high = ((1 + sign * confidence) / 2 for sign in (-1, 1))
     return Interval(
         value=square.mean,
@@ -248,7 +242,7 @@ def _variance_from_one_square(square: _MeanSquare, confidence: float) -> Interva
 
 
 def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int, confidence: float) -> Interval:
-    """(MS above - MS below) / times, with the interval of Ting et al.; none of it is below 0.
+    """Return (MS above - MS below) / times with the interval of Ting et al., cut at 0.
 
     Modified large samples: Ting, Burdick, Graybill, Jeyaratnam and Lu, "Confidence intervals on linear combinations of
     variance components that are unrestricted in sign", J. Statistical Computation and Simulation 35, 1990; Burdick and
@@ -270,7 +264,7 @@ def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int
 
 
 def _upper_f_quantile(tail: float, n1: float, n2: float) -> float:
-    """The F quantile that is exceeded with this probability; an infinite n2 is taken as a billion."""
+    """Return the F quantile that is exceeded with this probability; an infinite n2 is taken as a billion."""
     quantile: Any = f_distribution.isf(tail, n1, min(n2, 1e9))
     return float(quantile)
 

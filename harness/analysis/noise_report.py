@@ -12,7 +12,7 @@ from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.registry import create_plugin
 from harness.results_dir.io import explain_write_errors, write_json
-from harness.studies.study_task import StudyTask, prepare_study
+from harness.task_setup.study_task import StudyTask, prepare_study
 from harness.timing.provenance import describe_environment
 from harness.timing.turn_log import disturbance_note
 from harness.timing.workers.sandbox import open_engines
@@ -26,19 +26,19 @@ def noise_report(
     """Measure the components of noise; `out` takes noise.json (raw readings, components, machine) and noise.png.
 
     Args:
-        placement: What is measured: "float", "all" or "linear".
+        placement: Placement to measure: "float", "all" or "linear".
 
     Returns:
-        Header and rows of a table, and what is said below it.
+        Header and rows of a table, and the lines below it.
 
     Raises:
-        UserError: An unknown placement, or anything in the study cannot be used or measured.
+        UserError: The placement is unknown, or the study cannot be used or measured.
     """
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     cell, worker = prepare_study(study, out, observer)
     if placement not in cell.placements:
-        raise UserError(f"--placement: {placement!r} is none; {suggest_names(placement, cell.placements)}")
+        raise UserError(f"--placement: unknown placement {placement!r}; {suggest_names(placement, cell.placements)}")
     candidate = cell.candidate(cell.placements[placement])
     limits, use = study.experiment.limits, worker.benchmarkers[MAIN_BENCHMARKER]
     occasion = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)

@@ -1,21 +1,35 @@
-"""Plots of analyses as PNG: components of noise, and sensitivities."""
+"""Plots of analyses and studies as PNG: components of noise, sensitivities; and the figure file that they use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
 
 from harness.analysis.noise import Floats, NoiseComponents
 from harness.analysis.sensitivity import QuantizationUnit, SensitivityAnalysis, UnitEffect
 from harness.records import Failed
-from harness.studies.plots import COLOURS, figure_file
 
-__all__ = ["draw_noise", "draw_sensitivities"]
+__all__ = ["COLOURS", "draw_noise", "draw_sensitivities", "figure_file"]
 
+#: Distinct for colour-blind readers too (Okabe and Ito 2008).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LABELLED_UNITS = 5  # units whose name is written next to their dots
+
+
+@contextmanager
+def figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield axes in a row and write them to a PNG afterwards; text is not parsed as formulas."""
+    with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
+        figure = Figure(figsize=(3.2 * sum(columns) if len(columns) > 1 else 6.4, 4.0), layout="constrained")
+        yield tuple(figure.subplots(1, len(columns), squeeze=False, width_ratios=columns)[0])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=200)
 
 
 def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Path) -> None:

@@ -33,11 +33,11 @@ __all__ = ["RegionReport", "inspect_regions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionReport:
-    """A model with its regions, ready to be shown.
+    """Regions, patterns and insertion points of a model.
 
     Attributes:
-        dialect: Whose rules say where an insertion point is legal.
-        refused: Inputs without an insertion point, with the name of the rule that says why.
+        dialect: Name of the dialect whose placement rules apply.
+        refused: Inputs without an insertion point, with the name of the rule that excludes them.
     """
 
     model: Model
@@ -48,7 +48,7 @@ class RegionReport:
     refused: tuple[tuple[Edge, str], ...]
 
     def lines(self, view: TreeOptions) -> list[str]:
-        """As text: phases, hierarchy, coverage, sizes, patterns, insertion points."""
+        """Return text lines: phases, hierarchy, coverage, sizes, patterns, insertion points."""
         model, figures = self.model, summarize_discovery(self.model, self.root, self.patterns)
         return [
             f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs",
@@ -79,7 +79,7 @@ class RegionReport:
             yield from (f"    - {edge.tensor} -> input {edge.slot} of {edge.consumer}" for edge in edges)
 
     def data(self) -> dict[str, Any]:
-        """As values that JSON can hold."""
+        """Return the report as JSON values."""
         points = [
             {"name": d.name, "role": d.role, "kind": d.kind, "choices": list(d.choices), "edges": len(d.edges)}
             for d in self.space.dimensions
@@ -89,7 +89,7 @@ class RegionReport:
         return {**found, "dialect": self.dialect, "dimensions": points, "stay_float": stay}
 
     def html(self) -> str:
-        """As a picture: one HTML file that opens offline."""
+        """Return an HTML page with the graph, which opens offline."""
         from harness.report.page.graph_layout import build_scene, render_graph_page
 
         return render_graph_page(
@@ -105,17 +105,17 @@ def inspect_regions(
     dialect: str = "openvino",
     max_sequence_size: int = 10,
 ) -> RegionReport:
-    """Load a model and partition it.
+    """Load a model and partition it into regions.
 
     Args:
         use: ONNX file, `zoo:NAME` or `assets:PATH`.
         shapes: Static shapes of dynamic inputs, such as {"images": "1x3x224x224"}.
         dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}.
-        dialect: Whose rules of legality apply.
+        dialect: Name of the dialect whose placement rules apply.
         max_sequence_size: Longest sequence that stays one region.
 
     Raises:
-        UserError: The model cannot be loaded, or there is no such dialect.
+        UserError: The model cannot be loaded, or the dialect is unknown.
     """
     rules = load_dialect(dialect)
     with tempfile.TemporaryDirectory() as work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.config.sections import Sampling
-from harness.errors import UserError
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, SCHEMA_VERSION, Failed
 from harness.results_dir.io import write_json
 from harness.statistics import Interval, paired_ratio_ci
-from harness.studies.study_task import StudyTask, prepare_study
 from harness.task_setup.accuracy import PROXY_EVALUATOR, make_proxy_evaluator
+from harness.task_setup.study_task import StudyTask, prepare_study
 from harness.task_setup.task import Task
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
@@ -29,21 +28,20 @@ __all__ = [
 ]  # fmt: skip
 
 UnitKind = Literal["pattern", "point"]
-TURNS_PER_ENGINE = 4
-"""Turns of each engine; base and candidate take them in turns, so that a machine that drifts slows both."""
+TURNS_PER_ENGINE = 4  # of base and candidate alternately, so that drift of the machine affects both
 TURN_SAMPLING = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationUnit:
-    """What is quantized together, at one precision.
+    """Dimensions that are quantized together, at one precision.
 
     Attributes:
-        name: Of the pattern or of the dimension.
-        role: Of its costliest dimension, see `search.space.Dimension`.
-        dimensions: Their indices in the space.
-        edges: How many edges they act on.
-        cost: Share of the model's multiply-accumulates behind them.
+        name: Name of the pattern or of the dimension.
+        role: Role of the costliest dimension, see `search.space.Dimension`.
+        dimensions: Indices in the space.
+        edges: Number of edges that the dimensions quantize.
+        cost: Share of the model's multiply-accumulates that read these edges.
     """
 
     name: str
@@ -56,11 +54,11 @@ class QuantizationUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitEffect:
-    """What quantizing a unit does, in one company.
+    """Effect of quantizing a unit, with the other units all float or all quantized.
 
     Attributes:
-        gain_us: Microseconds that it saves; None where the device has no speed at its precision.
-        sqnr_db: Fidelity of the model that was looked at.
+        gain_us: Microseconds that it saves; None if the device only emulates its precision.
+        sqnr_db: Fidelity of the measured model.
     """
 
     gain_us: Interval | None
@@ -69,11 +67,11 @@ class UnitEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSensitivity:
-    """A unit with its effects.
+    """Unit with its effects.
 
     Attributes:
-        alone: Leave-one-in: it is quantized and nothing else.
-        left_out: Leave-one-out: everything else is quantized; `gain_us` is what leaving it out costs.
+        alone: Effect with only this unit quantized (leave-one-in).
+        left_out: Effect with only this unit float (leave-one-out); `gain_us` is the time that leaving it out costs.
     """
 
     unit: QuantizationUnit
@@ -82,12 +80,12 @@ class UnitSensitivity:
 
     @property
     def relative_noise_power(self) -> float:
-        """Error power over signal power that it adds alone; infinite where it cannot be built."""
+        """Return the error power over signal power that it adds alone; infinite if it cannot be built."""
         return float("inf") if isinstance(self.alone, Failed) else float(10 ** (-self.alone.sqnr_db / 10))
 
     @property
     def rank(self) -> float:
-        """Microseconds gained per noise: what to quantize first; what loses time is worse the more noise it adds."""
+        """Return microseconds gained per noise power, the order of quantization; losses are multiplied by it."""
         if isinstance(self.alone, Failed) or self.alone.gain_us is None:
             return float("-inf")
         gain_us = self.alone.gain_us.value
@@ -96,13 +94,12 @@ class UnitSensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivityAnalysis:
-    """All units of a cell, best rank first.
+    """All units of a task, best rank first.
 
     Attributes:
-        full_db: Fidelity with everything quantized, by the precision of what has a choice; without those that cannot be
-            built.
-        calibrated_on: What ranges and fidelity come from.
-        backend: The benchmarker's own facts.
+        full_db: Fidelity with everything quantized, by precision, without those that cannot be built.
+        calibrated_on: Data of the activation ranges and of the fidelity.
+        backend: Facts of the benchmarker.
     """
 
     name: str
@@ -114,36 +111,34 @@ class SensitivityAnalysis:
 
 
 def quantization_units(space: Space, by: UnitKind) -> tuple[QuantizationUnit, ...]:
-    """The units of a space, in graph order; a pattern that offers several precisions gives one unit for each."""
+    """Return the units of a space in graph order; a pattern with several precisions gives one unit for each."""
     groups = space.groups if by == "pattern" else {d.name: (i,) for i, d in enumerate(space.dimensions)}
-    return tuple(_units(space, groups))
-
-
-def _units(space: Space, groups: Any) -> Iterator[QuantizationUnit]:
-    for name, indices in groups.items():
-        members = [space.dimensions[index] for index in indices]
-        for precision in dict.fromkeys(choice for member in members for choice in member.choices[1:]):
-            yield QuantizationUnit(
-                name=name,
-                precision=precision,
-                role=max(members, key=lambda member: member.cost).role,
-                dimensions=tuple(indices),
-                edges=len({edge for member in members for edge in member.edges}),
-                cost=sum(member.cost for member in members),
-            )
+    members = {name: [space.dimensions[index] for index in indices] for name, indices in groups.items()}
+    return tuple(
+        QuantizationUnit(
+            name=name,
+            precision=precision,
+            role=max(members[name], key=lambda member: member.cost).role,
+            dimensions=tuple(indices),
+            edges=len({edge for member in members[name] for edge in member.edges}),
+            cost=sum(member.cost for member in members[name]),
+        )
+        for name, indices in groups.items()
+        for precision in dict.fromkeys(choice for member in members[name] for choice in member.choices[1:])
+    )
 
 
 def measure_sensitivities(
     study: StudyTask, by: UnitKind, folder: Path, observer: Observer, *, samples: int = 8
 ) -> SensitivityAnalysis:
-    """Measure every unit in both directions; failures are data.
+    """Measure every unit alone and left out; failures are results.
 
     Args:
-        folder: Takes scratch files, and the choice of the float precision.
-        samples: Samples of calibration data that outputs are compared on; random ones where there are no data.
+        folder: Folder for scratch files, and for the choice of the float precision.
+        samples: Number of samples of calibration data that outputs are compared on; random ones without data.
 
     Raises:
-        UserError: Anything in the study that cannot be used, or the float model fails.
+        UserError: The study cannot be used, or the float model fails.
     """
     cell, worker = prepare_study(study, folder, observer)
     proxy = make_proxy_evaluator(samples, study.spec.model, cell.model, cell.work)
@@ -154,9 +149,7 @@ def measure_sensitivities(
     )
     units = quantization_units(cell.space, by)
     with open_engines(worker, study.experiment.limits) as engines:
-        found = AccuracyStore(folder, engines, observer).float_score(cell.model_file, PROXY_EVALUATOR)
-        if isinstance(found, Failed):
-            raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
+        AccuracyStore(folder, engines, observer).require_float_score(cell.model_file, PROXY_EVALUATOR)
         bench = SensitivityTimer(engines=engines, cell=cell)
         with observer.work(f"{study.spec.name}: {len(units)} units", len(units)) as step:
             measured = []
@@ -179,7 +172,7 @@ def measure_sensitivities(
 
 @dataclass(slots=True, kw_only=True)
 class SensitivityTimer:
-    """Engines with the two bases that stay open, so that candidates are timed side by side with them."""
+    """Engines of which the two bases stay open, so that candidates are timed in turns with them."""
 
     engines: Engines
     cell: Task
@@ -217,7 +210,7 @@ class SensitivityTimer:
         )
 
     def _measure_gain_us(self, base: Placement, handle: int, sign: float) -> Interval | Failed:
-        """Latency of the base less that of the candidate; the other way round where the candidate leaves one out."""
+        """Return the latency of the base less that of the candidate, times `sign` (-1 if it leaves one out)."""
         there = self._open_base(base)
         if isinstance(there, Failed):
             return there
@@ -246,14 +239,14 @@ class SensitivityTimer:
         return found if isinstance(found, Failed) else found.metrics["sqnr_db"]
 
     def _discard_bases(self, failed: Failed) -> Failed:
-        """A worker that died took the bases with it."""
+        """Forget the bases if the worker died, and return the failure."""
         if failed.stage in ("crash", "timeout"):
             self._bases.clear()
         return failed
 
 
 def _replace_unit(base: Placement, unit: QuantizationUnit, space: Space, precision: str | None) -> Placement:
-    """The base with a unit at a precision where its points offer it, or float."""
+    """Return the base with the points of a unit at a precision, or float if a point does not offer it."""
     choices = list(base.choices)
     for index in unit.dimensions:
         offered = space.dimensions[index].choices
@@ -262,10 +255,10 @@ def _replace_unit(base: Placement, unit: QuantizationUnit, space: Space, precisi
 
 
 def write_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
-    """Write the figures as JSON: what a later search can start from, see `harness.config.initial`.
+    """Write the figures as JSON, from which a later search can start, see `harness.config.initial`.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: The file cannot be written.
     """
     names = [dimension.name for dimension in found.space.dimensions]
     units = [

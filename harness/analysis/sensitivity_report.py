@@ -1,4 +1,4 @@
-"""Sensitivities as a table, a plot and JSON."""
+"""Report of `qdq sensitivity`: table, plot and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
-from harness.studies.study_task import StudyTask
+from harness.task_setup.study_task import StudyTask
 
 __all__ = ["sensitivity_report"]
 
@@ -29,10 +29,10 @@ COLUMN_NAMES = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone d
 def sensitivity_report(
     study: StudyTask, by: UnitKind, folder: Path, observer: Observer, samples: int
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
-    """Measure, write `sensitivity.json` and `sensitivity.png` into a folder, and give the table with its notes.
+    """Measure, write `sensitivity.json` and `sensitivity.png` into a folder, and return the table with its notes.
 
     Raises:
-        UserError: Anything in the study that cannot be used, or the folder cannot be written.
+        UserError: The study cannot be used, or the folder cannot be written.
     """
     fresh = not folder.exists()
     with explain_write_errors(folder):
@@ -94,15 +94,15 @@ def _format_notes(found: SensitivityAnalysis, folder: Path) -> list[str]:
     ]
     if _statistical_ties([each.alone.gain_us for each in found.units if isinstance(each.alone, UnitEffect)]):
         notes.append(
-            "Too noisy to rank: the intervals of all that were timed alone have a gain in common, so their order says "
-            "nothing of time; close other work and repeat."
+            "Too noisy to rank: the intervals of all units timed alone have a gain in common, so their order does not "
+            "depend on time; close other work and repeat."
         )
     if found.calibrated_on == "random data":
-        notes.append("No calibration data given: fidelity on random data, not to be trusted.")
-    return [*notes, f"{folder / 'sensitivity.json'} and {folder / 'sensitivity.png'} have it all."]
+        notes.append("No calibration data given: fidelity on random data is not reliable.")
+    return [*notes, f"All figures: {folder / 'sensitivity.json'} and {folder / 'sensitivity.png'}."]
 
 
 def _statistical_ties(gains: Sequence[Interval | None]) -> bool:
-    """Whether one gain lies in all intervals, of two at least."""
+    """Return whether one gain lies in all of two or more intervals."""
     timed = [gain for gain in gains if gain is not None]
     return len(timed) > 1 and max(gain.low for gain in timed) <= min(gain.high for gain in timed)

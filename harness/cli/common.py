@@ -19,7 +19,7 @@ from harness.paths import RelativePathMissing, plugins_trusted
 
 if TYPE_CHECKING:
     from harness.config.sections import PluginSpec
-    from harness.studies.study_task import StudyTask
+    from harness.task_setup.study_task import StudyTask
 
 __all__ = [
     "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
@@ -111,7 +111,7 @@ def study_of(
     Raises:
         UserError: An option or the file is invalid.
     """
-    from harness.studies.study_task import make_study
+    from harness.task_setup.study_task import make_study
 
     if Path(model).suffix in (".yaml", ".yml"):
         add_to_sys_path(Path(model).resolve().parent)

@@ -219,7 +219,7 @@ def noise(
     """
     from harness.analysis.noise import NestedDesign
     from harness.analysis.noise_report import noise_report
-    from harness.studies.study_task import study_name
+    from harness.task_setup.study_task import study_name
     from harness.terminal_progress import TerminalProgress
 
     made = study_of(model, backend, param, shape, dim)

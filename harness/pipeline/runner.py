@@ -46,8 +46,8 @@ from harness.pipeline.task_run import TaskRun
 from harness.pipeline.transfer import transferred_placements, write_pattern_cache
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
-from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, require_same_fingerprint
-from harness.results_dir.io import archive_existing, read_json, write_json
+from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, record_or_check
+from harness.results_dir.io import archive_existing, read_json
 from harness.results_dir.manifest import close_results, complete_task, is_complete, reopen_task
 from harness.results_dir.ownership import owned_results_dir
 from harness.results_dir.termination import SearcherFailures, clear_task_error, read_termination, write_task_error
@@ -203,7 +203,7 @@ class _TaskContext:
 
 def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -> None:
     spec, folder, site = place.spec, place.folder, place.site
-    _record_or_check_environment(folder / "env.json", site.environment(place.commit), comparability_key)
+    record_or_check(folder / "env.json", site.environment(place.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
     cell = compose_task(experiment, spec, folder / "work", observer, facts)
     scoring = make_scoring(experiment.objective, spec.model, cell.model, cell.work)
@@ -227,7 +227,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             observer=observer,
             checker=checker,
         )
-        _record_or_check_environment(
+        record_or_check(
             folder / "cell.json",
             running.task_facts(),
             lambda facts: {key: facts.get(key) for key in running.fingerprint()},
@@ -288,17 +288,3 @@ def _recorded_environment(cells: Sequence[TaskSpec], out: Path) -> Mapping[str, 
     """Return the environment of the machine on which the results were started, or None if there are none."""
     begun = (path for spec in cells if (path := out / spec.name / "env.json").exists())
     return next(map(read_json, begun), None)
-
-
-def _record_or_check_environment(
-    path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> None:
-    """Record the environment of a task, or raise if it was started in a different one.
-
-    Raises:
-        UserError: A decisive fact is not what it was.
-    """
-    if path.exists():
-        require_same_fingerprint(path, decisive(read_json(path)), decisive(facts))
-    else:
-        write_json(path, facts)

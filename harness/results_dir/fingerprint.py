@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.results_dir.io import read_json, write_json
 
 __all__ = [
     "CHANGED_RUN_ADVICE", "FingerprintMismatch", "diff_leaves", "facts_digest", "json_equal",
-    "require_same_fingerprint",
+    "record_or_check", "require_same_fingerprint",
 ]  # fmt: skip
 
 CHANGED_RUN_ADVICE = "use another --out, or --accept-changes to archive these results and start over"
@@ -69,6 +70,20 @@ def require_same_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[st
             + "\n".join(changed)
             + f"\n{CHANGED_RUN_ADVICE}"
         )
+
+
+def record_or_check(
+    path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+) -> None:
+    """Write the facts of a run when it starts; raise `FingerprintMismatch` if decisive ones changed since.
+
+    Args:
+        decisive: Returns the facts that must not change.
+    """
+    if path.exists():
+        require_same_fingerprint(path, decisive(read_json(path)), decisive(facts))
+    else:
+        write_json(path, facts)
 
 
 def _truncate_repr(value: Any) -> str:

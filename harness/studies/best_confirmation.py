@@ -23,18 +23,13 @@ from search.space import Placement
 __all__ = ["BestConfirmation", "median_latencies"]
 
 FASTEST_PER_COMPARISON = 16
-"""How many of the fastest meet at a time."""
-LOST_ROW_REASON = (
-    "it was measured once and did not come through the runoff, so that nothing is known of it but a lucky reading"
-)
+LOST_ROW_REASON = "it was measured once and failed in the confirmation, so its only reading may have been a lucky one"
 CONFIRMATION_SCHEDULE = TurnSchedule(builds=1, rounds=20, samples=3)
-"""Of those that meet: the table's optimum, and what it fixes, deserve more than a few readings."""
-PACE_TOLERANCE = 0.15
-"""By how much the float model may be off what it took before the table without a word."""
+PACE_TOLERANCE = 0.15  # deviation of the float model's latency from that before the table that is not reported
 
 
 def median_latencies(rows: Mapping[str, TableEntry]) -> dict[str, float]:
-    """Median latency in ms by digest, of the rows that could be measured."""
+    """Return the median latency in ms by digest, without failed rows."""
     return {
         digest: median_ci(row.outcome.samples_ms).value
         for digest, row in rows.items()
@@ -44,17 +39,17 @@ def median_latencies(rows: Mapping[str, TableEntry]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestConfirmation:
-    """Where the rows of a recording meet.
+    """Set-up of the confirmation of a recording.
 
     Attributes:
-        cell: Makes the candidates.
-        open_engines: Fresh ones, beside those that measure the table.
-        folder: Takes a journal for each meeting.
+        task: Makes the candidates.
+        open_engines: Opens fresh engines, next to those that measure the table.
+        folder: Folder for a log of each comparison.
         float_ms: Latency of the float model before the table.
-        level_ms: See `harness.selection.confirmation.level`.
+        level_ms: See `harness.selection.confirmation.reference_latency_if_noisy`.
     """
 
-    cell: Task
+    task: Task
     open_engines: EngineFactory
     folder: Path
     observer: Observer
@@ -64,76 +59,77 @@ class BestConfirmation:
     def confirm_fastest(
         self, name: str, digests: Iterable[str], rows: Mapping[str, TableEntry]
     ) -> dict[str, TableEntry]:
-        """Rows that have met others, with their readings: the fastest of all is among them.
+        """Return rows with the readings of comparisons; the fastest of all rows is among them.
 
-        The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
-        optimum for ever; see `harness.pipeline.final_selection`. So the fastest meet again and again, until no row
-        that has met
-        nobody seems faster than they are.
+        The least of a thousand noisy readings is a lucky one, and would be the optimum of the table, or fix its other
+        dimensions; see `harness.pipeline.final_selection`. So the fastest rows are compared until no row that was not
+        compared seems faster than they are.
 
         Args:
-            name: Of the journals.
-            digests: Of the rows that are looked at.
+            name: Prefix of the logs.
+            digests: Rows to choose from.
             rows: All rows.
         """
-        asked, met = list(digests), dict[str, TableEntry]()
-        while latency_ms := median_latencies({digest: met.get(digest, rows[digest]) for digest in asked}):
+        listed, confirmed = list(digests), dict[str, TableEntry]()
+        while latency_ms := median_latencies({digest: confirmed.get(digest, rows[digest]) for digest in listed}):
             fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST_PER_COMPARISON]
-            if fastest[0] in met:
+            if fastest[0] in confirmed:
                 break
-            fresh = [digest for digest in fastest if digest not in met]
-            met |= self._time_interleaved(f"{name}-runoff-{len(met)}", {digest: rows[digest] for digest in fresh})
-        return met
+            fresh = {digest: rows[digest] for digest in fastest if digest not in confirmed}
+            confirmed |= self._time_interleaved(f"{name}-runoff-{len(confirmed)}", fresh)
+        return confirmed
 
     def _time_interleaved(self, name: str, rows: Mapping[str, TableEntry]) -> dict[str, TableEntry]:
-        """The rows with readings taken in turns; one that does not come through has failed, however fast it seemed."""
-        cell = self.cell
-        contest = PairedComparison(
-            name=f"{cell.spec.name} runoff",
+        """Return the rows with readings taken in turns; rows without any fail, however fast they seemed."""
+        task = self.task
+        comparison = PairedComparison(
+            name=f"{task.spec.name} runoff",
             path=self.folder / f"{name}.jsonl",
             header={
                 "rows": sorted(rows),
                 "plan": CONFIRMATION_SCHEDULE.model_dump(mode="json"),
                 "group": MAX_GROUP_ROWS,
             },
-            baseline=Contender(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement())),
+            baseline=Contender(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement())),
             rows=tuple(
-                Contender(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
+                Contender(name=digest, candidate=task.candidate(Placement(row.choices))) for digest, row in rows.items()
             ),
             schedule=CONFIRMATION_SCHEDULE,
         )
-        events = run_comparison(contest, self.open_engines, self.observer)
-        warn_if_disturbed(contest.name, events, self.observer)
+        events = run_comparison(comparison, self.open_engines, self.observer)
+        warn_if_disturbed(comparison.name, events, self.observer)
         readings = TurnMatrix(events)
-        self._report_pace_change(contest.name, readings)
+        self._report_pace_change(comparison.name, readings)
         return {
-            digest: self._merge_fresh_samples(row, *readings.paired_samples(digest, FLOAT_ROW))
-            for digest, row in rows.items()
+            digest: self._with_turns(row, *readings.paired_samples(digest, FLOAT_ROW)) for digest, row in rows.items()
         }
 
     def _report_pace_change(self, name: str, readings: TurnMatrix) -> None:
-        """Tell where the machine went at another pace than before the table, and what that does to its rows."""
+        """Report if the speed of the machine differs from that before the table, and its effect on the rows."""
         turns_ms = [value for turns in readings.turns[FLOAT_ROW].values() for value in turns.values()]
         now_ms = float(np.median(turns_ms))
         if 1 / (1 + PACE_TOLERANCE) <= now_ms / self.float_ms <= 1 + PACE_TOLERANCE:
             return
-        alone = "rows are timed beside the float model, so that they stay on one scale"
+        effect = "rows are timed in turns with the float model, so they stay on one scale"
         if self.level_ms is None:
-            alone = "its rows are on another scale than the others; record the table anew with sampling.beside: always"
-        self.observer.say(f"{name}: the float model takes {now_ms:.4g} ms, it took {self.float_ms:.4g} ms; {alone}")
+            effect = (
+                "its rows are on another scale than the others; record the table anew with `sampling.beside: always`"
+            )
+        self.observer.say(f"{name}: the float model takes {now_ms:.4g} ms, it took {self.float_ms:.4g} ms; {effect}")
 
-    def _merge_fresh_samples(self, row: TableEntry, bases: list[list[float]], owns: list[list[float]]) -> TableEntry:
-        """A row with a sample a turn; beside the float model, where all are timed so."""
-        if isinstance(row.outcome, Failed):
+    def _with_turns(self, row: TableEntry, bases: list[list[float]], owns: list[list[float]]) -> TableEntry:
+        """Return a row with one sample per turn, scaled by the float model's turns if all rows are timed so."""
+        outcome = row.outcome
+        if isinstance(outcome, Failed):
             return row
         if not owns:
-            spent_s = row.outcome.build_s + row.outcome.measure_s + row.outcome.evaluate_s
+            spent_s = outcome.build_s + outcome.measure_s + outcome.evaluate_s
             return replace(row, outcome=Failed(stage="build", reason=LOST_ROW_REASON, wall_s=spent_s))
         base_ms, own_ms = np.concatenate(bases), np.concatenate(owns)
         if self.level_ms is None:
-            return replace(row, outcome=replace(row.outcome, samples_ms=tuple(own_ms.tolist())))
+            return replace(row, outcome=replace(outcome, samples_ms=tuple(own_ms.tolist())))
         turns = replace(
-            row.outcome,
+            outcome,
             samples_ms=tuple((own_ms / base_ms * self.level_ms).tolist()),
             raw_ms=tuple(own_ms.tolist()),
             beside_ms=tuple(base_ms.tolist()),

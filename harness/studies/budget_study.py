@@ -1,4 +1,4 @@
-"""Budget ablation: worth of each searcher at each budget, over many seeds and replayed tables."""
+"""Budget ablation: comparison of searchers at each budget, over many seeds and replayed tables."""
 
 from __future__ import annotations
 
@@ -17,121 +17,128 @@ from harness.report.statistics import FriedmanRanks, compute_ranks
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.ownership import exclusive_lock
 from harness.studies.budget_tables import SearchCurves, TableResult, budget_tables, describe_seed_counts
-from harness.studies.path_cache import FILE, MAX_EVALUATIONS, PathCache, SearchKey
-from harness.studies.random_search import random_search
+from harness.studies.path_cache import FILE, MAX_EVALUATIONS, PathCache
 from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Landscape
 from harness.studies.replay import initial_placements, optimum_in_initial_design
-from harness.studies.replay_pool import ReplayBatch, missing_batches, replay_batches, search_curves, search_key
+from harness.studies.replay_pool import ReplayBatch, missing_batches, replay_batches, search_curves
+from harness.studies.search_key import SearchKey, search_key
+from harness.studies.simulated_selection import random_search
 from harness.studies.study_file import BudgetStudy, all_searchers
 
 __all__ = ["study_budgets"]
 
 
 def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> tuple[ReportTable, ...]:
-    """Replay searchers on recorded tables and write what comes of it; goes on where it was interrupted.
+    """Replay searchers on recorded tables and write the results; an interrupted study continues.
 
-    Tables whose optimum every search is told first are left out, for they tell no searcher from another.
+    Tables whose optimum is an initial placement are left out, because all searchers are equal on them.
 
     Args:
-        out: Takes the tables (means, found, budget, reach, score, pairs, ranks), critical-difference plots and walks.
-        workers: Processes that replay at once.
+        out: Folder for the tables (means, found, budget, reach, score, pairs, ranks), critical-difference plots and the
+            cache of searches.
+        workers: Number of processes that replay at once.
 
     Raises:
-        UserError: Two tables or two searchers of one name, an unknown searcher or initial placement, a table that
-            cannot be read, no table that tells searchers apart, or the folder cannot be written, is at work for another
-            process or holds the tables.
+        UserError: Two tables or two searchers have one name, a searcher or initial placement is unknown, a table cannot
+            be read, no table is left, or the folder cannot be written, is used by another process or has the tables.
     """
-    contenders = study.searchers or all_searchers()
+    contenders = {contender.name: contender for contender in study.searchers or all_searchers()}
     if min(study.budgets) <= len(study.initial):
         first = pluralize(len(study.initial), "initial placement")
         raise UserError(f"budgets are above the {first}, but got {study.budgets}")
     _refuse_duplicates("tables", [Path(table).stem for table in study.tables])
-    _refuse_duplicates("searchers", [contender.name for contender in contenders])
+    _refuse_duplicates("searchers", [contender.name for contender in study.searchers])
     landscapes = {Path(table): Landscape(read_table(Path(table))) for table in study.tables}
-    told = {table: optimum_in_initial_design(landscape, study.initial) for table, landscape in landscapes.items()}
-    left_out = _describe_excluded_tables(told)
-    telling = {table: landscape for table, landscape in landscapes.items() if not told[table]}
-    named = {contender.name: contender for contender in contenders}
-    series = {(t, name): search_key(t, contender, study) for t in telling for name, contender in named.items()}
+    known = {table: optimum_in_initial_design(landscape, study.initial) for table, landscape in landscapes.items()}
+    left_out = _describe_excluded_tables(known)
+    keys = {
+        (table, name): search_key(table, contender, study)
+        for table in landscapes
+        if not known[table]
+        for name, contender in contenders.items()
+    }
     if any(Path(table).parent.resolve() == out.resolve() for table in study.tables):
-        raise UserError(f"{out}: the tables lie there, and {FILE} would be taken for one; use another --out")
-    most = study.max_evaluations * sum((named[name].seeds or study.seeds) for _, name in series)
+        raise UserError(f"{out}: the folder has the tables, and {FILE} would be taken for one; use another --out")
+    most = study.max_evaluations * sum((contenders[name].seeds or study.seeds) for _, name in keys)
     if most > MAX_EVALUATIONS:
-        raise UserError(f"{most} evaluations are more than one folder keeps; ask for fewer seeds or tables at a time")
+        raise UserError(f"{most} evaluations are more than one folder takes; use fewer seeds or tables at a time")
     with exclusive_lock(out, "replaying a study"), explain_write_errors(out):
-        kept = PathCache(out)
+        cache = PathCache(out)
         missing = [
-            chunk
-            for (t, name), each in series.items()
-            for chunk in missing_batches(kept, each, t, landscapes[t], named[name], study)
+            batch
+            for (table, name), key in keys.items()
+            for batch in missing_batches(cache, key, table, landscapes[table], contenders[name], study)
         ]
-        if again := _describe_outdated_paths(kept, series.values(), missing):
-            observer.say(f"Replayed again, for what is kept is of other code, tables or libraries, or no walk: {again}")
+        if again := _describe_outdated_paths(cache, keys.values(), missing):
+            observer.say(
+                f"Replayed again, because the cache is of other code, tables or libraries, or damaged: {again}"
+            )
         replay_batches(missing, workers, observer)
-        kept.compact(frozenset(series.values()))
-        blocks = []
-        for path, landscape in telling.items():
-            curves = {c.name: search_curves(kept, series[path, c.name], landscape, c, study) for c in contenders}
-            blocks.append(_table_result(landscape, curves, study))
-        ranks = {
-            budget: compute_ranks(_relative_speed_matrix(blocks, budget), unit="table") for budget in study.budgets
-        }
-        tables = budget_tables(
-            blocks, study, ranks, (*left_out, *_describe_exhausted_searchers(blocks, study.max_evaluations))
-        )
+        cache.compact(frozenset(keys.values()))
+        blocks = [
+            _table_result(
+                landscape,
+                {n: search_curves(cache, keys[path, n], landscape, c, study) for n, c in contenders.items()},
+                study,
+            )
+            for path, landscape in landscapes.items()
+            if not known[path]
+        ]
+        ranks = {n: compute_ranks(_relative_speed_matrix(blocks, n), unit="table") for n in study.budgets}
+        warnings = (*left_out, *_describe_exhausted_searchers(blocks, study.max_evaluations))
+        tables = budget_tables(blocks, study, ranks, warnings)
         for table in tables:
             write_table(table, out)
         _draw_rank_plots(ranks, blocks, study, out)
     return tables
 
 
-def _describe_outdated_paths(kept: PathCache, series: Collection[SearchKey], missing: Iterable[ReplayBatch]) -> str:
-    """Searchers of which something was kept that will not do."""
-    stale = {each.question for each in kept.outdated_keys(frozenset(series))}
+def _describe_outdated_paths(cache: PathCache, keys: Collection[SearchKey], missing: Iterable[ReplayBatch]) -> str:
+    """Return the searchers with cached searches that cannot be used."""
+    outdated = {key.question for key in cache.outdated_keys(frozenset(keys))}
 
-    def refused(chunk: ReplayBatch) -> bool:
-        there = kept.paths_by_seed(chunk.series)
-        known = (there[seed] for seed in chunk.seeds if seed in there)
-        return chunk.series.question in stale or any(walk.budget >= chunk.budget for walk in known)
+    def is_refused(batch: ReplayBatch) -> bool:
+        known = cache.paths_by_seed(batch.key)
+        return batch.key.question in outdated or any(
+            known[seed].budget >= batch.budget for seed in batch.seeds if seed in known
+        )
 
-    return ", ".join(dict.fromkeys(chunk.series.searcher for chunk in missing if refused(chunk)))
+    return ", ".join(dict.fromkeys(batch.key.searcher for batch in missing if is_refused(batch)))
 
 
-def _describe_excluded_tables(told: Mapping[Path, str]) -> tuple[str, ...]:
-    """What to say of the tables whose optimum every search is told.
+def _describe_excluded_tables(known: Mapping[Path, str]) -> tuple[str, ...]:
+    """Return a warning that names the tables whose optimum is an initial placement.
 
     Args:
-        told: By table, the initial placement that is its optimum, or "".
+        known: By table, the initial placement that is its optimum, or "".
 
     Raises:
         UserError: No other table is there.
     """
-    names = ", ".join(f"{table.stem} ({name!r})" for table, name in told.items() if name)
+    names = ", ".join(f"{table.stem} ({name!r})" for table, name in known.items() if name)
     if not names:
         return ()
-    said = (
-        f"told first, and within {100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum, so that no searcher can be told from "
-        f"another: {names}; a cold start has something to find there (initial: none, or --cold)"
+    reason = (
+        f"an initial placement is within {100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum, so all searchers are equal: "
+        f"{names}; start without initial placements there (initial: none, or --cold)"
     )
-    if all(told.values()):
-        raise UserError(f"no table is left: {said}")
-    return (f"Left out: {said}.",)
+    if all(known.values()):
+        raise UserError(f"no table is left: {reason}")
+    return (f"Left out: {reason}.",)
 
 
 def _describe_exhausted_searchers(blocks: Sequence[TableResult], budget: int) -> tuple[str, ...]:
-    """What to say of the searchers that had nothing more to propose before the budget was spent."""
-    said = []
+    """Return a warning that names the searchers that ended before the budget."""
+    listed = []
     for name in blocks[0].curves:
         evaluations = np.concatenate([block.curves[name].evaluations for block in blocks])
         early = evaluations[evaluations < budget]
         if len(early):
-            middle = f"in the median after {np.median(early):.0f}"
-            said.append(f"{name} ({len(early)} of {len(evaluations)} searches, {middle})")
-    if not said:
+            median = f"in the median after {np.median(early):.0f}"
+            listed.append(f"{name} ({len(early)} of {len(evaluations)} searches, {median})")
+    if not listed:
         return ()
-    return (
-        f"Nothing more to propose before {budget} evaluations had: {', '.join(said)}. Their last choice counts on.",
-    )
+    return (f"Nothing more to propose before {budget} evaluations: {', '.join(listed)}. Their last choice counts.",)
 
 
 def _refuse_duplicates(what: str, names: Sequence[str]) -> None:
@@ -153,7 +160,7 @@ def _table_result(landscape: Landscape, curves: dict[str, SearchCurves], study: 
 
 
 def _relative_speed_matrix(blocks: Sequence[TableResult], budget: int) -> pd.DataFrame:
-    """Optimum over the latency that was reached by then: one row a table, one column a searcher."""
+    """Return optimum over latency at a budget: one row per table, one column per searcher."""
     reached = [
         {name: float(np.mean(b.optimum_ms / c.latency_ms[:, budget - 1])) for name, c in b.curves.items()}
         for b in blocks
@@ -164,7 +171,6 @@ def _relative_speed_matrix(blocks: Sequence[TableResult], budget: int) -> pd.Dat
 def _draw_rank_plots(
     ranks: Mapping[int, FriedmanRanks], blocks: Sequence[TableResult], study: BudgetStudy, out: Path
 ) -> None:
-    """A picture of the ranks at each budget."""
     from harness.report.plots.study_plots import draw_critical_difference  # matplotlib takes a second
 
     for budget, found in ranks.items():

@@ -1,8 +1,8 @@
-"""The tables of a budget ablation: means, regret, time to the gain, score against random search, pairs, ranks."""
+"""Tables of a budget ablation: means, regret, time to the gain, score against random search, pairs, ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,17 +20,19 @@ from harness.report.statistics import (
     score_against_random,
     smallest_p_value,
 )
-from harness.studies.random_search import RANDOM_LABEL
 from harness.studies.recorded_landscape import Floats
+from harness.studies.simulated_selection import RANDOM_LABEL
 from harness.studies.study_file import BudgetStudy
 
 __all__ = ["RISES", "SearchCurves", "TableResult", "budget_tables", "describe_seed_counts", "mean_regret_rows"]
 
 TARGET_GAIN_SHARES = (0.95, 0.99)
 RISES = (
-    "A search is shown at the recorded latency of what it hands over: a runoff of its best readings chooses, as on the "
-    "machine. Luck may still choose, so the latency may rise with the evaluations."
+    "A search is shown at the recorded latency of its final choice, which a simulated final selection makes among its "
+    "best readings. Noise may still decide, so the latency may rise with the evaluations."
 )
+_Line = tuple[dict[str, Any], dict[str, Any]]
+"""Line of a table: raw figures and formatted cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +40,10 @@ class SearchCurves:
     """Searches of one searcher on one table; arrays are [seed, evaluation].
 
     Attributes:
-        latency_ms: Recorded latency of what a search hands over, see `harness.studies.simulated_selection`.
-        found_ms: Recorded latency of the fastest that it evaluated, whether it was chosen or not.
-        elapsed_s: Recorded wall-clock of all that was built and measured until then.
-        evaluations: Of each search, until it had nothing more to propose; [seed].
+        latency_ms: Recorded latency of the final choice, see `harness.studies.simulated_selection`.
+        found_ms: Recorded latency of the fastest evaluated placement, chosen or not.
+        elapsed_s: Recorded wall-clock of all builds and measurements so far.
+        evaluations: Evaluations of each search until it had nothing more to propose; [seed].
     """
 
     latency_ms: Floats
@@ -52,12 +54,12 @@ class SearchCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableResult:
-    """One table with everything that was replayed on it, by searcher.
+    """One recorded table with everything that was replayed on it, by searcher.
 
     Attributes:
-        float_ms: Latency that a gain starts from: the float model's, or the slowest where that failed.
-        random_ms: Of random searches, [search, evaluation]; see `harness.studies.random_search`.
-        told: Evaluations that go to the placements that every search is told first; a model counts once.
+        float_ms: Latency that a gain starts from: the float model's, or the slowest if that failed.
+        random_ms: Latency of random searches, [search, evaluation]; see `simulated_selection.random_search`.
+        told: Number of evaluations that the initial placements take; a model counts once.
     """
 
     name: str
@@ -71,115 +73,125 @@ class TableResult:
 def budget_tables(
     blocks: Sequence[TableResult], study: BudgetStudy, ranks: Mapping[int, FriedmanRanks], warnings: tuple[str, ...]
 ) -> tuple[ReportTable, ...]:
-    """All tables of a study; a block is one recorded table with everything that was replayed on it.
+    """Return all tables of a study.
 
     Args:
-        ranks: By budget.
-        warnings: Shown below each table.
+        blocks: The recorded tables.
+        ranks: Ranks of the searchers by budget.
+        warnings: Lines that are shown below each table.
     """
-    budget, score = _regret_rows(blocks, study), _score_rows(blocks, study)
-    means = mean_regret_rows(budget.raw, score.raw)
-    made = (
-        means,
-        _best_evaluated_rows(blocks, study),
-        budget,
-        _time_to_target_rows(blocks, study),
-        score,
-        _pairwise_rows(blocks, study),
-        _rank_rows(ranks),
+    seeds, tables = describe_seed_counts(blocks, study), pluralize(len(blocks), "table")
+    initial = pluralize(len(study.initial), "initial placement")
+    budget = _make_table(
+        "budget",
+        "Budgets",
+        _regret_lines(blocks, study.budgets),
+        f"Latency of the incumbent above the table's optimum in %: median over {seeds} [quartiles]. {initial} of every "
+        f"search, also of random search, {'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off "
+        f"the same searches. {RISES}",
     )
+    score = _make_table(
+        "score",
+        "Score against random search",
+        _score_lines(blocks),
+        "Share of what random search leaves that a searcher finds, on average until random search itself has found "
+        "95 % of what there is to find, after the initial placements (Willemsen et al. 2024): 0 is random search from "
+        "the same start, 1 the optimum at once, and below 0 worse than random. "
+        f"Mean over {seeds} with its 95 % interval (Student's), because random search is a mean too; a dash if the "
+        "initial placements leave nothing.",
+    )
+    found = _make_table(
+        "found",
+        "Found, chosen or not",
+        _best_evaluated_lines(blocks, study.budgets),
+        "Latency above the optimum in % of the fastest model that a search had evaluated, chosen or not: mean over "
+        f"seeds and {tables}, as in `means`. The rest of the regret in that table is lost in choosing among noisy "
+        "readings.",
+    )
+    reach = _make_table(
+        "reach",
+        "Time to the gain",
+        _time_to_target_lines(blocks),
+        "Evaluations, and recorded minutes of builds and measurements, until a search had that share of the gain from "
+        f"the float model to the table's optimum: median over {seeds}; those that never had it within "
+        f"{study.max_evaluations} evaluations count as later than all others. In brackets: how many had it, if only "
+        "for a while. A table without a placement faster than the float model has no line.",
+    )
+    means = mean_regret_rows(budget.raw, score.raw)
+    made = (means, found, budget, reach, score, _pairwise_table(blocks, study), _rank_table(ranks))
     return tuple(replace(table, warnings=warnings) for table in made)
 
 
+def _make_table(name: str, title: str, lines: Iterable[_Line], note: str) -> ReportTable:
+    listed = list(lines)
+    raw, cells = (pd.DataFrame([line[part] for line in listed]) for part in (0, 1))
+    return ReportTable(name=name, title=title, cells=cells, raw=raw, note=note)
+
+
 def mean_regret_rows(budget: pd.DataFrame, score: pd.DataFrame) -> ReportTable:
-    """A line a searcher: its regret at each budget and its score, in the mean over tables.
+    """Return the table with the mean over tables of each searcher's regret at each budget, and of its score.
 
     Args:
         budget: Raw figures of the table `budget`: table, searcher, and a column `mean_BUDGET` for each budget.
         score: Raw figures of the table `score`.
     """
-    blocks = budget["table"].nunique()
     names = [str(name) for name in budget if str(name).startswith("mean_")]
-    columns = {name: f"{name.removeprefix('mean_')} evaluations" for name in names}
-    figures = budget[["table", "searcher", *columns]].merge(score[["table", "searcher", "score"]], how="left")
-    lines, shown = [], []
-    for searcher, part in figures.groupby("searcher", sort=False):
-        line: dict[str, Any] = {"searcher": searcher}
-        cells = dict(line)
-        for name, title in {**columns, "score": "score"}.items():
-            values = part[name].to_numpy(dtype=float)
-            mean, low, high = (None, None, None) if np.isnan(values).any() else _mean_over_tables(values)
-            line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
-            cells[title] = format_interval(mean, low, high)
-        lines.append(line)
-        shown.append(cells)
-    limits = "no interval, for 3 tables are needed" if blocks < MIN_BLOCKS else "with its 95 % interval over tables"
-    note = (
+    figures = budget[["table", "searcher", *names]].merge(score[["table", "searcher", "score"]], how="left")
+    titles = {**{name: f"{name.removeprefix('mean_')} evaluations" for name in names}, "score": "score"}
+    lines = (
+        _mean_line(searcher, {name: (title, part[name].to_numpy(dtype=float)) for name, title in titles.items()})
+        for searcher, part in figures.groupby("searcher", sort=False)
+    )
+    blocks = budget["table"].nunique()
+    return _make_table(
+        "means",
+        "In the mean over tables",
+        lines,
         "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
-        f"{pluralize(blocks, 'table')}, {limits} (Student's). Tables are few and differ; `pairs` compares searchers on "
-        "one and the same table."
-    )
-    return ReportTable(
-        name="means", title="In the mean over tables", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
+        f"{pluralize(blocks, 'table')}, {_describe_limits(blocks)} (Student's). Tables are few and differ; `pairs` "
+        "compares searchers on one and the same table.",
     )
 
 
-def _best_evaluated_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
-    """What searches came by, before anything was chosen: the rest of what `means` shows is lost in choosing."""
-    lines, shown = [], []
-    for searcher in blocks[0].curves:
-        line: dict[str, Any] = {"searcher": searcher}
-        cells = dict(line)
-        for budget in study.budgets:
-            regrets = [100 * (b.curves[searcher].found_ms[:, budget - 1].mean() / b.optimum_ms - 1) for b in blocks]
-            mean, low, high = _mean_over_tables(np.array(regrets))
-            line |= {f"found_{budget}": mean, f"found_{budget}_low": low, f"found_{budget}_high": high}
-            cells[f"{budget} evaluations"] = format_interval(mean, low, high)
-        lines.append(line)
-        shown.append(cells)
-    note = (
-        "Latency above the optimum in % of the fastest model that a search had evaluated, whether it was handed over "
-        f"or not: mean over seeds and {pluralize(len(blocks), 'table')}, as in `means`. What that table shows beyond "
-        "this is lost in choosing among noisy readings."
-    )
-    return ReportTable(
-        name="found", title="Found, chosen or not", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
-    )
+def _best_evaluated_lines(blocks: Sequence[TableResult], budgets: Sequence[int]) -> Iterator[_Line]:
+    for name in blocks[0].curves:
+        regrets = {
+            budget: [100 * (b.curves[name].found_ms[:, budget - 1].mean() / b.optimum_ms - 1) for b in blocks]
+            for budget in budgets
+        }
+        yield _mean_line(name, {f"found_{n}": (f"{n} evaluations", np.array(each)) for n, each in regrets.items()})
 
 
-def _mean_over_tables(values: Floats) -> tuple[float, float | None, float | None]:
-    mean, half = _mean_with_half_width(values)
-    return (mean, None, None) if half is None or len(values) < MIN_BLOCKS else (mean, mean - half, mean + half)
+def _mean_line(searcher: Any, figures: Mapping[str, tuple[str, Floats]]) -> _Line:
+    """Return the line of a searcher: the mean over tables of each figure, given by name with its column's title."""
+    line, cells = {"searcher": searcher}, {"searcher": searcher}
+    for name, (title, values) in figures.items():
+        mean, low, high = _mean_interval(values, MIN_BLOCKS)
+        line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+        cells[title] = format_interval(mean, low, high)
+    return line, cells
 
 
-def _regret_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
-    """Regret at each budget."""
-    lines, shown = [], []
+def _regret_lines(blocks: Sequence[TableResult], budgets: Sequence[int]) -> Iterator[_Line]:
     for block in blocks:
-        figures = {RANDOM_LABEL: block.random_ms, **{name: c.latency_ms for name, c in block.curves.items()}}
-        for name, latency_ms in figures.items():
+        for name, latency_ms in {RANDOM_LABEL: block.random_ms, **_latencies(block)}.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
             cells = dict(line)
-            for budget in study.budgets:
+            for budget in budgets:
                 regrets = 100 * (latency_ms[:, budget - 1] / block.optimum_ms - 1)
                 middle, low, high = quartiles(regrets)
                 line |= {f"regret_{budget}": middle, f"lower_{budget}": low, f"upper_{budget}": high}
                 line[f"mean_{budget}"] = float(regrets.mean())
                 cells[f"{budget} evaluations"] = format_interval(middle, low, high)
-            lines.append(line)
-            shown.append(cells)
-    note = (
-        f"Latency of the incumbent above the table's optimum in %: median over {describe_seed_counts(blocks, study)} "
-        f"[quartiles]. {pluralize(len(study.initial), 'placement')} that every search is told first, random "
-        "search too, "
-        f"{'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off the same searches. {RISES}"
-    )
-    return ReportTable(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
+            yield line, cells
 
 
-def _time_to_target_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
-    """Evaluations and minutes until so much of the best gain is there; what never comes is censored at the end."""
-    lines, shown = [], []
+def _latencies(block: TableResult) -> dict[str, Floats]:
+    return {name: curves.latency_ms for name, curves in block.curves.items()}
+
+
+def _time_to_target_lines(blocks: Sequence[TableResult]) -> Iterator[_Line]:
+    """Yield evaluations and minutes until each share of the best gain; searches without it are censored."""
     for block in (block for block in blocks if block.float_ms > block.optimum_ms):
         for name, curves in block.curves.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
@@ -196,44 +208,21 @@ def _time_to_target_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> R
                 line[f"reached_{share}"] = int(reached.sum())
                 count = f"{middle:.0f}, {minute:.1f} min" if np.isfinite(middle) else f"> {there.shape[1]}"
                 cells[f"{share} % of the gain"] = f"{count} ({reached.sum()} of {len(first)})"
-            lines.append(line)
-            shown.append(cells)
-    note = (
-        "Evaluations, and recorded minutes of builds and measurements, until a search had so much of the gain from the "
-        f"float model to the table's optimum: median over {describe_seed_counts(blocks, study)}; those that "
-        f"never had it within {study.max_evaluations} "
-        "evaluations count as later than all others. In brackets: how many had it, "
-        "if only for a while. A table without a placement faster than the float model has no line."
-    )
-    return ReportTable(
-        name="reach", title="Time to the gain", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
-    )
+            yield line, cells
 
 
-def _score_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
-    lines, shown = [], []
+def _score_lines(blocks: Sequence[TableResult]) -> Iterator[_Line]:
     for block in blocks:
         random_ms = block.random_ms.mean(axis=0)
-        for name, curves in block.curves.items():
-            scores = score_against_random(curves.latency_ms, random_ms, block.optimum_ms, block.told)
-            mean, half = (None, None) if np.isnan(scores).any() else _mean_with_half_width(scores)
-            low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
+        for name, latency_ms in _latencies(block).items():
+            scores = score_against_random(latency_ms, random_ms, block.optimum_ms, block.told)
+            mean, low, high = _mean_interval(scores, 2)
             line = {"table": block.name, "searcher": name}
-            lines.append({**line, "score": mean, "low": low, "high": high})
-            shown.append({**line, "score": format_interval(mean, low, high)})
-    cells, raw = pd.DataFrame(shown), pd.DataFrame(lines)
-    note = (
-        "How much of what random search leaves a searcher finds, on average until random search itself has found 95 % "
-        "of what there is to find, after the placements that all are told first (Willemsen et al. 2024): 0 is random "
-        "search from the same start, 1 the optimum at once, and below 0 worse than random. "
-        f"Mean over {describe_seed_counts(blocks, study)} with its 95 % interval (Student's), for random "
-        "search is a mean too; a dash where these placements leave nothing."
-    )
-    return ReportTable(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
+            yield {**line, "score": mean, "low": low, "high": high}, {**line, "score": format_interval(mean, low, high)}
 
 
-def _pairwise_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
-    """The first searcher with each of the others, at each budget."""
+def _pairwise_table(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
+    """Return the comparison of the first searcher with each of the others, at each budget."""
     control, *others = blocks[0].curves
     frames = []
     for budget in study.budgets:
@@ -248,11 +237,9 @@ def _pairwise_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportT
         chance=[f"{value:.2f}" for value in raw["chance"]],
         p=[f"{value:.3f}" if np.isfinite(value) else "-" for value in raw["p_holm"]],
     )
-    few = len(blocks) < MIN_BLOCKS
-    limits = f"no interval, for {MIN_BLOCKS} tables are needed" if few else "with its 95 % interval over tables"
     note = (
         f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, each "
-        f"the mean over seeds, {limits}. "
+        f"the mean over seeds, {_describe_limits(len(blocks))}. "
         "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
         "p: Wilcoxon's signed ranks over tables with Holm's correction for all of one budget; the smallest that "
         f"{pluralize(len(blocks), 'table')} and {pluralize(len(others), 'comparison')} can give is "
@@ -261,42 +248,48 @@ def _pairwise_rows(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportT
     return ReportTable(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 
 
-def _rank_rows(ranks: Mapping[int, FriedmanRanks]) -> ReportTable:
-    """Mean rank of each searcher at each budget, the best of the largest budget first."""
+def _rank_table(ranks: Mapping[int, FriedmanRanks]) -> ReportTable:
+    """Return the mean rank of each searcher at each budget, the best at the largest budget first."""
     most = ranks[max(ranks)]
     columns = {str(budget): [found.mean[name] for name in most.mean] for budget, found in ranks.items()}
     raw = pd.DataFrame({"searcher": list(most.mean), **columns})
     cells = raw.assign(**{budget: [f"{value:.2f}" for value in raw[budget]] for budget in columns})
-    if most.critical_difference is None:
-        test = "too few for a test"
-    else:
+    test = "too few for a test"
+    if most.critical_difference is not None:
         tests = ", ".join(f"{found.p_value:.2g} at {budget}" for budget, found in ranks.items())
         test = (
             f"Friedman p = {tests}; ranks of one budget that differ by more than {most.critical_difference:.2f} are "
             "different at 5 % (Nemenyi)"
         )
     note = (
-        f"Mean rank over {pluralize(most.blocks, 'table')} of what the searchers have reached after so many "
-        "evaluations, "
-        f"on average over seeds, because the medians of many are the optimum; {test}. Tables of one model are related, "
-        "which the test does not know."
+        f"Mean rank over {pluralize(most.blocks, 'table')} by the latency at each budget, on average over seeds, "
+        f"because the medians of many are the optimum; {test}. Tables of one model are related, which the test does "
+        "not know."
     )
     return ReportTable(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
 
 
 def describe_seed_counts(blocks: Sequence[TableResult], study: BudgetStudy) -> str:
-    """How many seeds there are, and who had fewer."""
+    """Return the number of seeds, with the searchers that had fewer."""
     fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
-    said = ", ".join(f"{name}: {count}" for name, count in fewer.items())
-    return f"{pluralize(study.seeds, 'seed')} ({said})" if said else pluralize(study.seeds, "seed")
+    listed = ", ".join(f"{name}: {count}" for name, count in fewer.items())
+    return f"{pluralize(study.seeds, 'seed')} ({listed})" if listed else pluralize(study.seeds, "seed")
 
 
-def _mean_with_half_width(values: Floats) -> tuple[float, float | None]:
-    """Mean with the half-width of Student's 95 % interval; one value has none."""
+def _describe_limits(blocks: int) -> str:
+    few = f"no interval, for {MIN_BLOCKS} tables are needed"
+    return few if blocks < MIN_BLOCKS else "with its 95 % interval over tables"
+
+
+def _mean_interval(values: Floats, least: int) -> tuple[float | None, float | None, float | None]:
+    """Return the mean with Student's 95 % interval: none of them if a value is missing, no limits below `least`."""
+    if np.isnan(values).any():
+        return None, None, None
     mean = float(values.mean())
-    if len(values) < 2:
-        return mean, None
-    return mean, float(student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    if len(values) < least:
+        return mean, None, None
+    half = float(student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    return mean, mean - half, mean + half
 
 
 def _finite_or_none(value: float) -> float | None:

@@ -1,25 +1,28 @@
-"""Metrics of a complete table: difficulty of the search, and drift of the machine."""
+"""Metrics of a complete table: difficulty of the search, drift of the machine, and influence of each dimension."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Floats, Landscape
 from search.api import Score
+from search.space import Placement, Space
 
-__all__ = ["Difficulty", "estimate_drift", "measure_difficulty"]
+__all__ = [
+    "Difficulty", "estimate_drift", "measure_difficulty", "most_influential", "neighbours", "sensitivity",
+]  # fmt: skip
 
-FLAT_LOG_LATENCY = 1e-9
-"""Smaller differences of log latency are rounding."""
+FLAT_LOG_LATENCY = 1e-9  # smaller differences of log latency are rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difficulty:
-    """How hard a table is to search.
+    """Difficulty of a table.
 
     Attributes:
         near_optimum: Share of placements within 1 % of the optimum.
@@ -46,7 +49,7 @@ class Difficulty:
 
 
 def measure_difficulty(landscape: Landscape) -> Difficulty:
-    """How hard a table is to search."""
+    """Return the difficulty of a table for a search."""
     near = landscape.latency_ms <= landscape.latency_ms[landscape.optimum] * (1 + NEAR_OPTIMUM_SHARE)
     grid = _grid(landscape)
     additive, pairwise = _explained_variance(grid)
@@ -62,7 +65,7 @@ def measure_difficulty(landscape: Landscape) -> Difficulty:
 
 
 def estimate_drift(landscape: Landscape) -> tuple[float, float]:
-    """Change of log latency over the recording of a table, and its standard error; infinite where unknown.
+    """Return the change of log latency over the recording of a table, and its standard error (infinite if unknown).
 
     The order is random, so a slope over it of what single dimensions leave unexplained is the machine's.
     """
@@ -85,13 +88,13 @@ def estimate_drift(landscape: Landscape) -> tuple[float, float]:
 
 
 def _grid(landscape: Landscape) -> Floats:
-    """Log latency over the choices of each dimension."""
+    """Return log latency over the choices of each dimension."""
     logs: Floats = np.log(landscape.latency_ms).reshape(landscape.sizes)
     return logs
 
 
 def _expected_random_evaluations(landscape: Landscape, near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
-    """Different models that are met, in a random order of the placements, up to the first of some.
+    """Return the mean number of models up to the first near-optimal one, in a random order of placements.
 
     In a random order a model of c placements comes before all C of those with the chance c / (c + C), and is counted
     then; so each of the others adds that to the one that is found.
@@ -111,7 +114,7 @@ def _fitness_distance(landscape: Landscape, grid: Floats) -> float:
 
 
 def _neighbour_correlation(grid: Floats) -> float:
-    """Pearson's over all ordered pairs; both sides have the same values, hence one mean and one variance."""
+    """Return Pearson's correlation over all ordered pairs; both sides have the same values, so one mean."""
     here, there = zip(*_neighbour_pairs(grid), strict=True)
     return _correlation(np.concatenate([*here, *there]), np.concatenate([*there, *here]))
 
@@ -129,13 +132,13 @@ def _local_optima(landscape: Landscape, grid: Floats) -> float:
 
 
 def _main_effects(grid: Floats) -> list[Floats]:
-    """The mean over all other dimensions, for each dimension, in a form that can be added to the grid."""
+    """Return the mean over all other dimensions, for each dimension, in a shape that broadcasts over the grid."""
     axes = range(grid.ndim)
     return [grid.mean(axis=tuple(a for a in axes if a != axis), keepdims=True) for axis in axes]
 
 
 def _explained_variance(grid: Floats) -> tuple[float, float]:
-    """Shares of variance of first and of second order."""
+    """Return the shares of variance of first and of second order (Sobol' indices)."""
     if np.ptp(grid) < FLAT_LOG_LATENCY:
         return 1.0, 0.0
     grid = grid - grid.mean()
@@ -148,7 +151,7 @@ def _explained_variance(grid: Floats) -> tuple[float, float]:
 
 
 def _neighbour_pairs(grid: Floats) -> list[tuple[Floats, Floats]]:
-    """Values of all pairs of placements that differ in one dimension, each pair once."""
+    """Return the values of all pairs of placements that differ in one dimension, each pair once."""
     return [
         (np.take(grid, first, axis=axis).ravel(), np.take(grid, second, axis=axis).ravel())
         for axis, size in enumerate(grid.shape)
@@ -157,8 +160,49 @@ def _neighbour_pairs(grid: Floats) -> list[tuple[Floats, Floats]]:
 
 
 def _correlation(first: Floats, second: Floats) -> float:
-    """Pearson's; 0 where one side is constant."""
+    """Return Pearson's correlation; 0 if one side is constant."""
     if min(np.ptp(first), np.ptp(second)) < FLAT_LOG_LATENCY:
         return 0.0
     a, b = first - first.mean(), second - second.mean()
     return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+def neighbours(space: Space, placement: Placement) -> Iterator[Placement]:
+    """Yield all placements that differ in one dimension: one left in around float, one left out around the others."""
+    for index, size in enumerate(space.sizes):
+        for choice in range(size):
+            if choice != placement.choices[index]:
+                choices = list(placement.choices)
+                choices[index] = choice
+                yield Placement(tuple(choices))
+
+
+def sensitivity(space: Space, anchors: Sequence[Placement], latency_ms: Mapping[str, float]) -> Floats:
+    """Return the typical change of log latency by one dimension alone: root mean square over anchors and choices.
+
+    Args:
+        space: The dimensions.
+        anchors: Placements whose neighbours are compared with them.
+        latency_ms: Latencies by digest, without failed placements.
+
+    Returns:
+        One value for each dimension; 0 without two latencies to compare.
+    """
+    squares: list[list[float]] = [[] for _ in range(len(space))]
+    for anchor in anchors:
+        here = latency_ms.get(space.digest(anchor))
+        for other in neighbours(space, anchor):
+            there = latency_ms.get(space.digest(other))
+            if here is not None and there is not None:
+                changed = next(i for i, (a, b) in enumerate(zip(anchor.choices, other.choices, strict=True)) if a != b)
+                squares[changed].append(math.log(there / here) ** 2)
+    return np.array([math.sqrt(sum(found) / len(found)) if found else 0.0 for found in squares])
+
+
+def most_influential(space: Space, found: Floats, dimensions: int) -> tuple[int, ...]:
+    """Return the dimensions that change latency most, in graph order, with at most 2 ** dimensions placements."""
+    chosen: list[int] = []
+    for index in np.argsort(-found, kind="stable").tolist():
+        if math.prod(space.sizes[i] for i in (*chosen, index)) <= 2**dimensions:
+            chosen.append(index)
+    return tuple(sorted(chosen))

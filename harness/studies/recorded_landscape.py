@@ -20,8 +20,7 @@ from search.space import Placement
 __all__ = ["NEAR_OPTIMUM_SHARE", "Floats", "Landscape", "MetricBound"]
 
 Floats = npt.NDArray[np.float64]
-NEAR_OPTIMUM_SHARE = 0.01
-"""Share of the optimum's latency within which a placement is as good as the optimum."""
+NEAR_OPTIMUM_SHARE = 0.01  # of the optimum's latency: within it a placement is as good as the optimum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +34,16 @@ class MetricBound:
 class Landscape:
     """A table as arrays over its placements, in the order of `TableSubspace.placements`.
 
-    Placements that failed, or miss the bound, count as slow as the slowest that is allowed: they help nobody, and an
-    average over them stays a latency.
+    Placements that failed, or miss the bound, get the latency of the slowest allowed one, so that an average over them
+    stays a latency.
 
     Attributes:
-        table: What was read.
-        sizes: Choices of each dimension.
-        latency_ms: Of each placement, the median of its samples.
-        allowed: Whether it was measured and keeps the bound.
-        identity: Which placements are the same model.
-        scores: Of each placement, without noise.
+        table: The table.
+        sizes: Number of choices of each dimension.
+        latency_ms: Median of the samples of each placement.
+        allowed: True for placements that were measured and keep the bound.
+        identity: Number of the model of each placement; placements with the same model share it.
+        scores: Score of each placement without noise.
 
     Raises:
         UserError: No placement is allowed, or the table does not have the metric.
@@ -72,15 +71,15 @@ class Landscape:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """What one step of each dimension's choice adds to the index of a placement."""
+        """Return by how much the index grows with the choice of each dimension."""
         return tuple(math.prod(self.sizes[place + 1 :]) for place in range(len(self.sizes)))
 
     def index(self, placement: Placement) -> int:
-        """Where a placement of the subspace stands in the arrays."""
+        """Return the index of a placement of the subspace in the arrays."""
         return sum(choice * stride for choice, stride in zip(placement.choices, self.strides, strict=True))
 
     def observe(self, index: int, rng: np.random.Generator) -> Score | Failure:
-        """One measurement; see `readings_ms`."""
+        """Return the score of one measurement; see `readings_ms`."""
         score = self.scores[index]
         if isinstance(score, Failure):
             return score
@@ -88,12 +87,12 @@ class Landscape:
         return Score(objective=reading, stderr=score.stderr, violation=score.violation, metrics=score.metrics)
 
     def readings_ms(self, index: int, rng: np.random.Generator, count: int, size: int = 0) -> Floats:
-        """Measurements of a placement that did not fail: medians of samples that are drawn from those recorded.
+        """Return measurements of a placement that did not fail: medians of samples drawn from the recorded ones.
 
-        Drawn with replacement, so that who reads it is fooled by noise as on the machine.
+        Drawn with replacement, so that noise misleads a searcher as on the machine.
 
         Args:
-            count: Of the measurements.
+            count: Number of measurements.
             size: Samples of each; 0: as many as were recorded.
         """
         samples = self._samples[index]
@@ -104,18 +103,18 @@ class Landscape:
 
     @cached_property
     def optimum(self) -> int:
-        """Index of the fastest placement that is allowed."""
+        """Return the index of the fastest allowed placement."""
         return int(np.argmin(np.where(self.allowed, self.latency_ms, np.inf)))
 
     @cached_property
     def distinct_ms(self) -> Floats:
-        """Latency of each different model, sorted."""
+        """Return the sorted latencies of the different models."""
         _, first = np.unique(self.identity, return_index=True)
         return np.sort(self.latency_ms[first])
 
     @cached_property
     def anchors_ms(self) -> Mapping[str, float]:
-        """Latency of the named placements that could be measured."""
+        """Return the latency of the named placements that could be measured, by name."""
         whole, found = self.table.subspace.full_space, {}
         for name, choices in self.table.metadata.anchors.items():
             outcome = self.table.rows[whole.digest(Placement(choices))].outcome

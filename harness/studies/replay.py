@@ -1,4 +1,4 @@
-"""Searchers replayed on a recorded table: in memory, thousands of evaluations a second, real latencies."""
+"""Replay of searchers on a recorded table: in memory, thousands of evaluations a second, real latencies."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedSearches:
-    """Many searches of one searcher on one table.
+    """Replayed searches of one searcher on one table.
 
     Attributes:
-        searcher: Its name.
-        walks: What they evaluated.
+        searcher: Name of the searcher.
+        walks: Evaluations of the searches.
         latency_ms: [seed, evaluation]: see `SearchPaths.latency_ms`.
-        wall_s: Wall-clock of them all.
-        build_s: Recorded wall-clock of all builds and measurements that this stands for.
+        wall_s: Wall-clock of the replay.
+        build_s: Recorded wall-clock of the builds and measurements that were replayed.
     """
 
     searcher: str
@@ -51,14 +51,14 @@ class ReplayedSearches:
 
     @property
     def evaluations(self) -> int:
-        """Spent in all searches together; a searcher that has nothing left spends less than its budget."""
+        """Return the number of evaluations of all searches; a searcher with nothing left uses less than its budget."""
         return int((self.walks.indices >= 0).sum())
 
 
 def replay(
     landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
 ) -> ReplayedSearches:
-    """Run a searcher once for each seed; see `replay_paths`, which takes and raises the same."""
+    """Replay a searcher once for each seed; arguments and errors are those of `replay_paths`."""
     started_s = time.perf_counter()
     found = replay_paths(landscape, use, seeds=seeds, budget=budget, initial=initial)
     walks = read_paths(landscape, found, budget)
@@ -74,16 +74,16 @@ def replay(
 def replay_paths(
     landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
 ) -> dict[int, npt.NDArray[np.int32]]:
-    """What a searcher evaluates: by seed, the indices in order.
+    """Return the indices of the evaluated placements in order, by seed.
 
     Args:
         use: The searcher with its parameters.
         budget: Evaluations of one search; the same model again costs nothing.
-        initial: Placements that every search is told first, by name: float, all, linear. They cost evaluations.
+        initial: Names of the initial placements: float, all, linear. They cost evaluations.
 
     Raises:
-        UserError: No such searcher, a parameter that it does not have, or an unknown name; or the searcher raised
-            what it should not, with the end of its traceback.
+        UserError: The searcher, a parameter or a name is unknown; or the searcher raised an error, with the end of its
+            traceback.
     """
     if budget < 1 or not seeds:
         raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(seeds)}")
@@ -105,14 +105,14 @@ def replay_paths(
 
 
 def read_paths(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], budget: int) -> SearchPaths:
-    """Some searches with what they read, which follows from the seed and from what was evaluated.
+    """Return searches with their readings, which follow from the seed and the evaluated placements.
 
     Args:
-        walks: By seed: indices of what was evaluated, in order.
-        budget: Evaluations of one search at most.
+        walks: Indices of the evaluated placements in order, by seed.
+        budget: Maximum number of evaluations of one search.
 
     Raises:
-        ValueError: No such walk on this landscape.
+        ValueError: They cannot be the evaluations of a search on this landscape.
     """
     indices, readings_ms = np.full((len(walks), budget), -1), np.full((len(walks), budget), np.inf)
     for row, (seed, walk) in enumerate(walks.items()):
@@ -125,29 +125,28 @@ def read_paths(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]],
 
 
 def is_valid_path(landscape: Landscape, walk: npt.NDArray[np.int32]) -> bool:
-    """Whether these can be the indices of what one search evaluated: all there, and no model twice."""
+    """Return whether these can be the indices of one search: all on the landscape, and no model twice."""
     there = bool(np.all((walk >= 0) & (walk < len(landscape.outcomes))))
     return there and len(np.unique(landscape.identity[walk])) == len(walk)
 
 
 def _reading_rng(seed: int) -> np.random.Generator:
-    """What the readings of one search are drawn with."""
     return np.random.default_rng([seed, 0x5EED])
 
 
 def _reading_ms(outcome: Score | Failure) -> float:
-    """What was read; infinite where that was a failure or broke the bound."""
+    """Return the reading; infinite for a failure or a missed bound."""
     return outcome.objective if isinstance(outcome, Score) and outcome.violation == 0 else math.inf
 
 
 def initial_placements(landscape: Landscape, initial: Sequence[str]) -> list[Placement]:
-    """What every search of a table is told first.
+    """Return the initial placements of every search of a table.
 
     Args:
         initial: Names: float, all, linear.
 
     Raises:
-        UserError: An unknown name.
+        UserError: A name is unknown.
     """
     space = landscape.table.subspace.space
     simple: dict[str, Callable[[], Placement]] = {
@@ -162,9 +161,9 @@ def initial_placements(landscape: Landscape, initial: Sequence[str]) -> list[Pla
 
 
 def optimum_in_initial_design(landscape: Landscape, initial: Sequence[str]) -> str:
-    """Name of the initial placement that is the optimum, or within 1 % of it; "" where none is.
+    """Return the name of the initial placement that is the optimum, or within 1 % of it; "" without one.
 
-    Every search is told it, so that such a table tells no searcher from another.
+    All searches start with it, so they are equal on such a table.
     """
     near_ms = (1 + NEAR_OPTIMUM_SHARE) * float(landscape.latency_ms[landscape.optimum])
     found = zip(initial, initial_placements(landscape, initial), strict=True)
@@ -176,10 +175,10 @@ def optimum_in_initial_design(landscape: Landscape, initial: Sequence[str]) -> s
 def replay_once(
     landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
 ) -> list[int]:
-    """One search, as `harness.search_loop.loop` runs it: the same model again is told again and costs nothing.
+    """Replay one search like `harness.search_loop.loop`: the same model again is reported again and costs nothing.
 
     Returns:
-        The evaluated indices in order; for what was read of each see `read_paths`.
+        The evaluated indices in order; for their readings see `read_paths`.
     """
     space, rng = landscape.table.subspace.space, _reading_rng(seed)
     known: dict[int, Score | Failure] = {}
@@ -201,7 +200,7 @@ def replay_once(
 
 
 def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
-    """Refuse a table of another model.
+    """Raise if a table is of another model.
 
     Raises:
         UserError: The table's model is another one than this, or this cannot be loaded.

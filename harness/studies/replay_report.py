@@ -19,27 +19,28 @@ from harness.report.statistics import quartiles
 from harness.results_dir.io import explain_write_errors
 from harness.studies.budget_tables import RISES
 from harness.studies.landscape_metrics import estimate_drift, measure_difficulty
-from harness.studies.random_search import RANDOM_LABEL, random_search
 from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Floats, Landscape, MetricBound
 from harness.studies.replay import ReplayedSearches, check_table, initial_placements, optimum_in_initial_design, replay
+from harness.studies.simulated_selection import RANDOM_LABEL, random_search
 from harness.studies.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS
 
 __all__ = ["ReplayRequest", "replay_all", "table_lines"]
 
+LINE_STYLES = ("-", "--", "-.", ":")
 TableText = tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]
-"""Header, rows, and what is said below them."""
+"""Header, rows, and the lines below them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRequest:
-    """What is to be replayed.
+    """Options of `qdq replay`.
 
     Attributes:
         seeds: Searches of each searcher, with seeds from 0.
         budget: Evaluations of one search.
-        initial: Names of placements that each search is told first.
+        initial: Names of the initial placements.
         at_least: "METRIC=VALUE" that a placement must reach.
-        model: Refuse the table unless it is of this model.
+        model: The table must be of this model.
     """
 
     seeds: int = 100
@@ -50,7 +51,7 @@ class ReplayRequest:
 
 
 def table_lines(table: BenchmarkTable, bound: MetricBound | None = None) -> list[str]:
-    """What a table is, its optimum, and how hard it is to search."""
+    """Return lines about a table: its model and machine, its optimum, and its difficulty."""
     facts, landscape = table.metadata, Landscape(table, bound)
     backend, hard, (drift, drift_se) = facts.backend, measure_difficulty(landscape), estimate_drift(landscape)
     space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
@@ -75,14 +76,15 @@ def table_lines(table: BenchmarkTable, bound: MetricBound | None = None) -> list
 
 
 def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayRequest, out: Path | None) -> TableText:
-    """Replay searchers beside random search from the same start.
+    """Replay searchers, and random search from the same start.
 
     Args:
         out: Takes curves.csv (one line for each searcher, seed and evaluation; random search as the mean of its
             searches, with the seed -1) and curves.png; None: neither.
 
     Raises:
-        UserError: A table of another model, no such searcher, placement or metric, or the folder cannot be written.
+        UserError: The table is of another model, a searcher, placement or metric is unknown, or the folder cannot be
+            written.
     """
     if order.budget > MAX_EVALUATIONS_PER_SEARCH or order.seeds > MAX_SEEDS:
         raise UserError(
@@ -114,18 +116,18 @@ def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayReq
 
 
 def _describe_initial_latency(landscape: Landscape, initial: Sequence[str]) -> str:
-    """How fast the initial placements are where the table's own fixed dimensions stay as they are; "" for none."""
+    """Return the latencies of the initial placements with the dimensions that the table fixes; "" for none."""
     found = zip(initial, initial_placements(landscape, initial), strict=True)
     told = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in found]
-    return f"told first, with what the table fixes: {', '.join(told)}" if told else ""
+    return f"initial placements, with the dimensions that the table fixes: {', '.join(told)}" if told else ""
 
 
 def _explain_flat_table(landscape: Landscape, initial: Sequence[str]) -> str:
-    """Why no searcher can be told from another here; "" where they can."""
+    """Return a warning if all searchers are equal on this table, or ""."""
     name = optimum_in_initial_design(landscape, initial)
     return name and (
-        f"{landscape.table.path.stem} tells no searcher from another: {name!r}, which every search is told first, is "
-        f"within {100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum; begin cold (initial: none; here without --initial)"
+        f"all searchers are equal on {landscape.table.path.stem}: the initial placement {name!r} is within "
+        f"{100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum; start without any (initial: none; here without --initial)"
     )
 
 
@@ -154,18 +156,16 @@ def _format_notes(replayed: Sequence[ReplayedSearches]) -> Iterator[str]:
 
 
 def _write_files(landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], out: Path) -> None:
-    from harness.studies.plots import draw_curves  # matplotlib takes a second, and a replay without plot less
-
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
     out.mkdir(parents=True, exist_ok=True)
     frames = [_curve_frame(RANDOM_LABEL, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
     frames += [_curve_frame(found.searcher, found.walks.seeds, found.latency_ms, optimum_ms) for found in replayed]
     pd.concat(frames).to_csv(out / "curves.csv", index=False)
-    draw_curves(landscape, random_ms, replayed, landscape.table.metadata.model, out / "curves.png")
+    _draw_curves(landscape, random_ms, replayed, out / "curves.png")
 
 
 def _curve_frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:
-    """One line for each seed and evaluation."""
+    """Return one line for each seed and evaluation."""
     budget = latency_ms.shape[1]
     return pd.DataFrame(
         {
@@ -176,3 +176,25 @@ def _curve_frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimu
             "regret": latency_ms.ravel() / optimum_ms - 1,
         }
     )
+
+
+def _draw_curves(landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], path: Path) -> None:
+    """Plot median regret over evaluations: of random searches with a band of their quartiles, and of searchers."""
+    from harness.analysis.plots import COLOURS, figure_file  # matplotlib takes a second, which most replays do not need
+
+    optimum_ms = landscape.latency_ms[landscape.optimum]
+    evaluations = np.arange(1, random_ms.shape[1] + 1)
+    with figure_file(path, columns=(1,)) as (axes,):
+        low, middle, high = 100 * (np.quantile(random_ms, (0.25, 0.5, 0.75), axis=0) / optimum_ms - 1)
+        axes.fill_between(evaluations, low, high, step="post", color="0.9")
+        axes.step(evaluations, middle, where="post", color="0.4", label=RANDOM_LABEL)
+        for index, found in enumerate(replayed):
+            regret = 100 * (np.median(found.latency_ms, axis=0) / optimum_ms - 1)
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
+            axes.step(evaluations, regret, where="post", label=found.searcher, **style)
+        axes.set_xlabel("evaluations")
+        axes.set_ylabel("latency above the optimum, %, median over searches")
+        axes.set_title(landscape.table.metadata.model)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)

@@ -1,14 +1,13 @@
-"""What a replayed search hands over after each evaluation: the choice of a runoff among its best readings.
+"""Final choice of replayed searches, as a final selection among their best readings would make it; and random search.
 
-A live search does not believe the lowest of many noisy readings: its leaders are built afresh and timed in turns, and
-those readings choose (`harness.pipeline.final_selection`). A replay that went by the lowest reading would get worse
-with every lucky
-one, which no user of `qdq run` sees.
+A live search does not trust the lowest of many noisy readings: its best placements are rebuilt and timed in turns, and
+those readings decide (`harness.pipeline.final_selection`). A replay that chose by the lowest reading would get worse
+with every lucky one, unlike `qdq run`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,25 +18,32 @@ from harness.records import Failed, Outcome
 from harness.selection.racing import SAMPLES_PER_TURN
 from harness.studies.recorded_landscape import Floats, Landscape
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
+from search.space import Placement
 
-__all__ = ["TURNS_PER_RACE", "Indices", "SearchPaths", "draw_turns", "simulate_selection"]
+__all__ = [
+    "RANDOM_LABEL", "TURNS_PER_RACE", "Indices", "SearchPaths", "draw_turns", "random_search", "simulate_selection",
+]  # fmt: skip
 
 Indices = npt.NDArray[np.intp]
 DEFAULT_FINALISTS = Confirmation().contenders
-TURNS_PER_BATCH = 2**24
-"""Turns that are drawn at once."""
-TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)
-"""Of one contender in a runoff, if it is there to the end."""
+TURNS_PER_BATCH = 2**24  # turns that are drawn at once
+TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)  # of a contender that is not eliminated
+RANDOM_SEARCHES = 10_000  # their mean is ten times as precise as that of a hundred seeds
+RANDOM_LABEL = f"random, {RANDOM_SEARCHES} searches"  # tells it from the searcher `random` with its seeds
+READINGS_PER_MODEL = 1_000  # readings of each model that the random searches share
+MAX_RACES = 250  # races of each model that they share; fewer if there are many models
+NUMBERS_PER_BATCH = 2**22  # random numbers that are drawn at once
+MAX_TURNS_IN_MEMORY = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPaths:
-    """What some searches evaluated, in order; both arrays are [search, evaluation].
+    """Evaluations of some searches, in order; both arrays are [search, evaluation].
 
     Attributes:
-        seeds: One search each.
-        indices: Of the placements on the landscape; -1 once a search has nothing left.
-        readings_ms: What the search was told; infinite where that was a failure or broke the bound.
+        seeds: Seed of each search.
+        indices: Indices of the placements on the landscape; -1 once a search has nothing left.
+        readings_ms: Readings that the search received; infinite for failures and missed bounds.
     """
 
     seeds: tuple[int, ...]
@@ -45,15 +51,14 @@ class SearchPaths:
     readings_ms: npt.NDArray[np.float64]
 
     def latency_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Recorded latency of what each search would hand over; the slowest that is allowed while there is nothing."""
+        """Return the recorded latency of each search's final choice; the slowest allowed one before there is any."""
         at_once = max(1, TURNS_PER_BATCH // (self.indices.shape[1] * TURNS_PER_RACE))
         starts = range(0, len(self.seeds), at_once)
         place = np.vstack([self._selected_evaluations(landscape, slice(start, start + at_once)) for start in starts])
-        handed = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
-        return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[handed])
+        chosen = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
+        return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[chosen])
 
     def _selected_evaluations(self, landscape: Landscape, some: slice) -> Indices:
-        """Which evaluation some of the searches would hand over, after each of theirs."""
         indices, readings_ms = self.indices[some], self.readings_ms[some]
         log_ms = np.full((*indices.shape, TURNS_PER_RACE), np.inf, dtype=np.float32)
         for row, seed in enumerate(self.seeds[some]):
@@ -63,19 +68,19 @@ class SearchPaths:
         return simulate_selection(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
 
     def found_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Recorded latency of the fastest that each search evaluated; the slowest while there is nothing allowed."""
+        """Return the recorded latency of the fastest evaluated placement; the slowest allowed one before any."""
         evaluated = np.where(np.isfinite(self.readings_ms), landscape.latency_ms[self.indices], np.inf)
         found: Floats = np.minimum(np.minimum.accumulate(evaluated, axis=1), landscape.latency_ms.max())
         return found
 
     def elapsed_s(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Recorded wall-clock of all builds and measurements until then; once a search ended, its last."""
+        """Return the recorded wall-clock of all builds and measurements so far; constant once a search ended."""
         spent_s = np.array([*(_recorded_duration_s(outcome) for outcome in landscape.outcomes), 0.0])
         return np.cumsum(spent_s[self.indices], axis=1)
 
 
 def draw_turns(landscape: Landscape, index: int, rng: np.random.Generator, races: int = 1) -> Floats:
-    """Logarithm of what a placement reads in the turns of runoffs, [race, turn]."""
+    """Return the logarithms of a placement's readings in the turns of races, [race, turn]."""
     turns_ms = landscape.readings_ms(index, rng, races * TURNS_PER_RACE, SAMPLES_PER_TURN)
     read: Floats = np.log(turns_ms).reshape(races, TURNS_PER_RACE)
     return read
@@ -84,16 +89,16 @@ def draw_turns(landscape: Landscape, index: int, rng: np.random.Generator, races
 def simulate_selection(
     readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDArray[np.floating]]
 ) -> Indices:
-    """Which evaluation each search would hand over after each of its evaluations.
+    """Return the evaluation that each search would choose after each of its evaluations.
 
     Args:
-        readings_ms: What the search saw, shape (searches, evaluations); infinite for what may not be chosen.
-        log_ms_of: Logarithm of what a runoff reads: for some searches, [row], and of each some evaluations, [row,
-            contender], every turn of theirs, [row, contender, turn].
+        readings_ms: Readings of the searches, [search, evaluation]; infinite for what may not be chosen.
+        log_ms_of: Returns the logarithms of the readings in a race, [row, contender, turn], for some searches, [row],
+            and some evaluations of each, [row, contender].
 
     Returns:
-        [search, evaluation]: of the evaluations so far with the lowest readings (the earlier first where they are
-        equal), as many as a runoff has contenders, the one that wins the race; -1 where there is none.
+        [search, evaluation]: the winner of a race among the evaluations with the lowest readings so far (the earlier
+        first if equal), as many as a final selection has contenders; -1 if there is none.
     """
     searches, evaluations = readings_ms.shape
     place = np.full((searches, evaluations), -1, dtype=np.intp)
@@ -113,7 +118,7 @@ def simulate_selection(
 
 
 def _values_at(figures: Floats, evaluations: npt.NDArray[np.intp]) -> Floats:
-    """Figures of these evaluations, of each search its own; infinite for -1."""
+    """Return the figures of some evaluations of each search; infinite for -1."""
     taken: Floats = np.where(evaluations >= 0, np.take_along_axis(figures, evaluations, axis=1), np.inf)
     return taken
 
@@ -122,3 +127,48 @@ def _recorded_duration_s(outcome: Outcome) -> float:
     if isinstance(outcome, Failed):
         return outcome.wall_s
     return outcome.build_s + outcome.measure_s + outcome.evaluate_s
+
+
+def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placement] = ()) -> Floats:
+    """Simulate `RANDOM_SEARCHES` searches like `harness.studies.replay.replay_once`, at once and without a searcher.
+
+    A search evaluates the initial placements `first`, at the same cost as other searches, and then the others in a
+    random order, without replacement; a model that several placements give comes that much sooner, and once. Failures
+    cost an evaluation. So the searcher `random` has this mean for every table, noise and initial design; it enumerates
+    spaces of up to 4096 placements, and draws from larger ones less evenly.
+
+    Returns:
+        [search, evaluation]: recorded latency of the choice; the last one's if the table has no more models, the
+        slowest that is allowed if there is none yet.
+    """
+    rng = np.random.default_rng(0)
+    names, models, copies = np.unique(landscape.identity, return_index=True, return_counts=True)
+    start = [int(np.searchsorted(names, landscape.identity[landscape.index(placement)])) for placement in first]
+    start = list(dict.fromkeys(start))[:evaluations]
+    rest = np.setdiff1d(np.arange(len(models)), start)
+    readings = np.full((len(models), READINGS_PER_MODEL), np.inf)
+    shared = min(MAX_RACES, max(1, MAX_TURNS_IN_MEMORY // (len(models) * TURNS_PER_RACE)))
+    races = np.full((len(models), shared, TURNS_PER_RACE), np.inf, dtype=np.float32)
+    for number, index in enumerate(models):
+        if landscape.allowed[index]:
+            readings[number] = landscape.readings_ms(int(index), rng, READINGS_PER_MODEL)
+            races[number] = draw_turns(landscape, int(index), rng, shared)
+    batch = max(1, NUMBERS_PER_BATCH // len(models))
+    found = []
+    for size in [min(batch, RANDOM_SEARCHES - done) for done in range(0, RANDOM_SEARCHES, batch)]:
+        # The first of w uniform arrivals is ordered like one exponential arrival at the rate w.
+        arrival = rng.exponential(size=(size, len(rest))) / copies[rest]
+        order = rest[np.argsort(arrival, axis=1)[:, : evaluations - len(start)]]
+        met = np.hstack([np.broadcast_to(np.array(start, dtype=int), (size, len(start))), order])
+        once, again = rng.integers(READINGS_PER_MODEL, size=met.shape), rng.integers(shared, size=met.shape)
+
+        def log_ms_of(
+            rows: Indices, evaluations: Indices, met: Indices = met, again: Indices = again
+        ) -> npt.NDArray[np.floating]:
+            return races[met[rows[:, None], evaluations], again[rows[:, None], evaluations]]
+
+        place = simulate_selection(readings[met, once], log_ms_of)
+        chosen = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
+        found.append(np.where(place < 0, landscape.latency_ms.max(), chosen))
+    latency_ms: Floats = np.vstack(found)
+    return np.pad(latency_ms, ((0, 0), (0, evaluations - latency_ms.shape[1])), mode="edge")

@@ -1,4 +1,4 @@
-"""A budget ablation as YAML: which searchers, on which recorded tables, at which budgets."""
+"""Budget ablation as a YAML file: searchers, recorded tables and budgets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ from harness.registry import installed_plugins
 
 __all__ = ["MAX_EVALUATIONS_PER_SEARCH", "MAX_SEEDS", "BudgetStudy", "ReplayedSearcher", "all_searchers", "load_study"]
 
+# Only if named: the first enumerates a table, the Gaussian process of the second takes up to a second per proposal.
 EXCLUDED_SEARCHERS = ("exhaustive", "optuna")
-"""The one walks a table from end to end and says nothing about searching; the other's Gaussian process takes up to a
-second for a proposal. Both run where they are named."""
-
-
 MAX_SEEDS = 10_000
-MAX_EVALUATIONS_PER_SEARCH = 5_000
-"""Of one search: ten thousand random searches of them take 0.4 GB."""
+MAX_EVALUATIONS_PER_SEARCH = 5_000  # ten thousand random searches of them take 0.4 GB
 
 
 def _check_rising(budgets: tuple[int, ...]) -> tuple[int, ...]:
@@ -37,23 +33,23 @@ class ReplayedSearcher(PluginSpec):
     """A searcher of a study.
 
     Attributes:
-        seeds: Searches on each table, for one that takes its time; None: as many as of all others.
+        seeds: Searches on each table, for a slow searcher; None: as many as of all others.
     """
 
     seeds: Annotated[int, Field(ge=1, le=MAX_SEEDS)] | None = None
 
 
 class BudgetStudy(BaseModel):
-    """What is to be replayed.
+    """Settings of a budget ablation.
 
     Attributes:
-        study: Its name.
-        tables: Files of `qdq record`, relative to the study's file; `*` stands for whatever is there.
-        searchers: Who takes part; none: all that are installed but `EXCLUDED_SEARCHERS`.
+        study: Name of the study.
+        tables: Files of `qdq record`, relative to the study's file; `*` matches existing files.
+        searchers: Searchers to replay; empty: all installed ones but `EXCLUDED_SEARCHERS`.
         seeds: Searches of each searcher on each table, with seeds from 0.
         budgets: Evaluations at which searches are compared; they run to the largest.
-        initial: Placements that every search is told first (float, all, linear); they cost evaluations. "none" is the
-            cold start.
+        initial: Initial placements of every search (float, all, linear), which cost evaluations; "none" is the cold
+            start.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -72,12 +68,12 @@ class BudgetStudy(BaseModel):
 
     @property
     def max_evaluations(self) -> int:
-        """Evaluations of one search."""
+        """Return the number of evaluations of one search."""
         return max(self.budgets)
 
 
 def all_searchers() -> tuple[ReplayedSearcher, ...]:
-    """Every installed searcher but `EXCLUDED_SEARCHERS`."""
+    """Return every installed searcher but `EXCLUDED_SEARCHERS`."""
     return tuple(
         ReplayedSearcher(use=plugin.name)
         for plugin in installed_plugins("searcher")
@@ -86,10 +82,10 @@ def all_searchers() -> tuple[ReplayedSearcher, ...]:
 
 
 def load_study(path: Path) -> BudgetStudy:
-    """Read and check a study's file; its tables become paths of files that are there.
+    """Read and check a study's file; its tables become paths of existing files.
 
     Raises:
-        UserError: With file, key and what is wrong.
+        UserError: The file cannot be read, or a value is invalid, with its key.
     """
     document = read_experiment_yaml(read_text_file(path, "a study file"), str(path))
     try:

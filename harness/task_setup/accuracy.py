@@ -111,13 +111,7 @@ class Scoring:
         Raises:
             UserError: The float model itself cannot be scored.
         """
-        found = {}
-        for name in self.evaluators:
-            accuracy = book.float_score(model_file, name)
-            if isinstance(accuracy, Failed):
-                raise UserError(f"the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
-            found[name] = accuracy
-        return found
+        return {name: book.require_float_score(model_file, name) for name in self.evaluators}
 
     def make_accuracy_gate(self, goal: Goal) -> AccuracyGate:
         """Return the accuracy gate of candidates for a goal."""

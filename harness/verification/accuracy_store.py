@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Accuracy, Candidate
+from harness.errors import UserError
 from harness.graph.io.files import digest_file
 from harness.paths import hide_paths
 from harness.progress import Observer, ProgressTask
@@ -24,15 +25,15 @@ ACCURACY_FILE_NAME = "accuracy.json"
 
 
 class AccuracyStore:
-    """What the evaluators found, kept in `accuracy.json`: a file that was scored already is not scored again.
+    """Accuracy of model files, saved in `accuracy.json`, so that no file is scored twice.
 
-    A figure belongs to a file, a benchmarker and an evaluator, for instance one on the half of the data that the
+    A score belongs to a file, a benchmarker and an evaluator, for instance one on the half of the data that the
     searches see. Rows are scored by `MAIN_BENCHMARKER`.
 
     Args:
-        folder: The cell's.
-        observer: Sees how far each scoring is, and is told what evaluators have to say of the float model.
-        evaluator: What tells one way to score from another.
+        folder: Folder of the task.
+        observer: Receives the progress of each scoring, and the notes of evaluators about the float model.
+        evaluator: Description of the scoring; scores with another one are not used.
     """
 
     def __init__(self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "") -> None:
@@ -44,11 +45,11 @@ class AccuracyStore:
         self._shown: set[str] = set()
 
     def known_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | None:
-        """`float_score` where it is known, without an engine: before others are scored the evaluator must see one."""
+        """Return `float_score` if it is stored, without an engine; to score other models the evaluator needs one."""
         return self._stored_score(_score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator))
 
     def float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Accuracy of the float model, the reference of every drop; an evaluator sees its engine once, and first."""
+        """Return the accuracy of the float model, the reference of drops; evaluators see its engine first."""
         candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
         known = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
@@ -63,16 +64,27 @@ class AccuracyStore:
             self.observer.say(found.note)
         return found
 
+    def require_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy:
+        """Return the accuracy of the float model, see `float_score`.
+
+        Raises:
+            UserError: The float model cannot be scored.
+        """
+        found = self.float_score(model_file, evaluator)
+        if isinstance(found, Failed):
+            raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
+        return found
+
     def has_unscored_rows(self, table: FinalistSet) -> bool:
-        """Whether a row is still to be scored."""
+        """Return whether a row has no score yet."""
         return any(self._stored_score(_score_key(row.sha256, row.benchmarker)) is None for row in table.rows)
 
     def score_row(self, candidate: Candidate, row: ExportedModel) -> Accuracy | Failed:
-        """Accuracy of a row, given as something that can be built."""
+        """Return the accuracy of a row, whose model is given as a candidate."""
         return self._score(candidate, _score_key(row.sha256, row.benchmarker), row=row)
 
     def score_rows(self, table: FinalistSet) -> None:
-        """Score the rows where that is still to do."""
+        """Score the rows that have no score yet."""
         with self.observer.work("score finalists", len(table.rows)) as step:
             for row in table.rows:
                 found = self.score_row(table.candidate(row), row)
@@ -111,7 +123,7 @@ class AccuracyStore:
 
 
 def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Scores by row id, of the files that are the rows now; none where nothing was scored yet."""
+    """Return the stored scores of the present rows, by row id."""
     scores = _read_stored_scores(folder)
     rows, _ = read_finalists(folder)
     found = {row.id: scores.get(_score_key(row.sha256, row.benchmarker)) for row in rows}

@@ -24,21 +24,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 Outputs = tuple[Array, ...]
 Feeds = Mapping[str, Array]
 Case = tuple[int, Shapes]
-"""The seed of random inputs, none of which is that of the calibration, and their shapes."""
+"""Seed of random inputs (never that of the calibration), and their shapes."""
 CHECK_RUNTIMES = ("onnxruntime", "openvino")
-OTHER_SHAPE_COUNT = 2
-"""Sizes at which a model is compared with the float model, beside that of the search."""
-MAX_RELATIVE_DIFFERENCE = 1e-3
-"""Relative difference at most between the dynamic and the fixed file at the size of the search."""
-RANDOM_INPUTS_PER_SHAPE = 6
-"""Random inputs at the size of the search: the largest difference to the float model among them is compared."""
+OTHER_SHAPE_COUNT = 2  # sizes at which a model is compared with the float model, besides that of the search
+MAX_RELATIVE_DIFFERENCE = 1e-3  # between the dynamic and the fixed file at the size of the search
+RANDOM_INPUTS_PER_SHAPE = 6  # at the size of the search; the largest difference to the float model is compared
+# Limit of the difference to the float model at another size: factor times that at the size of the search, plus slack.
 FLOAT_DIFFERENCE_FACTOR, FLOAT_DIFFERENCE_SLACK = 3.0, 0.05
-"""The difference to the float model at another size may be so many times that at the size of the search, and this."""
+# Sizes to try: samples more than in the search; factor of other sizes, and offset.
 RESIZE_PLANS = (
     (1, 2.0, 0), (2, 1.0, -1), (1, 0.5, 0), (2, 1.0, 32), (1, 1.0, 0), (2, 1.0, 0), (0, 2.0, 0), (0, 1.0, -1),
     (0, 0.5, 0), (0, 1.0, 32), (0, 1.0, 1), (3, 1.5, 0), (0, 1.5, 0),
 )  # fmt: skip
-"""What is tried: samples more than in the search; factor of other sizes, and what is added to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,7 @@ class DynamicCheckFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicCheckTarget:
-    """What is checked.
+    """Model files to compare, with their inputs.
 
     Attributes:
         axes: Declared dimensions by input.
@@ -65,25 +62,25 @@ class DynamicCheckTarget:
 
     @property
     def searched_shapes(self) -> Shapes:
-        """Shapes of the search."""
+        """Return the shapes of the search."""
         return {name: kind.shape for name, kind in self.types.items()}
 
 
 class _OutputMismatch(Exception):
-    """The dynamic file does not do what the fixed one or the float model does."""
+    """The dynamic file fails, or its outputs differ from those of the fixed file or the float model."""
 
 
 def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     """Compare the dynamic file with the fixed one, and with the float model at other sizes.
 
     Args:
-        backend: The runtime of the search: it and ONNX Runtime have to agree; another one may fail, which is said.
+        backend: Runtime of the search; it and ONNX Runtime must agree, a failure of another one is only reported.
 
     Returns:
-        Where it was checked and what was found, for people.
+        Sizes that were checked, and differences, as text.
 
     Raises:
-        UserError: It differs, or fails where the float model runs.
+        UserError: The outputs differ, or the file fails at a size at which the float model runs.
     """
     others = other_shapes(subject.axes, subject.searched_shapes)
     small = [each for each in others if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values())]
@@ -141,7 +138,7 @@ def _compare_files(runtime: str, subject: DynamicCheckTarget, known: Sequence[tu
 
     Raises:
         UserError: The runtime does not run the fixed file.
-        _Differs: The dynamic file fails or differs.
+        _OutputMismatch: The dynamic file fails or differs.
     """
     cases, floats = [case for case, _ in known], [outputs for _, outputs in known]
     (fixed,) = _run_in_process(runtime, subject.files.fixed, subject.types, cases[:1], 1)
@@ -257,7 +254,7 @@ def _run_in_process(
 def _run_cases(
     runtime: str, path: Path, dtypes: Mapping[str, str], cases: Sequence[Case], wanted: int
 ) -> list[Outputs | None]:
-    """Body of `_run`, in a process of its own."""
+    """Run the cases of `_run_in_process` in this process."""
     try:
         infer = {"onnxruntime": _open_onnxruntime, "openvino": _open_openvino}[runtime](path)
     except Exception as error:  # runtimes have no class of exceptions in common

@@ -23,11 +23,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicModel:
-    """What became of the file with dynamic axes.
+    """Result of writing a file with dynamic axes.
 
     Attributes:
-        file: Where it lies; None: it was not written.
-        remark: One sentence for people: where it was checked, or why it was not written.
+        file: Path of the file; None if it was not written.
+        remark: Sentence about its check, or why it was not written.
     """
 
     file: Path | None
@@ -35,12 +35,12 @@ class DynamicModel:
 
 
 def dynamic_model_path(file: Path) -> Path:
-    """Return where the dynamic form of a model file lies: `NAME.dynamic.onnx` beside it."""
+    """Return the path of the dynamic form of a model file: `NAME.dynamic.onnx` in the same folder."""
     return file.with_name(f"{file.stem}.dynamic.onnx")
 
 
 def remove_dynamic_model(file: Path) -> Path:
-    """Remove the dynamic form of a model file, and return where it would lie."""
+    """Remove the dynamic form of a model file, and return its path."""
     target = dynamic_model_path(file)
     for stale in (target, target.with_name(f"{target.name}.data")):
         stale.unlink(missing_ok=True)
@@ -48,20 +48,20 @@ def remove_dynamic_model(file: Path) -> Path:
 
 
 def format_fixed_shapes(model: Model) -> str:
-    """Return the shapes that a model with fixed inputs takes, for people: "ids 1x128"."""
+    """Return the shapes that a model with fixed inputs takes, as text: "ids 1x128"."""
     return ", ".join(f"{name} {'x'.join(map(str, model.types[name].shape))}" for name in model.inputs)
 
 
 def write_dynamic_model(model: Model, file: Path, backend: str) -> DynamicModel | None:
-    """Write a quantized model with the dynamic axes of its original, beside it.
+    """Write a quantized model with the dynamic axes of its original to the same folder.
 
     Args:
         model: The float model at fixed sizes.
         file: The model with Q/DQ pairs that was made from it.
-        backend: The runtime of the search; a difference there keeps the file from being written.
+        backend: Runtime of the search; the file is not written if its outputs differ there.
 
     Returns:
-        None where the original has no dynamic axes.
+        None if the original has no dynamic axes.
     """
     target = remove_dynamic_model(file)
     if model.origin is None:
@@ -82,13 +82,13 @@ def write_dynamic_model(model: Model, file: Path, backend: str) -> DynamicModel 
 
 
 def write_dynamic_rows(model: Model, table: FinalistSet, backend: str, observer: Observer) -> None:
-    """Write each quantized row of a cell with the dynamic axes of the original model too, and note what became of it.
+    """Write each quantized row of a task with the dynamic axes of the original model too, and record the results.
 
     Args:
-        model: The float model at fixed sizes; where its original has static inputs nothing is done.
+        model: The float model at fixed sizes; nothing is written if its original has static inputs.
         table: Exported rows.
-        backend: The runtime of the search.
-        observer: Is told how many were written, and why one was not.
+        backend: Runtime of the search.
+        observer: Receives the number of written files, and why a row was not written.
     """
     if model.origin is None:
         return

@@ -28,20 +28,13 @@ __all__ = ["ModelRunner", "SuspectModel", "WrongOperator", "find_fault", "write_
 ModelRunner = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
 """Build a model file and return its outputs for some inputs."""
 LOCALIZATION_LIMIT_S = 120.0
-"""The search ends after so long."""
-MAX_REQUIRED_TENSOR_SQNR_DB = 30.0
-"""A tensor that is this close to the file, less the margin, agrees: one rounding tie is loud in a quiet tensor."""
+MAX_REQUIRED_TENSOR_SQNR_DB = 30.0  # less the margin: one rounding tie has a large effect in a tensor of small values
 LOCALIZATION_SAMPLE_COUNT = 2
-SQNR_THRESHOLDS_DB = (24.0, 14.0, -math.inf)
-"""Ratios of engine to file at which the first tensor is looked for, one after the other."""
-MAX_TENSORS_COMPARED = 6
-"""Tensors that are looked at where the output itself hardly differs."""
-MAX_OPERATORS_SHOWN = 8
-"""Operators of a small model that are named at most."""
-MAX_OPERATORS_AS_PROOF = 16
-"""Behind more operators rounding ties add up, so that they prove nothing."""
-MAX_EXTRACTED_OPERATORS = 64
-"""Operators that are extracted at most, before the whole model up to the tensor is taken."""
+SQNR_THRESHOLDS_DB = (24.0, 14.0, -math.inf)  # of engine to file, tried in order to find the first tensor
+MAX_TENSORS_COMPARED = 6  # if the output itself hardly differs
+MAX_OPERATORS_SHOWN = 8  # of a small model
+MAX_OPERATORS_AS_PROOF = 16  # rounding ties add up over more operators, which prove nothing
+MAX_EXTRACTED_OPERATORS = 64  # then the whole model up to the tensor is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +62,14 @@ class WrongOperator:
 
 @dataclass(frozen=True, kw_only=True)
 class SuspectModel:
-    """A model file and the two that disagree about it.
+    """A model file, and two ways to run it whose outputs differ.
 
     Attributes:
         path: The file.
         feeds: Inputs on which they disagree.
-        output: Where they do.
+        output: Output at which they disagree.
         most_db: The runtime's own noise at that output.
-        proven: The output says that the runtime is wrong; else only few operators that differ by themselves do.
+        proven: True if the output proves a wrong result; else only a few operators that differ by themselves do.
         reference: Runs a file in ONNX Runtime without graph optimizations.
         engine: Runs a file in the runtime.
         work: Scratch folder.
@@ -95,12 +88,12 @@ class SuspectModel:
 
     @cached_property
     def graph(self) -> ModelGraph:
-        """The graph of the file."""
+        """Return the graph of the file."""
         return ModelGraph(self.path)
 
     @property
     def is_out_of_time(self) -> bool:
-        """Whether the search took its time."""
+        """Return whether the search has used its time."""
         return time.monotonic() - self.started_s > LOCALIZATION_LIMIT_S
 
     def differs(self, tensor: str, below_db: float) -> bool:

@@ -148,7 +148,7 @@ def test_nothing_that_works_is_a_mistake_with_its_reason(tmp_path: Path) -> None
     def open_engines() -> Iterator[Engines]:
         yield Refusing()  # type: ignore[misc]
 
-    with pytest.raises(UserError, match="0 of 3 processes went through; build: unsupported"):
+    with pytest.raises(UserError, match="0 of 3 processes finished; build: unsupported"):
         measure_noise(open_engines, candidate(), NestedDesign(processes=3, builds=2, readings=3), NullProgress())
 
 

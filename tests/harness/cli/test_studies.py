@@ -11,7 +11,7 @@ from small import qdq, save_chain
 
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.results_dir.io import read_json
-from harness.studies.study_task import make_study, study_name
+from harness.task_setup.study_task import make_study, study_name
 from harness.timing.workers.sandbox import InProcess
 
 SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")

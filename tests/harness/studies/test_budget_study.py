@@ -23,9 +23,8 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.results_dir.ownership import exclusive_lock
-from harness.studies import path_cache as kept
-from harness.studies import replay_pool
-from harness.studies.path_cache import SearchKey
+from harness.studies import path_cache, replay_pool
+from harness.studies.search_key import SearchKey, search_key
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher, load_study
 
 MakeTable = Callable[..., BenchmarkTable]
@@ -188,14 +187,14 @@ def test_what_is_kept_is_not_believed(
         capsys.readouterr()
         main(order)
         assert {(name, seed) for _, name, seed in replayed} == {("local", seed) for seed in range(4)}, walk
-        assert "or no walk: local\n" in capsys.readouterr().err
+        assert "or damaged: local\n" in capsys.readouterr().err
         assert (out / "means.csv").read_text() == means
     for bad, said in (
-        ([{**line, "walk": [None]} for line in lines], "no walks of a study (something is missing in it)"),
-        ([{**line, "table": None} for line in lines], "no walks of a study (something is missing in it)"),
+        ([{**line, "walk": [None]} for line in lines], "no cache of searches (a value is missing)"),
+        ([{**line, "table": None} for line in lines], "no cache of searches (a value is missing)"),
         (
             [{**line, "table": 1001 * "x"} for line in lines],
-            "no walks of a study (a name of more than 1000",
+            "no cache of searches (a name of more than 1000",
         ),
     ):
         pq.write_table(pa.Table.from_pylist(bad, schema=good.schema), out / "walks.parquet")
@@ -208,11 +207,11 @@ def test_what_is_kept_is_not_believed(
     pq.write_table(good.drop_columns("seed"), out / "walks.parquet")
     with pytest.raises(SystemExit):
         main(order)
-    assert "no walks of a study (other columns)" in capsys.readouterr().err
+    assert "no cache of searches (other columns)" in capsys.readouterr().err
     (out / "walks.parquet").write_bytes(b"nothing")
     with pytest.raises(SystemExit):
         main(order)
-    assert "walks.parquet: no walks of a study (" in capsys.readouterr().err
+    assert "walks.parquet: no cache of searches (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -231,10 +230,10 @@ def test_more_than_any_study_keeps_is_neither_read_nor_written(
     main(order)
     before = (out / "walks.parquet").read_bytes()
     for name, value in limit.items():
-        monkeypatch.setattr(kept, name, value)
+        monkeypatch.setattr(path_cache, name, value)
     with pytest.raises(SystemExit):
         main(order)
-    assert f"walks.parquet: no walks of a study ({said}" in " ".join(capsys.readouterr().err.split())
+    assert f"walks.parquet: no cache of searches ({said}" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path / "new"), *SEARCHERS, *ORDER])
     assert "16 searches are more than one file takes; use another --out" in " ".join(capsys.readouterr().err.split())
@@ -270,7 +269,7 @@ def test_more_than_one_folder_keeps_is_refused_before_anything_is_replayed(
     monkeypatch.setattr("harness.studies.budget_study.MAX_EVALUATIONS", 319)
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path / "out"), *SEARCHERS, *ORDER])
-    assert "320 evaluations are more than one folder keeps; ask for fewer seeds" in " ".join(
+    assert "320 evaluations are more than one folder takes; use fewer seeds" in " ".join(
         capsys.readouterr().err.split()
     )
     assert not (tmp_path / "out").exists()
@@ -289,7 +288,9 @@ def test_the_folder_of_the_tables_takes_no_study(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path), *SEARCHERS, *ORDER])
-    assert "the tables lie there, and walks.parquet would be taken for one" in " ".join(capsys.readouterr().err.split())
+    assert "the folder has the tables, and walks.parquet would be taken for one" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_no_worker_outlives_a_command_that_was_killed(tables: list[str], tmp_path: Path) -> None:
@@ -447,7 +448,7 @@ def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_chang
         (tmp_path / "of_somebody_else.py").write_text(text)
         main(["study", tables[0], "--out", "out", *order])
         assert len(replayed) == searches
-        again = "Replayed again, for what is kept is of other code, tables or libraries, or no walk: Mine"
+        again = "Replayed again, because the cache is of other code, tables or libraries, or damaged: Mine"
         assert (again in capsys.readouterr().err) == ("CHANGED" in text)
         assert len(pq.read_table("out/walks.parquet")) == 2, "walks of code that is gone are kept"
 
@@ -477,8 +478,8 @@ def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
     main(["study", str(telling.path), str(idle.path), "--out", str(out), *SEARCHERS, *ORDER])
     printed = capsys.readouterr().out
     said = (
-        "told first, and within 1 % of the optimum, so that no searcher can be told from another: idle ('all'); "
-        "a cold start has something to find there (initial: none, or --cold)"
+        "an initial placement is within 1 % of the optimum, so all searchers are equal: idle ('all'); "
+        "start without initial placements there (initial: none, or --cold)"
     )
     assert printed.count(f"Left out: {said}.") == 7, "below each table"
     assert {table for table, _, _ in walks(out)} == {"telling"}, "an hour is spent on it"
@@ -504,7 +505,7 @@ def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(
     study.write_text(f"study: mine\ntables: {tables}\nsearchers: [random, {walk}]\nseeds: 2\nbudgets: [10, 40]\n")
     main(["study", str(study), "--out", str(tmp_path / "out"), "--workers", "1"])
     printed = capsys.readouterr().out
-    assert printed.count("Nothing more to propose before 40 evaluations had: walk (4 of 4 searches, in the median") == 7
+    assert printed.count("Nothing more to propose before 40 evaluations: walk (4 of 4 searches, in the median") == 7
     assert "random (" not in printed
 
 
@@ -523,7 +524,7 @@ def test_changed_code_of_a_searcher_within_another_is_replayed_again(
     asked = []
     for body in ("pass", "'Other words.'", "other = 'code'"):
         (tmp_path / "plug_inner.py").write_text(code.format(body))
-        asked.append(replay_pool.search_key(table, ReplayedSearcher(use=use, params=params), study))
+        asked.append(search_key(table, ReplayedSearcher(use=use, params=params), study))
     assert asked[0] == asked[1]
     assert asked[1] != asked[2]
 
@@ -590,7 +591,7 @@ def test_modules_beside_a_study_are_found(
     main(["study", "../study.yaml", "--out", "out"])
     printed = capsys.readouterr().out
     assert "Mine" in printed
-    assert "0 placements that every search is told first" in printed
+    assert "0 initial placements of every search" in printed
 
 
 def test_a_start_that_is_none_is_refused_before_anything_is_replayed(

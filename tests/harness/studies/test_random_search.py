@@ -12,9 +12,9 @@ from harness.benchmark_table import BenchmarkTable
 from harness.config.sections import PluginSpec
 from harness.records import Failed, Measured, Outcome
 from harness.report.statistics import score_against_random
-from harness.studies.random_search import random_search
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import initial_placements, read_paths, replay, replay_once
+from harness.studies.simulated_selection import random_search
 from search.api import Observation, Placement
 
 MakeTable = Callable[..., BenchmarkTable]

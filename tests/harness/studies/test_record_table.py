@@ -18,10 +18,10 @@ from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
 from harness.records import Failed, Measured
 from harness.search_loop.loop import COLD_START_EVALUATIONS
-from harness.studies.dimension_screening import most_influential, neighbours, sensitivity
+from harness.studies.landscape_metrics import most_influential, neighbours, sensitivity
 from harness.studies.record_table import record
 from harness.studies.recorded_landscape import Landscape
-from harness.studies.study_task import make_study
+from harness.task_setup.study_task import make_study
 from harness.timing.workers.in_process import InProcess
 from search.space import Dimension, Edge, Placement, Space
 from search.synthetic_problem import synthetic_space
@@ -173,7 +173,7 @@ def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(
     table = recorded(model, tmp_path / "gone.parquet", dimensions=3)
     outcome = table.rows[gone].outcome
     assert isinstance(outcome, Failed)
-    assert outcome.reason.startswith("it was measured once and did not come through the runoff")
+    assert outcome.reason.startswith("it was measured once and failed in the confirmation")
     assert outcome.wall_s > 0
     numbers = sorted(row.number for row in table.rows.values())
     assert numbers == list(range(len(numbers)))
@@ -215,10 +215,10 @@ def test_a_machine_that_changes_its_pace_is_told(model: Path, tmp_path: Path, mo
     pace = [text for text in observer.said if "the float model takes" in text]
     assert pace
     assert all(text.startswith("net-simulated-int8 runoff: the float model takes") for text in pace)
-    assert all(text.endswith("record the table anew with sampling.beside: always") for text in pace)
+    assert all(text.endswith("record the table anew with `sampling.beside: always`") for text in pace)
     beaten = [text for text in observer.said if "of the table's optimum" in text]
     assert beaten
-    assert beaten[0].endswith("what the table leaves fixed is not the best; use more --dimensions, or --search 200")
+    assert beaten[0].endswith("use more --dimensions, or --search 200")
 
 
 def test_a_steady_machine_is_not_spoken_of(model: Path, tmp_path: Path) -> None:

@@ -159,9 +159,9 @@ def test_the_command_prints_and_writes(
     assert "64 placements of 6 of 8 dimensions" in printed
     assert "random, 10000 searches\t" in printed
     assert "median over searches [quartiles]" in printed
-    assert "a runoff of its best readings chooses" in printed
+    assert "a simulated final selection makes among its best readings" in printed
     assert "tells no searcher" not in printed
-    assert "told first" not in printed
+    assert "initial placements, with" not in printed
     assert "local: 48 evaluations in" in printed
     curves = pd.read_csv(tmp_path / "out" / "curves.csv")
     assert list(curves.columns) == ["searcher", "seed", "evaluations", "latency_ms", "regret"]
@@ -177,7 +177,10 @@ def test_initial_placements_are_told_as_fast_as_the_table_has_them(make_table: M
     landscape = Landscape(table)
     space = table.subspace.space
     both = [landscape.latency_ms[landscape.index(p)] for p in (space.float_placement(), space.quantize_all())]
-    assert f"told first, with what the table fixes: float {both[0]:.3f} ms, all {both[1]:.3f} ms" in notes
+    assert (
+        f"initial placements, with the dimensions that the table fixes: float {both[0]:.3f} ms, all {both[1]:.3f} ms"
+        in notes
+    )
 
 
 def test_lines_say_what_is_known(make_table: MakeTable) -> None:
@@ -198,9 +201,9 @@ def test_a_mistyped_start_is_refused_with_or_without_a_searcher(
 @pytest.mark.parametrize(
     ("initial", "gain", "said"),
     [
-        (("float", "all"), 0.1, "made-up tells no searcher from another: 'all', which every search is told first, is"),
-        (("float", "all"), 0.001, "'all', which every search is told first, is within 1 % of the optimum; begin cold"),
-        (("float",), 0.001, "'float', which every search is told first, is within 1 % of the optimum"),
+        (("float", "all"), 0.1, "all searchers are equal on made-up: the initial placement 'all' is"),
+        (("float", "all"), 0.001, "the initial placement 'all' is within 1 % of the optimum; start without any"),
+        (("float",), 0.001, "the initial placement 'float' is within 1 % of the optimum"),
         (("float",), 0.1, None),
         ((), 0.1, None),
     ],
@@ -213,7 +216,7 @@ def test_a_table_whose_optimum_everybody_is_told_tells_nobody_apart(
 
     table = make_table(dimensions=2, outcome=outcome)
     *_, notes = replay_all(table, ["random"], ReplayRequest(seeds=1, budget=4, initial=initial), None)
-    found = [note for note in notes if "which every search is told first" in note]
+    found = [note for note in notes if "all searchers are equal" in note]
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
 

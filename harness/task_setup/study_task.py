@@ -1,4 +1,4 @@
-"""Task of a study, from a model's name or from an experiment file."""
+"""Task of a study of one model, from the model's name or from an experiment file."""
 
 from __future__ import annotations
 
@@ -25,25 +25,19 @@ from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["StudyTask", "make_study", "prepare_study", "study_name"]
 
-ANCHOR_PLACEMENTS = ("float", "all", "linear")
-"""Placements that every study knows by name; PTQ tools take minutes and are none of its business."""
+ANCHOR_PLACEMENTS = ("float", "all", "linear")  # without PTQ tools, which take minutes
 
+# For thousands of engines: few samples of each, and in turns with the float model, because a machine changes its speed
+# in the quarter of an hour that a table takes.
 STUDY_LIMITS: Mapping[str, Any] = {
     "warmup_ms": 30.0, "min_samples": 7, "max_samples": 21, "max_ms": 300.0, "beside": "always",
 }  # fmt: skip
-"""How an engine is timed where the study is given a model: thousands of engines, so few samples of each, and always
-beside the float model, for in the quarter of an hour that a table takes a machine changes its pace."""
-
 SAFE_FOLDER_NAME = re.compile(r"[A-Za-z0-9._=-]{0,60}")
-"""What may stand in the name of a folder as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyTask:
-    """What is studied: one model on one backend at one precision.
-
-    Attributes:
-    """
+    """One model on one backend at one precision."""
 
     experiment: Experiment
     spec: TaskSpec
@@ -59,7 +53,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
     precision: str | None = None,
     fidelity: bool = False,
 ) -> StudyTask:
-    """A study of a model, or of the only cell of an experiment file.
+    """Return the study of a model, or of the only task of an experiment file.
 
     Args:
         text: ONNX file, `zoo:NAME` or `assets:PATH`; or an experiment file (.yaml), which may give calibration data,
@@ -99,11 +93,11 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
 
 
 def study_name(study: StudyTask, placement: str) -> str:
-    """What is measured, as the name of a folder: model, backend with its parameters, shapes, placement, precision.
+    """Return a folder name of model, backend with its parameters, shapes, placement and precision.
 
     For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision.
-    Parameters and shapes that make no name, a path for instance, stand there by a digest; where the study's file lies
-    is no part of it.
+    A digest replaces parameters and shapes that are no file name, such as a path; the folder of the study's file is no
+    part of the name.
     """
     spec = study.spec
     given = {**spec.backend.params, **spec.model.shapes, **spec.model.dims}
@@ -117,10 +111,10 @@ def study_name(study: StudyTask, placement: str) -> str:
 
 
 def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[Task, WorkerSpec]:
-    """The study's cell, and what a worker needs for it; the backend is at its strongest float precision.
+    """Return the study's task and the specification of its worker, with the backend at its strongest float precision.
 
     Args:
-        folder: Takes scratch files, and the choice of the float precision.
+        folder: Folder for scratch files, and for the choice of the float precision.
 
     Raises:
         UserError: Anything in the specification that cannot be used.
@@ -144,5 +138,4 @@ def _parse_experiment(described: Mapping[str, Any], base_dir: Path | None = None
 
 
 def _model_label(text: str) -> str:
-    """What tables call a model given by its path."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text.rpartition(":")[2]).stem).strip("-._") or "model"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import search
-from harness.studies.code_digest import code_digest, imported_by, normalised_ast
+from harness.studies.search_key import code_digest, imported_modules, normalised_ast
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def f(x, /, y=(), *, z=None):
 
 def test_what_a_searcher_imports_decides_which_libraries_count(package: Path) -> None:
     found = {
-        name: imported_by(package / "algorithms" / f"{name}.py", package)
+        name: imported_modules(package / "algorithms" / f"{name}.py", package)
         for name in ("random", "surrogate", "optuna_bridge")
     }
     assert "optuna" in found["optuna_bridge"]
