@@ -117,7 +117,7 @@ class _Numbering:
         return [node for node in self._subject.nodes if node not in read]
 
     def number_dependencies(self, sink: int) -> None:
-        """Number everything that a sink depends on and that has no number yet, data first."""
+        """Assign numbers to everything that a sink depends on and that has none yet, data first."""
         producer, reads, place = self._wiring.producer, self._wiring.reads, self._place
         stack = [sink]
         while stack:
@@ -178,7 +178,7 @@ class CanonicalSearch:
         return self._complete_numbering(self._cells, search=True)[1]
 
     def _complete_numbering(self, cells: Sequence[list[int]], search: bool) -> tuple[tuple[int, ...], list[int]]:
-        """The code with all sinks of the cells numbered, and their order; the walk is left as it was.
+        """Return the code with all sinks of the cells numbered, and their order; the state is restored.
 
         Where sinks are tied, a search takes the one that leads to the smallest code, else the first one is taken.
         """

@@ -84,7 +84,7 @@ def _make_pattern(model: Model, wiring: NodeLabels, members: list[tuple[Region, 
 
 
 def _label_nodes(model: Model) -> NodeLabels:
-    """Number the nodes and activations of a model."""
+    """Assign numbers to the nodes and activations of a model."""
     number: dict[str, int] = {}
     producer: list[int] = []
     position: list[int] = []

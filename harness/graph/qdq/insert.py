@@ -128,8 +128,7 @@ class Inserter:
         return write_model(self.insert(resolved), path)
 
     def count_pairs(self, resolved: Resolved) -> int:
-        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.qdq_graph.count_pairs` counts the same in
-        its file.
+        """Return the number of Q/DQ pairs of a placement, as `qdq_graph.count_pairs` does for its file.
 
         A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
         even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.

@@ -118,7 +118,7 @@ def test_a_file_gets_headings_and_the_word_that_it_was_too_noisy_to_rank(
     assert heads.split("\t")[:5] == ["unit", "precision", "role", "edges", "alone µs [CI]"]
     assert len(lines[0].split("\t")) == len(heads.split("\t"))
     assert any(line.startswith("Too noisy to rank") for line in lines) == noisy
-    assert lines[-1].startswith(f"{backend}/sensitivity.json and "), "no detour in a path"
+    assert lines[-1].startswith(f"All figures: {backend}/sensitivity.json and ")  # no detour in a path
 
 
 EXPERIMENT = """
