@@ -105,8 +105,8 @@ def budget_tables(
         "Found, chosen or not",
         _best_evaluated_lines(blocks, study.budgets),
         "Latency above the optimum in % of the fastest model that a search had evaluated, chosen or not: mean over "
-        f"seeds and {tables}, as in the table means. The rest of the regret in that table is lost in choosing among noisy "
-        "readings.",
+        f"seeds and {tables}, as in the table means. The rest of the regret in that table is lost in choosing among "
+        "noisy readings.",
     )
     reach = _make_table(
         "reach",
@@ -148,8 +148,8 @@ def mean_regret_rows(budget: pd.DataFrame, score: pd.DataFrame) -> ReportTable:
         "In the mean over tables",
         lines,
         "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
-        f"{pluralize(blocks, 'table')}, {_describe_limits(blocks)} (Student's). Tables are few and differ; the table pairs "
-        "compares searchers on one and the same table.",
+        f"{pluralize(blocks, 'table')}, {_describe_limits(blocks)} (Student's). Tables are few and differ; the table "
+        "pairs compares searchers on one and the same table.",
     )
 
 
