@@ -91,6 +91,29 @@ def test_no_class_name_is_defined_twice():
     assert {name for name, count in names.items() if count > 1} <= FRONT_END_NAMES
 
 
+NATIVE_CALLS = {
+    "InferenceSession", "check_model", "check_node", "compile_model", "convert_to_f16", "convert_version",
+    "import_model", "infer_node_outputs", "infer_shapes", "quantize_static",
+}  # fmt: skip
+NATIVE_MODULES = {
+    "accuracy.calibration.histogram_calibrators", "accuracy.calibration.ptq_child", "accuracy.calibration.ranges",
+    "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
+    "graph.passes.simplify", "graph.passes.static_shapes", "runtimes.onnxruntime", "runtimes.openvino",
+    "runtimes.tensorrt.model_checks", "runtimes.tensorrt_rtx", "verification.dynamic_check",
+}  # fmt: skip
+"""Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""
+
+
+def test_native_code_reads_models_in_other_processes():
+    found = {
+        ".".join(path.relative_to(ROOT / "harness").with_suffix("").parts)
+        for path in (ROOT / "harness").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in NATIVE_CALLS
+    }
+    assert found == NATIVE_MODULES, "call it by `call_in_helper_process`"
+
+
 def test_tests_hold_no_packages():
     assert not list((ROOT / "tests").rglob("__init__.py")), "tests/search/__init__.py would shadow the package search"
 

@@ -162,7 +162,7 @@ def verify(
         raise typer.Exit(_check_folder(short_path(file)))
     from harness.config.objective import parse_bound
     from harness.pipeline.verify import find_exported_row
-    from harness.pipeline.verify import verify as check_model
+    from harness.pipeline.verify import verify as verify_model
     from harness.terminal_progress import TerminalProgress
 
     model = find_exported_row(short_path(file), row) if file.is_dir() else file
@@ -177,7 +177,7 @@ def verify(
     start = (base or Path.cwd()).resolve()
     add_to_sys_path(start)
     with explain_relative_paths(start), TerminalProgress() as terminal:
-        checks = check_model(model, terminal, results=results, base=start, max_drop=bound)
+        checks = verify_model(model, terminal, results=results, base=start, max_drop=bound)
     for check in checks:
         word = BROKEN_BOUND_WORD if check.what == "bound" and check.holds is False else VERDICT_WORDS[check.holds]
         typer.echo(f"{check.what}: {word}: {check.found}")

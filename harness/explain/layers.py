@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,8 @@ from typing import Any, Literal
 from harness import registry
 from harness.api import Candidate, Layer, SupportsLayers
 from harness.config.sections import PluginSpec
+from harness.graph.io.files import digest_file
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.model import Model
 from harness.records import Failed
 from harness.report.load.cell_files import EdgeFusion
@@ -20,7 +22,7 @@ from search.space import Resolved
 
 __all__ = [
     "Kind", "LayerTimings", "classify_layer", "is_low_precision", "iter_edge_fusions", "open_profiled", "read_layers",
-    "time_layers",
+    "time_layers", "time_layers_isolated",
 ]  # fmt: skip
 
 Kind = Literal["compute", "qdq", "reformat", "other"]
@@ -137,14 +139,34 @@ def read_layers(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tup
 
     Args:
         backend: Backend with the parameters of the engines that are compared; counters are switched on here.
-        candidate: Candidate that is built in this process.
+        candidate: The candidate.
         workdir: Scratch folder.
     """
     params = {name: value for name, value in backend.params.items() if name != "profile"}
-    benchmarker = open_profiled(backend.model_copy(update={"params": params}))
-    if not isinstance(benchmarker, SupportsLayers):
+    backend = backend.model_copy(update={"params": params})
+    if not isinstance(open_profiled(backend), SupportsLayers):
         return ()
-    return as_outcome("build", lambda: time_layers(benchmarker, candidate, workdir, LAYER_TIMING_RUNS).layers)
+    return as_outcome("build", lambda: time_layers_isolated(backend, candidate, workdir, LAYER_TIMING_RUNS)[0].layers)
+
+
+def time_layers_isolated(
+    backend: PluginSpec, candidate: Candidate, workdir: Path, runs: int
+) -> tuple[LayerTimings, Mapping[str, Any]]:
+    """Return the layer times of a candidate, measured in the helper process, and the facts of the runtime.
+
+    Raises:
+        CandidateError: The candidate cannot be built or run.
+        UserError: The process crashed or exceeded a limit.
+    """
+    path = candidate.source()
+    what = f"{path.name}: the build and run on {backend.use}"
+    return call_in_helper_process(what, _time_layers, backend, path, workdir, runs, factor=RUNTIME_FACTOR)
+
+
+def _time_layers(backend: PluginSpec, path: Path, workdir: Path, runs: int) -> tuple[LayerTimings, Mapping[str, Any]]:
+    made = open_profiled(backend)
+    candidate = Candidate(digest=digest_file(path)[:16], edges=(), source=lambda: path)
+    return time_layers(made, candidate, workdir, runs), dict(made.describe())
 
 
 def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[EdgeFusion]:

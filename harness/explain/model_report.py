@@ -15,7 +15,7 @@ from harness.api import Candidate, SupportsLayers
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
 from harness.explain.fusion import FusionReport, explain_layers
-from harness.explain.layers import is_low_precision, open_profiled, time_layers
+from harness.explain.layers import is_low_precision, open_profiled, time_layers_isolated
 from harness.graph.io.files import digest_file
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
@@ -69,11 +69,10 @@ def explain_model(
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _runtime_file(use, Path(work))
         path = copy_with_static_inputs(path, InputSizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
-        made = open_profiled(backend)
-        if not isinstance(made, SupportsLayers):
+        if not isinstance(open_profiled(backend), SupportsLayers):
             raise UserError(f"backend {backend.use!r} does not report the layers of a model: it has no layers()")
         try:
-            return _explain_file(made, backend.use, path, Path(work), runs)
+            return _explain_file(backend, path, Path(work), runs)
         except CandidateError as error:
             raise UserError(f"{use} on {backend.use}: {error}") from error
 
@@ -85,11 +84,10 @@ def compare_reports(before: FusionReport, after: FusionReport) -> tuple[Precisio
     return tuple(PrecisionChange(name=name, before=old, after=new) for name, old, new in pairs if old != new)
 
 
-def _explain_file(made: Any, use: str, path: Path, work: Path, runs: int) -> FusionReport:
+def _explain_file(backend: PluginSpec, path: Path, work: Path, runs: int) -> FusionReport:
     candidate = Candidate(digest=digest_file(path)[:16], edges=(), source=lambda: path)
-    found = time_layers(made, candidate, work, runs)
-    facts: Mapping[str, Any] = made.describe()
-    dialect = load_dialect(dialect_name_for(made, use, facts))
+    found, facts = time_layers_isolated(backend, candidate, work, runs)
+    dialect = load_dialect(dialect_name_for(open_profiled(backend), backend.use, facts))
     return explain_layers(
         found.layers,
         read_qdq_graph(path),

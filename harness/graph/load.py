@@ -11,7 +11,7 @@ from onnx import helper
 
 from harness.errors import UserError
 from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
-from harness.graph.io.files import read_model, write_model
+from harness.graph.io.files import check_functions, read_model, write_model
 from harness.graph.model import DynamicOriginal, Model, read_nodes
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.passes.normalize import densify_sparse_initializers
@@ -26,7 +26,6 @@ __all__ = [
     "save_to_folder", "write_model", "write_without_output_transpose",
 ]  # fmt: skip
 
-_DAMAGE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 Shapes = Mapping[str, str | tuple[int, ...]]
 _NO_DIMENSION_SIZES = InputSizes()
 Dims = tuple[int | None, ...]
@@ -115,12 +114,10 @@ def load_proto(
     min_opset: int = 17,
 ) -> Model:
     """Prepare a model in memory, which is not changed, for placement; see `load`."""
+    check_functions(proto, source)
     origin = DynamicOriginal(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
-    sizes = InputSizes(shapes=shapes, dims=dims)
-    return replace(
-        _prepare_proto(OriginalModel.of(proto, proto), copy_message(proto), source, sha256, sizes, min_opset),
-        origin=origin,
-    )
+    model = prepare_model(copy_message(proto), proto, source, sha256, InputSizes(shapes=shapes, dims=dims), min_opset)
+    return replace(model, origin=origin)
 
 
 def save_to_folder(model: Model, folder: Path) -> Path:
@@ -136,7 +133,9 @@ def prepare_model(
         key = f"{sha256} {sorted(sizes.shapes.items())} {sorted(sizes.dims.items())} {min_opset}"
         original = OriginalModel.of(proto, file, key if isinstance(file, Path) else "")
         return _prepare_proto(original, proto, source, sha256, sizes, min_opset)
-    except _DAMAGE_ERRORS as error:  # files can be invalid in more ways than there are checks
+    except UserError:
+        raise
+    except Exception as error:  # files can be invalid in more ways than there are checks
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
             f"{source}: cannot be processed ({text}); the file may be damaged or use an unsupported construct: export "

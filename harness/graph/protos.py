@@ -17,6 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
+AnyBody = TypeVar("AnyBody", onnx.GraphProto, onnx.FunctionProto)
 _DTYPE_BY_CONSTANT_ATTRIBUTE = {"float": np.float32, "int": np.int64, "string": object}
 
 
@@ -29,8 +30,8 @@ def iter_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
-def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and all graphs inside it."""
+def iter_graphs(graph: AnyBody) -> Iterator[AnyBody | onnx.GraphProto]:
+    """Yield a graph or function and all graphs inside it."""
     yield graph
     for node in graph.node:
         for inner in iter_subgraphs(node):
@@ -39,10 +40,9 @@ def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def iter_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Yield the nodes of all graphs and functions of a model."""
-    for graph in iter_graphs(proto.graph):
-        yield from graph.node
-    for function in proto.functions:
-        yield from function.node
+    for body in (proto.graph, *proto.functions):
+        for part in iter_graphs(body):
+            yield from part.node
 
 
 def find_captures(node: onnx.NodeProto) -> frozenset[str]:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -25,8 +26,10 @@ from harness.accuracy.calibration.ranges import Method
 from harness.api import Array
 from harness.errors import BuildFailed, UserError
 from harness.graph.io.files import copy_model, move_model
+from harness.graph.io.helper_process import RUNTIME_FACTOR, StepLimits
 from harness.graph.plugin_operators import extract_plugin_subgraph
 from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
+from harness.timing.workers.process import POLL_INTERVAL_S, used_memory_gb
 
 __all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 
@@ -194,7 +197,7 @@ def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.Com
     """Run the child with the scratch folder as its working and temporary folder; -P keeps ours off its path.
 
     Raises:
-        BuildFailed: It took too long.
+        BuildFailed: It took too long, or too much memory.
     """
     child = Path(__file__).with_name("ptq_child.py")
     environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
@@ -207,14 +210,25 @@ def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.Com
         )  # fmt: skip
         with process:
             try:
-                printed, _ = process.communicate(timeout=limit_s)
-            except subprocess.TimeoutExpired as error:
-                raise BuildFailed(f"{tool}: took longer than {limit_s:g} s") from error
+                printed = _read_output(process, tool, limit_s)
             finally:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
     logger.debug("%s", printed)
     return subprocess.CompletedProcess(process.args, process.returncode, printed)
+
+
+def _read_output(process: subprocess.Popen[str], tool: str, limit_s: float | None) -> str:
+    limits = StepLimits.read(RUNTIME_FACTOR)
+    deadline_s = time.monotonic() + (limits.seconds if limit_s is None else limit_s)
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=max(0.0, min(POLL_INTERVAL_S, deadline_s - time.monotonic())))[0]
+        if time.monotonic() >= deadline_s:
+            how = limits.time_message if limit_s is None else f"took longer than {limit_s:g} s"
+            raise BuildFailed(f"{tool}: {how}")
+        if used_memory_gb(process.pid) > limits.memory_gb:
+            raise BuildFailed(f"{tool}: {limits.memory_message}")
 
 
 def _failure_reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:

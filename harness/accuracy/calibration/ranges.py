@@ -35,11 +35,12 @@ from harness.accuracy.calibration.usable_ranges import (
 from harness.api import Array
 from harness.errors import UserError, suggest_names
 from harness.graph.io.files import copy_model
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import truncate_before_plugins
 from harness.paths import cache_dir
 
 if TYPE_CHECKING:
-    from harness.accuracy.calibration.histogram_calibrators import RangeCalibrator
+    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver, RangeCalibrator
 
 __all__ = [
     "METHODS", "CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate", "explain_unrunnable",
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 Method = Literal["minmax", "max", "entropy", "percentile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
 _SCHEMA_VERSION = 3
+_OBSERVERS: dict[Path, ActivationObserver] = {}  # of the helper process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +111,11 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
-    from harness.accuracy.calibration.histogram_calibrators import (
-        ActivationObserver,
-        SentinelObserver,
-        runtime_operators,
-    )
+    from harness.accuracy.calibration.histogram_calibrators import runtime_operators
 
     if not tensors:
         return {}
-    collector = SentinelObserver(_create_calibrator(method, percentile))
+    calibrator = _create_calibrator(method, percentile)
     done, source = 0, source or model_path.name
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
@@ -129,18 +127,21 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
                 f"calibration of {source}: all that may be quantized lies behind plug-in operator {plugins}, "
                 "which ONNX Runtime cannot run; give no calibration data, to compare latencies with one scale for all"
             )
-        with _translate_runtime_errors(f"calibration of {source}"):
-            observer = ActivationObserver(copy, folder, ahead, collector)
-        for done, batch in enumerate(batches, start=1):
-            batch_name = _format_batch_name(batches, done)
-            _check_inputs(batch, batch_name)
-            with _translate_runtime_errors(f"calibration of {source}: {batch_name}"):
-                observer.observe(batch)
-            if progress is not None:
-                progress(done)
+        try:
+            what = f"calibration of {source}"
+            call_in_helper_process(what, _open_observer, copy, ahead, calibrator, what, factor=RUNTIME_FACTOR)
+            for done, batch in enumerate(batches, start=1):
+                batch_name = _format_batch_name(batches, done)
+                _check_inputs(batch, batch_name)
+                what = f"calibration of {source}: {batch_name}"
+                call_in_helper_process(what, _observe, copy, batch, what, factor=RUNTIME_FACTOR)
+                if progress is not None:
+                    progress(done)
+        finally:
+            collector = call_in_helper_process(what, _close_observer, copy)
     if not done:
         raise UserError(f"calibration of {source}: there is no data; give at least one batch")
-    seen = collector.ranges()
+    seen = {} if collector is None else collector.ranges()
     found = {name: EMPTY_RANGE if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
     if not any(map(is_finite, found.values())):
         raise UserError(
@@ -150,8 +151,34 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     return found
 
 
+def _open_observer(model_path: Path, tensors: Collection[str], calibrator: RangeCalibrator, what: str) -> None:
+    """Start a calibration in the helper process, which keeps it until `_close_observer`."""
+    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver, SentinelObserver
+
+    with _translate_runtime_errors(what):
+        collector = SentinelObserver(calibrator)
+        _OBSERVERS[model_path] = ActivationObserver(model_path, model_path.parent, tensors, collector)
+
+
+def _observe(model_path: Path, batch: Mapping[str, Array], what: str) -> None:
+    if model_path not in _OBSERVERS:
+        raise UserError(f"{what}: another step ended the process that calibrates; run the command again")
+    with _translate_runtime_errors(what):
+        _OBSERVERS[model_path].observe(batch)
+
+
+def _close_observer(model_path: Path) -> RangeCalibrator | None:
+    observer = _OBSERVERS.pop(model_path, None)
+    return None if observer is None else observer.collector
+
+
 def explain_unrunnable(model_path: Path) -> str:
     """Return why ONNX Runtime, which calibrates, refuses to load a model; "" where it takes it."""
+    what = f"{model_path.name}: ONNX Runtime's check"
+    return call_in_helper_process(what, _explain_unrunnable, model_path, factor=RUNTIME_FACTOR)
+
+
+def _explain_unrunnable(model_path: Path) -> str:
     import onnxruntime as ort
 
     options = ort.SessionOptions()

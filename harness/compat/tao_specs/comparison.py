@@ -22,6 +22,7 @@ from harness.compat.tao_specs.model_file import static_inputs, write_static_copy
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import read_signature
 from harness.graph.qdq.qdq_graph import PairRemover
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
@@ -164,7 +165,6 @@ def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Obse
         CandidateError: The model does not run.
     """
     inputs = list(itertools.islice(feeds, MAX_FEEDS))
-    runtime: Benchmarker = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
     with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
         types = {name: ("", array.shape) for feed in inputs[:1] for name, array in feed.items()}
@@ -177,10 +177,10 @@ def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Obse
             observer.work(f"{path.name}: each layer quantized alone", len(remover.quantized_nodes))
         )
         file = Path(scratch) / path.name
-        expected = _run_model(runtime, remover.write(frozenset(), file), inputs)
+        expected = _run_model(remover.write(frozenset(), file), inputs)
         layout = plan_comparison(expected)
         for node in remover.quantized_nodes:
-            outputs = _run_model(runtime, remover.write(frozenset({node}), file), inputs)
+            outputs = _run_model(remover.write(frozenset({node}), file), inputs)
             try:
                 sqnr_db = compare_outputs(zip(expected, outputs, strict=True), layout).metrics["sqnr_db"]
             except EvaluationFailed:
@@ -190,7 +190,13 @@ def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Obse
     return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
 
 
-def _run_model(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+def _run_model(path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+    what = f"{path.name}: the run in ONNX Runtime"
+    return call_in_helper_process(what, _run_in_onnxruntime, path, inputs, factor=RUNTIME_FACTOR)
+
+
+def _run_in_onnxruntime(path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+    runtime: Benchmarker = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
     candidate = Candidate(digest=path.stem, edges=(), source=lambda: path)
     with runtime.open(runtime.build(candidate, path.parent)) as probe:
         return [probe.infer(feed) for feed in inputs]

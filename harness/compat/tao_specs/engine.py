@@ -26,13 +26,14 @@ from harness.compat.tao_specs.model_file import (
 from harness.compat.tao_specs.spec import DatasetSection, EngineSection, TensorRTOptions
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import Dims, ModelSignature
 from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import safe_file_name
 
 __all__ = [
-    "TENSORRT", "EngineFacts", "build_engine", "engine_for_other_runtime", "engine_path", "load_engine", "read_facts",
-    "save_engine",
+    "TENSORRT", "EngineFacts", "build_engine", "create_saver", "engine_for_other_runtime", "engine_path",
+    "load_engine", "read_facts", "save_engine",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -193,18 +194,24 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
     Raises:
         UserError: The runtime is missing, rejects the model or cannot write engines, or a file cannot be written.
     """
-    runtime = _create_runtime(facts, "write engines to")
-    candidate = Candidate(digest=model.stem, edges=(), source=lambda: model)
+    create_saver(facts.backend, facts.params, "write engines to")
+    what = f"{Path(facts.onnx_file).name}: the build on {facts.backend}"
     try:
         with name_write_errors(f"trt_engine {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            runtime.save(candidate, path)
-            written = replace(facts, sha256=_sha256(path), describe=dict(runtime.describe()))
+            describe = call_in_helper_process(what, _save, facts, model, path, factor=RUNTIME_FACTOR)
+            written = replace(facts, sha256=_sha256(path), describe=describe)
             text = json.dumps({"schema": SCHEMA_VERSION, **asdict(written)}, indent=1)
             _facts_path(path).write_text(text, encoding="utf-8")
     except CandidateError as error:
         raise UserError(f"{Path(facts.onnx_file).name}: no engine: {error}") from error
     return written
+
+
+def _save(facts: EngineFacts, model: Path, path: Path) -> dict[str, Any]:
+    runtime = create_saver(facts.backend, facts.params, "write engines to")
+    runtime.save(Candidate(digest=model.stem, edges=(), source=lambda: model), path)
+    return dict(runtime.describe())
 
 
 def read_facts(path: Path) -> EngineFacts | None:
@@ -231,13 +238,13 @@ def read_facts(path: Path) -> EngineFacts | None:
     return facts
 
 
-def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
-    """Load an engine from its file.
+def load_engine(path: Path, backend: PluginSpec) -> tuple[Benchmarker, Artifact]:
+    """Load an engine from its file, in the process that runs it.
 
     Raises:
         UserError: The runtime is missing, rejects the file or cannot read engines.
     """
-    runtime = _create_runtime(facts, "read engines from")
+    runtime = create_saver(backend.use, backend.params, "read engines from")
     try:
         return runtime, runtime.load(path)
     except CandidateError as error:
@@ -246,11 +253,11 @@ def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
         ) from error
 
 
-def _create_runtime(facts: EngineFacts, use: str) -> Any:
+def create_saver(backend: str, params: Mapping[str, Any], use: str) -> Any:
     """Return a benchmarker, or raise `UserError` if it cannot save and load engines."""
-    made = registry.create_plugin("benchmarker", facts.backend, facts.params)
+    made = registry.create_plugin("benchmarker", backend, params)
     if not isinstance(made, SupportsSave):
-        raise UserError(f"backend {facts.backend!r} cannot {use} a file; use openvino, onnxruntime or tensorrt")
+        raise UserError(f"backend {backend!r} cannot {use} a file; use openvino, onnxruntime or tensorrt")
     return made
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,16 @@ from harness import registry
 from harness.accuracy.data.batching import image_input, image_size
 from harness.accuracy.data.detector_layout import suggest_decoder
 from harness.accuracy.metrics.base import low_reference_warning
-from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator, NeedsPreparation
+from harness.api import Accuracy, Candidate, Evaluator, NeedsPreparation
 from harness.compat.tao_specs.dataset import data_keys, labelled_data, map_error_keys
-from harness.compat.tao_specs.engine import TENSORRT, EngineFacts, engine_for_other_runtime, load_engine, read_facts
+from harness.compat.tao_specs.engine import (
+    TENSORRT,
+    EngineFacts,
+    create_saver,
+    engine_for_other_runtime,
+    load_engine,
+    read_facts,
+)
 from harness.compat.tao_specs.model_file import (
     locate_spec_file,
     name_write_errors,
@@ -29,11 +36,13 @@ from harness.compat.tao_specs.model_file import (
 from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec, require_section
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_with_reports
 from harness.graph.load import Dims
 from harness.graph.passes.static_shapes import parse_shape
 from harness.progress import NullProgress, Observer
 from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import complete_evaluator
+from harness.timing.workers.engines import ScoringCallback
 from harness.timing.workers.in_process import with_progress
 from harness.verification.accuracy_store import scoring_progress
 
@@ -41,6 +50,7 @@ __all__ = ["EvaluationResult", "EvaluationTarget", "evaluate", "suggest_layout"]
 
 logger = logging.getLogger(__name__)
 
+SCORING_FACTOR = 24 * RUNTIME_FACTOR
 MIN_FLOAT_METRIC = 0.1  # below it, the evaluator checks whether labels and preprocessing fit a float model
 
 
@@ -50,6 +60,8 @@ class EvaluationTarget:
 
     Attributes:
         what: Name as the spec gives it.
+        backend: The runtime.
+        file: The engine if `saved`, else the model with static inputs.
         inputs: Element type and shape of each input, as the engine has them.
         outputs: Shape of each output.
         model: ONNX file, if it is known and exists.
@@ -57,8 +69,9 @@ class EvaluationTarget:
     """
 
     what: str
-    runtime: Benchmarker
-    artifact: Artifact
+    backend: PluginSpec
+    file: Path
+    saved: bool
     inputs: InputTypes
     outputs: Mapping[str, Dims]
     model: Path | None
@@ -111,26 +124,16 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
             _open_target(section, spec.dataset, base) as target,
         ):
             use = _evaluator_use(section, spec.dataset, base, target)
-            evaluator: Evaluator = registry.create_plugin("evaluator", use.use, use.params)
-            accuracy = _score(target, evaluator, seen, source.stem)
+            with scoring_progress(seen, f"inferences of {source.stem}") as watch:
+                what = f"{source}: {target.what}: the evaluation"
+                scored = call_with_reports(what, _score, target, use, factor=SCORING_FACTOR, on_report=watch)
             if not target.precisions:
-                text = low_reference_warning(accuracy, evaluator.metric, evaluator.higher_is_better, use.params)
+                text = low_reference_warning(scored.accuracy, scored.metric, scored.higher_is_better, use.params)
                 if text:
                     seen.say(f"{source.stem}: {text}")
     except CandidateError as error:
         raise UserError(f"{source}: {section.trt_engine or section.onnx_file}: {error}") from error
-    scored = EvaluationResult(
-        name=source.stem,
-        what=target.what,
-        metric=evaluator.metric,
-        higher_is_better=evaluator.higher_is_better,
-        accuracy=accuracy,
-        precisions=target.precisions,
-        model=target.model,
-        evaluate_s=time.monotonic() - started_s,
-        note=str(target.artifact.info.get("arithmetic", "")),
-        inputs=target.inputs,
-    )
+    scored = replace(scored, name=source.stem, evaluate_s=time.monotonic() - started_s)
     _write_result(scored, base / spec.results_dir)
     return scored
 
@@ -145,14 +148,32 @@ def _resolve_engine(section: EvaluateSection, base: Path) -> EvaluateSection:
     return section.model_copy(update={"trt_engine": str(Path(requested).with_name(other.name))})
 
 
-def _score(target: EvaluationTarget, evaluator: Evaluator, observer: Observer, name: str) -> Accuracy:
-    """Return the accuracy; an evaluator may reject a float model with a low score."""
-    with target.runtime.open(target.artifact) as probe, scoring_progress(observer, f"inferences of {name}") as watch:
-        accuracy = evaluator.score(with_progress(probe.infer, evaluator, watch))
+def _score(target: EvaluationTarget, use: PluginSpec, on_progress: ScoringCallback) -> EvaluationResult:
+    """Return the scores without name and time; an evaluator may reject a float model with a low score."""
+    evaluator: Evaluator = registry.create_plugin("evaluator", use.use, use.params)
+    if target.saved:
+        runtime, artifact = load_engine(target.file, target.backend)
+    else:
+        runtime = registry.create_plugin("benchmarker", target.backend.use, target.backend.params)
+        candidate = Candidate(digest=target.file.stem, edges=(), source=lambda: target.file)
+        artifact = runtime.build(candidate, target.file.parent)
+    with runtime.open(artifact) as probe:
+        accuracy = evaluator.score(with_progress(probe.infer, evaluator, on_progress))
         float_model = not target.precisions and isinstance(evaluator, NeedsPreparation)
         if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < MIN_FLOAT_METRIC:
             evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
-    return accuracy
+    return EvaluationResult(
+        name="",
+        what=target.what,
+        metric=evaluator.metric,
+        higher_is_better=evaluator.higher_is_better,
+        accuracy=accuracy,
+        precisions=target.precisions,
+        model=target.model,
+        evaluate_s=0.0,
+        note=str(artifact.info.get("arithmetic", "")),
+        inputs=target.inputs,
+    )
 
 
 @contextmanager
@@ -168,11 +189,12 @@ def _open_engine(path: Path, section: EvaluateSection, dataset: DatasetSection) 
     if path.suffix == ".onnx":
         raise UserError(f"evaluate.trt_engine: {section.trt_engine} is a model; use the key evaluate.onnx_file")
     facts = read_facts(path) or _assume_tensorrt(path, dataset)
-    runtime, artifact = load_engine(path, facts)
+    create_saver(facts.backend, facts.params, "read engines from")
     model = path.parent / facts.onnx_file
     return EvaluationTarget(
-        what=str(section.trt_engine), runtime=runtime, artifact=artifact, inputs=facts.inputs, outputs=facts.outputs,
-        model=model.resolve() if model.is_file() else None, precisions=facts.precisions,
+        what=str(section.trt_engine), backend=PluginSpec(use=facts.backend, params=facts.params), file=path, saved=True,
+        inputs=facts.inputs, outputs=facts.outputs, model=model.resolve() if model.is_file() else None,
+        precisions=facts.precisions,
     )  # fmt: skip
 
 
@@ -191,11 +213,9 @@ def _build_model(section: EvaluateSection, dataset: DatasetSection, base: Path, 
     path, declared = open_onnx_file(str(section.onnx_file), base, "evaluate.onnx_file")
     types = static_inputs(declared, dataset.shapes, dataset.dims, batch=dataset.batch_size)
     file = write_static_copy(path, declared, types, scratch / "model.onnx")
-    runtime: Benchmarker = registry.create_plugin("benchmarker", section.backend.use, section.backend.params)
-    artifact = runtime.build(Candidate(digest=path.stem, edges=(), source=lambda: file), scratch)
     return EvaluationTarget(
-        what=str(section.onnx_file), runtime=runtime, artifact=artifact, inputs=types, outputs=declared.outputs,
-        model=path, precisions=tuple(sorted(declared.precisions)),
+        what=str(section.onnx_file), backend=section.backend, file=file, saved=False, inputs=types,
+        outputs=declared.outputs, model=path, precisions=tuple(sorted(declared.precisions)),
     )  # fmt: skip
 
 

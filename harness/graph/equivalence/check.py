@@ -17,7 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import onnx
-import psutil
 
 from harness.errors import UserError
 from harness.graph.equivalence.compare import EquivalenceVerdict, compare_runs
@@ -33,7 +32,6 @@ __all__ = ["ModelInterface", "OriginalModel", "check_equivalent"]
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_VERDICTS = 256
-MAX_FREE_MEMORY_SHARE = 0.8  # of the free memory, for the comparison
 _COMPARISON_ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -161,9 +159,8 @@ def _compare_versions(
 
 def _compare_in_helper(task: ComparisonTask, source: str) -> EquivalenceVerdict:
     """Run the comparison, and if it crashes (division by 0) once more with integers of 1."""
-    memory_gb = psutil.virtual_memory().available * MAX_FREE_MEMORY_SHARE / 1e9
     try:
-        return call_in_helper_process(f"{source}: the comparison", compare_runs, task, memory_gb=memory_gb)
+        return call_in_helper_process(f"{source}: the comparison", compare_runs, task)
     except HelperCallFailed as error:
         if error.crashed and task.draws != (2,):
             return _compare_in_helper(replace(task, draws=(2,)), source)

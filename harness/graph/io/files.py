@@ -10,7 +10,9 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PureWindowsPath
 
 import onnx
@@ -22,10 +24,11 @@ from harness.errors import UserError
 from harness.graph.protos import copy_message, iter_graphs, iter_nodes
 
 __all__ = [
-    "copy_model", "digest_file", "digest_model", "is_large", "load_external_data", "model_files", "move_model",
-    "read_model", "serialize_model", "to_proto", "write_model",
+    "check_functions", "copy_model", "digest_file", "digest_model", "is_large", "load_external_data",
+    "model_files", "move_model", "read_model", "serialize_model", "to_proto", "write_model",
 ]  # fmt: skip
 
+MAX_INLINED_NODES = 100_000
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
 _READ_CHUNK_BYTES = 1 << 24
 
@@ -54,11 +57,12 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
     """Return the model in a file with all its weights, and the SHA-256 of the file and its external data.
 
     Raises:
-        UserError: The file is missing, truncated or not ONNX; weights do not have the declared size; or external data
-            are missing, too short or outside the model's folder.
+        UserError: The file is missing, truncated or not ONNX; functions cannot be inlined; weights do not have the
+            declared size; or external data are missing, too short or outside the model's folder.
     """
     raw = _read_bytes(path, source)
     proto = _parse_model(raw, source)
+    check_functions(proto, source)
     digest = hashlib.sha256(raw)
     external = load_external_data(proto, path.parent, source)
     for file in sorted({file for _, file in external}):
@@ -77,6 +81,51 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
     for tensor in _iter_tensors(proto):
         _check_size(tensor, source)
     return proto, digest.hexdigest()
+
+
+def check_functions(proto: onnx.ModelProto, source: str) -> None:
+    """Check that functions can be inlined; native code (onnx 1.21) recurses, or doubles a nest of calls, without limit.
+
+    Raises:
+        UserError: A function calls itself, or inlining would give more than `MAX_INLINED_NODES` nodes.
+    """
+    bodies: dict[tuple[str, str, str], list[onnx.NodeProto]] = {}
+    for function in proto.functions:
+        bodies.setdefault(_function_key(function.domain, function.name, function.overload), []).extend(function.node)
+    calls = {key: Counter(_iter_calls(nodes, bodies)) for key, nodes in bodies.items()}
+    try:
+        order = list(TopologicalSorter(calls).static_order())
+    except CycleError as error:
+        names = " -> ".join(name for _, name, _ in error.args[1])
+        raise UserError(f"{source}: a function calls itself ({names}), which ONNX forbids; export it again") from error
+    costs: dict[tuple[str, str, str], int] = {}
+    for key in order:
+        costs[key] = _inlined_cost(bodies[key]) + sum(count * costs[each] for each, count in calls[key].items())
+    total = sum(costs[key] for key in _iter_calls(proto.graph.node, bodies))
+    if total > MAX_INLINED_NODES:
+        raise UserError(
+            f"{source}: its functions stand for {total:.3g} nodes, and at most {MAX_INLINED_NODES:,} are inlined; "
+            "export the model again, without functions"
+        )
+
+
+def _function_key(domain: str, name: str, overload: str) -> tuple[str, str, str]:
+    return "" if domain == "ai.onnx" else domain, name, overload
+
+
+def _iter_calls(nodes: Iterable[onnx.NodeProto], bodies: Container[object]) -> Iterator[tuple[str, str, str]]:
+    """Yield the functions that nodes and their subgraphs call, once per call."""
+    for part in iter_graphs(onnx.FunctionProto(node=nodes)) if bodies else ():
+        for node in part.node:
+            key = _function_key(node.domain, node.op_type, node.overload)
+            if key in bodies:
+                yield key
+
+
+def _inlined_cost(nodes: Iterable[onnx.NodeProto]) -> int:
+    """Return a number of nodes, where large ones count for each 4 KiB: every call copies their constants."""
+    parts = iter_graphs(onnx.FunctionProto(node=nodes))
+    return sum(max(1, node.ByteSize() >> 12) for part in parts for node in part.node)
 
 
 def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
@@ -254,8 +303,9 @@ def _parse_model(raw: bytes, source: str) -> onnx.ModelProto:
 
 def _iter_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of all graphs and functions."""
-    for graph in iter_graphs(proto.graph):
-        yield from graph.initializer
+    for body in (proto.graph, *proto.functions):
+        for part in iter_graphs(body):
+            yield from part.initializer if isinstance(part, onnx.GraphProto) else ()
     for node in iter_nodes(proto):
         for attribute in node.attribute:
             if attribute.HasField("t"):

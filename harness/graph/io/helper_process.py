@@ -1,8 +1,8 @@
-"""Helper process for C++ code of onnx on files that may be damaged or malicious.
+"""Helper process for native code (onnx, ONNX Runtime, OpenVINO) on models that may be damaged or malicious.
 
 The C++ of onnx trusts files: it indexes, divides and counts by their contents. With onnx 1.21, a Conv whose weights
 have another rank than its input, strides of 0 or a Slice of 2^62 steps raise no exception: the process crashes or never
-returns.
+returns. Each call has a limit of time and memory; log messages of the process are those of the driver.
 
 The helper is a fresh interpreter. A fork does not work if the driver has threads: locks of other threads stay locked in
 the fork, and before a fork OpenBLAS (0.3.31, `blas_thread_shutdown`) waits for its threads, which a working one never
@@ -11,26 +11,39 @@ answers.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import pickle
 import resource
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
+import psutil
+
 from harness.errors import UserError
 from harness.timing.workers.process import WorkerProcess, die_with_parent
 
-__all__ = ["HelperCallFailed", "call_in_helper_process", "serve"]
+__all__ = ["RUNTIME_FACTOR", "HelperCallFailed", "StepLimits", "call_in_helper_process", "call_with_reports", "serve"]
 
+LIMIT_S_VARIABLE = "QDQ_MODEL_LIMIT_S"
+MEMORY_VARIABLE = "QDQ_MODEL_MEMORY_GB"
 HELPER_CALL_LIMIT_S = 60.0  # shape inference of the largest models takes seconds
+RUNTIME_FACTOR = 60.0  # for steps that build or run a model
+MAX_FREE_MEMORY_SHARE = 0.8
 HELPER_START_LIMIT_S = 120.0
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+Report = Callable[..., object]
 
 
 class HelperCallFailed(UserError):
@@ -42,24 +55,75 @@ class HelperCallFailed(UserError):
     """
 
     def __init__(self, what: str, how: str, *, crashed: bool) -> None:
-        super().__init__(f"{what} {how}: the file is damaged or malicious; fetch or export the model again")
+        super().__init__(f"{what} {how}; the file may be damaged or malicious: fetch or export the model again")
         self.how, self.crashed = how, crashed
 
 
-def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, memory_gb: float = math.inf) -> T:
+def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, factor: float = 1.0) -> T:
     """Return the result of a function that runs in the helper process, whose first start takes a tenth of a second.
 
+    The limits are `QDQ_MODEL_LIMIT_S`, 60 seconds by default, and `QDQ_MODEL_MEMORY_GB`, 80 % of the free memory.
+
     Args:
-        what: Subject of the message on failure: the file and the operation.
+        what: Subject of the message on failure: the file and the step.
         work: A module-level function; its arguments, result and exceptions can be pickled.
         args: Its arguments.
-        memory_gb: Memory that the process may use.
+        factor: Of the time limit, for steps that may take longer.
 
     Raises:
         HelperCallFailed: The process crashed, exceeded the time limit, or used too much memory.
+        UserError: A variable of a limit is not a positive number.
     """
-    result: T = _process_helper(os.getpid()).call(what, (work, args), memory_gb)
+    result: T = _process_helper(os.getpid()).call(what, (work, args), factor, None)
     return result
+
+
+def call_with_reports(what: str, work: Callable[..., T], *args: Any, factor: float, on_report: Report) -> T:
+    """Return the result of a function as `call_in_helper_process` does; each call of its last argument is one here."""
+    result: T = _process_helper(os.getpid()).call(what, (work, args), factor, on_report)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Limits of a step on a model, with the end of a message about each.
+
+    Attributes:
+        factor: Of the time limit, for steps that may take longer.
+    """
+
+    seconds: float
+    memory_gb: float
+    factor: float
+
+    @classmethod
+    def read(cls, factor: float = 1.0) -> StepLimits:
+        """Return the limits that the environment sets; raise `UserError` if one is not a positive number."""
+        free_gb = psutil.virtual_memory().available * MAX_FREE_MEMORY_SHARE / 1e9
+        seconds = _read_limit(LIMIT_S_VARIABLE, HELPER_CALL_LIMIT_S) * factor
+        return cls(seconds, _read_limit(MEMORY_VARIABLE, free_gb), factor)
+
+    @property
+    def time_message(self) -> str:
+        """Return the predicate of a step that exceeded the time limit."""
+        doubled = f"{LIMIT_S_VARIABLE}={2 * self.seconds / self.factor:g}"
+        return f"takes more than {self.seconds:g} s ({doubled} doubles that limit)"
+
+    @property
+    def memory_message(self) -> str:
+        """Return the predicate of a step that exceeded the memory limit."""
+        return f"takes more than {self.memory_gb:.1f} GB of memory ({MEMORY_VARIABLE} sets that limit)"
+
+
+def _read_limit(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "")
+    try:
+        limit = float(text or default)
+    except ValueError:
+        limit = math.nan
+    if not limit > 0:
+        raise UserError(f"{variable}={text}: a number above 0")
+    return limit
 
 
 def serve(fd: int) -> None:
@@ -67,17 +131,62 @@ def serve(fd: int) -> None:
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection: Connection[Any, Any] = Connection(fd)
-    connection.send("ready")
+    sending = threading.Lock()
+
+    def send(kind: str, *content: object) -> None:
+        with sending:
+            connection.send((kind, content))
+
+    logging.getLogger().addHandler(_LogSender(partial(send, "log")))
+    send("ready")
     with suppress(EOFError):
         while True:
-            connection.send(_run_call(*connection.recv()))
+            call, reports, surroundings = connection.recv()
+            _adopt(*surroundings)
+            send("answer", _run_call(call, partial(send, "report") if reports else None))
 
 
-def _run_call(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+def _surroundings() -> tuple[int, str, list[str], dict[str, str]]:
+    return logging.getLogger().level, str(Path.cwd()), sys.path, dict(os.environ)
+
+
+def _adopt(level: int, folder: str, path: list[str], environment: dict[str, str]) -> None:
+    """Give the helper process the driver's surroundings, which may change between two calls."""
+    logging.getLogger().setLevel(level)
+    os.chdir(folder)
+    sys.path[:] = path
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+class _LogSender(QueueHandler):
+    """Handler that sends records, formatted, to the driver."""
+
+    def __init__(self, send: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self._send = send
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self._send(record)
+
+
+def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...]], report: Report | None) -> tuple[Any, Exception | None]:
+    work, args = call
     try:
-        return work(*args), None
+        return work(*args, *(() if report is None else (report,))), None
     except Exception as error:  # raised again by the caller
-        return None, error
+        return None, _as_picklable(error)
+
+
+def _as_picklable(error: Exception) -> Exception:
+    if isinstance(error, UserError):
+        return UserError(str(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # classes of any package
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 class NativeCallWorker:
@@ -87,29 +196,32 @@ class NativeCallWorker:
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
 
-    def call(self, what: str, message: object, memory_gb: float) -> Any:
+    def call(self, what: str, call: object, factor: float, on_report: Report | None) -> Any:
         with self._lock:
-            value, error = self._call_worker(what, message, memory_gb)
+            value, error = self._call_worker(what, call, factor, on_report)
         if error is not None:
             raise error
         return value
 
-    def _call_worker(self, what: str, message: object, memory_gb: float) -> tuple[Any, Exception | None]:
+    def _call_worker(
+        self, what: str, call: object, factor: float, on_report: Report | None
+    ) -> tuple[Any, Exception | None]:
+        limits = StepLimits.read(factor)
         with ExitStack() as on_failure:
             on_failure.callback(self._stop)
             worker, crashed = self._running_worker(), False
             try:
-                worker.send(message)
-                value, error = worker.receive(HELPER_CALL_LIMIT_S, memory_gb)
+                worker.send((call, on_report is not None, _surroundings()))
+                answer: tuple[Any, Exception | None] = _receive_answer(worker, limits, on_report)
             except TimeoutError:
-                how = f"takes more than {HELPER_CALL_LIMIT_S:g} s"
+                how = limits.time_message
             except MemoryError:
-                how = f"takes more than {memory_gb:.1f} GB of memory"
+                how = limits.memory_message
             except (EOFError, OSError):
                 how, crashed = worker.describe_exit(), True
             else:
                 on_failure.pop_all()
-                return value, error
+                return answer
         raise HelperCallFailed(what, how, crashed=crashed)
 
     def _running_worker(self) -> WorkerProcess:
@@ -129,6 +241,19 @@ class NativeCallWorker:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill()
+
+
+def _receive_answer(worker: WorkerProcess, limits: StepLimits, on_report: Report | None) -> Any:
+    """Return the answer of a call, after its log messages and reports."""
+    deadline_s = time.monotonic() + limits.seconds
+    while True:
+        kind, content = worker.receive(deadline_s - time.monotonic(), limits.memory_gb)
+        if kind == "answer":
+            return content[0]
+        if kind == "log":
+            logging.getLogger(content[0].name).handle(content[0])
+        elif on_report is not None:
+            on_report(*content)
 
 
 @lru_cache(maxsize=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVarTuple
 
 import onnx
 import onnx_ir as ir
@@ -13,6 +14,7 @@ from onnx_ir.passes.common import InlinePass
 
 from harness.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
+from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
 from harness.graph.passes.fold_batch_norm import fold_batch_norms
 from harness.graph.passes.normalize import (
@@ -33,6 +35,7 @@ from harness.graph.protos import is_standard_op, iter_graphs, iter_subgraphs, op
 __all__ = ["ModelDraft", "Pass", "prepare_passes", "run_passes"]
 
 logger = logging.getLogger(__name__)
+Ts = TypeVarTuple("Ts")
 
 FLOAT16_QUANTIZE_OPSET = 19  # the first whose QuantizeLinear accepts float16 (ONNX operator schemas)
 MIN_IR_VERSION = 4  # the first whose initializers need not be inputs
@@ -171,28 +174,39 @@ def _remove_shape_ops_and_noops(draft: ModelDraft) -> None:
 
 
 def _require_valid(draft: ModelDraft) -> None:
-    try:
-        check_valid(draft.proto)
-    except checker.ValidationError as error:
-        raise _invalid(draft, error) from error
-
-
-def _invalid(draft: ModelDraft, error: checker.ValidationError) -> UserError:
-    text = " ".join(str(error).split())
-    return UserError(f"{draft.source}: no valid ONNX model: {text}; export the model again")
+    _run_checker(draft, check_valid, draft.proto)
 
 
 def _require_valid_custom_ops(draft: ModelDraft) -> None:
     """Check operators that only the newer opset defines: shape inference (onnx 1.21) trusts them."""
+    nodes = [
+        node
+        for graph in (iter_graphs(draft.proto.graph) if draft.custom_ops else ())
+        for node in graph.node
+        if f"{node.domain or 'ai.onnx'}.{node.op_type}" in draft.custom_ops and is_standard_op(node, draft.opsets)
+    ]
+    if nodes:
+        _run_checker(draft, _check_nodes, nodes, draft.proto.ir_version, draft.opsets)
+
+
+def _check_nodes(nodes: list[onnx.NodeProto], ir_version: int, opsets: dict[str, int]) -> None:
     context = checker.DEFAULT_CONTEXT.__class__()
-    context.ir_version, context.opset_imports = draft.proto.ir_version, draft.opsets
-    for graph in iter_graphs(draft.proto.graph):
-        for node in graph.node:
-            if f"{node.domain or 'ai.onnx'}.{node.op_type}" in draft.custom_ops and is_standard_op(node, draft.opsets):
-                try:
-                    checker.check_node(node, context)
-                except checker.ValidationError as error:
-                    raise _invalid(draft, error) from error
+    context.ir_version, context.opset_imports = ir_version, opsets
+    for node in nodes:
+        checker.check_node(node, context)
+
+
+def _run_checker(draft: ModelDraft, check: Callable[[*Ts], None], *args: *Ts) -> None:
+    if problem := call_in_helper_process(f"{draft.source}: the check of its validity", _find_invalid, check, args):
+        raise UserError(f"{draft.source}: no valid ONNX model: {problem}; export the model again")
+
+
+def _find_invalid(check: Callable[[*Ts], None], args: tuple[*Ts]) -> str:
+    try:
+        check(*args)
+    except checker.ValidationError as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def _require_known_opset(draft: ModelDraft) -> None:

@@ -20,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed, UserError, install_hint
 from harness.graph.io.files import digest_file, move_model, write_model
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
 
 __all__ = [
@@ -164,7 +165,8 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
             f"{path.name}: more than 2 GB of weights cannot be cast to {precision} here; cast the model beforehand "
             f"(python -m modelopt.onnx.autocast --low_precision_type {LOW_PRECISION[precision]}), or use precision: f32"
         )
-    cast = _convert_precision(onnx.load(path), path.name, precision)
+    what = f"{path.name}: the cast to {precision}"
+    cast = call_in_helper_process(what, _convert_precision, path, precision, factor=RUNTIME_FACTOR)
     onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_METADATA_KEY: precision})
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as scratch:  # an interrupted file would be taken for a whole one
@@ -172,25 +174,26 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     return target
 
 
-def _convert_precision(model: onnx.ModelProto, source: str, precision: str) -> onnx.ModelProto:
+def _convert_precision(path: Path, precision: str) -> onnx.ModelProto:
     """Return a model at FP16 or BF16; plug-in operators keep their types, for ModelOpt knows none without TensorRT."""
     try:
         from modelopt.onnx.autocast.convert import convert_to_f16
     except ImportError as error:
         raise UserError(
-            f"{source}: {precision} needs ModelOpt ({error}): {install_hint('modelopt')}, or use precision: f32"
+            f"{path.name}: {precision} needs ModelOpt ({error}): {install_hint('modelopt')}, or use precision: f32"
         ) from error
 
+    model = onnx.load(path)
     plugins = find_plugin_nodes(model)
     try:
-        known = remove_plugins(model, plugins, source) if plugins else model
+        known = remove_plugins(model, plugins, path.name) if plugins else model
     except BuildFailed as error:
         raise BuildFailed(f"{error}, or use precision: f32") from error
     try:
         cast = convert_to_f16(known, low_precision_type=LOW_PRECISION[precision], keep_io_types=True)
     except Exception as error:  # ModelOpt raises this very class too
         words = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BuildFailed(f"{source}: ModelOpt cannot cast it to {precision}: {words}") from error
+        raise BuildFailed(f"{path.name}: ModelOpt cannot cast it to {precision}: {words}") from error
     return restore_plugins(cast, model, plugins) if plugins else cast
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import psutil
 
-__all__ = ["WorkerProcess", "die_with_parent"]
+__all__ = ["POLL_INTERVAL_S", "WorkerProcess", "die_with_parent", "used_memory_gb"]
 
 POLL_INTERVAL_S = 0.25  # between two readings of a working process's memory
 _BOOT_CODE = (
@@ -80,7 +80,7 @@ class WorkerProcess:
         while not self._connection.poll(max(0.0, min(POLL_INTERVAL_S, deadline_s - time.monotonic()))):
             if time.monotonic() >= deadline_s:
                 raise TimeoutError
-            if self._used_gb() > memory_gb:
+            if used_memory_gb(self._process.pid) > memory_gb:
                 raise MemoryError
         return self._connection.recv()
 
@@ -88,13 +88,6 @@ class WorkerProcess:
     def alive(self) -> bool:
         """Return whether the process is running."""
         return self._process.poll() is None
-
-    def _used_gb(self) -> float:
-        used = 0
-        for pid in _process_tree(self._process.pid):
-            with suppress(psutil.Error):
-                used += psutil.Process(pid).memory_info().rss
-        return used / 1e9
 
     def describe_exit(self) -> str:
         """Return how a worker that closed its connection ended, as the predicate of a sentence."""
@@ -118,6 +111,15 @@ class WorkerProcess:
         self._connection.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+
+def used_memory_gb(pid: int) -> float:
+    """Return the memory in use by a process and its descendants; 1 GB is 10^9 bytes."""
+    used = 0
+    for each in _process_tree(pid):
+        with suppress(psutil.Error):
+            used += psutil.Process(each).memory_info().rss
+    return used / 1e9
 
 
 def _process_tree(pid: int) -> Iterator[int]:

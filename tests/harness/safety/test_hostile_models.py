@@ -23,7 +23,7 @@ from onnx import TensorProto, helper
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load
+from harness.graph.load import load, load_proto, read_signature
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
@@ -302,3 +302,53 @@ def test_deep_nesting_is_read_or_refused(tmp_path: Path, depth: int) -> None:
     path = tmp_path / "deep.onnx"
     path.write_bytes(nested(depth))
     assert in_fork(lambda: use(path)) in ("refused", "used")
+
+
+def calling_functions(calls: dict[str, list[str]], *, wrapped: bool = False) -> onnx.ModelProto:
+    """A model that calls `f0`; each function calls others, in a branch of an If if `wrapped`."""
+
+    def node(name: str) -> onnx.NodeProto:
+        call = helper.make_node(name, ["x"], ["y"], domain="f")
+        if not wrapped:
+            return call
+        branch = helper.make_graph([call], "branch", [], [helper.make_tensor_value_info("y", 1, [1])])
+        return helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+    functions = [
+        helper.make_function("f", name, ["x", "c"], ["y"], [node(each) for each in called], opsets)
+        for name, called in calls.items()
+    ]
+    values = [helper.make_tensor_value_info(name, 1, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("f0", ["x", ""], ["y"], domain="f")], "calls", values[:1], values[1:])
+    return helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=9)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("calls", "cause"),
+    [
+        ({"f0": ["f0"]}, r"calls itself \(f0 -> f0\)"),
+        ({"f0": ["f1"], "f1": ["f2"], "f2": ["f1"]}, "calls itself"),
+        ({f"f{level}": [f"f{level + 1}"] * 2 for level in range(40)} | {"f40": []}, "100,000 are inlined"),
+    ],
+)
+def test_functions_that_never_end_are_refused_before_native_code(
+    calls: dict[str, list[str]], cause: str, wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proto = calling_functions(calls, wrapped=wrapped)
+    onnx.save(proto, tmp_path / "f.onnx")
+    monkeypatch.setattr("harness.graph.io.helper_process._process_helper", None)
+    for read in (load, read_signature):
+        with pytest.raises(UserError, match=rf"f\.onnx: .*{cause}"):
+            read(tmp_path / "f.onnx")
+    with pytest.raises(UserError, match=cause):
+        load_proto(proto, source="f", sha256="")
+
+
+def test_a_long_chain_of_functions_is_read(tmp_path: Path) -> None:
+    chain = {f"f{level}": [f"f{level + 1}"] for level in range(300)}
+    proto = calling_functions(chain | {"f300": []})
+    proto.functions[-1].node.append(helper.make_node("Relu", ["x"], ["y"]))
+    onnx.save(proto, tmp_path / "f.onnx")
+    assert [node.op for node in load(tmp_path / "f.onnx").nodes] == ["Relu"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from harness.compat.modelopt_autotune.benchmark import current_benchmark, init_b
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import digest_file
-from harness.runtimes.tensorrt import benchmarker
+from harness.graph.io.helper_process import call_in_helper_process
+from harness.runtimes.tensorrt import benchmarker, model_checks
 
 
 @pytest.fixture
@@ -31,26 +31,25 @@ def half() -> Iterator[None]:
 
 @pytest.mark.usefixtures("half")
 def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    autocast = importlib.import_module("modelopt.onnx.autocast.convert")  # takes seconds: not while collecting
     casts, read = [], {}
-    convert, build = autocast.convert_to_f16, benchmarker.build_plan
+    build = benchmarker.build_plan
 
-    def counting(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
-        casts.append(options["low_precision_type"])
-        return convert(model, **options)
+    def counting(what: str, work: Any, path: Path, precision: str, **limits: float) -> onnx.ModelProto:
+        casts.append(precision)
+        return call_in_helper_process(what, work, path, precision, **limits)
 
     def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
         read[path] = digest_file(path)
         return build(library, path, *args, **options)
 
-    monkeypatch.setattr(autocast, "convert_to_f16", counting)
+    monkeypatch.setattr(model_checks, "call_in_helper_process", counting)
     monkeypatch.setattr(benchmarker, "build_plan", noting)
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
     builder.output(builder.conv(x, 2, 1), name="y")
     out = tmp_path / "out"
     kept = region_pattern_autotuning_workflow(builder.save(tmp_path / "net.onnx"), out, num_schemes_per_region=1)
-    assert casts == ["fp16"], "the float model, and no candidate"
+    assert casts == ["f16"], "the float model, and no candidate"
     for name in ("baseline.onnx", "optimized_final.onnx"):
         path = out / name
         assert digest_file(path) in read.values(), "what is delivered is what was confirmed"

@@ -25,6 +25,7 @@ from harness.compat.tao_specs.comparison import advise_native_layers, compare_ev
 from harness.compat.tao_specs.engine import EngineFacts, read_facts
 from harness.compat.tao_specs.evaluate import EvaluationResult
 from harness.compat.tao_specs.spec import parse_spec
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
@@ -252,7 +253,7 @@ def test_backends_without_engine_files(small: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match=r"backend 'fake' cannot write engines .* use openvino, onnxruntime"):
         engines.save_engine(small, tmp_path / "m.plan", facts)
     with pytest.raises(UserError, match=r"backend 'fake' cannot read engines"):
-        engines.load_engine(small, facts)
+        engines.load_engine(small, PluginSpec(use="fake"))
 
 
 SIZES = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"

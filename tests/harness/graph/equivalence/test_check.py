@@ -215,12 +215,14 @@ def test_a_crash_of_onnx_runtime_is_no_refusal(
 
 
 def test_memory_is_limited(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "MAX_FREE_MEMORY_SHARE", 0.0)
-    monkeypatch.setattr(
-        check,
-        "call_in_helper_process",
-        lambda what, _work, _arg, **limits: call_in_helper_process(what, time.sleep, 2, **limits),
-    )
+    def sleep(what: str, *_: object) -> object:
+        monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.001")
+        try:
+            return call_in_helper_process(what, time.sleep, 2)
+        finally:
+            monkeypatch.delenv("QDQ_MODEL_MEMORY_GB")
+
+    monkeypatch.setattr(check, "call_in_helper_process", sleep)
     with caplog.at_level(logging.WARNING):
         ready(network(depth=3))
     assert "of memory" in caplog.text

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-import harness.graph.io.helper_process as helper_process
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.helper_process import call_in_helper_process
+from harness.graph.io.helper_process import call_in_helper_process, call_with_reports
 from harness.graph.load import load
 from harness.graph.passes.static_shapes import parse_shape
 
@@ -29,14 +30,46 @@ def test_results_and_exceptions_are_returned() -> None:
         call_in_helper_process("m.onnx", parse_shape, "big", "shapes.x")
 
 
+def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.5")
+    with pytest.raises(UserError, match=r"^m\.onnx: the check takes more than 0\.5 GB .*QDQ_MODEL_MEMORY_GB sets"):
+        call_in_helper_process("m.onnx: the check", fill_memory)
+
+
+def fill_memory() -> None:
+    filled = []
+    while True:
+        filled.append(b"x" * 10_000_000)
+        time.sleep(0.01)
+
+
+def warn_and_report(report: Callable[[int], None]) -> str:
+    logging.getLogger("harness.some").warning("about %s", "it")
+    report(7)
+    return str(Path.cwd())
+
+
+def test_logs_reports_and_surroundings_are_those_of_the_driver(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    reports: list[int] = []
+    assert call_with_reports("it", warn_and_report, factor=1.0, on_report=reports.append) == str(tmp_path)
+    assert (reports, caplog.messages) == ([7], ["about it"])
+
+
 def test_one_other_process_runs_all_calls() -> None:
     assert len({os.getpid(), *(call_in_helper_process("m.onnx", os.getpid) for _ in range(3))}) == 2
 
 
 def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     call_in_helper_process("m.onnx", abs, -1)
-    monkeypatch.setattr(helper_process, "HELPER_CALL_LIMIT_S", 0.2)
-    with pytest.raises(UserError, match=r"^m\.onnx: shape inference takes more than 0\.2 s: .* damaged"):
+    monkeypatch.setenv("QDQ_MODEL_LIMIT_S", "0.2")
+    with pytest.raises(UserError, match=r"^m\.onnx: shape inference takes more than 0\.2 s .*QDQ_MODEL_LIMIT_S=0\.4 "):
+        call_in_helper_process("m.onnx: shape inference", signal.pause)
+    monkeypatch.setenv("QDQ_MODEL_LIMIT_S", "none")
+    with pytest.raises(UserError, match="QDQ_MODEL_LIMIT_S=none: a number"):
         call_in_helper_process("m.onnx: shape inference", signal.pause)
     monkeypatch.undo()
     assert call_in_helper_process("m.onnx", abs, -2) == 2, "the next call starts another process"
@@ -50,7 +83,7 @@ def test_a_crash_is_one_message_and_the_next_call_starts_another_process(
     crash: object, arguments: object, how: str
 ) -> None:
     before = call_in_helper_process("m.onnx", os.getpid)
-    with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {how}: .* damaged"):
+    with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {how}; .* damaged"):
         call_in_helper_process("m.onnx: the upgrade", crash, *arguments)  # type: ignore[arg-type, misc]
     assert call_in_helper_process("m.onnx", os.getpid) not in (before, os.getpid())
 
@@ -100,7 +133,7 @@ from pathlib import Path
 import numpy as np
 
 import harness.graph.io.helper_process as helper_process
-from harness.graph.io.helper_process import call_in_helper_process
+from harness.graph.io.helper_process import call_in_helper_process, call_with_reports
 from harness.graph.load import load
 
 def multiply():

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import modelopt.onnx.autocast.convert as autocast
 import onnx
 import pytest
 
@@ -14,11 +13,12 @@ from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import digest_file
+from harness.graph.io.helper_process import call_in_helper_process
 from harness.pipeline.runner import run_experiment
 from harness.pipeline.verify import verify
 from harness.progress import NullProgress
 from harness.results_dir.lines import read_lines
-from harness.runtimes.tensorrt import benchmarker
+from harness.runtimes.tensorrt import benchmarker, model_checks
 from harness.runtimes.tensorrt.model_checks import read_structure
 from harness.task_setup.preflight import check_experiment
 
@@ -91,15 +91,14 @@ def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
     major: int, tmp_path: Path, parsed: list[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     casts: list[str] = []
-    convert = autocast.convert_to_f16
 
-    def counting(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
-        casts.append(options["low_precision_type"])
-        return convert(model, **options)
+    def counting(what: str, work: Any, path: Path, precision: str, **limits: float) -> onnx.ModelProto:
+        casts.append(precision)
+        return call_in_helper_process(what, work, path, precision, **limits)
 
-    monkeypatch.setattr(autocast, "convert_to_f16", counting)
+    monkeypatch.setattr(model_checks, "call_in_helper_process", counting)
     cell = run(tmp_path, backend=f"HalfAndFull{major}", precision="f16", baselines="all, linear, ort_static")
-    assert casts == ["fp16"] * 2  # the float model and the PTQ tool's; no candidate
+    assert casts == ["f16"] * 2  # the float model and the PTQ tool's; no candidate
     rows = rows_of(cell)
     assert {"float", "float-f32", "ort_static"} < rows.keys()
     confirmed = {digest for path, digest in parsed if path.parent == cell / "models"}
