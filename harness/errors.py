@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from harness.text import printable_lines
+
 __all__ = [
     "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "describe_type", "install_hint",
     "prefix_file", "prefix_key", "suggest_names",
@@ -17,11 +19,17 @@ __all__ = [
 
 
 class UserError(Exception):
-    """Mistake that the user can correct; the message names the place, the problem and the remedy."""
+    """Mistake that the user can correct; the message names the place, the problem and the remedy, as printable text."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable_lines(str(message)))
 
 
 class CandidateError(Exception):
-    """Failure of one candidate."""
+    """Failure of one candidate; the message is printable text."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable_lines(str(message)))
 
     stage = "unknown"
 

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from harness.progress import ProgressTask
+from harness.text import printable, printable_lines
 
 __all__ = ["TerminalProgress"]
 
@@ -40,12 +41,12 @@ class TerminalProgress:
         self._console = Console(stderr=True, highlight=False)
         self._live = sys.stderr.isatty()
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=self._console,
             disable=not self._live,
         )
@@ -61,13 +62,13 @@ class TerminalProgress:
 
     def say(self, text: str) -> None:
         """Print one line above the bars."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable_lines(text), markup=False, soft_wrap=True)
 
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
         """Show a bar during the task; without a terminal a line from time to time and one at the end."""
         started_s = time.monotonic()
-        task = self._progress.add_task(title, total=total, note="")
+        task = self._progress.add_task(printable(title), total=total, note="")
         step = _ProgressBar(self._progress, task)
         plain = _ProgressLines(self.say, title, total, self._every_s)
         try:
@@ -89,7 +90,7 @@ class _ProgressBar:
     def advance(self, note: str = "") -> None:
         """Move the bar by one."""
         self.note = note or self.note
-        self._progress.update(self._task, advance=1, note=self.note)
+        self._progress.update(self._task, advance=1, note=printable(self.note))
 
 
 class _ProgressLines:

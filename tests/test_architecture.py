@@ -114,6 +114,13 @@ def test_native_code_reads_models_in_other_processes():
     assert found == NATIVE_MODULES, "call it by `call_in_helper_process`"
 
 
+def test_commands_print_by_one_function():
+    for path in (ROOT / "harness/cli").glob("*.py"):
+        calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        assert calls.count("typer.echo") == (path.stem == "common"), f"{path.name}: use `echo` of common"
+        assert "print" not in calls, path.name
+
+
 def test_tests_hold_no_packages():
     assert not list((ROOT / "tests").rglob("__init__.py")), "tests/search/__init__.py would shadow the package search"
 

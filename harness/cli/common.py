@@ -16,6 +16,7 @@ from rich.text import Text
 
 from harness.errors import UserError
 from harness.paths import RelativePathMissing, plugins_trusted
+from harness.text import printable, printable_lines
 
 if TYPE_CHECKING:
     from harness.config.sections import PluginSpec
@@ -171,12 +172,17 @@ def short_path(path: Path) -> Path:
     return min((whole, Path(os.path.relpath(whole))), key=lambda found: len(str(found)))
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines of text, which may have names from outside, on standard output or standard error."""
+    typer.echo(printable_lines(text), err=err)
+
+
 def print_rich_or_text(text: str, drawing: RenderableType) -> None:
     """Print the drawing on a terminal, and the text elsewhere."""
     if sys.stdout.isatty():
         Console().print(drawing)
     else:
-        typer.echo(text)
+        echo(text)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
@@ -184,10 +190,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], notes: Seq
     if sys.stdout.isatty():
         drawn = Table(*header)
         for row in rows:
-            drawn.add_row(*map(Text, row))
+            drawn.add_row(*(Text(printable(cell)) for cell in row))
         Console().print(drawn)
     else:
         for row in (header, *rows):
-            typer.echo("\t".join(row))
+            echo("\t".join(map(printable, row)))
     for line in notes:
-        typer.echo(line)
+        echo(line)

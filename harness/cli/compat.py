@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import ParamOption, add_to_sys_path, backend_spec, print_table, short_path
+from harness.cli.common import ParamOption, add_to_sys_path, backend_spec, echo, print_table, short_path
 from harness.errors import prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
@@ -45,7 +45,7 @@ def quantize(
     with prefix_file(spec):
         done = run(section, found.dataset, base, base / (section.results_dir or found.results_dir))
     _print_layers(done.layers)
-    typer.echo(f"{short_path(done.path)}: calibrated on {done.calibrated_on}")
+    echo(f"{short_path(done.path)}: calibrated on {done.calibrated_on}")
 
 
 def ptq(context: typer.Context) -> None:
@@ -57,15 +57,15 @@ def ptq(context: typer.Context) -> None:
 
     done = run_ptq(context.args)
     if isinstance(done, list):
-        typer.echo("\n".join(done))
+        echo("\n".join(done))
         return
     _print_layers(done.layers)
-    typer.echo(f"{done.path}: calibrated on {done.calibrated_on}")
+    echo(f"{done.path}: calibrated on {done.calibrated_on}")
 
 
 def _print_layers(layers: Mapping[str, Mapping[str, int]]) -> None:
     for op, counts in layers.items():
-        typer.echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
+        echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
 
 
 def calib_data(
@@ -88,9 +88,9 @@ def calib_data(
 
     found = input_size(preprocess, size, model)
     count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, found, samples)
-    typer.echo(f"{output}: {count} of {total} images, {count} x 3 x {found[0]} x {found[1]} float32, {preprocess}")
+    echo(f"{output}: {count} of {total} images, {count} x 3 x {found[0]} x {found[1]} float32, {preprocess}")
     if count < ADVISED_SAMPLE_COUNT:
-        typer.echo(f"{count} samples are few: {ADVISED_SAMPLE_COUNT} or more are advised for CNNs and ViTs", err=True)
+        echo(f"{count} samples are few: {ADVISED_SAMPLE_COUNT} or more are advised for CNNs and ViTs", err=True)
 
 
 def gen_trt_engine(
@@ -118,9 +118,9 @@ def gen_trt_engine(
     typed = ": strongly typed" if facts.precisions and facts.backend == TENSORRT else ""
     requested = base / section.trt_engine
     path = engine_path(requested, backend)
-    typer.echo(f"{short_path(path)}: {facts.backend} {facts.describe.get('version', '')}, {kind}{typed}")
+    echo(f"{short_path(path)}: {facts.backend} {facts.describe.get('version', '')}, {kind}{typed}")
     if path != requested:
-        typer.echo(
+        echo(
             f"written as {path.name}, because TensorRT cannot load it; qdq evaluate uses it if a spec file names "
             f"{requested.name} and that file is missing"
         )
@@ -157,5 +157,6 @@ def evaluate(
         if suggest and row.scored.model not in models:
             with TerminalProgress() as terminal:
                 lines = advise_native_layers(row, spec.dataset, path.resolve().parent, terminal)
-            typer.echo("\n".join(lines), nl=bool(lines))
+            for line in lines:
+                echo(line)
         models.add(row.scored.model)

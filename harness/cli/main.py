@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.common import add_to_sys_path
+from harness.cli.common import add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
 from harness.cli.doctor import doctor
 from harness.cli.list import list_plugins
@@ -136,7 +136,7 @@ def _print_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        typer.echo(f"qdq-bench {version('qdq-bench')}")
+        echo(f"qdq-bench {version('qdq-bench')}")
         raise typer.Exit
 
 
@@ -162,7 +162,7 @@ def _report_interrupt(command: str | None) -> Iterator[None]:
         kept = (
             "; measurements are kept: run the same command again to continue" if command in RESUMABLE_COMMANDS else ""
         )
-        typer.echo(f"qdq: interrupted{kept}", err=True)
+        echo(f"qdq: interrupted{kept}", err=True)
         raise
 
 
@@ -196,7 +196,7 @@ class _StderrHandler(logging.Handler):
         text = self.format(record)
         if text not in self._printed:
             self._printed.add(text)
-            typer.echo(text, err=True)
+            echo(text, err=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
         if end.code:
             raise
     except UserError as error:
-        typer.echo(f"qdq: {error}", err=True)
+        echo(f"qdq: {error}", err=True)
         sys.exit(2)
 
 

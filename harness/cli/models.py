@@ -18,6 +18,7 @@ from harness.cli.common import (
     ShapeOption,
     add_to_sys_path,
     backend_spec,
+    echo,
     explain_relative_paths,
     parse_sizes,
     short_path,
@@ -57,11 +58,11 @@ def regions(
             html.write_text(found.html(), encoding="utf-8")
         except OSError as error:
             raise UserError(f"--html {html}: cannot be written ({error.strerror or error})") from error
-        typer.echo(f"{html}: open it in a browser; it needs no network", err=True)
+        echo(f"{html}: open it in a browser; it needs no network", err=True)
     if as_json:
-        typer.echo(json.dumps(found.data(), indent=1))
+        echo(json.dumps(found.data(), indent=1))
     elif html is None:
-        typer.echo("\n".join(found.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))
+        echo("\n".join(found.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))
 
 
 def explain(
@@ -97,21 +98,21 @@ def explain(
     spec, sizes = backend_spec(backend, param), parse_sizes(shape, dim)
     found = explain_model(model, spec, runs, **sizes)
     if against is None:
-        typer.echo(json.dumps(report_data(found), indent=1) if as_json else _to_text(report_lines(found, top)))
+        echo(json.dumps(report_data(found), indent=1) if as_json else _to_text(report_lines(found, top)))
         return
     other = explain_model(against, spec, runs, **sizes)
     changes = compare_reports(found, other)
     if as_json:
         rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
-        typer.echo(json.dumps({"before": report_data(found), "after": report_data(other), "changes": rows}, indent=1))
+        echo(json.dumps({"before": report_data(found), "after": report_data(other), "changes": rows}, indent=1))
         return
-    typer.echo(_to_text([*report_lines(other, top), "", *change_lines(found, other, changes, top)]))
+    echo(_to_text([*report_lines(other, top), "", *change_lines(found, other, changes, top)]))
 
 
 def _to_text(lines: Iterable[str]) -> str:
-    from harness.report.report_table import escape_control_characters
+    from harness.text import printable
 
-    return "\n".join(map(escape_control_characters, lines))
+    return "\n".join(map(printable, lines))
 
 
 def _explain_row(folder: Path, row: str | None, base: Path) -> None:
@@ -122,7 +123,7 @@ def _explain_row(folder: Path, row: str | None, base: Path) -> None:
         raise UserError(f"{folder}: a results folder needs a row: qdq explain {folder} ROW (see qdq report)")
     add_to_sys_path(base)
     with explain_relative_paths(base), TerminalProgress() as terminal:
-        typer.echo("\n".join(explain_and_save(folder, row, base=base, observer=terminal)))
+        echo("\n".join(explain_and_save(folder, row, base=base, observer=terminal)))
 
 
 def zoo(
@@ -135,4 +136,4 @@ def zoo(
     """
     from harness import zoo as models
 
-    typer.echo(f"{models.write_model(name, output)}: {models.model_names()[name]}")
+    echo(f"{models.write_model(name, output)}: {models.model_names()[name]}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import ResultsArgument, print_rich_or_text, short_path
+from harness.cli.common import ResultsArgument, echo, print_rich_or_text, short_path
 
 __all__ = ["compare", "report", "report_afterwards", "show_report", "trace"]
 
@@ -46,10 +46,10 @@ def show_report(folder: Path) -> None:
     print_rich_or_text(report_text(results, tables), report_renderable(results, tables))
     for main in (table.raw for table in tables if table.name == "main"):
         for line in (*describe_winners(results, main), *describe_next_steps(results, main)):
-            typer.echo(f"\n{line}")
-    typer.echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
+            echo(f"\n{line}")
+    echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
     if current:
-        typer.echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")
+        echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")
 
 
 def compare(
@@ -69,9 +69,9 @@ def compare(
     table = comparison_table(one, two)
     print_rich_or_text(f"{render_plain_text(table)}\n", table)
     lines = list(describe_differences(one, two))
-    typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
+    echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:
-        typer.echo(f"  {line}")
+        echo(f"  {line}")
 
 
 def trace(
@@ -91,9 +91,9 @@ def trace(
     from harness.report.load.results import load
 
     found = tracing.trace_cell(load(short_path(folder)), cell, table)
-    typer.echo(f"{found.row}, {found.column}: {found.shown}")
+    echo(f"{found.row}, {found.column}: {found.shown}")
     for source in found.sources:
         for line in source.lines() if raw else source.brief(last):
-            typer.echo(line)
+            echo(line)
     if found.measured and not raw:
-        typer.echo("--raw shows every single reading.")
+        echo("--raw shows every single reading.")

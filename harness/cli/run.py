@@ -12,6 +12,7 @@ from harness.cli.common import (
     BaseOption,
     ResultsArgument,
     add_to_sys_path,
+    echo,
     explain_relative_paths,
     replace_change_advice,
     short_path,
@@ -76,17 +77,17 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
     with prefix_file(file):
         _print_remarks(check_models(config))
     if extension := check_ownership(folder, config, accept_changes):
-        typer.echo(f"{folder}: {extension}: would continue from the existing results")
+        echo(f"{folder}: {extension}: would continue from the existing results")
     for task in plan_tasks(config):
-        typer.echo(f"{task.name}: {', '.join(search.name for search in task.runs)}")
+        echo(f"{task.name}: {', '.join(search.name for search in task.runs)}")
     for line in bound_lines(config):
-        typer.echo(line)
-    typer.echo(describe_workload(config))
+        echo(line)
+    echo(describe_workload(config))
 
 
 def _print_remarks(remarks: Iterable[str]) -> None:
     for remark in remarks:
-        typer.echo(remark, err=True)
+        echo(remark, err=True)
 
 
 def reproduce(
@@ -119,7 +120,7 @@ def reproduce(
 
     def show_reports() -> None:
         show_report(again)
-        typer.echo("")
+        echo("")
         compare(folder, again)
 
     with replace_change_advice(), report_afterwards(show_reports), TerminalProgress() as terminal:
@@ -180,7 +181,7 @@ def verify(
         checks = verify_model(model, terminal, results=results, base=start, max_drop=bound)
     for check in checks:
         word = BROKEN_BOUND_WORD if check.what == "bound" and check.holds is False else VERDICT_WORDS[check.holds]
-        typer.echo(f"{check.what}: {word}: {check.found}")
+        echo(f"{check.what}: {word}: {check.found}")
     if any(check.holds is False for check in checks):
         raise typer.Exit(1)
 
@@ -191,10 +192,10 @@ def _check_folder(folder: Path) -> int:
 
     found = check_results(folder)
     for problem in found.problems:
-        typer.echo(problem)
+        echo(problem)
     state = "complete" if found.complete else "not complete: qdq run continues it"
     damage = f"{len(found.problems)} damaged" if found.problems else "none damaged"
-    typer.echo(f"{folder}: {found.files} files compared, {damage}; {state}")
+    echo(f"{folder}: {found.files} files compared, {damage}; {state}")
     if not found.problems:
-        typer.echo(f"To measure a row again: qdq verify {folder} ROW")
+        echo(f"To measure a row again: qdq verify {folder} ROW")
     return int(bool(found.problems))

@@ -15,6 +15,7 @@ from harness.cli.common import (
     StudyArgument,
     StudyBackendOption,
     add_to_sys_path,
+    echo,
     print_table,
     replace_change_advice,
     short_path,
@@ -103,7 +104,7 @@ def record(
     path = out or Path(f"{made.spec.name}.parquet")
     with replace_change_advice(), TerminalProgress() as terminal:
         record_table(made, path, dimensions, terminal, search=search)
-    typer.echo("\n".join(table_lines(read_table(path))))
+    echo("\n".join(table_lines(read_table(path))))
 
 
 def replay(
@@ -129,7 +130,7 @@ def replay(
 
     table = read_table(recorded)
     request = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
-    typer.echo("\n".join(table_lines(table)))
+    echo("\n".join(table_lines(table)))
     print_table(*replay_all(table, tuple(searcher or ()), request, out))
 
 
@@ -180,7 +181,7 @@ def study(
     with TerminalProgress() as terminal:
         found = study_budgets(planned, out, terminal, workers=workers or count_cores())
     for table in found:
-        typer.echo(f"{render_markdown(table)}\n\n{render_note_markdown(table)}\n")
+        echo(f"{render_markdown(table)}\n\n{render_note_markdown(table)}\n")
 
 
 def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:

@@ -14,10 +14,11 @@ from harness.report.load.cell_files import AttributionReport, EdgeFusion, PartEf
 from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name, truncate
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
-from harness.report.report_table import MISSING_CELL, ReportTable, escape_markdown, format_interval, render_markdown
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, render_markdown
 from harness.results_dir.io import explain_write_errors, write_text
 from harness.results_dir.manifest import record_files
 from harness.statistics import Interval
+from harness.text import escape_markdown
 
 __all__ = ["attribution_lines", "explain_and_save"]
 

@@ -25,7 +25,6 @@ from harness.report.plots.plot_files import draw_plots
 from harness.report.report_table import (
     ReportTable,
     drop_repeated_lines,
-    escape_control_characters,
     render_plain_text,
     write_table,
 )
@@ -40,6 +39,7 @@ from harness.report.tables.searchers import pair_frame, score_frame
 from harness.report.tables.transfer import transfer_frame
 from harness.results_dir.io import explain_write_errors, write_json, write_text
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
+from harness.text import printable
 
 __all__ = [
     "Frames", "current_report", "load", "render", "report_renderable", "report_text", "write_report", "write_tables",
@@ -230,7 +230,7 @@ def report_text(results: Results, tables: Sequence[ReportTable]) -> str:
 def report_renderable(results: Results, tables: Sequence[ReportTable]) -> Group:
     """Return the main, budget and cost tables for a terminal."""
     notes = _run_notes(results, tables)
-    before, after = ([Text(escape_control_characters(note), style="yellow")] if note else [] for note in notes)
+    before, after = ([Text(printable(note), style="yellow")] if note else [] for note in notes)
     return Group(*before, *_printed_tables(tables), *after)
 
 

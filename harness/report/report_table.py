@@ -14,10 +14,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
+from harness.text import escape_csv, escape_latex, escape_markdown, printable
+
 __all__ = [
-    "MISSING_CELL", "ReportTable", "drop_repeated_lines", "escape_control_characters", "escape_markdown",
+    "MISSING_CELL", "ReportTable", "drop_repeated_lines",
     "format_interval", "pluralize", "render_markdown", "render_note_markdown", "render_plain_text", "table_json",
-    "write_table",
+    "write_csv", "write_table",
 ]  # fmt: skip
 
 MISSING_CELL = "-"
@@ -26,13 +28,6 @@ COLUMNS_SHOWN_ONCE = ("cell", "model", "device", "batch")
 ROW_KEYS = ("cell", "model", "device", "precision", "quantized", "row", "method", "searcher", "first", "second")
 PIPE_WIDTH_CHARS = 100
 MAX_TERMINAL_COLUMN_CHARS = 28  # longer cells, such as the reason of a failure, are wrapped
-LATEX_ESCAPES = str.maketrans(
-    {
-        "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-    }
-)  # fmt: skip
 CSV_FLOAT_FORMAT = "%.12g"  # the last digits of sums depend on the width of the vectors of a processor
 MARKDOWN_MARKS = {"best": "**{}**", "tied": "<u>{}</u>"}
 PLAIN_MARKS = {"best": "**{}**", "tied": "*{}*"}
@@ -130,16 +125,6 @@ def pluralize(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def escape_control_characters(text: str) -> str:
-    """Replace control characters by spaces, so that a name cannot move the cursor of a terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def escape_markdown(text: str) -> str:
-    """Escape markup and control characters."""
-    return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda match: f"\\{match[0]}", escape_control_characters(text))
-
-
 def drop_repeated_lines(tables: Iterable[ReportTable]) -> list[ReportTable]:
     """Return the tables without the warnings and note lines that an earlier table has."""
     seen: set[str] = set()
@@ -178,8 +163,14 @@ def write_table(table: ReportTable, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = f"{render_markdown(table)}\n\n{render_note_markdown(table)}\n"
     (folder / f"{table.name}.md").write_text(text, encoding="utf-8")
-    table.raw.to_csv(folder / f"{table.name}.csv", index=False, float_format=CSV_FLOAT_FORMAT)
+    write_csv(table.raw, folder / f"{table.name}.csv", float_format=CSV_FLOAT_FORMAT)
     (folder / f"{table.name}.tex").write_text(_render_latex(table), encoding="utf-8")
+
+
+def write_csv(frame: pd.DataFrame, path: Path, float_format: str | None = None) -> None:
+    """Write a frame as CSV without text that spreadsheets would compute."""
+    texts = {str(name): frame[name].map(escape_csv) for name in frame.select_dtypes(exclude="number")}
+    frame.assign(**texts).rename(columns=escape_csv).to_csv(path, index=False, float_format=float_format)
 
 
 def table_json(table: ReportTable) -> dict[str, Any]:
@@ -205,24 +196,18 @@ def _render_latex(table: ReportTable) -> str:
 
     The caption has the title, the values that all rows share, and the first two sentences of the note.
     """
-    shown = _apply_marks(table, _escape_latex, LATEX_MARKS)
-    shown = shown.drop(columns=[_escape_latex(name) for name in table.shared_values])
+    shown = _apply_marks(table, escape_latex, LATEX_MARKS)
+    shown = shown.drop(columns=[escape_latex(name) for name in table.shared_values])
     body = shown.to_latex(index=False, escape=False, column_format="l" * len(shown.columns)).rstrip()
     shared = "; ".join(f"{name}: {value}" for name, value in table.shared_values.items())
     sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", table.note.partition("\n")[0])
     caption = " ".join(filter(None, [f"{table.title or table.name}.", shared and f"{shared}.", *sentences[:2]]))
-    notes = "".join(f"% {escape_control_characters(line)}\n" for line in table.lines)
+    notes = "".join(f"% {printable(line)}\n" for line in table.lines)
     return (
         "% \\usepackage{booktabs,graphicx}\n"
-        f"{notes}\\begin{{table}}\n\\centering\n\\caption{{{_escape_latex(caption)}}}\n\\label{{tab:{table.name}}}\n"
+        f"{notes}\\begin{{table}}\n\\centering\n\\caption{{{escape_latex(caption)}}}\n\\label{{tab:{table.name}}}\n"
         f"\\resizebox{{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}}{{!}}{{%\n{body}}}\n\\end{{table}}\n"
     )
-
-
-def _escape_latex(text: str) -> str:
-    safe = escape_control_characters(text).translate(LATEX_ESCAPES)
-    # At the start of a row LaTeX would read these as arguments of the line break before.
-    return f"{{}}{safe}" if safe.startswith(("[", "*")) else safe
 
 
 def _pipe_table(table: ReportTable, marks: Mapping[str, str]) -> str:
@@ -279,4 +264,4 @@ def _build_grid(table: ReportTable) -> Grid:
 
 
 def _styled_text(text: str, style: str = "") -> Text:
-    return Text(escape_control_characters(text), style=style)
+    return Text(printable(text), style=style)

@@ -14,7 +14,7 @@ import pandas as pd
 from harness.benchmark_table import BenchmarkTable
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
-from harness.report.report_table import format_interval
+from harness.report.report_table import format_interval, write_csv
 from harness.report.statistics import quartiles
 from harness.results_dir.io import explain_write_errors
 from harness.studies.budget_tables import RISES
@@ -160,7 +160,7 @@ def _write_files(landscape: Landscape, random_ms: Floats, replayed: Sequence[Rep
     out.mkdir(parents=True, exist_ok=True)
     frames = [_curve_frame(RANDOM_LABEL, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
     frames += [_curve_frame(found.searcher, found.walks.seeds, found.latency_ms, optimum_ms) for found in replayed]
-    pd.concat(frames).to_csv(out / "curves.csv", index=False)
+    write_csv(pd.concat(frames), out / "curves.csv")
     _draw_curves(landscape, random_ms, replayed, out / "curves.png")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from harness.graph.load import load
 from harness.graph.model import Model
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes, check_types
+from harness.text import safe_file_name
 
 __all__ = [
     "MIN_OPSET", "complete_evaluator", "describe_workload", "evaluator_spec", "input_types", "open_model",
-    "safe_file_name",
 ]  # fmt: skip
 
 MIN_OPSET = 17
@@ -113,11 +112,6 @@ def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     except UserError as error:
         raise UserError(f"{model.source}: {error}") from error
     return types
-
-
-def safe_file_name(text: str) -> str:
-    """Return a name with characters that are valid in file names only."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
 
 
 _SIMULATED_BACKENDS = ("simulated", "replay")

@@ -11,6 +11,7 @@ from harness.compat.modelopt_autotune.settings import add_sizes, parse_shapes
 from harness.errors import UserError
 from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.static_shapes import parse_dims
+from harness.text import printable_lines
 
 __all__ = ["main"]
 
@@ -38,7 +39,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"region_inspect: {error}", file=sys.stderr)
         return 2
     view = TreeOptions(include_all=options.include_all_regions, verbose=options.verbose)
-    print("\n".join(found.lines(view)))
+    print(printable_lines("\n".join(found.lines(view))))
     return 0
 
 

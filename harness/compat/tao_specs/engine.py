@@ -29,7 +29,7 @@ from harness.errors import CandidateError, UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import Dims, ModelSignature
 from harness.random_inputs import InputTypes
-from harness.task_setup.model_loader import safe_file_name
+from harness.text import safe_file_name
 
 __all__ = [
     "TENSORRT", "EngineFacts", "build_engine", "create_saver", "engine_for_other_runtime", "engine_path",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -12,6 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+
+from harness.text import printable_lines
 
 __all__ = ["render_html"]
 
@@ -37,7 +40,7 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
             style=Markup(_read_asset("style.css")),
             scripts=[Markup(source) for source in sources],
             hashes=Markup(" ".join(f"'{_csp_hash(source)}'" for source in sources)),
-            data=Markup(_escape_script_end(json.dumps(data, separators=(",", ":"), allow_nan=False))),
+            data=Markup(_encode_json(data)),
         )
     )
     return filled
@@ -48,15 +51,25 @@ def _csp_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
-def _escape_script_end(text: str) -> str:
-    """Return equal JSON without the characters that could end its element."""
+def _encode_json(data: Any) -> str:
+    """Return JSON with printable strings and without the characters that could end its element."""
+
+    def escape(match: re.Match[str]) -> str:
+        found = json.loads(f'"{match[0]}"')
+        return match[0] if found.isprintable() else json.dumps(printable_lines(found))[1:-1]
+
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII, so that one search finds all
+    text = re.sub(r"\\\\|(?:\\u[0-9a-f]{4})+", escape, text)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 @lru_cache(maxsize=1)
 def _template_environment() -> Environment:
     loader = PackageLoader("harness.report", "assets")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        finalize=lambda value: printable_lines(value) if type(value) is str else value,  # Markup is a subclass
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from harness.report.tables.budget import budget_frame
 from harness.report.tables.overview import overview_frame
 from harness.report.tables.searchers import rank_searchers
 from harness.report.tables.transfer import transfer_frame
+from harness.text import safe_file_name
 
 __all__ = ["PlotFile", "draw_attribution", "draw_plots"]
 
@@ -76,7 +76,7 @@ def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
         yield PlotFile(title=title, cell="", path=out / "ranks.svg")
     transfer = transfer_frame(results)
     for (_, within, precision), part in transfer.groupby(["across", "within", "precision"], sort=False):
-        name = f"transfer-{_safe_file_name(f'{within}-{precision}')}"
+        name = f"transfer-{safe_file_name(f'{within}-{precision}')}"
         study_plots.draw_transfer_map(part, f"{within}, {precision}", out / name)
         yield PlotFile(title=f"Transfer: {within}, {precision}", cell="", path=out / f"{name}.svg")
 
@@ -114,7 +114,7 @@ def draw_attribution(cell: str, report: AttributionReport, out: Path) -> Iterato
         cell: Name of the task.
         out: Output folder.
     """
-    name, title = f"{cell}-{_safe_file_name(report.row)}", f"{cell}: {report.method}"
+    name, title = f"{cell}-{safe_file_name(report.row)}", f"{cell}: {report.method}"
     parts = layer_plots.waterfall_frame(report.before, report.after)
     if len(parts):
         layer_plots.draw_waterfall(parts, title, out / f"waterfall-{name}")
@@ -127,7 +127,3 @@ def draw_attribution(cell: str, report: AttributionReport, out: Path) -> Iterato
         layer_plots.draw_gain_and_drop(report, metric, title, out / f"price-{name}")
         heading = f"Gain of patterns of {report.method}, and their cost in {metric}"
         yield PlotFile(title=heading, cell=cell, path=out / f"price-{name}.svg")
-
-
-def _safe_file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]

@@ -13,10 +13,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter, MaxNLocator
 
 from harness.report.frames.curves import pareto_front
 from harness.statistics import median_ci
+from harness.text import printable_lines
 
 __all__ = [
     "SERIES_COLOURS", "add_legend", "draw_budget_bars", "draw_curves", "draw_latencies", "draw_pareto", "figure_file",
@@ -49,10 +51,21 @@ def figure_file(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterat
         if grid:
             axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
+        _make_printable(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
         for kind in PLOT_FILE_FORMATS:
             metadata = {"Date": None} if kind == "svg" else None
             figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=metadata)
+
+
+def _make_printable(figure: Figure) -> None:
+    """Escape texts, which SVG may not hold: control characters are no XML."""
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        formatter = axis.get_major_formatter()
+        if isinstance(formatter, FixedFormatter):
+            formatter.seq = [printable_lines(str(label)) for label in formatter.seq]
+    for text in figure.findobj(Text):
+        text.set_text(printable_lines(text.get_text()))
 
 
 def series_style(index: int) -> tuple[str, str, str]:

@@ -1,27 +1,34 @@
-"""A model file and nodes whose names are markup, from the run to the page and to LaTeX."""
+"""Names of a model file, nodes and tensors that are markup, formulas or control codes, through every output."""
 
 from __future__ import annotations
 
+import csv
+import json
+import re
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import onnx
+import pandas as pd
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.config.experiment import parse_experiment
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
-from harness.report import render
+from harness.cli.main import main
+from harness.report.report_table import ReportTable, write_table
+from harness.text import safe_file_name
 
-MODEL = "<script>.onnx"
+MODEL = "<script>\u202e\x1b[31m.onnx"
+YAML_MODEL = MODEL.replace("\u202e", "\\u202e").replace("\x1b", "\\e")
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 TEX = r"\input{/etc/passwd}%$&_^~#"
+CODES = "\x1b]0;title\x07\x1b[2J\x1b[31m\r\u202e\u2066\u200b\ufeff\x85\u2028"
 EXPERIMENT = f"""
 experiment: names
 description: 'a <script>alert(3)</script> & {TEX}'
-models: [{{use: "{MODEL}", label: net, calibration: {{samples: 2}}}}]
+models: [{{use: "{YAML_MODEL}", label: net, calibration: {{samples: 2}}}}]
 backends: [{{use: simulated, params: {{seed: 5, noise: 0.0}}}}]
 searchers: [random]
 initial: [float, all]
@@ -50,13 +57,15 @@ def write_model(path: Path) -> None:
     """Two convolutions whose nodes, tensors and graph are named like markup."""
     rng = np.random.default_rng(0)
     weights = [
-        numpy_helper.from_array(rng.normal(size=(4, channels, 3, 3)).astype(np.float32), f"w{index}{EVIL}{TEX}")
+        numpy_helper.from_array(rng.normal(size=(4, channels, 3, 3)).astype(np.float32), f"w{index}{EVIL}{TEX}{CODES}")
         for index, channels in enumerate((3, 4))
     ]
     nodes = [
-        helper.make_node("Conv", ["x", weights[0].name], [f"a{EVIL}"], name=f"first {EVIL}{TEX}", pads=[1] * 4),
-        helper.make_node("Relu", [f"a{EVIL}"], [f"b{TEX}"], name=f"relu {EVIL}"),
-        helper.make_node("Conv", [f"b{TEX}", weights[1].name], ["y"], name=f"second {EVIL}{TEX}", pads=[1] * 4),
+        helper.make_node(
+            "Conv", ["x", weights[0].name], [f"a{EVIL}{CODES}"], name=f"first {EVIL}{TEX}{CODES}", pads=[1] * 4
+        ),
+        helper.make_node("Relu", [f"a{EVIL}{CODES}"], [f"b{TEX}"], name=f"=relu {EVIL}{CODES}"),
+        helper.make_node("Conv", [f"b{TEX}", weights[1].name], ["y"], name=f"second {EVIL}{TEX}{CODES}", pads=[1] * 4),
     ]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (1, c, 8, 8)) for name, c in (("x", 3), ("y", 4))]
     graph = helper.make_graph(nodes, EVIL, ends[:1], ends[1:], weights)
@@ -64,36 +73,91 @@ def write_model(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("names")
     write_model(folder / MODEL)
-    run_experiment(parse_experiment(EXPERIMENT, "names.yaml", folder), out=folder / "out", observer=NullProgress())
-    render(folder / "out")
-    return folder / "out" / "report"
+    (folder / "names.yaml").write_text(EXPERIMENT, encoding="utf-8")
+    (folder / f"damaged{CODES}.onnx").write_bytes(b"\x08\x07damaged")
+    main(["run", str(folder / "names.yaml"), "--out", str(folder / "out")])
+    return folder
 
 
-def test_the_page_runs_its_own_scripts_alone(report: Path) -> None:
-    page = (report / "index.html").read_text(encoding="utf-8")
+def is_plain(text: str) -> bool:
+    """Whether a terminal would only print it."""
+    return all(letter.isprintable() or letter in "\n\t" for letter in text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run {0}/names.yaml --out {0}/out",
+        "report {0}/out",
+        "compare {0}/out {0}/out",
+        "verify {0}/out",
+        "trace {0}/out linear:speedup --raw",
+        "explain {0}/out",
+        "regions {model}",
+        "regions {model} --dialect tensorrt",
+        "explain {model} --backend onnxruntime --runs 2",
+        "regions {damaged}",
+        "--verbose explain {damaged} --backend onnxruntime",
+        "regions {0}/none{codes}.onnx",
+    ],
+)
+def test_commands_print_no_control_codes(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = {
+        "model": str(folder / MODEL), "damaged": str(folder / f"damaged{CODES}.onnx"), "codes": CODES,
+        "cell": "net-simulated-int8",
+    }  # fmt: skip
+    with suppress(SystemExit):
+        main([word.format(folder, **words) for word in command.split(" ")])
+    out, err = capfd.readouterr()
+    assert out + err
+    assert is_plain(out + err), ascii(out + err)
+
+
+def test_the_page_runs_its_own_scripts_alone(folder: Path) -> None:
+    page = (folder / "out/report/index.html").read_text(encoding="utf-8")
     tags = Tags(page)
     assert tags.found.count("script") == 5, "its data, Plotly, and its code in three parts"
     assert "img" not in tags.found
     assert tags.handlers == []
-    assert "script&gt;.onnx" in page, "the name is shown"
+    assert "script&gt;" in page, "the name is shown"
     assert "first " in page, "and so are those of the nodes"
     assert "alert(1)</script>" not in page
+    data = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    assert is_plain(page)
+    assert is_plain(json.dumps(json.loads(data[1]), ensure_ascii=False))
 
 
-def test_latex_reads_no_file_and_runs_no_command(report: Path) -> None:
-    files = sorted(report.glob("*.tex"))
-    assert files
-    for path in files:
+def test_no_file_of_the_report_is_more_than_text(folder: Path) -> None:
+    paths = [path for path in (folder / "out/report").rglob("*") if path.suffix in (".tex", ".svg", ".md", ".csv")]
+    assert {path.suffix for path in paths} == {".tex", ".svg", ".md", ".csv"}
+    for path in paths:
         text = path.read_text(encoding="utf-8")
-        assert r"\input" not in text
-        assert "<script>" not in text
+        assert is_plain(text), path.name
+        assert r"\input" not in text or path.suffix in (".csv", ".svg"), path.name
+        if path.suffix == ".svg":
+            ElementTree.fromstring(text)
+            assert "script" not in Tags(text).found, path.name
+            assert Tags(text).handlers == [], path.name
 
 
-def test_pictures_are_no_scripts_either(report: Path) -> None:
-    for path in report.glob("*.svg"):
-        tags = Tags(path.read_text(encoding="utf-8"))
-        assert "script" not in tags.found, path.name
-        assert tags.handlers == [], path.name
+@pytest.mark.parametrize("name", ["=1+2", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3", "\t=1", f"=A{CODES}", "a|b`<i>"])
+def test_a_table_is_text_in_every_form(name: str, tmp_path: Path) -> None:
+    cells = pd.DataFrame({"model": [name], name: ["1"], "change": ["-1.5"]})
+    write_table(ReportTable(name="t", cells=cells, raw=cells.assign(ms=[-2.5]), note=name), tmp_path)
+    head, row = csv.reader((tmp_path / "t.csv").read_text(encoding="utf-8").splitlines())
+    assert not [cell for cell in head + row if cell.lstrip()[:1] in "=@+" or cell.startswith("-2+")]
+    assert row[-2:] == ["-1.5", "-2.5"]
+    for path in tmp_path.iterdir():
+        assert is_plain(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "\x1b", "-" * 300, ".ssh/keys", "C:\\x", "CON\0"])
+def test_file_names_stay_in_their_folder(name: str, tmp_path: Path) -> None:
+    path = tmp_path / safe_file_name(name)
+    path.write_text("")
+    assert path.resolve().parent == tmp_path.resolve()
+    assert not path.name.startswith(".")

@@ -1,0 +1,69 @@
+"""Text from outside (names in models, data, results and files), made printable and escaped for each output format.
+
+HTML pages are escaped by their templates, see `harness.report.page.html_document`.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "MAX_FILE_NAME_CHARS", "escape_csv", "escape_latex", "escape_markdown", "printable", "printable_lines",
+    "safe_file_name",
+]  # fmt: skip
+
+MAX_FILE_NAME_CHARS = 100
+_LATEX_ESCAPES = str.maketrans(
+    {
+        "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+    }
+)  # fmt: skip
+
+_CSV_FORMULA = re.compile(r"\s*([=@]|[+-](?!$|[\d.]+(e[+-]?\d+)?$))")  # signed numbers are none
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return text on one line without control, bidirectional and invisible characters (Unicode C*, Z*).
+
+    Space of any kind becomes a space, all others an escape such as `\x1b`.
+
+    Args:
+        text: Any text.
+        keep: Characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else " " if c.isspace() else ascii(c)[1:-1] for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return text as `printable` does, with its lines and tabs."""
+    return printable(text, keep="\n\t")
+
+
+def escape_markdown(text: str) -> str:
+    """Escape markup and characters that are not printable."""
+    return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda match: f"\\{match[0]}", printable(text))
+
+
+def escape_latex(text: str) -> str:
+    """Escape characters with a meaning in LaTeX, and those that are not printable."""
+    safe = printable(text).translate(_LATEX_ESCAPES)
+    # At the start of a row LaTeX would read these as arguments of the line break before.
+    return f"{{}}{safe}" if safe.startswith(("[", "*")) else safe
+
+
+def escape_csv(value: object) -> object:
+    """Return a cell for CSV; text that spreadsheets would compute starts with an apostrophe (OWASP, CSV injection)."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if _CSV_FORMULA.match(text) else text
+
+
+def safe_file_name(text: str) -> str:
+    """Return a file name of letters, digits and `._-` that does not start with a dot."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:MAX_FILE_NAME_CHARS]
+    return f"-{name}" if name[:1] in (".", "") else name
