@@ -9,9 +9,8 @@ from pathlib import Path
 import onnx
 from onnx import helper
 
-from harness.errors import UserError
 from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
-from harness.graph.io.files import check_functions, read_model, write_model
+from harness.graph.io.files import check_functions, read_model, refuse_damage, write_model
 from harness.graph.model import DynamicOriginal, Model, read_nodes
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.passes.normalize import densify_sparse_initializers
@@ -129,18 +128,10 @@ def prepare_model(
     proto: onnx.ModelProto, file: Path | onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
 ) -> Model:
     """Prepare a model; report any exception that a damaged file causes as a `UserError`."""
-    try:
+    with refuse_damage(source):
         key = f"{sha256} {sorted(sizes.shapes.items())} {sorted(sizes.dims.items())} {min_opset}"
         original = OriginalModel.of(proto, file, key if isinstance(file, Path) else "")
         return _prepare_proto(original, proto, source, sha256, sizes, min_opset)
-    except UserError:
-        raise
-    except Exception as error:  # files can be invalid in more ways than there are checks
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(
-            f"{source}: cannot be processed ({text}); the file may be damaged or use an unsupported construct: export "
-            "it again, or report this model"
-        ) from error
 
 
 def _prepare_proto(
@@ -181,6 +172,11 @@ def _restore_declared_type(kind: onnx.TypeProto, declared: onnx.TypeProto, *, wh
 def read_signature(path: Path, source: str | None = None) -> ModelSignature:
     """Read the inputs, outputs and nodes of a file, which messages call `source`, or by its path."""
     proto, _ = read_model(path, source or str(path))
+    with refuse_damage(source or path):
+        return _describe_signature(proto)
+
+
+def _describe_signature(proto: onnx.ModelProto) -> ModelSignature:
     graph = proto.graph
     stored: dict[str, set[str]] = {}
     index = QDQGraph(proto)

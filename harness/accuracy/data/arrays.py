@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import math
 import zipfile
@@ -13,7 +14,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from harness.accuracy.data.labels import read_rows
 from harness.accuracy.data.subsets import canonical_json, read_text_key, select_rows
 from harness.api import Array
 from harness.errors import UserError
@@ -110,6 +110,48 @@ def _label_path(name: str, base: Path | None, data: ArrayDataset) -> Path:
         raise UserError(f"data.labels: {among}{error}") from error
 
 
+def read_rows(path: Path) -> Array:
+    """Return the labels of arrays, one row a sample, of a `.npy`, `.npz`, `.csv` or `.txt` file.
+
+    An `.npz` file holds one array. Text holds one number a line, or several between commas or spaces; a first line that
+    is no numbers is a heading.
+
+    Raises:
+        UserError: Another kind of file, or one that is not so, with the line.
+    """
+    if path.suffix not in (".npy", ".npz", ".csv", ".txt"):
+        raise UserError(f"{path}: labels of arrays are a .npy, .npz, .csv or .txt file, one row for each sample")
+    try:
+        if path.suffix in (".csv", ".txt"):
+            return _read_numbers(path)
+        arrays = read_arrays(path, range).arrays
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read as labels: {error}") from error
+    if len(arrays) != 1:
+        raise UserError(f"{path}: holds {', '.join(arrays)}; labels are a file with one array")
+    return next(iter(arrays.values()))
+
+
+def _read_numbers(path: Path) -> Array:
+    text = path.read_text(encoding="utf-8-sig")
+    lines = list(csv.reader(text.splitlines())) if path.suffix == ".csv" else [row.split() for row in text.splitlines()]
+    rows: list[list[float]] = []
+    for number, line in enumerate(lines, 1):
+        if not any(cell.strip() for cell in line):
+            continue
+        try:
+            rows.append([float(cell) for cell in line])
+        except ValueError:
+            if rows or number > 1:
+                raise UserError(f"{path}, line {number}: numbers are wanted, but got {','.join(line)!r}") from None
+    widths = {len(row) for row in rows}
+    if len(widths) != 1:
+        raise UserError(f"{path}: rows of one length are wanted, but they have {sorted(widths) or 'no'} numbers")
+    array = np.array(rows)
+    whole = array.astype(np.int64) if np.isfinite(array).all() and (array == np.rint(array)).all() else array
+    return whole[:, 0] if widths == {1} else whole
+
+
 def read_arrays(path: Path, choose: RowSelector) -> ArrayDataset:
     """Read the chosen samples.
 
@@ -140,7 +182,9 @@ def read_arrays(path: Path, choose: RowSelector) -> ArrayDataset:
 def _translate_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, NotImplementedError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # zipfile, its decoders and NumPy raise classes of many kinds on damaged files
         raise UserError(f"{path}: not an {path.suffix or '.npz'} file of plain arrays: {error}") from error
 
 
@@ -159,7 +203,9 @@ def _unpack_arrays(path: Path, choose: RowSelector) -> tuple[dict[str, Array], s
         headers = {}
         for member in members:
             with archive.open(member) as file:
-                headers[member.filename.removesuffix(".npy")] = _read_header(file)
+                headers[member.filename.removesuffix(".npy")] = header = _read_header(file)
+            if math.prod(header[0]) * header[2].itemsize > member.file_size:
+                raise ValueError(f"array {member.filename!r} is shorter than its header says")
         chosen = choose(_check_lengths(path, {name: shape for name, (shape, _, _) in headers.items()}))
         named = dict(zip(headers, members, strict=True))
         packed = {name: header for name, header in headers.items() if not _is_mappable(named[name], header)}

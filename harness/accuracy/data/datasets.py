@@ -23,6 +23,7 @@ one, report on the other.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +31,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from harness.accuracy.data.arrays import ArrayDataset, SubsetSelector, open_arrays
 from harness.accuracy.data.labels import LabelFile, order_coco_categories, read_labels, select_coco_images
-from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, require_mask_files
+from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, open_picture, require_mask_files
 from harness.accuracy.data.preprocess import RgbImage
 from harness.accuracy.data.subsets import (
     HALF_NAMES,
@@ -51,6 +51,8 @@ from harness.zoo import shapes
 
 __all__ = ["HALF_NAMES", "ArrayDataset", "ImageDataset", "half_of", "open_data", "open_images", "spread_indices"]
 
+logger = logging.getLogger(__name__)
+ORIENTATION_TAG = 0x0112  # EXIF 2.32, table 4
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 ALLOWED_DATA_KEYS: Mapping[str, tuple[str, ...]] = {
     "images": ("images", "labels", "masks", "classes", *SUBSET_KEYS),
@@ -210,11 +212,12 @@ def _list_images(folder: Path) -> LabelFile:
 
 
 def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage:
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: cannot be read as an image: {error}") from error
+    with open_picture(path, "an image") as image:
+        if image.mode[0] in "IF":  # Pillow clips it at 255
+            raise UserError(f"{path}: has {image.mode} pixels, of more than 8 bits; convert it to 8 bits a channel")
+        if (orientation := image.getexif().get(ORIENTATION_TAG, 1)) != 1:
+            logger.warning("%s: EXIF orientation %s is ignored: pixels are used as stored", path, orientation)
+        pixels = np.asarray(image.convert("RGB"))
     for have, want in zip(pixels.shape[:2], expected, strict=True):
         if want not in (None, have):
             height, width = pixels.shape[:2]

@@ -1,10 +1,9 @@
-"""Label files: COCO's JSON for boxes and for panoptic masks, lines "FILENAME CLASS" for classes, rows for arrays."""
+"""Label files: COCO's JSON for boxes and for panoptic masks, and lines "FILENAME CLASS" for classes."""
 
 from __future__ import annotations
 
-import csv
 import json
-import zipfile
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
@@ -15,7 +14,12 @@ import numpy.typing as npt
 
 from harness.errors import UserError, suggest_names
 
-__all__ = ["LabelFile", "order_coco_categories", "read_labels", "read_rows", "select_coco_images"]
+__all__ = ["LabelFile", "order_coco_categories", "read_labels", "select_coco_images"]
+
+
+MAX_PIXELS = 1e9
+MAX_ID = 2**63  # pycocotools keeps ids in NumPy's int64
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,52 +62,6 @@ def read_labels(path: Path) -> LabelFile:
         seen.add(file)
         _check_inside(file, f"{path}: names the image")
     return labels
-
-
-def read_rows(path: Path) -> npt.NDArray[Any]:
-    """Return the labels of arrays, one row a sample, of a `.npy`, `.npz`, `.csv` or `.txt` file.
-
-    An `.npz` file holds one array. Text holds one number a line, or several between commas or spaces; a first line that
-    is no numbers is a heading.
-
-    Raises:
-        UserError: Another kind of file, or one that is not so, with the line.
-    """
-    if path.suffix not in (".npy", ".npz", ".csv", ".txt"):
-        raise UserError(f"{path}: labels of arrays are a .npy, .npz, .csv or .txt file, one row for each sample")
-    try:
-        if path.suffix in (".csv", ".txt"):
-            return _read_numbers(path)
-        found = np.load(path, allow_pickle=False)
-        if isinstance(found, np.ndarray):
-            return found
-        with found:
-            if len(found.files) != 1:
-                raise UserError(f"{path}: holds {', '.join(found.files)}; labels are a file with one array")
-            array: npt.NDArray[Any] = found[found.files[0]]
-            return array
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: cannot be read as labels: {error}") from error
-
-
-def _read_numbers(path: Path) -> npt.NDArray[Any]:
-    text = path.read_text(encoding="utf-8-sig")
-    lines = list(csv.reader(text.splitlines())) if path.suffix == ".csv" else [row.split() for row in text.splitlines()]
-    rows: list[list[float]] = []
-    for number, line in enumerate(lines, 1):
-        if not any(cell.strip() for cell in line):
-            continue
-        try:
-            rows.append([float(cell) for cell in line])
-        except ValueError:
-            if rows or number > 1:
-                raise UserError(f"{path}, line {number}: numbers are wanted, but got {','.join(line)!r}") from None
-    widths = {len(row) for row in rows}
-    if len(widths) != 1:
-        raise UserError(f"{path}: rows of one length are wanted, but they have {sorted(widths) or 'no'} numbers")
-    array = np.array(rows)
-    whole = array.astype(np.int64) if np.isfinite(array).all() and (array == np.rint(array)).all() else array
-    return whole[:, 0] if widths == {1} else whole
 
 
 def select_coco_images(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
@@ -155,13 +113,15 @@ def _parse_classes(text: str, path: Path) -> LabelFile:
 def _parse_coco(text: str, path: Path) -> LabelFile:
     try:
         coco = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     for key in ("images", "annotations", "categories"):
         if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
             raise UserError(f"{path}: COCO labels have a list {key!r}, but there is none")
     for image in coco["images"]:
         _check_fields(image, {"id": int, "file_name": str}, f"{path}: images")
+        sizes = {key: int for key in ("height", "width") if image.get(key) is not None}
+        _check_fields(image, sizes, f"{path}: images")
     for category in coco["categories"]:
         _check_fields(category, {"id": int}, f"{path}: categories")
     images = {image["id"] for image in coco["images"]}
@@ -170,11 +130,11 @@ def _parse_coco(text: str, path: Path) -> LabelFile:
     if any(isinstance(a, dict) and "segments_info" in a for a in coco["annotations"]):
         return LabelFile(files=files, panoptic=_parse_panoptic(coco, categories, path))
     boxes = [_normalize_annotation(a, number, path) for number, a in enumerate(coco["annotations"], 1)]
+    _warn_of_repeats(boxes, path)
     for box in boxes:
-        if box["image_id"] not in images:
-            raise UserError(f"{path}: annotation {box['id']}: there is no image with id {box['image_id']}")
-        if box["category_id"] not in categories:
-            raise UserError(f"{path}: annotation {box['id']}: there is no category with id {box['category_id']}")
+        for key, known in (("image", images), ("category", categories)):
+            if box[f"{key}_id"] not in known:
+                raise UserError(f"{path}: annotation {box['id']}: there is no {key} with id {box[f'{key}_id']}")
     return LabelFile(files=files, coco={**coco, "annotations": boxes})
 
 
@@ -204,12 +164,27 @@ def _normalize_annotation(annotation: Any, number: int, path: Path) -> dict[str,
     """
     _check_fields(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
     bbox = annotation["bbox"]
-    if len(bbox) != 4 or not all(isinstance(v, (int, float)) for v in bbox) or not np.isfinite(bbox).all():
-        raise UserError(f"{path}: annotations: 'bbox' is x, y, width, height in pixels, but got {bbox!r}")
-    return {"area": bbox[2] * bbox[3], "iscrowd": 0, **annotation, "id": number}
+    if len(bbox) != 4 or not all(isinstance(v, (int, float)) and abs(v) < MAX_PIXELS for v in bbox):
+        raise UserError(f"{path}: annotation {number}: 'bbox' is x, y, width, height in pixels, but got {bbox!r}")
+    if min(bbox[2:]) < 0:
+        raise UserError(f"{path}: annotation {number}: 'bbox' has a negative width or height: {bbox!r}")
+    made = {"area": bbox[2] * bbox[3], "iscrowd": 0, **annotation, "id": number}
+    area, crowd = made["area"], made["iscrowd"]
+    if not isinstance(area, (int, float)) or not 0 <= area < MAX_PIXELS**2 or crowd not in (0, 1):
+        raise UserError(f"{path}: annotation {number}: 'area' is from 0, 'iscrowd' 0 or 1, but got {area!r}, {crowd!r}")
+    return made
+
+
+def _warn_of_repeats(boxes: Sequence[Mapping[str, Any]], path: Path) -> None:
+    seen: dict[tuple[Any, ...], int] = {}
+    for box in boxes:
+        first = seen.setdefault((box["image_id"], box["category_id"], *box["bbox"]), box["id"])
+        if first != box["id"]:
+            logger.warning("%s: annotation %d repeats annotation %d: detections count once", path, box["id"], first)
 
 
 def _check_fields(entry: Any, fields: Mapping[str, type], where: str) -> None:
     for name, kind in fields.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
+        value: Any = entry.get(name) if isinstance(entry, dict) else None
+        if not isinstance(value, kind) or (isinstance(value, int) and not -MAX_ID <= value < MAX_ID):
             raise UserError(f"{where}: every entry has {name!r} ({kind.__name__}), but got {str(entry)[:80]}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,11 +15,12 @@ from PIL import Image
 from harness.accuracy.data.preprocess import Size
 from harness.errors import UserError, suggest_names
 
-__all__ = ["VOID_CLASS", "IndexMasks", "Mask", "Masks", "PanopticMasks", "require_mask_files"]
+__all__ = ["VOID_CLASS", "IndexMasks", "Mask", "Masks", "PanopticMasks", "open_picture", "require_mask_files"]
 
 VOID_CLASS = -1
 """Pixels of no class: they count for nothing."""
 BORDER_PIXEL = 255  # PASCAL VOC and most others mark undecided pixels so
+PICTURE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # EPS would start Ghostscript
 Mask = npt.NDArray[np.int64]
 
 
@@ -114,17 +116,30 @@ def require_mask_files(masks: Masks, count: int) -> None:
                 raise UserError(f"data.classes: the labels have no category {name!r}; {suggest_names(name, known)}")
 
 
+@contextmanager
+def open_picture(path: Path, what: str) -> Iterator[Image.Image]:
+    """Open a picture of one of `PICTURE_FORMATS`; the file's content decides, not its name.
+
+    Raises:
+        UserError: It cannot be read, also within the context.
+    """
+    try:
+        with Image.open(path, formats=PICTURE_FORMATS) as image:
+            yield image
+    except UserError:
+        raise
+    except Exception as error:  # decoders of Pillow raise classes of many kinds on damaged files
+        raise UserError(f"{path}: cannot be read as {what}: {error}") from error
+
+
 def _read_pixels(path: Path, size: Size) -> Mask:
     """Return the raw values of a PNG.
 
     Raises:
         UserError: It cannot be read, or its size is not that of its image.
     """
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB") if image.mode == "RGBA" else image).astype(np.int64)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: cannot be read as a mask: {error}") from error
+    with open_picture(path, "a mask") as image:
+        pixels = np.asarray(image.convert("RGB") if image.mode == "RGBA" else image).astype(np.int64)
     if pixels.shape[:2] != size:
         height, width = pixels.shape[:2]
         raise UserError(f"{path}: is {height}x{width}, but its image is {size[0]}x{size[1]}")

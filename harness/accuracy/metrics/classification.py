@@ -82,13 +82,15 @@ class Top1:
         outputs, highest = max(shape, default=0), max(self.labels, default=0)
         if highest < outputs:
             return
+        place = self.labels.index(highest)
         shifted = highest == outputs and min(self.labels) > 0
         remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
         if outputs == 1:
             remedy = "a single score needs a threshold, in a function for the evaluator metric"
+        where = self.images.data.sample_name(place)
         raise UserError(
-            f"{self.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
-            f"0 to {outputs - 1}: {remedy}"
+            f"{self.metric}: data.labels: class {highest} of {where}, but the model has {outputs} outputs, for the "
+            f"classes 0 to {outputs - 1}: {remedy}"
         )
 
     def score(self, infer: Infer) -> Accuracy:

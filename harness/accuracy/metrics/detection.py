@@ -70,7 +70,7 @@ class CocoMAP(LabelledImages):
         if labels is None:
             raise UserError("coco_map: data.labels: boxes are needed, from a .json file in COCO's form")
         if not labels["annotations"]:
-            raise UserError("coco_map: data.labels: there is no box on any of the images")
+            raise UserError(f"coco_map: data.labels: {data['labels']}: there is no box on any of the images")
         self._labels = labels
         self._preprocess = parse_plugin_spec(preprocess)[0]
         self._fitting: str | None = None

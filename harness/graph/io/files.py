@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PureWindowsPath
 
@@ -25,7 +26,7 @@ from harness.graph.protos import copy_message, iter_graphs, iter_nodes
 
 __all__ = [
     "check_functions", "copy_model", "digest_file", "digest_model", "is_large", "load_external_data",
-    "model_files", "move_model", "read_model", "serialize_model", "to_proto", "write_model",
+    "model_files", "move_model", "read_model", "refuse_damage", "serialize_model", "to_proto", "write_model",
 ]  # fmt: skip
 
 MAX_INLINED_NODES = 100_000
@@ -53,6 +54,21 @@ _BITS_BY_DTYPE = {
 }
 
 
+@contextmanager
+def refuse_damage(source: object) -> Iterator[None]:
+    """Report any exception that a damaged model causes as a `UserError` which names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # files can be invalid in more ways than there are checks
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(
+            f"{source}: cannot be processed ({text}); the file may be damaged or use an unsupported construct: export "
+            "it again, or report this model"
+        ) from error
+
+
 def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
     """Return the model in a file with all its weights, and the SHA-256 of the file and its external data.
 
@@ -60,6 +76,11 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
         UserError: The file is missing, truncated or not ONNX; functions cannot be inlined; weights do not have the
             declared size; or external data are missing, too short or outside the model's folder.
     """
+    with refuse_damage(source):
+        return _read_model(path, source)
+
+
+def _read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
     raw = _read_bytes(path, source)
     proto = _parse_model(raw, source)
     check_functions(proto, source)
@@ -235,7 +256,8 @@ def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto
         proto.ParseFromString(content)
     except DecodeError:  # reported when the model is read
         return proto, []
-    return proto, load_external_data(proto, model_path.parent, str(model_path))
+    with refuse_damage(model_path):
+        return proto, load_external_data(proto, model_path.parent, str(model_path))
 
 
 def _renamed_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:
@@ -265,14 +287,16 @@ def _rename_files(external: _ExternalTensors, names: Mapping[Path, str]) -> bool
 
 
 def _read_bytes(path: Path, source: str) -> bytes:
-    if path.is_dir():
-        raise UserError(f"{source}: this is a folder; name the .onnx file in it")
     try:
+        if path.is_dir():
+            raise UserError(f"{source}: this is a folder; name the .onnx file in it")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{source}: this is no file, but a pipe or a device")
         raw = path.read_bytes()
     except FileNotFoundError as error:
         raise UserError(f"{source}: no such file ({path})") from error
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source}: cannot be read: {getattr(error, 'strerror', error)}") from error
     if not raw:
         raise UserError(f"{source}: the file is empty; fetch or export the model again")
     if raw.startswith(_LFS_POINTER_PREFIX):

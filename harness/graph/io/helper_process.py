@@ -11,10 +11,10 @@ answers.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
-import pickle
 import resource
 import sys
 import threading
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -183,7 +184,8 @@ def _as_picklable(error: Exception) -> Exception:
     if isinstance(error, UserError):
         return UserError(str(error))
     try:
-        pickle.loads(pickle.dumps(error))
+        ForkingPickler.dumps(error)
+        copy.copy(error)  # made again of its arguments, as by the connection
     except Exception:  # classes of any package
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from harness.errors import UserError
-from harness.graph.io.files import read_model
+from harness.graph.io.files import read_model, refuse_damage
 from harness.graph.model import Model, Node
 from harness.graph.protos import input_values
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph
@@ -45,6 +45,11 @@ def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge,
         UserError: The file cannot be read, is in QOperator format, or has no Q/DQ pair that fits the model.
     """
     name = "the Q/DQ model" if isinstance(source, onnx.ModelProto) else str(source)
+    with refuse_damage(name):
+        return _import_placement(source, model, name)
+
+
+def _import_placement(source: Path | onnx.ModelProto, model: Model, name: str) -> dict[Edge, str]:
     proto = source if isinstance(source, onnx.ModelProto) else read_model(source, name)[0]
     for node in proto.graph.node:
         if _is_qoperator(node.op_type):

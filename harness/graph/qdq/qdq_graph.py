@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, numpy_helper
 
 from harness.errors import UserError
-from harness.graph.io.files import read_model, write_model
+from harness.graph.io.files import read_model, refuse_damage, write_model
 from harness.graph.protos import attribute_value, constants_by_name, copy_message
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.operator_sets import LINEAR_OPS
@@ -42,9 +42,11 @@ _EXTERNAL_TOOL_SUFFIXES = ("_quantized", "_QuantizeLinear_Input")  # of ONNX Run
 def read_qdq_graph(path: Path) -> QDQGraph:
     """Read the structure of a model file; raise `UserError` if it is no ONNX file."""
     try:
-        return QDQGraph(onnx.load(path, load_external_data=False), path.parent)
+        proto = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise UserError(f"{path}: no ONNX model ({error})") from error
+    with refuse_damage(path):
+        return QDQGraph(proto, path.parent)
 
 
 def read_qdq_edges(proto: onnx.ModelProto) -> dict[Edge, str]:
@@ -54,20 +56,20 @@ def read_qdq_edges(proto: onnx.ModelProto) -> dict[Edge, str]:
 
 def diff_edges(expected: Resolved, source: Path | onnx.ModelProto) -> tuple[Resolved, Resolved]:
     """Return expected edges that a model lacks, and edges in the model that were not expected; both sorted."""
-    proto = onnx.load(source, load_external_data=False) if isinstance(source, Path) else source
-    wanted, found = set(expected), set(read_qdq_edges(proto).items())
+    edges = read_qdq_graph(source).edges if isinstance(source, Path) else read_qdq_edges(source)
+    wanted, found = set(expected), set(edges.items())
     return tuple(sorted(wanted - found)), tuple(sorted(found - wanted))
 
 
 def count_pairs(path: Path) -> int:
     """Return the number of Q/DQ pairs of a model: quantized tensors, however many consumers each has."""
-    edges = read_qdq_edges(onnx.load(path, load_external_data=False))
+    edges = read_qdq_graph(path).edges
     return len({(edge.tensor, precision) for edge, precision in edges.items()})
 
 
 def read_precisions(path: Path) -> frozenset[str]:
     """Return the precisions of the quantized edges of a model file; empty for a float model."""
-    return frozenset(read_qdq_edges(onnx.load(path, load_external_data=False)).values())
+    return frozenset(read_qdq_graph(path).edges.values())
 
 
 def node_name(node: onnx.NodeProto) -> str:

@@ -351,3 +351,50 @@ def test_classes_in_another_order_are_put_in_order(folder: Path) -> None:
         open_with(folder, named, classes=[1, 2])
     with pytest.raises(UserError, match=r"data.classes: 'cat' appears twice"):
         open_with(folder, named, classes=["cat", "dog", "cat"])
+
+
+@pytest.mark.parametrize(
+    ("bbox", "cause"),
+    [([1, 1, -2, 3], "annotation 2: .*negative"), ([1, 1, float("nan"), 3], "annotation 2: .*bbox")],
+)
+def test_a_wrong_box_is_refused_with_its_number(folder: Path, bbox: list[float], cause: str) -> None:
+    good = {"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3]}
+    with pytest.raises(UserError, match=rf"labels\.json: {cause}"):
+        open_with(folder, coco(annotations=[good, {**good, "bbox": bbox}]))
+
+
+def test_an_annotation_that_is_there_twice_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = {"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3]}
+    open_with(folder, coco(annotations=[good, {**good, "bbox": [0, 0, 1, 1]}, good]))
+    assert "labels.json: annotation 3 repeats annotation 1" in caplog.text
+
+
+def test_pictures_that_would_be_read_wrongly_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images = folder / "images"
+    Image.fromarray(np.full((4, 6), 1000, np.uint16)).save(images / "0.png")
+    (images / "1.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 4\n%%EndComments\n")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (6, 4)).save(images / "2.png", exif=exif)
+    data = open_images({"use": "images", "images": "images"}, folder)
+    with pytest.raises(UserError, match=r"0\.png: .*more than 8 bits"):
+        data.image(0)
+    with pytest.raises(UserError, match=r"1\.png: cannot be read as an image"):
+        data.image(1)
+    data.image(2)
+    assert "2.png: EXIF orientation 6 is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
+def test_a_header_that_claims_more_than_the_file_has_is_refused(folder: Path, name: str) -> None:
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (3, 1000000000), }".ljust(117) + b"\n"
+    raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    if name.endswith(".npz"):
+        with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("x.npy", raw)
+    else:
+        (folder / name).write_bytes(raw)
+    with pytest.raises(UserError, match=rf"{name}: "):
+        open_data({"use": name[2:], "path": name}, folder)
+    with pytest.raises(UserError, match=rf"{name}: "):
+        arrays.read_rows(folder / name)

@@ -138,7 +138,7 @@ def test_the_output_is_looked_for_before_anything_is_scored(folder: Path) -> Non
 def test_what_does_not_fit_is_explained(folder: Path) -> None:
     with pytest.raises(UserError, match=r"classes are needed, from a \.txt file"):
         top1(folder, labels=None)
-    with pytest.raises(UserError, match="class 9, but the model has 3 outputs"):
+    with pytest.raises(UserError, match=r"class 9 of 9\.png, but the model has 3 outputs"):
         top1(folder).score(lambda _: {"logits": np.zeros((1, 3))})
     with pytest.raises(EvaluationFailed, match=r"output 'logits' is no row of logits: its shape is \(1, 3, 4\)"):
         top1(folder).score(lambda _: {"logits": np.zeros((1, 3, 4))})

@@ -1,0 +1,279 @@
+"""Mutated inputs of every kind: each is used or refused by an error of the harness that names its file.
+
+QDQ_FUZZ sets how many of each kind, QDQ_SEED draws others (docs/explanation/reliability.md has the figures of 3,000).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import resource
+import signal
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from mutations import (
+    AUTOTUNE_STATE,
+    BYTE_MUTATIONS,
+    EXPERIMENT_YAML,
+    ONNX_MUTATIONS,
+    PATTERN_CACHE,
+    edited,
+    misfilled,
+    onnx_files,
+)
+from PIL import Image
+
+from harness import registry
+from harness.accuracy.data.arrays import read_rows
+from harness.accuracy.data.datasets import open_data
+from harness.compat.modelopt_autotune.storage import read_state
+from harness.config.experiment import load_experiment
+from harness.errors import CandidateError, UserError
+from harness.graph.io.files import copy_model, digest_file
+from harness.graph.load import load, load_proto, read_signature
+from harness.graph.model import Model
+from harness.graph.pattern_cache_io import read_cache
+from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
+from harness.results_dir.io import add_checksum
+from harness.results_dir.journal import read_journal
+
+FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
+SEED = int(os.environ.get("QDQ_SEED", "7"))
+HANG_S = 30
+ALLOWED_GB = 4.0
+Mutation = Callable[[bytes, random.Random], bytes]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of input.
+
+    Attributes:
+        name: Of the file.
+        files: Valid contents.
+        mutations: Applied in turn.
+        use: Reads the file as a command does.
+    """
+
+    name: str
+    files: Callable[[], list[bytes]]
+    mutations: tuple[Mutation, ...]
+    use: Callable[[Path], object]
+
+
+def use_model(path: Path) -> None:
+    model = load(path)
+    space = build_space(model, OPENVINO)
+    edges = {edge.tensor for dimension in space.dimensions for edge in dimension.edges}
+    if len(space):
+        ranges = dict.fromkeys(edges - set(model.constants), (-1.0, 1.0))
+        Inserter(model, OPENVINO, ranges).insert(space.resolve(space.quantize_all()))
+
+
+@cache
+def float_model() -> Model:
+    return load_proto(onnx.ModelProto.FromString(onnx_files()[0]), source="net", sha256="")
+
+
+@cache
+def quantized_files() -> list[bytes]:
+    model = float_model()
+    space = build_space(model, OPENVINO)
+    tensors = {edge.tensor for dimension in space.dimensions for edge in dimension.edges}
+    inserter = Inserter(model, OPENVINO, dict.fromkeys(tensors - set(model.constants), (-1.0, 1.0)))
+    return [inserter.insert(space.resolve(space.quantize_all())).SerializeToString()]
+
+
+def use_quantized(path: Path) -> None:
+    refusals = []
+    readers = (
+        lambda: import_placement(path, float_model()), lambda: read_qdq_graph(path), lambda: read_signature(path),
+        lambda: digest_file(path), lambda: copy_model(path, path.parent, "copy.onnx"),
+    )  # fmt: skip
+    for read in readers:
+        try:
+            read()
+        except UserError as error:
+            refusals.append(error)
+    if refusals:
+        raise min(refusals, key=lambda error: path.name in str(error))
+
+
+def coco_files() -> list[bytes]:
+    boxes = {
+        "images": [{"id": 7, "file_name": "0.png", "height": 8, "width": 8}],
+        "annotations": [{"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3], "area": 6, "iscrowd": 0, "id": 1}] * 2,
+        "categories": [{"id": 5, "name": "cat"}, {"id": 9, "name": "dog"}],
+    }
+    segments = [{"id": 3, "category_id": 5}]
+    masks = {**boxes, "annotations": [{"image_id": 7, "file_name": "0.png", "segments_info": segments}]}
+    return [json.dumps(labels).encode() for labels in (boxes, masks)]
+
+
+def refilled(raw: bytes, rng: random.Random) -> bytes:
+    return json.dumps(misfilled(json.loads(raw), rng)).encode()
+
+
+def use_coco(path: Path) -> None:
+    with Image.new("RGB", (8, 8)) as image:
+        image.save(path.parent / "0.png")
+    spec: dict[str, Any] = {"use": "images", "images": str(path.parent), "labels": str(path), "count": 1}
+    if b"segments_info" in path.read_bytes():
+        data = open_data({**spec, "masks": str(path.parent), "classes": ["void", "cat"]})
+        assert data.mask is not None  # type: ignore[union-attr]
+        data.mask(0)  # type: ignore[union-attr]
+        return
+    params = {"data": spec, "preprocess": "ultralytics", "decode": "ultralytics"}
+    evaluator = registry.create_plugin(
+        "evaluator", "coco_map", params, {"input_name": "x", "input_shape": (1, 3, 8, 8)}
+    )
+    evaluator.score(lambda _: {"y": np.zeros((1, 6, 1), np.float32)})
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def npz_files() -> list[bytes]:
+    made = []
+    for save in (np.savez, np.savez_compressed):
+        file = io.BytesIO()
+        save(file, x=np.ones((4, 3), np.float32), y=np.arange(4))
+        made.append(file.getvalue())
+    return made
+
+
+def use_arrays(path: Path) -> None:
+    spec = {"use": path.suffix[1:], "path": str(path)}
+    with_labels = spec | ({"labels": "y"} if path.suffix == ".npz" else {"labels": str(path)})
+    for each in (spec, with_labels):
+        data = open_data(each)
+        assert len(data) > 0
+    read_rows(path)
+
+
+def image_files() -> list[bytes]:
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 12, 3), np.uint8)
+    made = []
+    for kind in ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF", "PPM"):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, kind)
+        made.append(file.getvalue())
+    return made
+
+
+def recompressed(raw: bytes, rng: random.Random) -> bytes:
+    """A chunk of a PNG changed, with the checksum that it has then."""
+    if not raw.startswith(b"\x89PNG"):
+        return raw
+    at, data = 8, bytearray(raw)
+    length = int.from_bytes(data[at : at + 4])
+    data[at + 8 + rng.randrange(length)] = rng.randrange(256)
+    data[at + 8 + length : at + 12 + length] = zlib.crc32(data[at + 4 : at + 8 + length]).to_bytes(4)
+    return bytes(data)
+
+
+def use_image(path: Path) -> None:
+    spec: dict[str, Any] = {"use": "images", "images": str(path.parent)}
+    data = open_data(spec)
+    data.image(0)  # type: ignore[union-attr]
+    masked = open_data({**spec, "masks": str(path.parent)})
+    masked.mask(0)  # type: ignore[union-attr]
+
+
+def journal_files() -> list[bytes]:
+    lines = [
+        '{"kind":"header","schema":2,"fingerprint":{}}',
+        '{"kind":"proposal","number":0,"choices":[0,1],"digest":"d","origin":"searcher","duplicate_of":null}',
+        '{"kind":"result","number":0,"outcome":{"status":"failed","stage":"build","reason":"x"},"elapsed_s":1.0}',
+    ]
+    return ["".join(f"{add_checksum(line)}\n" for line in lines).encode()]
+
+
+KINDS = {
+    "onnx": Kind("m.onnx", onnx_files, ONNX_MUTATIONS, use_model),
+    "qdq": Kind("q.onnx", quantized_files, ONNX_MUTATIONS, use_quantized),
+    "coco": Kind("labels.json", coco_files, (refilled, refilled, refilled, edited), use_coco),
+    "npz": Kind("a.npz", npz_files, BYTE_MUTATIONS, use_arrays),
+    "npy": Kind("a.npy", lambda: [npy(np.ones((4, 3), np.float32)), npy(np.arange(4))], BYTE_MUTATIONS, use_arrays),
+    "image": Kind("0.png", image_files, (*BYTE_MUTATIONS, recompressed), use_image),
+    "experiment": Kind("e.yaml", lambda: [EXPERIMENT_YAML.encode()], (edited, *BYTE_MUTATIONS), load_experiment),
+    "cache": Kind("c.yaml", lambda: [PATTERN_CACHE.encode()], (edited, *BYTE_MUTATIONS), read_cache),
+    "state": Kind(
+        "s.yaml", lambda: [AUTOTUNE_STATE.encode()], (edited, *BYTE_MUTATIONS), lambda path: read_state(path, {})
+    ),
+    "journal": Kind("j.jsonl", journal_files, (flipped_bytes := BYTE_MUTATIONS[0], *BYTE_MUTATIONS),
+                    lambda path: list(read_journal(path))),
+}  # fmt: skip
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """End a hang; the exception is no Exception, which code under test might catch."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"more than {HANG_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(HANG_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome_of(use: Callable[[], object], name: str) -> str:
+    """Return "used", "refused", or the finding."""
+    try:
+        with time_limit():
+            use()
+    except (UserError, CandidateError) as error:
+        named = name in str(error) or "0.png" in str(error) or str(error).startswith("data.")  # a key of the experiment
+        return "refused" if named else f"names no file: {error}"
+    except BaseException as error:  # a finding; the hang is a KeyboardInterrupt
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "/harness/" in f.filename]
+        return f"{type(error).__name__}: {str(error)[:150]!r} at {ours[-1:]}"
+    return "used"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutated_files_are_used_or_refused(kind: str, tmp_path: Path) -> None:
+    spec = KINDS[kind]
+    files, found, findings = spec.files(), Counter[str](), Counter[str]()
+    for number in range(FUZZ):
+        rng = random.Random(f"{SEED} {kind} {number}")
+        mutation = spec.mutations[number % len(spec.mutations)]
+        path = tmp_path / spec.name
+        path.write_bytes(mutation(rng.choice(files), rng))
+        said = outcome_of(lambda path=path: spec.use(path), spec.name)  # type: ignore[misc]
+        found[said if said in ("used", "refused") else "finding"] += 1
+        if said not in ("used", "refused"):
+            findings[f"{said} ({number} {mutation.__name__})" if FUZZ <= 300 else said] += 1
+    used_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{kind}: {dict(found)}, {used_gb:.1f} GB", *findings.items(), sep="\n")
+    assert not findings, [*findings][:5]
+    assert found["refused"]
+    assert used_gb < ALLOWED_GB
