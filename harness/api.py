@@ -225,7 +225,7 @@ class ExternalSearcher(Protocol):
     2. The same task and the same results give the same files, byte for byte: a run is resumed by running it again.
     3. `BuildFailed`, raised on entering or in `ask`, ends only this search; so does any other exception, also in
        `tell` and on leaving.
-    4. A class that an experiment names as `package.module:Class` has the class attribute `kind = "peer"`.
+    4. A class that an experiment names as `package.module:Class` has the class attribute `kind = "external searcher"`.
     """
 
     def ask(self) -> Path | None:

@@ -41,14 +41,14 @@ READ_BATCH_ROWS = 32
 _READINGS, _NUMBERS = pa.list_(pa.float32()), pa.map_(pa.string(), pa.float64())
 TABLE_SCHEMA = pa.schema([
     ("digest", pa.string()), ("number", pa.int32()), ("choices", pa.list_(pa.int8())), ("samples_ms", _READINGS),
-    ("discarded_ms", _READINGS), ("raw_ms", _READINGS), ("beside_ms", _READINGS), ("trouble", pa.string()),
+    ("discarded_ms", _READINGS), ("raw_ms", _READINGS), ("reference_ms", _READINGS), ("disturbance", pa.string()),
     ("conditions", _NUMBERS), ("warmup", pa.int32()), ("stable", pa.bool_()), ("build_s", pa.float32()),
     ("measure_s", pa.float32()), ("evaluate_s", pa.float32()), ("metrics", _NUMBERS), ("info", pa.string()),
     ("failed_stage", pa.string()), ("failed_reason", pa.string()),
 ])  # fmt: skip
-LATENCY_COLUMNS = ("samples_ms", "discarded_ms", "raw_ms", "beside_ms")
-#: Fields of `Measured` that are columns unchanged; `retaken_ms` needs an incumbent, which a table does not have.
-MEASURED_COLUMNS = (*LATENCY_COLUMNS, "trouble", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
+LATENCY_COLUMNS = ("samples_ms", "discarded_ms", "raw_ms", "reference_ms")
+#: Fields of `Measured` that are columns unchanged; `rebuilt_ms` needs an incumbent, which a table does not have.
+MEASURED_COLUMNS = (*LATENCY_COLUMNS, "disturbance", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
 MAP_COLUMNS = ("metrics", "conditions")
 
 

@@ -34,10 +34,10 @@ class Measured:
         samples_ms: Latency of each inference in order, warm-up excluded. With a reference: of each turn, drift of the
             machine removed (`harness.timing.reference_sampling`).
         raw_ms: Clock reading of each such turn; empty without a reference.
-        beside_ms: Turns of the reference, before the first turn and after each; in a final selection one per turn.
+        reference_ms: Turns of the reference, before the first turn and after each; in a final selection one per turn.
         discarded_ms: Readings of a first attempt that was repeated; usually empty.
-        trouble: Reason of the repetition, or "".
-        retaken_ms: Readings of further builds, taken because the first build beat the incumbent.
+        disturbance: Reason of the repetition, or "".
+        rebuilt_ms: Readings of further builds, taken because the first build beat the incumbent.
         saved: Estimated number of inferences that racing saved.
         conditions: State of the machine at the end, as far as known: clock in MHz, temperature in °C, load average.
         warmup: Inferences before the first sample.
@@ -63,14 +63,14 @@ class Measured:
     per_item: tuple[float, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     discarded_ms: tuple[float, ...] = ()
-    trouble: str = ""
-    retaken_ms: tuple[tuple[float, ...], ...] = ()
+    disturbance: str = ""
+    rebuilt_ms: tuple[tuple[float, ...], ...] = ()
     warmup: int = 0
     stable: bool = True
     saved: int = 0
     conditions: Mapping[str, float] = field(default_factory=dict)
     raw_ms: tuple[float, ...] = ()
-    beside_ms: tuple[float, ...] = ()
+    reference_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Proposal:
     """Placement to evaluate, numbered from 0 in ask order.
 
     Attributes:
-        origin: "seed:NAME" for the initial design, else "searcher".
+        origin: "initial:NAME" for the initial design, else "searcher".
         duplicate_of: Number of the earlier proposal with the same digest (costs no budget), or None.
         searcher_s: Time of the searcher for this proposal and the results before it; None: unknown.
     """

@@ -33,7 +33,7 @@ ENTRY_POINT_PATTERN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.
 
 ENTRY_POINT_GROUPS: Mapping[str, str] = {
     "searcher": "qdq.searchers",
-    "peer": "qdq.peers",
+    "external searcher": "qdq.external_searchers",
     "benchmarker": "qdq.benchmarkers",
     "evaluator": "qdq.evaluators",
     "preprocessing": "qdq.preprocessings",
@@ -44,7 +44,7 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
 #: Methods of a class that is named as `package.module:Class`.
 CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "searcher": ("ask", "tell"),
-    "peer": ("ask", "tell"),
+    "external searcher": ("ask", "tell"),
     "benchmarker": ("build", "open", "describe"),
     "evaluator": ("score",),
     "preprocessing": ("prepare",),

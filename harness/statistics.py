@@ -160,9 +160,9 @@ def noise_floor_from_ratios(aa_ratios: Floats, quantile: float = 0.95) -> float:
     return float(np.quantile(np.maximum(ratios, 1 / ratios) - 1, quantile, method="higher"))
 
 
-def speedup_verdict(speedup: Interval, floor: float) -> Verdict:
+def speedup_verdict(speedup: Interval, noise_floor: float) -> Verdict:
     """Return "faster" or "slower" if the interval excludes 1 and the gain exceeds 1 % and the noise floor, or "tie"."""
     gain = max(speedup.value, 1 / speedup.value) - 1
-    if speedup.low <= 1 <= speedup.high or gain < max(MIN_CLAIMED_GAIN, floor):
+    if speedup.low <= 1 <= speedup.high or gain < max(MIN_CLAIMED_GAIN, noise_floor):
         return "tie"
     return "faster" if speedup.value > 1 else "slower"

@@ -56,7 +56,7 @@ def escape_latex(text: str) -> str:
 
 
 def escape_csv(value: object) -> object:
-    """Return a cell for CSV; text that spreadsheets would compute starts with an apostrophe (OWASP, CSV injection)."""
+    """Return a task for CSV; text that spreadsheets would compute starts with an apostrophe (OWASP, CSV injection)."""
     if not isinstance(value, str):
         return value
     text = printable(value)

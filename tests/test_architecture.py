@@ -55,7 +55,7 @@ def test_only_graph_imports_onnx():
     ("group", "parts"),
     [
         ("qdq.searchers", {"ask", "tell"}),
-        ("qdq.peers", {"ask", "tell"}),
+        ("qdq.external_searchers", {"ask", "tell"}),
         ("qdq.benchmarkers", {"build", "open", "describe"}),
         ("qdq.evaluators", {"score"}),
         ("qdq.preprocessings", {"prepare"}),

@@ -107,7 +107,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path, monkeypatch):
         "baselines: [all, linear]": "baselines: [linear]",
         "evaluations: [10]": "evaluations: [3]",
         "{max_ms: 50}": "{warmup_ms: 5, min_samples: 3, max_ms: 10}",
-        "rounds: 6, contenders: 2": "rounds: 2, contenders: 1",
+        "rounds: 6, candidates: 2": "rounds: 2, candidates: 1",
     }
     for shown, ours in shorter.items():
         assert shown in experiment

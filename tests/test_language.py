@@ -14,15 +14,7 @@ LISTED = (ROOT / "tests/forbidden_words.txt").read_text(encoding="utf-8").splitl
 WORDS = re.compile(
     rf"\b(?:{'|'.join(word for word in LISTED if word and not word.startswith('#'))})\b", flags=re.IGNORECASE
 )
-NOT_YET_REWORDED = {
-    "results_dir", "config",
-}  # fmt: skip
-FILES = [
-    path
-    for package in ("harness", "search")
-    for path in sorted((ROOT / package).rglob("*.py"))
-    if path.relative_to(ROOT).parts[1] not in NOT_YET_REWORDED
-]
+FILES = [path for package in ("harness", "search") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -30,7 +22,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
-            yield node.lineno, re.sub(r"`[^`]*`|\b[\w.]+\.jsonl", "", node.value)
+            yield node.lineno, re.sub(r"`[^`]*`", "", node.value)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string

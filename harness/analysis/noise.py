@@ -81,7 +81,7 @@ class NoiseReadings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseComponent:
-    """One source of noise.
+    """Source of noise.
 
     Attributes:
         sd: Standard deviation of log latency from this source alone, that is a share of the latency, with its 95 %

@@ -36,10 +36,10 @@ def noise_report(
     """
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    cell, worker = prepare_study(study, out, observer)
-    if placement not in cell.placements:
-        raise UserError(f"--placement: unknown placement {placement!r}; {suggest_names(placement, cell.placements)}")
-    candidate = cell.candidate(cell.placements[placement])
+    task, worker = prepare_study(study, out, observer)
+    if placement not in task.placements:
+        raise UserError(f"--placement: unknown placement {placement!r}; {suggest_names(placement, task.placements)}")
+    candidate = task.candidate(task.placements[placement])
     limits, use = study.experiment.limits, worker.benchmarkers[MAIN_BENCHMARKER]
     occasion = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)
     latency_ms = occasion.latency_ms
@@ -48,7 +48,7 @@ def noise_report(
     title = f"{study.spec.model.name}, {placement}, {backend['name']}, {backend['float_precision']}"
     record = {
         "model": study.spec.model.use,
-        "model_sha256": cell.model.sha256,
+        "model_sha256": task.model.sha256,
         "placement": placement,
         "digest": candidate.digest,
         "backend": backend,

@@ -140,32 +140,32 @@ def measure_sensitivities(
     Raises:
         UserError: The study cannot be used, or the float model fails.
     """
-    cell, worker = prepare_study(study, folder, observer)
-    proxy = make_proxy_evaluator(samples, study.spec.model, cell.model, cell.work)
+    task, worker = prepare_study(study, folder, observer)
+    proxy = make_proxy_evaluator(samples, study.spec.model, task.model, task.work)
     worker = WorkerSpec(
         benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]},
         workdir=worker.workdir,
         evaluators={PROXY_EVALUATOR: proxy},
     )
-    units = quantization_units(cell.space, by)
+    units = quantization_units(task.space, by)
     with open_engines(worker, study.experiment.limits) as engines:
-        AccuracyStore(folder, engines, observer).require_float_score(cell.model_file, PROXY_EVALUATOR)
-        bench = SensitivityTimer(engines=engines, cell=cell)
+        AccuracyStore(folder, engines, observer).require_float_score(task.model_file, PROXY_EVALUATOR)
+        bench = SensitivityTimer(engines=engines, task=task)
         with observer.work(f"{study.spec.name}: {len(units)} units", len(units)) as step:
             measured = []
             for unit in units:
                 measured.append(bench.measure_unit(unit))
                 step.advance(unit.name)
         full = {
-            each: bench.measure_sqnr(cell.space.quantize_all(each)) for each in sorted({u.precision for u in units})
+            each: bench.measure_sqnr(task.space.quantize_all(each)) for each in sorted({u.precision for u in units})
         }
         backend = dict(engines.describe())
     return SensitivityAnalysis(
         name=study.spec.name,
-        space=cell.space,
+        space=task.space,
         units=tuple(sorted(measured, key=lambda each: -each.rank)),
         full_db={name: found for name, found in full.items() if not isinstance(found, Failed)},
-        calibrated_on=cell.calibrated_on,
+        calibrated_on=task.calibrated_on,
         backend=backend,
     )
 
@@ -175,11 +175,11 @@ class SensitivityTimer:
     """Engines of which the two bases stay open, so that candidates are timed in turns with them."""
 
     engines: Engines
-    cell: Task
+    task: Task
     _bases: dict[str, int | Failed] = field(default_factory=dict)
 
     def measure_unit(self, unit: QuantizationUnit) -> UnitSensitivity:
-        space = self.cell.space
+        space = self.task.space
         nothing, everything = space.float_placement(), space.quantize_all(unit.precision)
         return UnitSensitivity(
             unit=unit,
@@ -188,14 +188,14 @@ class SensitivityTimer:
         )
 
     def measure_sqnr(self, placement: Placement) -> float | Failed:
-        built = self.engines.build(self.cell.candidate(placement))
+        built = self.engines.build(self.task.candidate(placement))
         return built if isinstance(built, Failed) else self._score_build(built.handle)
 
     def _measure_effect(
         self, placement: Placement, base: Placement, unit: QuantizationUnit, sign: float
     ) -> UnitEffect | Failed:
-        timed = unit.precision not in self.cell.accuracy_only
-        built = self.engines.build(self.cell.candidate(placement))
+        timed = unit.precision not in self.task.accuracy_only
+        built = self.engines.build(self.task.candidate(placement))
         if isinstance(built, Failed):
             return self._discard_bases(built)
         gain_us = self._measure_gain_us(base, built.handle, sign) if timed else None
@@ -227,9 +227,9 @@ class SensitivityTimer:
         return Interval(value=sign * base_us * (1 - 1 / ratio.value), low=gains[0], high=gains[1])
 
     def _open_base(self, placement: Placement) -> int | Failed:
-        digest = self.cell.space.digest(placement)
+        digest = self.task.space.digest(placement)
         if digest not in self._bases:
-            built = self.engines.build(self.cell.candidate(placement))
+            built = self.engines.build(self.task.candidate(placement))
             self._bases[digest] = built if isinstance(built, Failed) else built.handle
         return self._bases[digest]
 
@@ -274,7 +274,7 @@ def write_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
         }
         for each in found.units
     ]
-    facts = {"cell": found.name, "backend": found.backend, "calibrated_on": found.calibrated_on}
+    facts = {"task": found.name, "backend": found.backend, "calibrated_on": found.calibrated_on}
     write_json(
         path, {"schema": SCHEMA_VERSION, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units}
     )

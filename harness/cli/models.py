@@ -88,7 +88,7 @@ def explain(
 
     With a results folder and a row, measure instead the effect of each part of that row's placement.
 
-    Example: `qdq explain out/mine/CELL/models/float.onnx --against out/mine/CELL/models/DIGEST.onnx`
+    Example: `qdq explain out/mine/TASK/models/float.onnx --against out/mine/TASK/models/DIGEST.onnx`
     """
     if row is not None or Path(model).is_dir():
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve())

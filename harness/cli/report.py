@@ -83,7 +83,7 @@ def trace(
 ) -> None:
     """Show the samples from which a table cell is computed, the file and line of each, and the computation.
 
-    ROW is a row's number (the first is 1), its method, its id, or CELL/METHOD; COLUMN is the start of the heading.
+    ROW is a row's number (the first is 1), its method, its id, or TASK/METHOD; COLUMN is the start of the heading.
 
     Example: `qdq trace results/quickstart linear:speedup`
     """

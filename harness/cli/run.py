@@ -131,7 +131,7 @@ def verify(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Exported model, RESULTS/CELL/models/NAME.onnx; or a results folder, followed by a row.",
+            help="Exported model, RESULTS/TASK/models/NAME.onnx; or a results folder, followed by a row.",
             show_default=False,
         ),
     ],

@@ -102,7 +102,7 @@ class RayTarget(ExecutionTarget):
                     prepare_evaluators(worker, spec, baseline)
                 yield worker
 
-        share = max(1, self._executor.workers // self._executor.cells)
+        share = max(1, self._executor.workers // self._executor.tasks)
         with ThreadedExecutor(open_worker, share, TimingPolicy()) as pool:
             yield pool.open_queue
 

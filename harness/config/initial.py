@@ -96,7 +96,7 @@ def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None
 
 
 def split_rule_precision(name: str) -> tuple[str, str | None]:
-    """Return rule and precision of a placement's name: "linear-fp8" is "linear" at "fp8"; None: the cell's first."""
+    """Return rule and precision of a placement's name: "linear-fp8" is "linear" at "fp8"; None: the task's first."""
     return (name.removesuffix(_FP8_SUFFIX), _FP8_SUFFIX[1:]) if name.endswith(_FP8_SUFFIX) else (name, None)
 
 

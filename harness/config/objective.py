@@ -92,7 +92,7 @@ class Objective(ConfigSection):
 
     @property
     def uses_accuracy(self) -> bool:
-        """Whether searches need scores."""
+        """Return whether searches need scores."""
         return self.minimize != "latency" or self.max_drop is not None
 
     @property

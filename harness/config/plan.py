@@ -16,7 +16,7 @@ MIXED_PRECISIONS = ("int8", "fp8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """One search: a searcher or an external searcher with an RNG seed."""
+    """Search of a task: a searcher or an external searcher with an RNG seed."""
 
     searcher: SearcherSpec
     seed: int
@@ -71,7 +71,7 @@ def plan_tasks(experiment: Experiment) -> tuple[TaskSpec, ...]:
     names: set[str] = set()
     for task in tasks:
         if task.name in names:
-            raise UserError(f"models and backends: two cells would be called {task.name!r}; choose other labels")
+            raise UserError(f"models and backends: two tasks would be called {task.name!r}; choose other labels")
         names.add(task.name)
     return tasks
 

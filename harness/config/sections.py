@@ -13,7 +13,7 @@ __all__ = [
     "Sampling", "SearcherSpec", "TurnSchedule", "duplicates", "require_distinct",
 ]  # fmt: skip
 
-AblatedPart = Literal["seeds", "sharing", "racing", "retakes"]
+AblatedPart = Literal["initial", "sharing", "racing", "rebuilds"]
 
 
 class ConfigSection(BaseModel):
@@ -77,8 +77,8 @@ class SearcherSpec(PluginSpec):
     """Searcher or external searcher.
 
     Attributes:
-        without: Components that this method lacks, for ablations. "seeds": the initial design. "sharing": one choice
-            for all regions of a pattern. "racing": early elimination of slow engines. "retakes": further builds of a
+        without: Components that this method lacks, for ablations. "initial": the initial design. "sharing": one choice
+            for all regions of a pattern. "racing": early elimination of slow engines. "rebuilds": further builds of a
             candidate that beats the incumbent.
     """
 
@@ -170,8 +170,8 @@ class Sampling(ConfigSection):
         max_samples: Maximum number of samples.
         max_ms: Time limit once min_samples are there.
         target: Stop when the 95 % interval of the median is narrower than this fraction of it.
-        beside: Whether a candidate is interleaved with the float model, which removes drift of the machine and doubles
-            the time; "auto": if turns of the float model before the searches scatter by more than 2 %.
+        interleave: Whether a candidate is interleaved with the float model, which removes drift of the machine and
+            doubles the time; "auto": if turns of the float model before the searches scatter by more than 2 %.
     """
 
     warmup_ms: Annotated[float, Field(ge=0)] = 50.0
@@ -179,7 +179,7 @@ class Sampling(ConfigSection):
     max_samples: Annotated[int, Field(ge=3)] = 200
     max_ms: Annotated[float, Field(gt=0)] = 400.0
     target: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    beside: Literal["auto", "always", "never"] = "auto"
+    interleave: Literal["auto", "always", "never"] = "auto"
 
 
 class TurnSchedule(ConfigSection):
@@ -201,14 +201,14 @@ class Confirmation(TurnSchedule):
 
     Attributes:
         top_k: Best placements of each search that are confirmed.
-        contenders: Best placements of each search in the final selection, which picks the `top_k`; 1: no selection,
+        candidates: Best placements of each search in the final selection, which picks the `top_k`; 1: no selection,
             the lowest reading of the search wins.
     """
 
     builds: Annotated[int, Field(ge=3)] = 5
     rounds: Annotated[int, Field(ge=2)] = 20
     top_k: Annotated[int, Field(ge=1)] = 1
-    contenders: Annotated[int, Field(ge=1)] = 4
+    candidates: Annotated[int, Field(ge=1)] = 4
 
 
 class Limits(ConfigSection):
@@ -228,9 +228,9 @@ class ExecutorSpec(ConfigSection):
         workers: Maximum number of candidates in progress.
         window: Maximum number of pending proposals of one search; None: 1.5 times its workers, or 1 for one worker.
             Searchers know less about each proposal if it is larger.
-        searches: Concurrent searches of a cell, which share the workers.
-        cells: Concurrent cells; only for Ray.
-        timing: "alternate": nothing is built while an engine of this machine is timed; "beside": builds continue.
+        searches: Concurrent searches of a task, which share the workers.
+        tasks: Concurrent tasks; only for Ray.
+        timing: "exclusive": nothing is built while an engine of this machine is timed; "concurrent": builds continue.
         address: Address of the Ray cluster; "auto": the cluster of this machine, "local": a new one.
         resources: Resources of each Ray worker, for instance {GPU: 1} or {CPU: 8}; default one CPU.
     """
@@ -239,22 +239,22 @@ class ExecutorSpec(ConfigSection):
     workers: Annotated[int, Field(ge=1, le=10_000)] = 1
     window: Annotated[int, Field(ge=1)] | None = None
     searches: Annotated[int, Field(ge=1, le=1_000)] = 1
-    cells: Annotated[int, Field(ge=1, le=1_000)] = 1
-    timing: Literal["alternate", "beside"] = "alternate"
+    tasks: Annotated[int, Field(ge=1, le=1_000)] = 1
+    timing: Literal["exclusive", "concurrent"] = "exclusive"
     address: str = "auto"
     resources: dict[str, Annotated[float, Field(ge=0, strict=False)]] = {}
 
     @property
     def max_pending(self) -> int:
         """Maximum number of pending proposals of one search."""
-        return self.window or max(1, 3 * self.workers // (2 * self.searches * self.cells))
+        return self.window or max(1, 3 * self.workers // (2 * self.searches * self.tasks))
 
     @model_validator(mode="after")
     def _check_target(self) -> ExecutorSpec:
         if self.use == "local":
-            for name in ("cells", "address", "resources"):
+            for name in ("tasks", "address", "resources"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: only for the executor 'ray', but use is 'local'")
-        elif self.timing == "beside":
+        elif self.timing == "concurrent":
             raise ValueError("timing: only for the executor 'local'; a Ray worker has a device of its own")
         return self

@@ -13,7 +13,7 @@ from harness.config.sections import Confirmation
 from harness.progress import Observer
 from harness.selection.paired_timing import PairedComparison, run_comparison
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, noise_floor_from_ratios
-from harness.timing.confirmation import ConfirmationSummary, Contender, EngineFactory, summarize_turns
+from harness.timing.confirmation import ConfirmationSummary, EngineFactory, TimedRow, summarize_turns
 from harness.timing.turn_log import TWIN, TurnMatrix
 from search.space import Placement, Space
 
@@ -76,8 +76,8 @@ class AblationTimer:
     def _confirm(self, placements: Mapping[str, Placement], title: str) -> ConfirmationSummary:
         comparison = PairedComparison(
             name=title,
-            baseline=Contender(name=WHOLE_PLACEMENT, candidate=self.candidate(self.whole)),
-            rows=tuple(Contender(name=digest, candidate=self.candidate(each)) for digest, each in placements.items()),
+            baseline=TimedRow(name=WHOLE_PLACEMENT, candidate=self.candidate(self.whole)),
+            rows=tuple(TimedRow(name=digest, candidate=self.candidate(each)) for digest, each in placements.items()),
             schedule=self.plan,
         )
         events = run_comparison(comparison, self.open_engines, self.observer)

@@ -32,7 +32,7 @@ class AccuracyAblation:
         metric: Metric of the evaluator.
     """
 
-    cell: Task
+    task: Task
     engines: Engines
     observer: Observer
     metric: str
@@ -43,8 +43,8 @@ class AccuracyAblation:
 
         Limits are 95 %, by the paired bootstrap over images; NaN if the evaluator has no results of single images.
         """
-        book = AccuracyStore(self.cell.work, self.engines, self.observer)
-        flat = book.float_score(self.cell.model_file)  # an evaluator may have to see the float model first
+        book = AccuracyStore(self.task.work, self.engines, self.observer)
+        flat = book.float_score(self.task.model_file)  # an evaluator may have to see the float model first
         found: dict[str, Interval] = {}
         with self.observer.work("accuracy without each pattern", len(others) + 1) as step:
             own = self._score(book, whole, flat)
@@ -56,7 +56,7 @@ class AccuracyAblation:
         return found
 
     def _score(self, book: AccuracyStore, placement: Placement, flat: Accuracy | Failed) -> Accuracy | None:
-        candidate = self.cell.candidate(placement)
+        candidate = self.task.candidate(placement)
         row = ExportedModel(id=candidate.digest, file="", sha256=candidate.digest, pairs=len(candidate.edges))
         found = book.score_row(candidate, row) if candidate.edges else flat
         if isinstance(found, Failed):

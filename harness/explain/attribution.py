@@ -23,8 +23,8 @@ from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.report.load.cell_files import AttributionReport, MinimalPlacement, PartEffect
-from harness.report.load.results import CellResults, load
+from harness.report.load.results import TaskResults, load
+from harness.report.load.task_files import AttributionReport, MinimalPlacement, PartEffect
 from harness.report.trace import find_main_row
 from harness.statistics import Interval
 from harness.task_setup.accuracy import Scoring, make_scoring
@@ -44,7 +44,7 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
 
     Args:
         folder: Results folder.
-        where: A row of the main table: its number, method, id, or CELL/METHOD.
+        where: A row of the main table: its number, method, id, or TASK/METHOD.
         base: Folder that relative paths of the experiment start from.
 
     Returns:
@@ -56,8 +56,8 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     """
     results = load(folder)
     line = find_main_row(results, where)
-    cell_results = results.cell(str(line["cell"]))
-    row = cell_results.rows.get(str(line["row"]))
+    task_results = results.task(str(line["task"]))
+    row = task_results.rows.get(str(line["row"]))
     if row is not None and row.choices and not any(row.choices):
         raise UserError(
             f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
@@ -73,28 +73,28 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
         raise UserError(f"{where}: this row has no placement of our space ({line['method']}): explain another one")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
-    spec = next((spec for spec in plan_tasks(experiment) if spec.name == cell_results.name), None)
+    spec = next((spec for spec in plan_tasks(experiment) if spec.name == task_results.name), None)
     if spec is None:
-        raise UserError(f"{folder / 'experiment.yaml'}: has no task {cell_results.name!r}")
+        raise UserError(f"{folder / 'experiment.yaml'}: has no task {task_results.name!r}")
     bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"),), "baselines": ()})
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
-        cell = compose_task(bare, spec, Path(work), observer)
-        _require_same_task(cell, cell_results)
+        task = compose_task(bare, spec, Path(work), observer)
+        _require_same_task(task, task_results)
         asked = _RowExplainer(
             experiment=experiment,
-            cell=cell.with_benchmarkers({MAIN_BENCHMARKER: _recorded_backend(spec.backend, cell_results)}),
-            scoring=make_scoring(experiment.objective, spec.model, cell.model, cell.work),
+            task=task.with_benchmarkers({MAIN_BENCHMARKER: _recorded_backend(spec.backend, task_results)}),
+            scoring=make_scoring(experiment.objective, spec.model, task.model, task.work),
             whole=Placement(row.choices),
             observer=observer,
         )
         found = asked.explain(row.id, row.sha256, str(line["method"]))
-    return found, cell_results.folder
+    return found, task_results.folder
 
 
-def _require_same_task(cell: Task, results: CellResults) -> None:
-    space = hashlib.sha256(repr(cell.space.dimensions).encode()).hexdigest()[:16]
+def _require_same_task(task: Task, results: TaskResults) -> None:
+    space = hashlib.sha256(repr(task.space.dimensions).encode()).hexdigest()[:16]
     for what, now, there in (
-        ("model", cell.model.sha256, results.facts.get("model_sha256")),
+        ("model", task.model.sha256, results.facts.get("model_sha256")),
         ("space of placements", space, results.facts.get("space")),
     ):
         if there is not None and now != there:
@@ -104,11 +104,11 @@ def _require_same_task(cell: Task, results: CellResults) -> None:
             )
 
 
-def _recorded_backend(use: PluginSpec, results: CellResults) -> PluginSpec:
+def _recorded_backend(use: PluginSpec, results: TaskResults) -> PluginSpec:
     """Return the backend at the float precision that the row was compared at."""
     facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
-    strongest = str(results.facts["backend"].get("float_precision"))
-    pinned: Mapping[str, Any] = facts.get("float_params", {}).get(strongest, {})
+    fastest = str(results.facts["backend"].get("float_precision"))
+    pinned: Mapping[str, Any] = facts.get("float_params", {}).get(fastest, {})
     return use.model_copy(update={"params": {**use.params, **pinned}})
 
 
@@ -117,7 +117,7 @@ class _RowExplainer:
     """Set-up of the attribution of one row; the task has the backend of the row."""
 
     experiment: Experiment
-    cell: Task
+    task: Task
     scoring: Scoring
     whole: Placement
     observer: Observer
@@ -125,7 +125,7 @@ class _RowExplainer:
     def explain(self, row: str, sha256: str, method: str) -> AttributionReport:
         """Measure everything; see `attribute_row`."""
         bench = self._ablation_timer()
-        space, whole = self.cell.space, self.whole
+        space, whole = self.task.space, self.whole
         flat = _speedup_over_float(bench)
         patterns, drop = self._pattern_effects(bench)
         points = self._point_effects(bench, patterns)
@@ -134,20 +134,20 @@ class _RowExplainer:
         before, after = (
             self._layers(placement, name) for name, placement in (("b", space.float_placement()), ("a", whole))
         )
-        resolved = self.cell.edges_in_file(space.resolve(whole))
+        resolved = self.task.edges_in_file(space.resolve(whole))
         return AttributionReport(
             row=row,
             sha256=sha256,
             method=method,
             pairs=self._count_pairs(whole),
             speedup=flat,
-            floor=bench.tolerance,
+            noise_floor=bench.tolerance,
             patterns=patterns,
             points=points,
             minimal=minimal,
             before=before,
             after=after,
-            fates=tuple(iter_edge_fusions(resolved, self.cell.cast or self.cell.model, after)),
+            fates=tuple(iter_edge_fusions(resolved, self.task.cast or self.task.model, after)),
             latency_ms=bench.whole_ms,
             metric=self.scoring.metric,
             drop=drop,
@@ -155,25 +155,25 @@ class _RowExplainer:
 
     def _worker(self) -> WorkerSpec:
         return WorkerSpec(
-            benchmarkers=self.cell.benchmarkers, workdir=self.cell.work, evaluators=self.scoring.evaluators
+            benchmarkers=self.task.benchmarkers, workdir=self.task.work, evaluators=self.scoring.evaluators
         )
 
     def _ablation_timer(self) -> AblationTimer:
         return AblationTimer(
-            space=self.cell.space,
+            space=self.task.space,
             whole=self.whole,
-            candidate=self.cell.candidate,
+            candidate=self.task.candidate,
             open_engines=lambda: open_engines(self._worker(), self.experiment.limits),
             plan=ATTRIBUTION_SCHEDULE,
             observer=self.observer,
         )
 
     def _count_pairs(self, placement: Placement) -> int:
-        return self.cell.inserter.count_pairs(self.cell.space.resolve(placement))
+        return self.task.inserter.count_pairs(self.task.space.resolve(placement))
 
     def _pattern_effects(self, bench: AblationTimer) -> tuple[tuple[PartEffect, ...], Interval | None]:
         """Return the effects of each pattern left out and alone, and the row's drop of accuracy against float."""
-        space, whole = self.cell.space, self.whole
+        space, whole = self.task.space, self.whole
         chosen = set(quantized(whole))
         parts = {group: [i for i in indices if i in chosen] for group, indices in space.groups.items()}
         parts = {group: indices for group, indices in parts.items() if indices}
@@ -199,7 +199,7 @@ class _RowExplainer:
             return {}
         with open_engines(self._worker(), self.experiment.limits) as engines:
             accountant = AccuracyAblation(
-                cell=self.cell,
+                task=self.task,
                 engines=engines,
                 observer=self.observer,
                 metric=self.scoring.metric,
@@ -210,7 +210,7 @@ class _RowExplainer:
     def _point_effects(self, bench: AblationTimer, patterns: Sequence[PartEffect]) -> tuple[PartEffect, ...]:
         """Return the effect of each point left out, of the patterns whose effect exceeds the noise."""
         matter = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > bench.tolerance}
-        dimensions = self.cell.space.dimensions
+        dimensions = self.task.space.dimensions
         rest = {i: without(self.whole, [i]) for i in quantized(self.whole) if dimensions[i].group in matter}
         timed = bench.time({str(index): placement for index, placement in rest.items()}, "points left out")
         operators = self._operators_by_point()
@@ -233,8 +233,8 @@ class _RowExplainer:
 
     def _operators_by_point(self) -> dict[str, str]:
         """Return the operators of the regions of each group, by its name."""
-        patterns = find_patterns(self.cell.model, discover_regions(self.cell.model))
-        names = {group.partition(".")[0] for group in self.cell.space.groups}
+        patterns = find_patterns(self.task.model, discover_regions(self.task.model))
+        names = {group.partition(".")[0] for group in self.task.space.groups}
         return {n: ", ".join(p.operators) for n in names for p in patterns if p.signature.startswith(n)}
 
     def _minimal_placement(
@@ -244,7 +244,7 @@ class _RowExplainer:
 
         If the float model fails in that timing, its earlier latency ratio `flat` is used.
         """
-        dimensions = self.cell.space.dimensions
+        dimensions = self.task.space.dimensions
         worth = {e.part: e.ratio.value for e in (*patterns, *points) if e.ratio is not None}
         order = sorted(
             quantized(self.whole),
@@ -252,7 +252,7 @@ class _RowExplainer:
         )
         trail, tests = backward_elimination(bench, order)
         steps = {str(place): placement for place, placement in enumerate(trail)}
-        timed = bench.time({**steps, "float": self.cell.space.float_placement()}, "the fewest points")
+        timed = bench.time({**steps, "float": self.task.space.float_placement()}, "the fewest points")
         keeping = [(n, r) for n in steps if (r := timed[n].ratio) is not None and r.value <= 1 + bench.tolerance]
         fewest, ratio = keeping[-1]  # at least the whole placement keeps its own gain
         placement, speedup = steps[fewest], _divide_intervals(timed["float"].ratio or flat, ratio)
@@ -262,8 +262,8 @@ class _RowExplainer:
         )
 
     def _layers(self, placement: Placement, name: str) -> tuple[Any, ...]:
-        backend = self.cell.benchmarkers[MAIN_BENCHMARKER]
-        found = read_layers(backend, self.cell.candidate(placement), self.cell.work / f"layers-{name}")
+        backend = self.task.benchmarkers[MAIN_BENCHMARKER]
+        found = read_layers(backend, self.task.candidate(placement), self.task.work / f"layers-{name}")
         if isinstance(found, Failed):
             logger.warning("no layers: %s: %s", found.stage, found.reason)
             return ()

@@ -16,7 +16,7 @@ from harness.graph.io.files import digest_file
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.model import Model
 from harness.records import Failed
-from harness.report.load.cell_files import EdgeFusion
+from harness.report.load.task_files import EdgeFusion
 from harness.timing.workers.in_process import as_outcome
 from search.space import Resolved
 

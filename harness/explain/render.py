@@ -10,8 +10,8 @@ import pandas as pd
 
 from harness.explain.attribution import attribute_row
 from harness.progress import Observer
-from harness.report.load.cell_files import AttributionReport, EdgeFusion, PartEffect, write_attribution
 from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name, truncate
+from harness.report.load.task_files import AttributionReport, EdgeFusion, PartEffect, write_attribution
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, render_markdown
@@ -41,13 +41,13 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
     Raises:
         UserError: See `attribute_row`; or the folder cannot be written.
     """
-    found, cell = attribute_row(folder, where, base=base, observer=observer)
-    path = write_attribution(found, cell)
+    found, task = attribute_row(folder, where, base=base, observer=observer)
+    path = write_attribution(found, task)
     lines = list(attribution_lines(found))
     write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
     record_files(path.parents[1], [path.with_suffix(".md")])
     with explain_write_errors(folder / "report"):
-        drawn = list(draw_attribution(cell.name, found, folder / "report"))
+        drawn = list(draw_attribution(task.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)
     shown = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"
     return [*lines, "", f"Saved in {path}; {shown}."]
@@ -60,8 +60,8 @@ def attribution_lines(found: AttributionReport) -> Iterator[str]:
     if found.drop is not None and found.metric not in METRIC_CAPS:
         yield f"{metric_name(found.metric)} lost against the float model: {format_drop(found.drop, found.metric)}."
     yield (
-        f"Differences below {found.floor:.1%} of the time are noise: by that share the placement differs from itself, "
-        "rebuilt and timed in turns with its variants."
+        f"Differences below {found.noise_floor:.1%} of the time are noise: by that share the placement differs from "
+        "itself, rebuilt and timed in turns with its variants."
     )
     yield ""
     yield "## What each pattern gives"
@@ -112,7 +112,7 @@ def _effect_row(effect: PartEffect, found: AttributionReport, kind: str) -> dict
         if effect.drop is None
         else format_drop(effect.drop, found.metric),
         "alone": MISSING_CELL if effect.alone is None else f"{effect.alone.value:.2f}x",
-        "verdict": _effect_verdict(effect.ratio, found.floor),
+        "verdict": _effect_verdict(effect.ratio, found.noise_floor),
     }
 
 
@@ -124,12 +124,12 @@ def _format_slowdown(ratio: Interval | None, reason: str) -> str:
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
-def _effect_verdict(ratio: Interval | None, floor: float) -> str:
+def _effect_verdict(ratio: Interval | None, noise_floor: float) -> str:
     if ratio is None:
         return "unknown"
-    if ratio.low > 1 + floor:
+    if ratio.low > 1 + noise_floor:
         return "carries gain"
-    return "costs time" if ratio.high < 1 / (1 + floor) else "within noise"
+    return "costs time" if ratio.high < 1 / (1 + noise_floor) else "within noise"
 
 
 def _minimal_lines(found: AttributionReport) -> Iterator[str]:

@@ -1,7 +1,6 @@
-"""A peer in the form that the engine runs: its k-th model is the placement (k,) of a space of its own.
+"""Adapter that runs an external searcher as a searcher: its k-th model is the placement (k,) of a space of its own.
 
-So whatever holds for searchers holds for a peer: the same journal, the same budget, the same trials, and a graph that
-it brings twice is measured once.
+Journal, budget and trials are those of searchers, and a graph that it brings twice is measured once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from search.space import Dimension, Placement, Resolved, Space
 __all__ = ["ExternalSearcherAdapter", "ModelSequenceSpace", "external_model_path"]
 
 BROKEN_MODEL_DIGEST = "0" * 16
-"""Digest of the model that a broken peer did not bring."""
+"""Digest of the model that a broken external searcher did not bring."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ class ExternalSearcherAdapter:
     reason is in the journal, and the other methods of the table continue.
 
     Args:
-        make: Calls the peer's factory; it is made and entered when it is first asked.
+        make: Calls the external searcher's factory; it is made and entered when it is first asked.
         folder: Takes the models that may still be needed.
         keep: Number of best models to keep; others are deleted once their result is reported.
 
     Attributes:
-        left: What the peer raised as it was left; None where it did not, or has not been left yet.
+        left: Failure of the external searcher on closing, or None.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[ExternalSearcher]], folder: Path, keep: int) -> None:
@@ -88,7 +87,7 @@ class ExternalSearcherAdapter:
         self.left: Failed | None = None
         self._make = make
         self._opened = ExitStack()
-        self._peer: ExternalSearcher | None = None
+        self._external: ExternalSearcher | None = None
         self._folder = folder
         self._keep = keep
         self._waiting = False
@@ -109,9 +108,9 @@ class ExternalSearcherAdapter:
         if not n or self._waiting or self._over:
             return []
         try:
-            if self._peer is None:
-                self._peer = self._opened.enter_context(self._make())
-            path = self._peer.ask()
+            if self._external is None:
+                self._external = self._opened.enter_context(self._make())
+            path = self._external.ask()
         except CandidateError as error:
             self._over, self._reason = True, str(error)
             return [self.space.add(BROKEN_MODEL_DIGEST)]
@@ -124,8 +123,8 @@ class ExternalSearcherAdapter:
         return [self.space.add(digest)]
 
     def tell(self, observation: Observation) -> None:
-        if not self._waiting or self._peer is None:
-            return  # of the model that a broken peer did not bring
+        if not self._waiting or self._external is None:
+            return  # of the model that a broken external searcher did not bring
         self._waiting = False
         outcome = observation.outcome
         if isinstance(outcome, Score):
@@ -135,7 +134,7 @@ class ExternalSearcherAdapter:
             self._once_best.add(observation.digest)
         elif observation.digest not in self._once_best:  # one that led at a smaller budget may come a second time
             shutil.rmtree(external_model_path(self._folder, observation.digest).parent, ignore_errors=True)
-        self._peer.tell(None if isinstance(outcome, Failure) else outcome.objective)
+        self._external.tell(None if isinstance(outcome, Failure) else outcome.objective)
 
     def candidate(self, placement: Placement) -> Candidate:
         """Return the model as a candidate."""
@@ -147,5 +146,7 @@ class ExternalSearcherAdapter:
             raise BuildFailed(self._reason)
         path = external_model_path(self._folder, digest)
         if not path.exists():
-            raise BuildFailed("a peer's model is kept only while it may be the best; it cannot be built a second time")
+            raise BuildFailed(
+                "an external searcher's model is kept only while it may be the best; it cannot be built a second time"
+            )
         return path

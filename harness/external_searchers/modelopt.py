@@ -94,7 +94,7 @@ class ModelOptAutotune:
         """Return the next model that ModelOpt wants to time, or None once its workflow has ended.
 
         Raises:
-            BuildFailed: It broke, in its own words, or took too long.
+            BuildFailed: It failed, with its own message, or took too long.
         """
         try:
             line = self._connection.readline()

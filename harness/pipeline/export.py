@@ -40,60 +40,60 @@ def export_finalists(
     Args:
         found: What its searches came to, see `harness.pipeline.final_selection`.
         others: Float precisions other than the baseline's; each gets a row.
-        brought: What other cells found, by the name of its row; see `harness.pipeline.transfer`.
+        brought: What other tasks found, by the name of its row; see `harness.pipeline.transfer`.
 
     Raises:
         UserError: A file cannot be written.
     """
-    cell, folder = running.task, running.folder
-    exporter = _Exporter(cell, folder / "models")
-    fixed = [*_baseline_rows(running.experiment, cell, exporter, others), *_transferred_rows(brought or {}, exporter)]
+    task, folder = running.task, running.folder
+    exporter = _Exporter(task, folder / "models")
+    fixed = [*_baseline_rows(running.experiment, task, exporter, others), *_transferred_rows(brought or {}, exporter)]
     picks = [*fixed, *_search_rows(running, found, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
-    return FinalistSet(folder=folder, space=cell.space, rows=rows)
+    return FinalistSet(folder=folder, space=task.space, rows=rows)
 
 
 class _Exporter:
     """Writes each finalist once."""
 
-    def __init__(self, cell: Task, models: Path) -> None:
-        self._cell = cell
+    def __init__(self, task: Task, models: Path) -> None:
+        self._task = task
         self._models = models
         self.rows: dict[str, ExportedModel] = {}
         models.mkdir(parents=True, exist_ok=True)
 
     def export_placement(self, placement: Placement) -> str:
         """Return the row of a placement."""
-        return self.export_edges(self._cell.space.resolve(placement))
+        return self.export_edges(self._task.space.resolve(placement))
 
     def export_edges(self, resolved: Resolved) -> str:
         """Return the row of quantized edges; its choices are known if a placement of the space has the same edges."""
-        space, digest = self._cell.space, edges_digest(resolved)
+        space, digest = self._task.space, edges_digest(resolved)
         if not resolved:
-            return self.export_file(FLOAT_ROW, self._cell.model_file, 0)
+            return self.export_file(FLOAT_ROW, self._task.model_file, 0)
         if digest not in self.rows:
             path = self._models / f"{digest}.onnx"
             with explain_write_errors(path):
-                self._cell.inserter.export(resolved, path)
+                self._task.inserter.export(resolved, path)
             nearest = space.nearest(dict(resolved))
             choices = nearest.choices if space.resolve(nearest) == resolved else None
-            self._add_row(digest, path, self._cell.inserter.count_pairs(resolved), choices)
+            self._add_row(digest, path, self._task.inserter.count_pairs(resolved), choices)
         return digest
 
     def export_file(self, row: str, path: Path, pairs: int) -> str:
         """Return the row of an existing model file."""
         if row not in self.rows:
             with explain_write_errors(self._models / f"{row}.onnx"):
-                target = copy_model(self._cell.runtime_input_file(path), self._models, f"{row}.onnx")
+                target = copy_model(self._task.runtime_input_file(path), self._models, f"{row}.onnx")
             self._add_row(row, target, pairs)
         return row
 
     def export_float(self, precision: str) -> str:
         """Return the row of the float model at another precision than the baseline's."""
-        name, path = f"{FLOAT_ROW}-{precision}", self._cell.runtime_input_file(self._cell.float_file, precision)
+        name, path = f"{FLOAT_ROW}-{precision}", self._task.runtime_input_file(self._task.float_file, precision)
         row = replace(self.rows[FLOAT_ROW], id=name, benchmarker=precision)
-        if path != self._cell.model_file:  # a runtime that reads files of another type at each precision
+        if path != self._task.model_file:  # a runtime that reads files of another type at each precision
             with explain_write_errors(self._models / f"{name}.onnx"):
                 target = copy_model(path, self._models, f"{name}.onnx")
             row = replace(row, file=target.name, sha256=digest_file(target))
@@ -101,18 +101,18 @@ class _Exporter:
         return name
 
     def _add_row(self, row: str, path: Path, pairs: int, choices: tuple[int, ...] | None = None) -> None:
-        emulated = self._cell.accuracy_only
+        emulated = self._task.accuracy_only
         timed = not emulated or emulated.isdisjoint(read_precisions(path))
         digest = digest_file(path)
         self.rows[row] = ExportedModel(id=row, file=path.name, sha256=digest, pairs=pairs, choices=choices, timed=timed)
 
 
-def _baseline_rows(experiment: Experiment, cell: Task, exporter: _Exporter, others: Sequence[str]) -> Iterator[Choice]:
-    yield Choice(method="float", kind="float", row=exporter.export_file(FLOAT_ROW, cell.model_file, 0))
+def _baseline_rows(experiment: Experiment, task: Task, exporter: _Exporter, others: Sequence[str]) -> Iterator[Choice]:
+    yield Choice(method="float", kind="float", row=exporter.export_file(FLOAT_ROW, task.model_file, 0))
     for precision in others:
         yield Choice(method="float", kind="float", row=exporter.export_float(precision))
     for name in experiment.baselines:
-        row, reason = _baseline_row(name, cell, exporter)
+        row, reason = _baseline_row(name, task, exporter)
         timed = not row or exporter.rows[row].timed
         yield Choice(method=name, kind="baseline", row=row, reason=reason if timed else ACCURACY_ONLY_VERDICT)
 
@@ -125,18 +125,18 @@ def _transferred_rows(brought: Mapping[str, TransferredPlacement], exporter: _Ex
             yield Choice(method=name, kind="baseline", row=exporter.export_placement(guest))
 
 
-def _baseline_row(name: str, cell: Task, exporter: _Exporter) -> tuple[str, str]:
+def _baseline_row(name: str, task: Task, exporter: _Exporter) -> tuple[str, str]:
     """Return the row of a fixed baseline, or the reason for its absence."""
-    foreign, precision = cell.external_models.get(name), split_rule_precision(name)[1]
+    foreign, precision = task.external_models.get(name), split_rule_precision(name)[1]
     if foreign is not None:
         return (
             ("", foreign.reason)
             if foreign.path is None
             else (exporter.export_file(name, foreign.path, foreign.pairs), "")
         )
-    if precision is not None and precision not in cell.spec.precisions:
-        return "", f"no {precision} at precision {cell.spec.precision}"
-    return exporter.export_placement(cell.placements[name]), ""
+    if precision is not None and precision not in task.spec.precisions:
+        return "", f"no {precision} at precision {task.spec.precision}"
+    return exporter.export_placement(task.placements[name]), ""
 
 
 def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) -> Iterator[Choice]:
@@ -160,7 +160,7 @@ def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) 
                     minutes=there.minutes,
                     search_ms=None if own is None else own.latency_ms,
                     loss=own.score.objective if own is not None and by_loss else None,
-                    runoff=found.speedups.get(leader.digest),
+                    final_selection=found.speedups.get(leader.digest),
                     beaten=bool(found.speedups) and leader.digest not in found.surviving[run.searcher.name, budget],
                     scored=there.metric_usage.measured or None,
                     agreement=there.metric_usage.agreement,
@@ -169,18 +169,18 @@ def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) 
                 yield _empty_choice(run, budget, _no_incumbent_reason(there))
 
 
-def _incumbent_row(run: SearchSpec, leader: Incumbent, cell: Task, exporter: _Exporter) -> str:
+def _incumbent_row(run: SearchSpec, leader: Incumbent, task: Task, exporter: _Exporter) -> str:
     """Return the row of a search's incumbent, in the form of its method."""
     if isinstance(leader, WarmStartModel):
         return exporter.export_file(leader.digest, leader.path, leader.pairs)
     if not is_external_searcher(run.searcher):
-        return exporter.export_edges(task_for_method(cell, run.searcher).space.resolve(Placement(leader.choices)))
-    path = external_searcher_model_path(run, cell, leader.digest)
+        return exporter.export_edges(task_for_method(task, run.searcher).space.resolve(Placement(leader.choices)))
+    path = external_searcher_model_path(run, task, leader.digest)
     pairs = count_pairs(path)
     return (
         exporter.export_file(leader.digest, path, pairs)
         if pairs
-        else exporter.export_placement(cell.space.float_placement())
+        else exporter.export_placement(task.space.float_placement())
     )
 
 

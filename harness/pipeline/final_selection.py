@@ -25,7 +25,7 @@ from harness.pipeline.task_run import TaskRun
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
-from harness.selection.paired_timing import SELECTION_LOG_NAME, PairedComparison, read_speedups
+from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, PairedComparison, read_speedups
 from harness.selection.racing import FIRST_SCHEDULE, SAMPLES_PER_TURN, select
 from harness.task_setup.methods import (
     WarmStartModel,
@@ -35,7 +35,7 @@ from harness.task_setup.methods import (
     warm_start_models,
 )
 from harness.task_setup.task import Task
-from harness.timing.confirmation import MAX_GROUP_ROWS, Contender
+from harness.timing.confirmation import MAX_GROUP_ROWS, TimedRow
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.workers.engines import Engines
 from search.space import Placement
@@ -72,8 +72,8 @@ def select_final(
 ) -> SelectionResult:
     """Return the state of each search of a task, with the incumbents to confirm, best first.
 
-    The turns are logged in `runoff.jsonl`, so a resumed task has the same winners. If the result of a winner is wrong,
-    all incumbents are compared with their files, and the race is repeated with the right ones.
+    The turns are logged in `final_selection.jsonl`, so a resumed task has the same winners. If the result of a winner
+    is wrong, all incumbents are compared with their files, and the race is repeated with the right ones.
 
     Args:
         retry_failed: Time failed rows once more.
@@ -115,7 +115,7 @@ def _race_incumbents(
     if running.judge.goal.minimize != "latency":
         return SelectionResult(states=found, incumbents=_incumbents_or_fastest_wrong(running, led))
     contest = _make_comparison(running, led)
-    contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
+    contested = running.experiment.confirmation.candidates > 1  # else a record is of an experiment that had more
     own: dict[_GroupKey, list[str]] = {
         (name, budget): [leader.digest for leader in leaders]
         for name, budgets in led.items()
@@ -128,7 +128,7 @@ def _race_incumbents(
         found_best = select(contest, lots, open_engines, running.observer, wanted=wanted, retry_failed=retry_failed)
         lots, speedups = found_best.surviving, found_best.speedups
     elif contested:
-        speedups = read_speedups(running.folder / SELECTION_LOG_NAME, FLOAT_ROW)
+        speedups = read_speedups(running.folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
     settled = {
         name: {
             budget: rank_finalists(leaders, lots[name, budget], speedups)[:wanted]
@@ -191,13 +191,13 @@ def _warm_start_models_by_budget(running: TaskRun) -> dict[str, dict[int, tuple[
 
     Empty without a race, or with a bound on accuracy, because the models have no scores.
     """
-    goal, cell, budgets = running.judge.goal, running.task, running.experiment.budget.evaluations
-    raced = goal.minimize == "latency" and running.experiment.confirmation.contenders > 1
+    goal, task, budgets = running.judge.goal, running.task, running.experiment.budget.evaluations
+    raced = goal.minimize == "latency" and running.experiment.confirmation.candidates > 1
     if not raced or (goal.metric is not None and goal.max_drop is not None):
         return {}
     found: dict[str, dict[int, tuple[WarmStartModel, ...]]] = {}
     for run, journal in _search_journals(running):
-        if models := warm_start_models(cell, run.searcher):
+        if models := warm_start_models(task, run.searcher):
             spent = evaluations_until_result(read_journal(journal), {model.placement_digest for model in models})
             found[run.name] = {
                 budget: tuple(model for model in models if spent.get(model.placement_digest, math.inf) <= budget)
@@ -233,19 +233,19 @@ def _search_journals(running: TaskRun) -> Iterator[tuple[SearchSpec, Path]]:
 def _incumbent_count(running: TaskRun) -> int:
     """Return the number of incumbents per search."""
     confirmation = running.experiment.confirmation
-    others = {"latency": confirmation.contenders, "pareto": MAX_FRONT_CANDIDATES}
+    others = {"latency": confirmation.candidates, "pareto": MAX_FRONT_CANDIDATES}
     return max(confirmation.top_k, others.get(running.judge.goal.minimize, 1))
 
 
 def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedComparison:
     """Return the comparison of all incumbents; those of several searches are in it once."""
-    cell = running.task
-    contested = running.experiment.confirmation.contenders > 1
-    runs = [run for run in cell.spec.runs if contested and led[run.name]]  # none if nothing is searched: emulated
+    task = running.task
+    contested = running.experiment.confirmation.candidates > 1
+    runs = [run for run in task.spec.runs if contested and led[run.name]]  # none if nothing is searched: emulated
     rows = {
-        leader.digest: Contender(name=leader.digest, candidate=candidate(leader))
+        leader.digest: TimedRow(name=leader.digest, candidate=candidate(leader))
         for run in runs
-        for candidate in [_candidate_writer(run, cell)]
+        for candidate in [_candidate_writer(run, task)]
         for leaders in led[run.name].values()
         for leader in leaders
     }
@@ -256,7 +256,7 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
         if isinstance(leader, WarmStartModel)
     }
     header = {
-        "model_sha256": digest_file(cell.model_file),
+        "model_sha256": digest_file(task.model_file),
         "rows": sorted(rows),
         **({"told": told} if told else {}),  # the digest of a placement determines its file
         "heats": list(TURNS_PER_RACING_ROUND),
@@ -264,29 +264,29 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
         "group": MAX_GROUP_ROWS,
         "backend": dict(running.engines.describe()),
     }
-    unquantized = cell.candidate(cell.space.float_placement())
+    unquantized = task.candidate(task.space.float_placement())
     return PairedComparison(
-        name="runoff",
-        path=running.folder / SELECTION_LOG_NAME,
+        name="final selection",
+        path=running.folder / FINAL_SELECTION_LOG_NAME,
         header=header,
-        baseline=Contender(name=FLOAT_ROW, candidate=unquantized),
+        baseline=TimedRow(name=FLOAT_ROW, candidate=unquantized),
         rows=tuple(rows.values()),
         schedule=FIRST_SCHEDULE,
-        floor=running.floor,
+        noise_floor=running.noise_floor,
     )
 
 
-def _candidate_writer(run: SearchSpec, cell: Task) -> Callable[[Incumbent], Candidate]:
+def _candidate_writer(run: SearchSpec, task: Task) -> Callable[[Incumbent], Candidate]:
     """Return a function that makes the candidate of an incumbent of a search."""
-    own = None if is_external_searcher(run.searcher) else task_for_method(cell, run.searcher)
+    own = None if is_external_searcher(run.searcher) else task_for_method(task, run.searcher)
 
     def built(leader: Incumbent) -> Candidate:
         if isinstance(leader, WarmStartModel):
-            file = cell.runtime_input_file(leader.path)
+            file = task.runtime_input_file(leader.path)
             return Candidate(digest=digest_file(file)[:16], edges=(), source=lambda: file)
         if own is not None:
             return own.candidate(Placement(leader.choices))
-        path = external_searcher_model_path(run, cell, leader.digest)
+        path = external_searcher_model_path(run, task, leader.digest)
         return Candidate(digest=leader.digest, edges=(), source=lambda: path)
 
     return built

@@ -1,26 +1,26 @@
 """Run of an experiment: compose, search, select, score and confirm each task. Safe to repeat at any time.
 
-A results folder holds, for each cell:
-    env.json        the machine on which it was begun
-    float.json      at which float precision, by measurement
-    floor.json      what the baseline gains over itself: the noise floor
-    cell.json       what was compared: model, device, space, seeds, baselines, goal
-    runs/*.jsonl    one journal per search
-    runs/*.ended.txt    why a search spent less than its budget; gone when it has gone on to its end
-    runs/*.broken.txt   the same of one whose searcher broke, with the end of the traceback where there is one
-    runoff.jsonl    raw samples of the final selection among the best of each search
-    rows.json       the finalists: exported files with their hashes, and which method chose which
-    accuracy.json   the evaluator's figures of each file
-    runtime_check.json  how what the runtime computes compares with what each file says
-    wrong_result/*  of files that are computed wrongly, a small model that shows it
-    confirm.jsonl   raw samples of the confirmation
-    models/*.onnx   the exported files themselves: what was timed and scored, byte for byte; *.dynamic.onnx are those
-                    of a model with dynamic inputs that keep them
-    dynamic.json    of these: at which sizes each was checked, or why it was not written
-    stopped.txt     reason why the last run of the task ended early; removed on resume
+A results folder holds, for each task:
+    env.json                machine on which it was begun
+    float.json              latency at each float precision, and the fastest of them
+    noise_floor.json        speedup of the rebuilt baseline over itself
+    task.json               inputs: model, device, space, initial design, baselines, goal
+    runs/*.jsonl            one journal per search
+    runs/*.ended.txt        reason why a search spent less than its budget; removed when it continues
+    runs/*.failed.txt       error of a searcher, with the end of its traceback
+    final_selection.jsonl   raw samples of the final selection among the best of each search
+    rows.json               finalists: exported files with their hashes, and the methods that chose them
+    accuracy.json           figures of the evaluator for each file
+    runtime_check.json      comparison of each file's outputs in the runtime with those that the file describes
+    wrong_result/*          small models that reproduce wrong results
+    confirmation.jsonl      raw samples of the confirmation
+    models/*.onnx           exported files, byte for byte those that were timed and scored; *.dynamic.onnx have the
+                            dynamic inputs of the original model
+    dynamic.json            sizes at which each of these was checked, or the reason why it was not written
+    stopped.txt             reason why the last run of the task ended early; removed on resume
 
 `manifest.json` of the results folder has length and digest of each file of finished tasks; a complete task is skipped.
-`env.json` and `cell.json` are written once; their content must still hold on resume. Logs of lines are compressed
+`env.json` and `task.json` are written once; their content must still hold on resume. Logs of lines are compressed
 (`.jsonl.gz`) when the task ends.
 """
 
@@ -83,17 +83,17 @@ def run_experiment(
     Args:
         out: Results folder; created where missing.
         accept_changes: Archive a task that was started with other inputs, and start it anew.
-        retry_failed: What failed in searches, runoffs and confirmations is attempted once more.
+        retry_failed: What failed in searches, final selections and confirmations is attempted once more.
 
     Raises:
         SearchesBroke: Searchers raised what they should not; all else was done.
-        UserError: Something that the user can mend, in one cell or more; whatever was measured is kept.
+        UserError: Something that the user can mend, in one task or more; whatever was measured is kept.
     """
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
-    cells = plan_tasks(experiment)
-    alone = len(cells) == 1
-    known = None if accept_changes else _recorded_environment(cells, out)
+    tasks = plan_tasks(experiment)
+    alone = len(tasks) == 1
+    known = None if accept_changes else _recorded_environment(tasks, out)
 
     def run(spec: TaskSpec, site: ExecutionTarget, searching: bool = False) -> None:
         observer.say(spec.name)
@@ -121,14 +121,14 @@ def run_experiment(
     ):
         if grown:
             observer.say(f"{grown}: going on with what is there")
-        if experiment.transfer:  # every cell has searched before the first looks at what others found
-            run_concurrently([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
-            cells = tuple(spec for spec in cells if spec.name not in chain(*stopped.values()))
-        run_concurrently([partial(run, spec, site) for spec in cells], experiment.executor.cells)
+        if experiment.transfer:  # every task has searched before the first looks at what others found
+            run_concurrently([partial(run, spec, site, searching=True) for spec in tasks], experiment.executor.tasks)
+            tasks = tuple(spec for spec in tasks if spec.name not in chain(*stopped.values()))
+        run_concurrently([partial(run, spec, site) for spec in tasks], experiment.executor.tasks)
         close_results(out, [spec.name for spec in plan_tasks(experiment)])
     if stopped:
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
-    _raise_searcher_failures(cells, out)
+    _raise_searcher_failures(tasks, out)
 
 
 def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes: bool, observer: Observer) -> None:
@@ -159,7 +159,7 @@ def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes
             observer.say(f"{error}\naccepted: the earlier results are in {backup.name}; {folder.name} starts over")
 
 
-def _raise_searcher_failures(cells: Iterable[TaskSpec], out: Path) -> None:
+def _raise_searcher_failures(tasks: Iterable[TaskSpec], out: Path) -> None:
     """Raise with the searches whose searcher failed, and the location of their tracebacks.
 
     Raises:
@@ -167,7 +167,7 @@ def _raise_searcher_failures(cells: Iterable[TaskSpec], out: Path) -> None:
     """
     ends = {
         f"{spec.name} {run.name}": read_termination(out / spec.name / "runs" / f"{run.name}.jsonl")
-        for spec in cells
+        for spec in tasks
         for run in spec.runs
     }
     broken = [
@@ -190,7 +190,7 @@ class _TaskContext:
         commit: The commit of the code that runs.
         site: Where its engines run.
         retry_failed: See `run_experiment`.
-        searching: Stop where the finalists are picked; what other cells find is not among them yet.
+        searching: Stop where the finalists are picked; what other tasks find is not among them yet.
     """
 
     spec: TaskSpec
@@ -205,30 +205,30 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     spec, folder, site = place.spec, place.folder, place.site
     record_or_check(folder / "env.json", site.environment(place.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
-    cell = compose_task(experiment, spec, folder / "work", observer, facts)
-    scoring = make_scoring(experiment.objective, spec.model, cell.model, cell.work)
-    benchmarkers = select_float_baseline(spec.backend, cell.float_file, folder, site.open, observer, facts)
-    cell = cell.with_benchmarkers(benchmarkers)
+    task = compose_task(experiment, spec, folder / "work", observer, facts)
+    scoring = make_scoring(experiment.objective, spec.model, task.model, task.work)
+    benchmarkers = select_float_baseline(spec.backend, task.float_file, folder, site.open, observer, facts)
+    task = task.with_benchmarkers(benchmarkers)
     worker = WorkerSpec(
-        benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators, reference=cell.model_file
+        benchmarkers=benchmarkers, workdir=task.work, evaluators=scoring.evaluators, reference=task.model_file
     )
-    with site.open(worker) as engines, _open_runtime_checker(cell, engines, folder, experiment, observer) as checker:
-        floor = measure_noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
+    with site.open(worker) as engines, _open_runtime_checker(task, engines, folder, experiment, observer) as checker:
+        noise_floor = measure_noise_floor(site.open, worker, task.model_file, engines.describe(), folder, observer)
         book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts))
-        goal = scoring.goal(book, cell.model_file, folder)
+        goal = scoring.goal(book, task.model_file, folder)
         running = TaskRun(
             experiment=experiment,
-            task=cell,
+            task=task,
             engines=engines,
             scoring=scoring,
             judge=scoring.make_accuracy_gate(goal),
-            floor=floor,
+            noise_floor=noise_floor,
             folder=folder,
             observer=observer,
             checker=checker,
         )
         record_or_check(
-            folder / "cell.json",
+            folder / "task.json",
             running.task_facts(),
             lambda facts: {key: facts.get(key) for key in running.fingerprint()},
         )
@@ -236,16 +236,16 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         asked = running.task_digest()  # first: later changes of the inputs must invalidate the marker
         if not (experiment.transfer or place.retry_failed) and is_complete(folder, asked):
             observer.say(f"{spec.name}: nothing is left to do")
-            shutil.rmtree(cell.work, ignore_errors=True)
+            shutil.rmtree(task.work, ignore_errors=True)
             return
         reopen_task(folder)
-        runs = spec.runs if len(cell.searched_space) else ()
+        runs = spec.runs if len(task.searched_space) else ()
         if goal.metric is not None and (place.retry_failed or any(map(running.is_unfinished, runs))):
-            scoring.prepare_evaluators(book, cell.model_file)
-        with site.workers(worker, engines, cell.inserter, cell.candidate(cell.space.float_placement())) as workers:
+            scoring.prepare_evaluators(book, task.model_file)
+        with site.workers(worker, engines, task.inserter, task.candidate(task.space.float_placement())) as workers:
             searches = [partial(running.run_search, run, workers, place.retry_failed) for run in runs]
             run_concurrently(searches, experiment.executor.searches)
-        write_pattern_cache(cell, goal, folder)
+        write_pattern_cache(task, goal, folder)
         others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
         found = select_final(running, lambda: site.open(worker), place.retry_failed)
         if place.searching:
@@ -255,36 +255,36 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             running,
             found,
             others,
-            transferred_placements(experiment.transfer, cell, plan_tasks(experiment), folder.parent),
+            transferred_placements(experiment.transfer, task, plan_tasks(experiment), folder.parent),
         )
         if scoring.evaluators:
             if book.has_unscored_rows(table):
-                scoring.prepare_evaluators(book, cell.model_file)
+                scoring.prepare_evaluators(book, task.model_file)
             book.score_rows(table)
         if checker is not None:
             checker.check_rows(table, place.retry_failed)
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.with_latency, backend, observer, place.retry_failed)
-    write_dynamic_rows(cell.model, table, spec.backend.use, observer)
-    shutil.rmtree(cell.work, ignore_errors=True)
+    write_dynamic_rows(task.model, table, spec.backend.use, observer)
+    shutil.rmtree(task.work, ignore_errors=True)
     failed = any(end.failed for run in runs if (end := running.termination(run)))  # the same command tries it again
     complete_task(folder, asked, complete=not failed)
 
 
 @contextmanager
 def _open_runtime_checker(
-    cell: Task, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
+    task: Task, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
 ) -> Iterator[RuntimeChecker | None]:
     """Open the checker that compares engines with their files, or None if the benchmarker runs no model."""
-    if runs_no_model(cell.spec.backend):
+    if runs_no_model(task.spec.backend):
         yield None
         return
-    plan = make_check_plan(cell, folder, experiment.limits, lacks_vnni(read_json(folder / "env.json")))
+    plan = make_check_plan(task, folder, experiment.limits, lacks_vnni(read_json(folder / "env.json")))
     with RuntimeChecker(plan, engines, observer) as checker:
         yield checker
 
 
-def _recorded_environment(cells: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
+def _recorded_environment(tasks: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
     """Return the environment of the machine on which the results were started, or None if there are none."""
-    begun = (path for spec in cells if (path := out / spec.name / "env.json").exists())
+    begun = (path for spec in tasks if (path := out / spec.name / "env.json").exists())
     return next(map(read_json, begun), None)

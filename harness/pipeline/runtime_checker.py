@@ -79,14 +79,14 @@ class CheckPlan:
     saturates: bool = False
 
 
-def make_check_plan(cell: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
+def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
     """Return the check plan of a task; see `CheckPlan`."""
     return CheckPlan(
-        float_file=cell.float_file,
-        floats={name: cell.runtime_input_file(cell.float_file, name) for name in cell.benchmarkers},
-        feeds=cell.feeds,
+        float_file=task.float_file,
+        floats={name: task.runtime_input_file(task.float_file, name) for name in task.benchmarkers},
+        feeds=task.feeds,
         folder=folder,
-        work=cell.work / "check",
+        work=task.work / "check",
         limits=limits,
         saturates=saturates,
     )

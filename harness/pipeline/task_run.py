@@ -52,7 +52,7 @@ class TaskRun:
     engines: Engines
     scoring: Scoring
     judge: AccuracyGate
-    floor: float
+    noise_floor: float
     folder: Path
     observer: Observer
     checker: RuntimeChecker | None = None
@@ -79,9 +79,9 @@ class TaskRun:
             )
             ending = self._run_search_loop(run, workers, retry_failed)
         if ending.reason:
-            what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)
+            what, most = "ended" if ending.failure is None else "failed", max(self.experiment.budget.evaluations)
             end = write_termination(
-                journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken
+                journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.failure
             )
             self.observer.say(f"{named} {end.reason}")
         else:
@@ -91,7 +91,7 @@ class TaskRun:
         budget, window = self.experiment.budget, self.experiment.executor.max_pending
         most = max(budget.evaluations)
         confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
-        keep = max(confirmation.top_k, confirmation.contenders) if one_winner else most
+        keep = max(confirmation.top_k, confirmation.candidates) if one_winner else most
         with (
             open_search(run, self.task, keep) as search,
             Journal(self._journal(run), self._search_fingerprint(run)) as journal,
@@ -119,9 +119,9 @@ class TaskRun:
                 interleaved=self._reference_latency_ms is not None,
             )
             ending = run_search(task, executor, journal, _make_trial_callback(step, live, note))
-        if ending.broken is not None or search.close_error is None:
+        if ending.failure is not None or search.close_error is None:
             return ending
-        return replace(ending, reason=f"on leaving: {search.close_error.reason}", broken=search.close_error)
+        return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
 
     def _make_trial_fn_factory(self, run: SearchSpec) -> TrialFnFactory:
         """Return the factory of trial functions for the candidates of a search."""
@@ -133,9 +133,9 @@ class TaskRun:
                 self.experiment.sampling,
                 judge=self.judge,
                 care=NoisePolicy(
-                    floor=self.floor,
+                    noise_floor=self.noise_floor,
                     racing="racing" not in without,
-                    builds=1 if "retakes" in without else MAX_BUILDS,
+                    builds=1 if "rebuilds" in without else MAX_BUILDS,
                     reference_latency_ms=level_ms,
                 ),
             )
@@ -145,7 +145,7 @@ class TaskRun:
     @property
     def _reference_latency_ms(self) -> float | None:
         """See `level`."""
-        return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.beside)
+        return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.interleave)
 
     def _search_fingerprint(self, run: SearchSpec) -> dict[str, Any]:
         """Return the fingerprint of a search; later keys are included only if they differ from their defaults."""
@@ -186,7 +186,7 @@ class TaskRun:
             "backend": dict(self.engines.describe()),
             "precision": self.task.spec.precision,
             "space": hashlib.sha256(repr(self.task.space.dimensions).encode()).hexdigest()[:16],
-            "seeds": {seed.name: self.task.space.digest(seed.placement) for seed in self.task.initial_design},
+            "initial": {each.name: self.task.space.digest(each.placement) for each in self.task.initial_design},
             "dialect": facts_digest({**dialect.facts, "precisions": dialect.precisions - PRECISIONS_ADDED_LATER}),
             "calibration": self.task.spec.model.calibration.model_dump(mode="json"),
             "ranges": facts_digest(self.task.ranges),
@@ -202,7 +202,7 @@ class TaskRun:
         return {
             "schema": SCHEMA_VERSION,
             "config": self.experiment_digest,
-            "cell": self.task.spec.name,
+            "task": self.task.spec.name,
             "model": self.task.spec.model.name,
             "source": self.task.spec.model.use,
             "nodes": len(self.task.model.nodes),

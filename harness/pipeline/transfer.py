@@ -32,48 +32,48 @@ from search.space import Placement
 __all__ = ["PATTERN_CACHE_NAME", "TransferredPlacement", "transferred_placements", "write_pattern_cache"]
 
 PATTERN_CACHE_NAME = "patterns.yaml"
-"""A cell's pattern cache; `initial` of another experiment takes it too."""
+"""A task's pattern cache; `initial` of another experiment takes it too."""
 
 TransferredPlacement = Placement | str
-"""A placement of this cell's space that another cell found, or why there is none."""
+"""A placement of this task's space that another task found, or why there is none."""
 
 
-def write_pattern_cache(cell: Task, goal: Goal, folder: Path) -> None:
+def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
     """Write the pattern cache learned by the searches of a task; nothing if none measured the float model.
 
     Raises:
         UserError: The file cannot be written.
     """
-    sizes = {p.signature: len(p.operators) for p in find_patterns(cell.model, discover_regions(cell.model))}
-    cache = build_cache(_pattern_observations(cell, goal, folder), cell.space, sizes, None, _measurement_origin(cell))
+    sizes = {p.signature: len(p.operators) for p in find_patterns(task.model, discover_regions(task.model))}
+    cache = build_cache(_pattern_observations(task, goal, folder), task.space, sizes, None, _measurement_origin(task))
     if cache.patterns:
         with explain_write_errors(folder / PATTERN_CACHE_NAME):
             write_cache(cache, folder / PATTERN_CACHE_NAME)
 
 
 def transferred_placements(
-    kinds: Sequence[str], cell: Task, cells: Sequence[TaskSpec], out: Path
+    kinds: Sequence[str], task: Task, tasks: Sequence[TaskSpec], out: Path
 ) -> Mapping[str, TransferredPlacement]:
     """Return the placements found for sibling tasks, by the name of their row.
 
     Args:
         kinds: "backends": the same model elsewhere; "models": others on the same backend.
-        cells: All of the experiment, searched and with their finalists picked.
+        tasks: All of the experiment, searched and with their finalists picked.
         out: The folder that their folders lie in.
     """
     found: dict[str, TransferredPlacement] = {}
-    for other in cells:
-        if other.name == cell.spec.name or other.precision != cell.spec.precision:
+    for other in tasks:
+        if other.name == task.spec.name or other.precision != task.spec.precision:
             continue
-        if "backends" in kinds and other.model == cell.spec.model:
-            found[f"from_{other.backend.name}"] = _transfer_by_edges(cell, out / other.name)
-        if "models" in kinds and other.backend == cell.spec.backend:
-            found[f"from_{other.model.name}"] = _transfer_by_patterns(cell, out / other.name)
+        if "backends" in kinds and other.model == task.spec.model:
+            found[f"from_{other.backend.name}"] = _transfer_by_edges(task, out / other.name)
+        if "models" in kinds and other.backend == task.spec.backend:
+            found[f"from_{other.model.name}"] = _transfer_by_patterns(task, out / other.name)
     return found
 
 
-def _pattern_observations(cell: Task, goal: Goal, folder: Path) -> Iterator[Observation]:
-    for run in cell.spec.runs:
+def _pattern_observations(task: Task, goal: Goal, folder: Path) -> Iterator[Observation]:
+    for run in task.spec.runs:
         path = folder / "runs" / f"{run.name}.jsonl"
         if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not has_lines(path):
             continue
@@ -82,7 +82,7 @@ def _pattern_observations(cell: Task, goal: Goal, folder: Path) -> Iterator[Obse
             yield Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=score)
 
 
-def _transfer_by_edges(cell: Task, folder: Path) -> TransferredPlacement:
+def _transfer_by_edges(task: Task, folder: Path) -> TransferredPlacement:
     rows, picks = read_finalists(folder)
     checks = read_checks(folder, {row.id: row for row in rows})
     best = best_choice(pick for pick in picks if pick.row not in checks or not checks[pick.row].is_wrong)
@@ -90,20 +90,20 @@ def _transfer_by_edges(cell: Task, folder: Path) -> TransferredPlacement:
         return f"{folder.name} found nothing"
     row = next(row for row in rows if row.id == best.row)
     if not row.pairs:
-        return cell.space.float_placement()
+        return task.space.float_placement()
     try:
-        return cell.space.nearest(import_placement(folder / "models" / row.file, cell.model))
+        return task.space.nearest(import_placement(folder / "models" / row.file, task.model))
     except UserError as error:
         return str(error)
 
 
-def _transfer_by_patterns(cell: Task, folder: Path) -> TransferredPlacement:
+def _transfer_by_patterns(task: Task, folder: Path) -> TransferredPlacement:
     if not (folder / PATTERN_CACHE_NAME).exists():
         return f"{folder.name} learned nothing"
-    known = propose_placements(read_cache(folder / PATTERN_CACHE_NAME), cell.space, _measurement_origin(cell), limit=1)
+    known = propose_placements(read_cache(folder / PATTERN_CACHE_NAME), task.space, _measurement_origin(task), limit=1)
     return known[0] if known else f"{folder.name} knows none of its patterns"
 
 
-def _measurement_origin(cell: Task) -> MeasurementOrigin:
-    facts = cell.facts
-    return MeasurementOrigin(backend=facts["name"], precision=cell.spec.precision, device=str(facts.get("device", "")))
+def _measurement_origin(task: Task) -> MeasurementOrigin:
+    facts = task.facts
+    return MeasurementOrigin(backend=facts["name"], precision=task.spec.precision, device=str(facts.get("device", "")))

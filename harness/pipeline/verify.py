@@ -25,14 +25,14 @@ from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, ru
 from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.display_names import METRIC_CAPS, format_drop
-from harness.report.load.results import CellResults, load
+from harness.report.load.results import TaskResults, load
 from harness.report.trace import find_main_row
 from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.statistics import Interval
 from harness.task_setup.accuracy import bound_status, make_scoring
 from harness.task_setup.float_baseline import select_float_baseline
 from harness.task_setup.task import Task, compose_task
-from harness.timing.confirmation import Contender, confirm, summarize_turns
+from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.provenance import machine_lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
@@ -76,12 +76,12 @@ def verify(
 
     Args:
         model: An exported model; or a row with its file.
-        results: The results folder; by default the one in whose `CELL/models` the file lies.
+        results: The results folder; by default the one in whose `TASK/models` the file lies.
         base: Folder that relative paths of the experiment start from; by default the working folder.
         max_drop: Bound on the loss of accuracy in the place of the experiment's, as its `objective.max_drop`.
 
     Raises:
-        UserError: No such file, no results of it, the cell cannot be composed any more, or `max_drop` for a model
+        UserError: No such file, no results of it, the task cannot be composed any more, or `max_drop` for a model
             without an evaluator.
     """
     file = model.file if isinstance(model, ExportedRow) else model
@@ -90,26 +90,26 @@ def verify(
     folder = results or file.resolve().parent.parent.parent
     if results is None and not (folder / "experiment.yaml").exists():
         raise UserError(
-            f"{file}: lies in no results folder: name RESULTS/CELL/models/NAME.onnx, or its results by --results"
+            f"{file}: lies in no results folder: name RESULTS/TASK/models/NAME.onnx, or its results by --results"
         )
     digest = digest_file(file)
     found = load(folder)
     if isinstance(model, ExportedRow):
-        cell = found.cell(model.cell)
-        row = cell.rows[model.row]
+        task = found.task(model.task)
+        row = task.rows[model.row]
     else:
-        cell, row = _find_row(found.cells, file, digest, folder)
+        task, row = _find_row(found.tasks, file, digest, folder)
     if row.sha256 != digest:
         return [CheckResult(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
     experiment = load_experiment(folder / "experiment.yaml", base or Path.cwd())
-    spec = next((spec for spec in plan_tasks(experiment) if spec.name == cell.name), None)
+    spec = next((spec for spec in plan_tasks(experiment) if spec.name == task.name), None)
     if spec is None:
-        raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
+        raise UserError(f"{folder}: its experiment has no task {task.name!r} any more")
     checks = [CheckResult(what="file", holds=True, found=f"SHA-256 {digest}")]
     with tempfile.TemporaryDirectory(prefix="qdq-verify-") as scratch:
         again = _Reproduction(
-            file=file, row=row, results=cell, experiment=experiment, spec=spec, scratch=Path(scratch),
-            bound=cell.allowed if max_drop is None else max_drop,
+            file=file, row=row, results=task, experiment=experiment, spec=spec, scratch=Path(scratch),
+            bound=task.allowed if max_drop is None else max_drop,
         )  # fmt: skip
         if max_drop is not None and spec.model.evaluator is None:
             raise UserError(f"--max-drop: model {spec.model.name!r} has no evaluator whose metric could drop")
@@ -121,11 +121,11 @@ class ExportedRow:
     """A row of a results folder with its file: one file may be that of several rows.
 
     Attributes:
-        cell: Name of its cell.
+        task: Name of its task.
         row: Its id.
     """
 
-    cell: str
+    task: str
     row: str
     file: Path
 
@@ -142,42 +142,42 @@ def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
     results = load(folder)
     if where is not None:
         line = find_main_row(results, where)
-        found = _exported_row(results.cell(str(line["cell"])), str(line["row"]))
+        found = _exported_row(results.task(str(line["task"])), str(line["row"]))
         if found is not None:
             return found
-    files = [line for cell in results.cells for line in _exported_lines(cell)]
+    files = [line for task in results.tasks for line in _exported_lines(task)]
     said = "name a row, or its file" if where is None else f"row {where!r} has no exported model"
     there = "\n".join(["; there are:", *dict.fromkeys(files)]) if files else "; nothing is exported there"
     raise UserError(f"{folder}: {said}{there}")
 
 
-def _exported_lines(cell: CellResults) -> list[str]:
+def _exported_lines(task: TaskResults) -> list[str]:
     """Return a line for each exported file: by the methods that chose it, or by its row if none did."""
     labels = [
-        (pick.row, f"{pick.method}{'' if pick.budget is None else f' after {pick.budget}'}") for pick in cell.picks
+        (pick.row, f"{pick.method}{'' if pick.budget is None else f' after {pick.budget}'}") for pick in task.picks
     ]
-    labels += [(row, row) for row in cell.rows if row not in {pick.row for pick in cell.picks}]
-    found = [(label, _exported_row(cell, row)) for row, label in labels]
+    labels += [(row, row) for row in task.rows if row not in {pick.row for pick in task.picks}]
+    found = [(label, _exported_row(task, row)) for row, label in labels]
     return [f"  {label}: {exported.file}" for label, exported in found if exported is not None]
 
 
-def _exported_row(cell: CellResults, row: str) -> ExportedRow | None:
-    if row not in cell.rows or not (file := cell.folder / "models" / cell.rows[row].file).is_file():
+def _exported_row(task: TaskResults, row: str) -> ExportedRow | None:
+    if row not in task.rows or not (file := task.folder / "models" / task.rows[row].file).is_file():
         return None
-    return ExportedRow(cell=cell.name, row=row, file=file)
+    return ExportedRow(task=task.name, row=row, file=file)
 
 
 def _find_row(
-    cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path
-) -> tuple[CellResults, ExportedModel]:
+    tasks: tuple[TaskResults, ...], file: Path, digest: str, folder: Path
+) -> tuple[TaskResults, ExportedModel]:
     """Return the row of a file: by its path in a task's own folder, else by its content."""
-    rows = [(cell, row) for cell in cells for row in cell.rows.values()]
-    for cell, row in rows:
-        if (cell.folder / "models" / row.file).resolve() == file.resolve():
-            return cell, row
-    for cell, row in rows:
+    rows = [(task, row) for task in tasks for row in task.rows.values()]
+    for task, row in rows:
+        if (task.folder / "models" / row.file).resolve() == file.resolve():
+            return task, row
+    for task, row in rows:
         if row.sha256 == digest:
-            return cell, row
+            return task, row
     raise UserError(f"{file}: {folder} has no row of this file (SHA-256 {digest}); name its results by --results")
 
 
@@ -191,7 +191,7 @@ class _Reproduction:
 
     file: Path
     row: ExportedModel
-    results: CellResults
+    results: TaskResults
     experiment: Experiment
     spec: TaskSpec
     scratch: Path
@@ -199,58 +199,58 @@ class _Reproduction:
 
     def run_checks(self, observer: Observer) -> Iterator[CheckResult]:
         bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
-        cell = compose_task(bare, self.spec, self.scratch / "work", observer)
-        scoring = make_scoring(self.experiment.objective, self.spec.model, cell.model, cell.work)
+        task = compose_task(bare, self.spec, self.scratch / "work", observer)
+        scoring = make_scoring(self.experiment.objective, self.spec.model, task.model, task.work)
         recorded = self.results.folder / "float.json"
         if recorded.exists():
             shutil.copy(recorded, self.scratch)
         benchmarkers = select_float_baseline(
-            self.spec.backend, cell.float_file, self.scratch, self._open_engines, observer
+            self.spec.backend, task.float_file, self.scratch, self._open_engines, observer
         )
-        cell = cell.with_benchmarkers(benchmarkers)
-        yield self._check_edges(cell)
+        task = task.with_benchmarkers(benchmarkers)
+        yield self._check_edges(task)
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN_BENCHMARKER}
-        worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
+        worker = WorkerSpec(benchmarkers=benchmarkers, workdir=task.work, evaluators=evaluators)
         score = self.results.scores.get(self.row.id, {})
         if evaluators and ("metrics" in score or self.bound is not None):
             with self._open_engines(worker) as engines:
-                yield from self._check_score(score, engines, cell, observer)
+                yield from self._check_score(score, engines, task, observer)
         else:
             nothing = _not_measured_result(score) if evaluators else "the model has no evaluator"
             yield CheckResult(what="accuracy", holds=None, found=nothing)
         if not runs_no_model(self.spec.backend):
             with self._open_engines(worker) as engines:
-                yield self._check_outputs(engines, cell)
+                yield self._check_outputs(engines, task)
         summary = self.results.summaries.get(self.row.id)
         if summary is not None and self.row.id != FLOAT_ROW:
-            yield self._check_speedup(summary.speedup, worker, cell, observer)
+            yield self._check_speedup(summary.speedup, worker, task, observer)
 
     def _open_engines(self, worker: WorkerSpec) -> Any:
         limits: Limits = self.experiment.limits
         return open_engines(worker, limits)
 
-    def _candidate(self, cell: Task) -> Candidate:
-        table = FinalistSet(folder=self.results.folder, space=cell.space, rows=(self.row,))
+    def _candidate(self, task: Task) -> Candidate:
+        table = FinalistSet(folder=self.results.folder, space=task.space, rows=(self.row,))
         return replace(table.candidate(self.row), source=lambda: self.file)
 
-    def _check_edges(self, cell: Task) -> CheckResult:
+    def _check_edges(self, task: Task) -> CheckResult:
         """Asked against delivered; a model that another tool made is only counted."""
         if self.row.choices is None:
             pairs = count_pairs(self.file)
             text = f"{self.row.pairs} Q/DQ pairs recorded, {pairs} in the file"
             return CheckResult(what="edges", holds=pairs == self.row.pairs, found=text)
-        asked = cell.space.resolve(cell.space.validate(Placement(self.row.choices)))
-        missing, extra = diff_edges(cell.edges_in_file(asked), self.file)
+        asked = task.space.resolve(task.space.validate(Placement(self.row.choices)))
+        missing, extra = diff_edges(task.edges_in_file(asked), self.file)
         text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} unexpected"
         return CheckResult(what="edges", holds=not (missing or extra), found=text)
 
     def _check_score(
-        self, score: Mapping[str, Any], engines: Engines, cell: Task, observer: Observer
+        self, score: Mapping[str, Any], engines: Engines, task: Task, observer: Observer
     ) -> Iterator[CheckResult]:
         """Score the row again, compare that with the record, and hold it to the bound."""
         book = AccuracyStore(self.scratch, engines, observer)
-        reference = book.float_score(cell.model_file)
-        found = reference if self.row.id == FLOAT_ROW else book.score_row(self._candidate(cell), self.row)
+        reference = book.float_score(task.model_file)
+        found = reference if self.row.id == FLOAT_ROW else book.score_row(self._candidate(task), self.row)
         if "metrics" in score:
             yield self._compare_accuracy(score["metrics"], found)
         else:
@@ -286,21 +286,21 @@ class _Reproduction:
             return f"{shown}, no bound"
         return f"{shown}, {'beyond' if results.goal.loss_excess(drop) else 'within'} the bound {bound:g}"
 
-    def _check_outputs(self, engines: Engines, cell: Task) -> CheckResult:
+    def _check_outputs(self, engines: Engines, task: Task) -> CheckResult:
         """Compare what the runtime computes with the file; a wrong result holds nowhere."""
-        plan = make_check_plan(cell, self.scratch, self.experiment.limits, machine_lacks_vnni())
+        plan = make_check_plan(task, self.scratch, self.experiment.limits, machine_lacks_vnni())
         with RuntimeChecker(plan, engines, NullProgress()) as checker:
-            found = checker.check(self._candidate(cell), self.row.benchmarker, name=self.row.id)
+            found = checker.check(self._candidate(task), self.row.benchmarker, name=self.row.id)
         recorded = self.results.checks.get(self.row.id)
         if found.verdict == "not checked":
             return CheckResult(what="runtime", holds=None, found=str(found))
         text = "" if recorded is None or recorded.verdict == found.verdict else f"{recorded.label} recorded, now "
         return CheckResult(what="runtime", holds=not (found.is_wrong or text), found=f"{text}{found}")
 
-    def _check_speedup(self, recorded: Interval, worker: WorkerSpec, cell: Task, observer: Observer) -> CheckResult:
+    def _check_speedup(self, recorded: Interval, worker: WorkerSpec, task: Task, observer: Observer) -> CheckResult:
         """Measure the speedup with new builds; it holds if both intervals overlap or differ by less than the floor."""
-        baseline = Contender(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement()))
-        turn = Contender(name=self.row.id, candidate=self._candidate(cell), benchmarker=self.row.benchmarker)
+        baseline = TimedRow(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement()))
+        turn = TimedRow(name=self.row.id, candidate=self._candidate(task), benchmarker=self.row.benchmarker)
         events = []
         with observer.work("time again", REPRODUCTION_SCHEDULE.builds * REPRODUCTION_SCHEDULE.rounds * 3) as step:
             for event in confirm(
@@ -312,15 +312,17 @@ class _Reproduction:
             ):
                 events.append(event)
                 step.advance()
-        summary = summarize_turns(events, baseline=FLOAT_ROW, floor=self.results.floor or 0.0)
+        summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=self.results.noise_floor or 0.0)
         again = summary.rows.get(self.row.id)
         if again is None:
             return CheckResult(what="latency", holds=False, found=_failed_result(summary.failed.get(self.row.id)))
         text = (
             f"speedup {_format_interval(recorded)} recorded, {_format_interval(again.speedup)} now; noise "
-            f"floor {summary.floor:.1%}"
+            f"floor {summary.noise_floor:.1%}"
         )
-        return CheckResult(what="latency", holds=_intervals_agree(recorded, again.speedup, summary.floor), found=text)
+        return CheckResult(
+            what="latency", holds=_intervals_agree(recorded, again.speedup, summary.noise_floor), found=text
+        )
 
 
 def _values_agree(recorded: float, found: float | None) -> bool:
@@ -329,9 +331,9 @@ def _values_agree(recorded: float, found: float | None) -> bool:
     )
 
 
-def _intervals_agree(one: Interval, other: Interval, floor: float) -> bool:
+def _intervals_agree(one: Interval, other: Interval, noise_floor: float) -> bool:
     apart = max(one.low, other.low) - min(one.high, other.high)
-    return apart <= floor * one.value
+    return apart <= noise_floor * one.value
 
 
 def _format_interval(interval: Interval) -> str:

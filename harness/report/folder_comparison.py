@@ -14,7 +14,7 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import NOISY_FLOOR, CellResults, Results
+from harness.report.load.results import NOISY_FLOOR, Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.results_dir.artifacts import FLOAT_ROW
@@ -24,7 +24,7 @@ from harness.timing.turn_log import TWIN, disturbance_note
 
 __all__ = ["compare_frame", "comparison_table", "describe_differences"]
 
-ROW_KEY = ["cell", "method", "float_precision"]
+ROW_KEY = ["task", "method", "float_precision"]
 FINGERPRINT_KEYS = (
     "model_sha256", "backend", "precision", "space", "dialect", "calibration", "ranges", "sampling", "goal",
     "evaluator", "preprocess", "qdq_bench",
@@ -43,7 +43,7 @@ COMPARISON = TableSpec(
     name="compare",
     title="Comparison",
     columns=(
-        text_column("cell"),
+        text_column("task"),
         text_column("method"),
         *(number_column(f"latency {side} ms", f"latency_{side}_ms", "{:.3f}") for side in (1, 2)),
         interval_column("ratio [CI]", "ratio", "ratio_low", "ratio_high"),
@@ -56,7 +56,7 @@ COMPARISON = TableSpec(
     caption=(
         "Ratio: latency in the first folder over that in the second, so above 1 the second is faster; 95 % interval, "
         "Welch's t over the medians of fresh builds on a logarithmic scale. Verdict: on the second; a tie if the "
-        "interval contains 1, or the difference is below 1 % or below the larger A/A floor. Own verdict: of each "
+        "interval contains 1, or the difference is below 1 % or below the larger noise floor. Own verdict: of each "
         "folder, over its own float baseline. Placement: whether both chose the same file."
     ),
 )
@@ -73,21 +73,21 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
     Raises:
         UserError: The folders have no task in common.
     """
-    names = {cell.name for cell in first.cells} & {cell.name for cell in second.cells}
+    names = {task.name for task in first.tasks} & {task.name for task in second.tasks}
     if not names:
-        there = [", ".join(cell.name for cell in results.cells) or "none" for results in (first, second)]
+        there = [", ".join(task.name for task in results.tasks) or "none" for results in (first, second)]
         raise UserError(
-            f"{first.folder} and {second.folder} have no cell in common (cells: {'; '.join(there)}); the name of a "
-            "cell is MODEL-BACKEND-PRECISION by the labels of the experiment"
+            f"{first.folder} and {second.folder} have no task in common (tasks: {'; '.join(there)}); the name of a "
+            "task is MODEL-BACKEND-PRECISION by the labels of the experiment"
         )
     one, two = (_main_rows_with_key(results) for results in (first, second))
     both = one.merge(two, on=ROW_KEY, how="outer", suffixes=("_1", "_2"), sort=False)
-    both = both[both["cell"].isin(names)]
+    both = both[both["task"].isin(names)]
     order = {key: place for place, key in enumerate(dict.fromkeys([*_row_keys(one), *_row_keys(two)]))}
     both = both.iloc[sorted(range(len(both)), key=lambda place: order[_row_keys(both)[place]])]
     medians = [_build_medians(results) for results in (first, second)]
-    floors = {name: max(results.cell(name).floor or 0.0 for results in (first, second)) for name in names}
-    return pd.DataFrame([_comparison_row(row, floors[row["cell"]], medians) for row in both.to_dict("records")])
+    floors = {name: max(results.task(name).noise_floor or 0.0 for results in (first, second)) for name in names}
+    return pd.DataFrame([_comparison_row(row, floors[row["task"]], medians) for row in both.to_dict("records")])
 
 
 def _main_rows_with_key(results: Results) -> pd.DataFrame:
@@ -103,25 +103,27 @@ def _build_medians(results: Results) -> dict[tuple[str, str], list[float]]:
     """Return the median latency of each fresh build in ms, by task and row."""
     samples = sample_frame(results)
     samples = samples[samples["row"] != TWIN]
-    turns = samples.groupby(["cell", "row", "build", "group", "round"], as_index=False)["latency_ms"].median()
-    builds = turns.groupby(["cell", "row", "build", "group"], as_index=False)["latency_ms"].median()
-    return {key: part["latency_ms"].tolist() for key, part in builds.groupby(["cell", "row"])}
+    turns = samples.groupby(["task", "row", "build", "group", "round"], as_index=False)["latency_ms"].median()
+    builds = turns.groupby(["task", "row", "build", "group"], as_index=False)["latency_ms"].median()
+    return {key: part["latency_ms"].tolist() for key, part in builds.groupby(["task", "row"])}
 
 
-def _comparison_row(row: Row, floor: float, medians: Sequence[Mapping[tuple[str, str], list[float]]]) -> dict[str, Any]:
-    builds = [medians[side].get((row["cell"], row[f"row_{side + 1}"]), []) for side in (0, 1)]
+def _comparison_row(
+    row: Row, noise_floor: float, medians: Sequence[Mapping[tuple[str, str], list[float]]]
+) -> dict[str, Any]:
+    builds = [medians[side].get((row["task"], row[f"row_{side + 1}"]), []) for side in (0, 1)]
     ratio = _latency_ratio(*builds) if all(builds) else None
     files = row["sha256_1"], row["sha256_2"]
     columns = ("verdict_1", "verdict_2", "speedup_1", "speedup_2", "score_1", "score_2")
     return {
-        "cell": row["cell"],
+        "task": row["task"],
         "method": f"{row['method']} {row['float_precision']}".strip(),
         "latency_1_ms": row["latency_ms_1"],
         "latency_2_ms": row["latency_ms_2"],
         "ratio": None if ratio is None else ratio.value,
         "ratio_low": None if ratio is None else ratio.low,
         "ratio_high": None if ratio is None else ratio.high,
-        "verdict": _missing_side(row) if ratio is None else speedup_verdict(ratio, floor),
+        "verdict": _missing_side(row) if ratio is None else speedup_verdict(ratio, noise_floor),
         **{key: row[key] for key in columns},
         "same_file": None if any(map(is_missing, files)) else files[0] == files[1],
     }
@@ -152,20 +154,20 @@ def _latency_ratio(first: Sequence[float], second: Sequence[float]) -> Interval:
 
 def _noise_warnings(first: Results, second: Results) -> Iterator[str]:
     for one, two in _shared_tasks(first, second):
-        floors = [cell.floor or 0.0 for cell in (one, two)]
+        floors = [task.noise_floor or 0.0 for task in (one, two)]
         if max(floors) > NOISY_FLOOR:
             yield (
-                f"Noisy machine: the A/A floor of {one.name} is {floors[0]:.1%} in the first and {floors[1]:.1%} in "
+                f"Noisy machine: the noise floor of {one.name} is {floors[0]:.1%} in the first and {floors[1]:.1%} in "
                 "the second; differences below the larger one are ties."
             )
-        for side, cell in (("first", one), ("second", two)):
-            if note := disturbance_note(cell.disturbed):
-                yield f"Noisy machine, {cell.name} in the {side}: {note}."
+        for side, task in (("first", one), ("second", two)):
+            if note := disturbance_note(task.disturbed):
+                yield f"Noisy machine, {task.name} in the {side}: {note}."
 
 
-def _shared_tasks(first: Results, second: Results) -> list[tuple[CellResults, CellResults]]:
-    others = {cell.name: cell for cell in second.cells}
-    return [(cell, others[cell.name]) for cell in first.cells if cell.name in others]
+def _shared_tasks(first: Results, second: Results) -> list[tuple[TaskResults, TaskResults]]:
+    others = {task.name: task for task in second.tasks}
+    return [(task, others[task.name]) for task in first.tasks if task.name in others]
 
 
 def describe_differences(first: Results, second: Results) -> Iterator[str]:
@@ -175,26 +177,26 @@ def describe_differences(first: Results, second: Results) -> Iterator[str]:
     """
     tasks: dict[str, list[str]] = defaultdict(list)
     both = _shared_tasks(first, second)
-    for cell, other in both:
-        for line in (*_load_warnings(cell, other), *diff_leaves(_fingerprint_facts(cell), _fingerprint_facts(other))):
-            tasks[line].append(cell.name)
+    for task, other in both:
+        for line in (*_load_warnings(task, other), *diff_leaves(_fingerprint_facts(task), _fingerprint_facts(other))):
+            tasks[line].append(task.name)
     for line, names in tasks.items():
         yield line if len(names) == len(both) else f"{line} ({', '.join(names)})"
     yield from diff_leaves(_experiment_keys(first), _experiment_keys(second), "experiment")
-    for results, rest in ((first, {c.name for c in second.cells}), (second, {c.name for c in first.cells})):
-        if alone := [cell.name for cell in results.cells if cell.name not in rest]:
+    for results, rest in ((first, {c.name for c in second.tasks}), (second, {c.name for c in first.tasks})):
+        if alone := [task.name for task in results.tasks if task.name not in rest]:
             yield f"only in {results.folder}: {', '.join(alone)}"
 
 
-def _load_warnings(cell: CellResults, other: CellResults) -> Iterator[str]:
+def _load_warnings(task: TaskResults, other: TaskResults) -> Iterator[str]:
     """Yield a warning if the load of the machines differs, and whether it explains the difference in latency."""
-    loads = [_as_load_average(side.environment.get("load_average")) for side in (cell, other)]
+    loads = [_as_load_average(side.environment.get("load_average")) for side in (task, other)]
     if None in loads or abs(more := (loads[1] or 0.0) - (loads[0] or 0.0)) <= BUSY_LOAD_AVERAGE:
         return
-    slower = [side.summaries[FLOAT_ROW].latency_ms.value for side in (cell, other) if FLOAT_ROW in side.summaries]
-    floor = max(cell.floor or 0.0, other.floor or 0.0)
+    slower = [side.summaries[FLOAT_ROW].latency_ms.value for side in (task, other) if FLOAT_ROW in side.summaries]
+    noise_floor = max(task.noise_floor or 0.0, other.noise_floor or 0.0)
     gap = math.log(slower[1] / slower[0]) if len(slower) == 2 else 0.0
-    likely = abs(gap) > math.log1p(floor) and (gap > 0) == (more > 0)  # the busier machine was slower
+    likely = abs(gap) > math.log1p(noise_floor) and (gap > 0) == (more > 0)  # the busier machine was slower
     yield (
         f"environment.load_average: {loads[0]:g} -> {loads[1]:g}: {abs(more):.1f} more busy cores at the start of the "
         f"{'second' if more > 0 else 'first'}{', a likely cause of the differences in latency' if likely else ''}"
@@ -218,9 +220,9 @@ def _index_by_name(value: Any) -> Any:
     return {str(e if isinstance(e, str) else e.get("label") or e.get("use")): e for e in value}
 
 
-def _fingerprint_facts(cell: CellResults) -> dict[str, Any]:
-    facts = {key: cell.facts.get(key) for key in FINGERPRINT_KEYS}
-    return {"environment": _without_transient(cell.environment), **facts}
+def _fingerprint_facts(task: TaskResults) -> dict[str, Any]:
+    facts = {key: task.facts.get(key) for key in FINGERPRINT_KEYS}
+    return {"environment": _without_transient(task.environment), **facts}
 
 
 def _without_transient(facts: Any) -> Any:

@@ -14,7 +14,7 @@ from harness.accuracy.metrics.intervals import RESAMPLES
 from harness.records import Measured, TrialResult
 from harness.report.frames.confirmation import valid_turns
 from harness.report.load.display_names import METRIC_CAPS, METRIC_FORMATS
-from harness.report.load.results import CellResults
+from harness.report.load.results import TaskResults
 from harness.report.table_spec import Row, is_missing
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
@@ -71,7 +71,7 @@ class ValueSource:
         yield from filter(None, [self.result])
 
 
-def row_sources(cell: CellResults, row: Row, column: str) -> Iterator[ValueSource]:
+def row_sources(task: TaskResults, row: Row, column: str) -> Iterator[ValueSource]:
     """Yield the sources of one figure of a row of `main_frame`.
 
     Args:
@@ -81,42 +81,42 @@ def row_sources(cell: CellResults, row: Row, column: str) -> Iterator[ValueSourc
     if row["verdict"] == "missing" or not row["row"]:
         yield ValueSource(head=(f"nothing was measured: {row['reason'] or 'it has not run yet'}",))
     elif column.startswith(("latency", "speedup", "verdict", "decision")):
-        yield turn_source(cell, row["row"], paired=not column.startswith("latency"))
+        yield turn_source(task, row["row"], paired=not column.startswith("latency"))
     elif column.startswith("shrinkage"):
-        yield turn_source(cell, row["row"], paired=True)
-        yield from trial_sources(cell, row["method"].partition(" #")[0], int(row["seed"]))
+        yield turn_source(task, row["row"], paired=True)
+        yield from trial_sources(task, row["method"].partition(" #")[0], int(row["seed"]))
     elif column.startswith(SCORE_HEADINGS):
-        yield from _score_sources(cell, row["row"], with_float=column.startswith("drop"))
+        yield from _score_sources(task, row["row"], with_float=column.startswith("drop"))
         if column.startswith("drop"):
-            yield from _drop_sources(cell, row)
+            yield from _drop_sources(task, row)
     elif column.startswith(("builds", "minutes")) and searched:
-        yield from trial_sources(cell, row["method"], int(row["seed"]))
+        yield from trial_sources(task, row["method"], int(row["seed"]))
     elif column.startswith("builds"):
-        yield turn_source(cell, row["row"], paired=False)
+        yield turn_source(task, row["row"], paired=False)
     else:
-        yield ValueSource(head=tuple(_row_facts(cell, row)))
+        yield ValueSource(head=tuple(_row_facts(task, row)))
 
 
-def turn_source(cell: CellResults, row: str, *, paired: bool) -> ValueSource:
+def turn_source(task: TaskResults, row: str, *, paired: bool) -> ValueSource:
     """Return the turns of a row in the confirmation, with those of the baseline if `paired`."""
-    numbers = {id(event): place for place, event in enumerate(cell.events, FIRST_EVENT_LINE)}
-    turns = sorted(valid_turns(cell.events), key=lambda turn: (turn.build, turn.group, turn.round))
+    numbers = {id(event): place for place, event in enumerate(task.events, FIRST_EVENT_LINE)}
+    turns = sorted(valid_turns(task.events), key=lambda turn: (turn.build, turn.group, turn.round))
     base = {(t.build, t.group, t.round): t for t in turns if paired and t.row == FLOAT_ROW != row}
     lines = [_turn_line(t, base.get((t.build, t.group, t.round)), numbers) for t in turns if t.row == row]
-    for event in cell.events:
+    for event in task.events:
         if not isinstance(event, Turn) and event.row == row:
             failed = event.failed
             where = f"line {numbers[id(event)]}: build {event.build}"
             lines.append(ProvenanceLine(short=f"{where} failed: {failed.stage}: {failed.reason}"))
     return ValueSource(
-        head=(f"{cell.folder / 'confirm.jsonl'}; samples in ms, one line a turn",),
+        head=(f"{task.folder / 'confirmation.jsonl'}; samples in ms, one line a turn",),
         readings=lambda: lines,
-        result=_summarize_turns(cell, row, ratios=paired and row != FLOAT_ROW),
+        result=_summarize_turns(task, row, ratios=paired and row != FLOAT_ROW),
     )
 
 
-def _summarize_turns(cell: CellResults, row: str, *, ratios: bool) -> str:
-    bases, owns = TurnMatrix(cell.events).paired_samples(row, FLOAT_ROW)
+def _summarize_turns(task: TaskResults, row: str, *, ratios: bool) -> str:
+    bases, owns = TurnMatrix(task.events).paired_samples(row, FLOAT_ROW)
     builds = [np.divide(base, own) if ratios else np.array(own) for base, own in zip(bases, owns, strict=True)]
     if not builds:
         return ""
@@ -150,29 +150,29 @@ def _format_samples(samples_ms: tuple[float, ...]) -> str:
     return " ".join(f"{sample:.6g}" for sample in samples_ms)
 
 
-def _score_sources(cell: CellResults, row: str, *, with_float: bool) -> Iterator[ValueSource]:
-    path = cell.folder / "accuracy.json"
+def _score_sources(task: TaskResults, row: str, *, with_float: bool) -> Iterator[ValueSource]:
+    path = task.folder / "accuracy.json"
     for name in dict.fromkeys((row, FLOAT_ROW) if with_float else (row,)):
-        score = cell.scores.get(name)
+        score = task.scores.get(name)
         if score is None:
             yield ValueSource(head=(f"{path}: no score of {name}",))
             continue
-        head = [f"{path}: {cell.rows[name].sha256} {cell.rows[name].benchmarker} ({name})"]
+        head = [f"{path}: {task.rows[name].sha256} {task.rows[name].benchmarker} ({name})"]
         if "failed" in score:
             head.append(f"    failed: {score['failed']}: {score['reason']}")
         head += [f"    {metric}: {value}" for metric, value in score.get("metrics", {}).items()]
         yield ValueSource(head=tuple(head), readings=partial(_item_lines, score.get("per_item") or ()))
 
 
-def _drop_sources(cell: CellResults, row: Row) -> Iterator[ValueSource]:
-    own, reference = cell.score(row["row"]), cell.score(FLOAT_ROW)
+def _drop_sources(task: TaskResults, row: Row) -> Iterator[ValueSource]:
+    own, reference = task.score(row["row"]), task.score(FLOAT_ROW)
     if own is None or reference is None or row["row"] == FLOAT_ROW:
         return
     if row["metric"] in METRIC_CAPS:
         yield ValueSource(head=("no drop: the reference is the float model, whose own value is a cap",))
         return
-    larger, smaller = (reference, own) if cell.higher_is_better else (own, reference)
-    order = "float minus this row" if cell.higher_is_better else "this row minus float, since lower is better"
+    larger, smaller = (reference, own) if task.higher_is_better else (own, reference)
+    order = "float minus this row" if task.higher_is_better else "this row minus float, since lower is better"
     yield ValueSource(head=(f"drop: {larger:.6f} - {smaller:.6f} = {row['drop']:+.6f} ({order})",))
     if not is_missing(row["drop_low"]):
         limits = f"[{row['drop_low']:+.6f}, {row['drop_high']:+.6f}]"
@@ -185,9 +185,9 @@ def _item_lines(items: tuple[float, ...]) -> Iterator[ProvenanceLine]:
         yield ProvenanceLine(short=f"    by item: {len(items)} values", whole=(f"    by item: {listed}",))
 
 
-def trial_sources(cell: CellResults, searcher: str, seed: int) -> Iterator[ValueSource]:
+def trial_sources(task: TaskResults, searcher: str, seed: int) -> Iterator[ValueSource]:
     """Yield the trials of a search."""
-    for search in cell.searches:
+    for search in task.searches:
         if (search.searcher, search.seed) == (searcher, seed):
             yield ValueSource(head=(f"{search.path}; one line a trial",), readings=partial(_trial_lines, search.path))
 
@@ -204,15 +204,15 @@ def _trial_line(number: int, digest: str, result: TrialResult) -> ProvenanceLine
         return ProvenanceLine(short=f"{where}: failed: {outcome.stage}: {outcome.reason}")
     text = f"{where}: median {float(np.median(outcome.samples_ms)):.6g} ms of {len(outcome.samples_ms)} samples"
     text += "".join(f", {name} {value:.6g}" for name, value in outcome.metrics.items())
-    rebuilt = (f"    of another build: {_format_samples(samples_ms)}" for samples_ms in outcome.retaken_ms)
+    rebuilt = (f"    of another build: {_format_samples(samples_ms)}" for samples_ms in outcome.rebuilt_ms)
     whole = (text, f"    samples in ms: {_format_samples(outcome.samples_ms)}", *rebuilt)
     return ProvenanceLine(short=text, whole=whole)
 
 
-def _row_facts(cell: CellResults, line: Row) -> Iterator[str]:
-    row = cell.rows.get(line["row"])
-    yield f"{cell.folder / 'cell.json'}, {cell.folder / 'env.json'}: model {cell.facts['model']}"
-    yield f"backend: {cell.facts['backend']}"
+def _row_facts(task: TaskResults, line: Row) -> Iterator[str]:
+    row = task.rows.get(line["row"])
+    yield f"{task.folder / 'task.json'}, {task.folder / 'env.json'}: model {task.facts['model']}"
+    yield f"backend: {task.facts['backend']}"
     if row is not None:
-        yield f"{cell.folder / 'rows.json'}: row {row.id}, {row.pairs} Q/DQ pairs"
-        yield f"{cell.folder / 'models' / row.file}: sha256 {row.sha256}"
+        yield f"{task.folder / 'rows.json'}: row {row.id}, {row.pairs} Q/DQ pairs"
+        yield f"{task.folder / 'models' / row.file}: sha256 {row.sha256}"

@@ -16,9 +16,9 @@ from harness.errors import UserError
 from harness.report.frames.confirmation import sample_frame, variance_frame
 from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
-from harness.report.load.cell_files import GRAPH_FILE, write_graph
 from harness.report.load.results import Results
 from harness.report.load.results import load as load_results
+from harness.report.load.task_files import GRAPH_FILE, write_graph
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_files import draw_plots
@@ -46,7 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 PRINTED_TABLES = ("main", "budget", "cost")
-TASK_FOLDER_FILES = ("cell.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
+TASK_FOLDER_FILES = ("task.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
 RECORD_GLOBS = ("*", "runs/*", "explain/*")
 RECORD_SUFFIXES = frozenset({".gz", ".json", ".jsonl", ".txt", ".yaml"})
 CODE_SUFFIXES = frozenset({".css", ".j2", ".js", ".py"})
@@ -116,8 +116,8 @@ def load(folder: Path | str) -> Frames:
         fixed=fixed_frame(results),
         targets=target_frame(results),
         cost=cost_frame(results),
-        curves=curve_frame(results.cells),
-        volumes=hypervolume_frame(results.cells),
+        curves=curve_frame(results.tasks),
+        volumes=hypervolume_frame(results.tasks),
         scores=score_frame(results),
         pairs=pair_frame(results),
         ablation=ablation_frame(results),
@@ -136,7 +136,7 @@ def render(folder: Path) -> str:
 def write_report(folder: Path) -> tuple[Results, list[ReportTable]]:
     """Write tables, plots and the page into `folder/report`; return the results and all tables.
 
-    If the exported models are there, the graph of each task is stored in `CELL/graph.json`, so that the same page can
+    If the exported models are there, the graph of each task is stored in `TASK/graph.json`, so that the same page can
     be written without the models. The report of an unfinished run is marked UNFINISHED.
 
     Raises:
@@ -145,10 +145,10 @@ def write_report(folder: Path) -> tuple[Results, list[ReportTable]]:
     digest, results = _inputs_digest(folder), load_results(folder)  # a run may write meanwhile, so digest first
     out = folder / "report"
     with explain_write_errors(out):
-        graphs = {cell.name: graph for cell in results.cells if (graph := load_task_graph(cell)) is not None}
-        for cell in results.cells:
-            if cell.name in graphs:
-                write_graph(cell, graphs[cell.name])
+        graphs = {task.name: graph for task in results.tasks if (graph := load_task_graph(task)) is not None}
+        for task in results.tasks:
+            if task.name in graphs:
+                write_graph(task, graphs[task.name])
         tables = write_tables(results, out)
         pictures = draw_plots(results, out)
         write_text(out / "index.html", render_index(results, tables, graphs, pictures))

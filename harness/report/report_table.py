@@ -23,9 +23,9 @@ __all__ = [
 ]  # fmt: skip
 
 MISSING_CELL = "-"
-COLUMNS_SHOWN_ONCE = ("cell", "model", "device", "batch")
+COLUMNS_SHOWN_ONCE = ("task", "model", "device", "batch")
 #: Columns that identify a row; each part of a split table repeats them.
-ROW_KEYS = ("cell", "model", "device", "precision", "quantized", "row", "method", "searcher", "first", "second")
+ROW_KEYS = ("task", "model", "device", "precision", "quantized", "row", "method", "searcher", "first", "second")
 PIPE_WIDTH_CHARS = 100
 MAX_TERMINAL_COLUMN_CHARS = 28  # longer cells, such as the reason of a failure, are wrapped
 CSV_FLOAT_FORMAT = "%.12g"  # the last digits of sums depend on the width of the vectors of a processor

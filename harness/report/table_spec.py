@@ -71,7 +71,7 @@ class TableSpec:
         last: Headings after those of `spread`, with formatters of all rows of a line.
         drop_empty: Columns without any value are left out.
         timed: The figures come from latencies, so warnings about noise apply.
-        states_floor: The table or its own notes state the A/A floors.
+        states_noise_floor: The table or its own notes state the noise floors.
         assumes_budget: Figures assume that each search spent its budget.
         shows_selection: Rows were selected among seeds or candidates of a search.
         source: Readings behind a cell: those of rows of the main table (in the order of `raw`, if "aligned rows"), of
@@ -88,7 +88,7 @@ class TableSpec:
     last: tuple[tuple[str, Callable[[Sequence[Row]], str]], ...] = ()
     drop_empty: bool = False
     timed: bool = False
-    states_floor: bool = False
+    states_noise_floor: bool = False
     assumes_budget: bool = False
     shows_selection: bool = False
     source: Literal["aligned rows", "rows", "confirmed rows", "choices", "trials"] = "trials"

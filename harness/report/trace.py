@@ -10,18 +10,18 @@ from typing import Any
 from harness.errors import UserError, suggest_names
 from harness.report import provenance_lines
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.provenance_lines import ValueSource
 from harness.report.report_table import ReportTable
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.catalog import SPECS, build_tables
 from harness.report.tables.overview import MEAN_LABEL
-from harness.selection.paired_timing import SELECTION_LOG_NAME
+from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME
 
 __all__ = ["CellSource", "find_main_row", "trace_cell"]
 
 ROW_LABEL_COLUMNS = (
-    "cell", "searcher", "first", "second", "reference", "budget", "variant", "model", "row", "found on", "found in",
+    "task", "searcher", "first", "second", "reference", "budget", "variant", "model", "row", "found on", "found in",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ class CellSource:
 
     @property
     def measured(self) -> bool:
-        """Whether there are readings, not only facts."""
+        """Return whether there are readings, not only facts."""
         return any(next(iter(source.readings()), None) is not None for source in self.sources)
 
 
@@ -128,12 +128,12 @@ def _row_number(rows: Sequence[Row], where: str, name: str) -> int:
 
 
 def _describe_row(row: Row) -> str:
-    return f"{row['cell']}, {row['precision']}" if "method" in row else ", ".join(_row_labels(row))
+    return f"{row['task']}, {row['precision']}" if "method" in row else ", ".join(_row_labels(row))
 
 
 def _row_labels(row: Row) -> list[str]:
     if "method" in row:
-        return [str(row["cell"]), str(row["method"])]
+        return [str(row["task"]), str(row["method"])]
     return [str(row[label]) for label in ROW_LABEL_COLUMNS if label in row]
 
 
@@ -143,55 +143,55 @@ def _row_names(row: Row) -> set[str]:
 
 
 def _row_ids(row: Row) -> set[str]:
-    return {str(row["row"]), f"{row['cell']}/{row['row']}"} if "method" in row and row["row"] else set()
+    return {str(row["row"]), f"{row['task']}/{row['row']}"} if "method" in row and row["row"] else set()
 
 
 def _cell_sources(results: Results, table: ReportTable, number: int, head: str) -> Iterator[ValueSource]:
-    line, cells = table.cells.to_dict("records")[number], {cell.name: cell for cell in results.cells}
+    line, tasks = table.cells.to_dict("records")[number], {task.name: task for task in results.tasks}
     source = SPECS[table.name].source
     if source in ("aligned rows", "rows"):
         for raw in _raw_rows(table, number, head):
             if table.name == "overview" and raw is not None and raw["seeds"] > 1:  # a median over seeds
-                yield from _choice_sources(cells[raw["cell"]], {raw["method"]}, f"{raw['budget']:.0f}")
+                yield from _choice_sources(tasks[raw["task"]], {raw["method"]}, f"{raw['budget']:.0f}")
             else:
-                yield from _row_sources(cells, raw, head)
+                yield from _row_sources(tasks, raw, head)
         return
-    for cell in [cells[line["cell"]]] if line.get("cell") in cells else results.pooled:
+    for task in [tasks[line["task"]]] if line.get("task") in tasks else results.pooled:
         if source == "confirmed rows":
-            yield from (provenance_lines.turn_source(cell, row, paired=False) for row in cell.summaries)
+            yield from (provenance_lines.turn_source(task, row, paired=False) for row in task.summaries)
         elif source == "choices":
-            yield from _choice_sources(cell, _searchers_named(line), line.get("budget", head))
-            yield from _fixed_row_sources(cell, table)
+            yield from _choice_sources(task, _searchers_named(line), line.get("budget", head))
+            yield from _fixed_row_sources(task, table)
         else:
-            yield from _trial_sources(cell, _searchers_named(line), confirmed=table.name == "targets")
+            yield from _trial_sources(task, _searchers_named(line), confirmed=table.name == "targets")
 
 
-def _trial_sources(cell: CellResults, searchers: set[str], *, confirmed: bool) -> Iterator[ValueSource]:
+def _trial_sources(task: TaskResults, searchers: set[str], *, confirmed: bool) -> Iterator[ValueSource]:
     """Yield the trials of some searchers, or of all; if `confirmed`, also the confirmation of their incumbents."""
-    for search in cell.searches:
+    for search in task.searches:
         if not searchers or search.searcher in searchers:
-            yield from provenance_lines.trial_sources(cell, search.searcher, search.seed)
+            yield from provenance_lines.trial_sources(task, search.searcher, search.seed)
             for digest in dict.fromkeys(step.digest for step in search.incumbents if confirmed):
-                if digest in cell.summaries:
-                    yield provenance_lines.turn_source(cell, digest, paired=True)
-                elif digest in cell.selection_speedups:
-                    yield _selection_source(cell, digest)
+                if digest in task.summaries:
+                    yield provenance_lines.turn_source(task, digest, paired=True)
+                elif digest in task.selection_speedups:
+                    yield _selection_source(task, digest)
 
 
-def _selection_source(cell: CellResults, digest: str) -> ValueSource:
-    path, speedup = cell.folder / SELECTION_LOG_NAME, cell.selection_speedups[digest]
+def _selection_source(task: TaskResults, digest: str) -> ValueSource:
+    path, speedup = task.folder / FINAL_SELECTION_LOG_NAME, task.selection_speedups[digest]
     return ValueSource(head=(f"{path}: {digest} has a speedup of {speedup:.4f} over float, median over its turns",))
 
 
-def _row_sources(cells: Mapping[str, CellResults], raw: Row | None, head: str) -> Iterator[ValueSource]:
+def _row_sources(tasks: Mapping[str, TaskResults], raw: Row | None, head: str) -> Iterator[ValueSource]:
     if raw is None:
         yield ValueSource(head=("nothing was measured here",))
-    elif raw["cell"] not in cells:
+    elif raw["task"] not in tasks:
         yield ValueSource(head=("the task has not started",))
     else:
         column = head.removeprefix(f"{raw.get('quantized')} ")
         is_speedup = column.startswith("run ") or column == raw.get("column")
-        yield from provenance_lines.row_sources(cells[raw["cell"]], raw, "speedup" if is_speedup else column)
+        yield from provenance_lines.row_sources(tasks[raw["task"]], raw, "speedup" if is_speedup else column)
 
 
 def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Row | None]:
@@ -201,7 +201,7 @@ def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Row | None
         return [raw[number]]
     if table.name == "overview":
         keys = (line["device"], line["quantized"], head)
-        alike = [r for r in raw if (r["device"], r["quantized"], r["column"]) == keys and not is_missing(r["cell"])]
+        alike = [r for r in raw if (r["device"], r["quantized"], r["column"]) == keys and not is_missing(r["task"])]
         return [r for r in alike if line["model"] in (r["model"], MEAN_LABEL)] or [None]
     if table.name == "decision":
         same = [r for r in raw if (r["model"], r["device"], r["role"]) == (line["model"], line["device"], line["row"])]
@@ -215,23 +215,23 @@ def _searchers_named(line: Row) -> set[str]:
     return {line[key] for key in ("searcher", "first", "second", "reference", "variant") if key in line}
 
 
-def _choice_sources(cell: CellResults, searchers: set[str], head: str) -> Iterator[ValueSource]:
+def _choice_sources(task: TaskResults, searchers: set[str], head: str) -> Iterator[ValueSource]:
     """Yield the choices of each search at the budget of a heading (default: the largest), rows of several once."""
     number = re.match(r"\d+", head)
-    budget = int(number[0]) if number else cell.budget
+    budget = int(number[0]) if number else task.budget
     choices: dict[str, list[str]] = {}
-    for pick in cell.picks:
+    for pick in task.picks:
         if pick.method in searchers and pick.rank == 0 and pick.budget == budget:
-            where = f"{cell.name}, {pick.method}, seed {pick.seed} at {pick.budget} evaluations"
+            where = f"{task.name}, {pick.method}, seed {pick.seed} at {pick.budget} evaluations"
             choices.setdefault(pick.row, []).append(f"{where}: {pick.row or pick.reason}")
     for row, lines in choices.items():
         yield ValueSource(head=tuple(lines))
         if row:
-            yield provenance_lines.turn_source(cell, row, paired=True)
+            yield provenance_lines.turn_source(task, row, paired=True)
 
 
-def _fixed_row_sources(cell: CellResults, table: ReportTable) -> Iterator[ValueSource]:
+def _fixed_row_sources(task: TaskResults, table: ReportTable) -> Iterator[ValueSource]:
     rows = table.raw.to_dict("records") if table.name == "fixed" else []
-    for row in dict.fromkeys(row["row"] for row in rows if row["cell"] == cell.name and row["row"]):
-        yield ValueSource(head=(f"{cell.name}, the best fixed row: {row}",))
-        yield provenance_lines.turn_source(cell, row, paired=True)
+    for row in dict.fromkeys(row["row"] for row in rows if row["task"] == task.name and row["row"]):
+        yield ValueSource(head=(f"{task.name}, the best fixed row: {row}",))
+        yield provenance_lines.turn_source(task, row, paired=True)

@@ -76,7 +76,7 @@ class Choice:
         search_ms: Latency by the search's own samples; None for a model of another tool (see
             `harness.pipeline.final_selection`).
         loss: Loss of the metric in the search, if the search minimised it.
-        runoff: Speedup over the float model in the final selection, if there was one.
+        final_selection: Speedup over the float model in the final selection, if there was one.
         beaten: In that selection, the choice of another seed was faster.
         reason: Why there is no row, or none that is timed.
         scored: Evaluations of the search with a measured metric; None if it used no metric.
@@ -92,7 +92,7 @@ class Choice:
     minutes: float | None = None
     search_ms: float | None = None
     loss: float | None = None
-    runoff: float | None = None
+    final_selection: float | None = None
     beaten: bool = False
     reason: str = ""
     scored: int | None = None
@@ -108,9 +108,9 @@ def best_choice(choices: Iterable[Choice]) -> Choice | None:
     found = [choice for choice in choices if choice.kind == "search" and choice.row]
     if found and all(choice.loss is not None for choice in found):
         return min(found, key=lambda choice: (choice.loss or 0.0, choice.search_ms or 0.0))
-    selected = [choice for choice in found if choice.runoff is not None]
+    selected = [choice for choice in found if choice.final_selection is not None]
     if selected:
-        return max(selected, key=lambda choice: (not choice.beaten, choice.runoff or 0.0))
+        return max(selected, key=lambda choice: (not choice.beaten, choice.final_selection or 0.0))
     return min(found, key=lambda choice: choice.search_ms or 0.0, default=None)
 
 

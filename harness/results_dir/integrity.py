@@ -32,9 +32,9 @@ REPAIRS: Mapping[str, str] = {
     "*/explain/*": "move it away; qdq explain {folder} ROW measures it again",
     "*/models/*": "move it away; qdq run exports it again",
     "*/patterns.yaml": "move it away; qdq run makes it again from the journals",
-    "*/cell.json": "restore a copy, or repeat the task: qdq run --accept-changes",
+    "*/task.json": "restore a copy, or repeat the task: qdq run --accept-changes",
     "*/env.json": "restore a copy, or repeat the task: qdq run --accept-changes",
-    "*/rows.json": "move it away; qdq run makes it again from the journals and runoff.jsonl",
+    "*/rows.json": "move it away; qdq run makes it again from the journals and final_selection.jsonl",
     "*/runs/*": "restore a copy, or move it away; qdq run repeats the search then, with new readings",
     "*": "restore a copy, or move it away; qdq run measures it again",
 }
@@ -97,7 +97,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], list[FileProblem]]:
 
 def _check_unlisted(folder: Path, listed: set[str]) -> Iterator[FileProblem]:
     """Check the records of tasks that are not in the manifest by their own checksums."""
-    tasks = {path.parent for pattern in ("*/env.json", "*/cell.json") for path in folder.glob(pattern)}
+    tasks = {path.parent for pattern in ("*/env.json", "*/task.json") for path in folder.glob(pattern)}
     for path in (path for task in sorted(tasks) if task.name not in listed for path in list_files(task)):
         try:
             if path.suffix == ".json":

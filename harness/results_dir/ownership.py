@@ -28,7 +28,7 @@ LOCK_FILE = ".lock"
 EXPERIMENT_FILE = "experiment.yaml"
 _IGNORED_FILES = {LOCK_FILE, "experiment.tmp"}
 _CHANGEABLE_KEYS = {"description", "executor"}  # fingerprints of searches have the keys of the executor that matter
-#: Lists whose entries have cells, journals or rows of their own, so that one more at the end changes no result.
+#: Lists whose entries have tasks, journals or rows of their own, so that one more at the end changes no result.
 _EXTENDABLE_LISTS = frozenset({"models", "backends", "precision", "searchers", "seeds", "baselines"})
 logger = logging.getLogger(__name__)
 

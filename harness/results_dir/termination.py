@@ -18,7 +18,7 @@ __all__ = [
 
 TASK_ERROR_FILE = "stopped.txt"
 #: Suffixes next to the journal of a search. A file of a failed searcher may end with a traceback.
-TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".broken.txt"
+TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".failed.txt"
 MAX_REASON_CHARS = 4000
 
 

@@ -58,7 +58,7 @@ def iter_evaluations(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Ev
 
 
 def _to_evaluation(entry: JournalEntry, outcome: Measured, goal: Goal, spent: int, elapsed_s: float) -> Evaluation:
-    latency = rebuilt_ci(outcome.samples_ms, outcome.retaken_ms)
+    latency = rebuilt_ci(outcome.samples_ms, outcome.rebuilt_ms)
     return Evaluation(
         evaluations=spent,
         elapsed_s=elapsed_s,

@@ -113,15 +113,15 @@ class SearchLoopResult:
 
     evaluations: int
     reason: str = ""
-    broken: Failed | None = None
+    failure: Failed | None = None
 
 
 def _termination_reason(
-    broken: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, TrialResult]
+    failure: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, TrialResult]
 ) -> str:
     """See `SearchLoopResult`; `known` has the outcomes by digest."""
-    if broken is not None:
-        return broken.reason
+    if failure is not None:
+        return failure.reason
     if spent:
         return ""
     if duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
@@ -169,7 +169,7 @@ class _SearchLoop:
         self._executor = executor
         self._journal = journal
         self._watch = watch
-        self._seeds: deque[_Proposal] = deque((seed.placement, f"seed:{seed.name}") for seed in task.initial_design)
+        self._seeds: deque[_Proposal] = deque((each.placement, f"initial:{each.name}") for each in task.initial_design)
         self._again: deque[_Proposal] | None = None if task.retry_failed else deque()
         self._counted_s = 0.0  # of what the searcher took for itself
         self._asked = 0
@@ -190,8 +190,8 @@ class _SearchLoop:
         left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
         known = self._seen | {entry.proposal.digest: entry.result for entry in left if entry.result}
         spent = len(known) >= self._task.evaluations or self._is_out_of_time()
-        reason = _termination_reason(self._searcher.broken, spent, self._duplicates_in_a_row, known)
-        return SearchLoopResult(evaluations=len(known), reason=reason, broken=self._searcher.broken)
+        reason = _termination_reason(self._searcher.failure, spent, self._duplicates_in_a_row, known)
+        return SearchLoopResult(evaluations=len(known), reason=reason, failure=self._searcher.failure)
 
     def fill_window(self) -> None:
         """Ask for as many proposals as may be under way."""
@@ -201,7 +201,7 @@ class _SearchLoop:
 
     def _propose(self, free: int) -> Sequence[_Proposal]:
         """Return the next proposals; empty if the search is over or waits for an outcome."""
-        if self._searcher.broken is not None:
+        if self._searcher.failure is not None:
             return []
         recorded = self._journaled_outcome(self._asked)
         if recorded is not None and recorded.proposal.origin == RETRY_ORIGIN:
@@ -219,7 +219,7 @@ class _SearchLoop:
             return []
         if self._seeds:
             return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
-        if self.waiting and self.waiting[-1][0].origin.startswith("seed:"):
+        if self.waiting and self.waiting[-1][0].origin.startswith("initial:"):
             return []  # a searcher's first proposal follows the outcomes of the initial design
         if not any(asked.origin == RETRY_ORIGIN for asked, _ in self.waiting):  # else there may still be one that works
             self._stop_if_initial_design_failed()

@@ -93,7 +93,7 @@ def score_outcome(outcome: Outcome, goal: Goal) -> Score | Failure:
     """Return an outcome as a searcher's score, see `score_values`; rebuilds give the standard error."""
     if isinstance(outcome, Failed):
         return Failure(stage=outcome.stage, reason=outcome.reason)
-    return score_values(rebuilt_ci(outcome.samples_ms, outcome.retaken_ms), outcome.metrics, goal)
+    return score_values(rebuilt_ci(outcome.samples_ms, outcome.rebuilt_ms), outcome.metrics, goal)
 
 
 def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Score:

@@ -161,7 +161,7 @@ class _CostTally:
                 self.elapsed_s[spent - 1 :] = [latest_s]
             else:
                 self.elapsed_s.append(latest_s)
-                self.initial += entry.proposal.origin.startswith("seed:")
+                self.initial += entry.proposal.origin.startswith("initial:")
                 self.successes += isinstance(outcome, Measured)
                 if isinstance(outcome, Failed):
                     self.failures[outcome.stage] += 1
@@ -180,9 +180,9 @@ def _outcome_cost(outcome: Outcome) -> dict[str, float]:
         "build_s": outcome.build_s + outcome.release_s,
         "sampling_s": outcome.measure_s,
         "evaluation_s": outcome.evaluate_s,
-        "readings": len(outcome.samples_ms) + sum(map(len, outcome.retaken_ms)),
+        "readings": len(outcome.samples_ms) + sum(map(len, outcome.rebuilt_ms)),
         "saved": outcome.saved,
-        "surprises": bool(outcome.retaken_ms),
-        "disturbed": bool(outcome.trouble),
-        "unsteady": not outcome.stable,
+        "rebuilt": bool(outcome.rebuilt_ms),
+        "disturbed": bool(outcome.disturbance),
+        "unstable": not outcome.stable,
     }

@@ -36,7 +36,7 @@ class SearcherGuard:
     """
 
     def __init__(self, searcher: Searcher | Failed, space: Space) -> None:
-        self.broken = searcher if isinstance(searcher, Failed) else None
+        self.failure = searcher if isinstance(searcher, Failed) else None
         self._searcher = searcher
         self._space = space
         self._libraries = ThreadpoolController()
@@ -45,23 +45,23 @@ class SearcherGuard:
     def ask(self, n: int) -> Sequence[Placement]:
         """See `Searcher`; proposals that cannot be evaluated are an error too."""
         searcher = self._searcher
-        if self.broken is not None or isinstance(searcher, Failed):
+        if self.failure is not None or isinstance(searcher, Failed):
             return []
         with self._catch_errors():
             found = as_outcome("search", lambda: _validate_proposals(searcher.ask(n), n, self._space))
         if isinstance(found, Failed):
-            self.broken = found
+            self.failure = found
             return []
         return found
 
     def tell(self, observation: Observation) -> None:
         """See `Searcher`."""
         searcher = self._searcher
-        if self.broken is not None or isinstance(searcher, Failed):
+        if self.failure is not None or isinstance(searcher, Failed):
             return
         with self._catch_errors():
             done = as_outcome("search", lambda: searcher.tell(observation))
-        self.broken = done if isinstance(done, Failed) else None
+        self.failure = done if isinstance(done, Failed) else None
 
     @contextmanager
     def _catch_errors(self) -> Iterator[None]:

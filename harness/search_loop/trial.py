@@ -26,14 +26,14 @@ class NoisePolicy:
     """Settings for noise and timeouts of a trial; ablations switch them off.
 
     Attributes:
-        floor: Relative A/A noise floor; a gain within it is not worth a second look.
+        noise_floor: Relative noise floor; a gain within it is not worth a second look.
         racing: An engine that is clearly slower than the incumbent is timed no further.
         builds: Of a surprise, or of a winner by disturbed readings, at most; 1: it is believed at once.
         reference_latency_ms: The baseline's latency, if the machine is so noisy that candidates are timed interleaved
             with it.
     """
 
-    floor: float = 0.0
+    noise_floor: float = 0.0
     racing: bool = True
     builds: int = MAX_BUILDS
     reference_latency_ms: float | None = None
@@ -93,7 +93,7 @@ class _TrialRunner:
 
     def _is_clearly_faster(self, measured: Measured, rival: Interval) -> bool:
         """Return whether it would become the incumbent by more than the noise floor."""
-        return median_ci(measured.samples_ms).value * (1 + self.noise_policy.floor) < rival.value
+        return median_ci(measured.samples_ms).value * (1 + self.noise_policy.noise_floor) < rival.value
 
     def _is_rebuild_confirmed(self, taken: Sequence[Measured], rival: Interval) -> bool:
         """Return whether the last build confirms a surprising one, or is steady after a disturbed one."""
@@ -128,8 +128,8 @@ class _TrialRunner:
             samples_ms=samples.latency_ms,
             discarded_ms=samples.discarded_ms,
             raw_ms=samples.raw_ms,
-            beside_ms=samples.beside_ms,
-            trouble=samples.trouble,
+            reference_ms=samples.reference_ms,
+            disturbance=samples.disturbance,
             warmup=samples.warmup,
             stable=samples.stable,
             saved=samples.saved,
@@ -163,9 +163,9 @@ def _merge_rebuilds(taken: Sequence[Measured]) -> Measured:
     left_out = [measured for measured in others if measured not in pool]
     return replace(
         counted,
-        retaken_ms=tuple(measured.samples_ms for measured in others if measured in pool),
+        rebuilt_ms=tuple(measured.samples_ms for measured in others if measured in pool),
         discarded_ms=(*counted.discarded_ms, *(ms for measured in left_out for ms in measured.samples_ms)),
-        trouble=counted.trouble or taken[0].trouble,
+        disturbance=counted.disturbance or taken[0].disturbance,
         saved=sum(measured.saved for measured in taken),
         build_s=sum(measured.build_s for measured in taken),
         measure_s=sum(measured.measure_s for measured in taken),

@@ -1,6 +1,6 @@
-"""Confirmation of the rows of a task, and the A/A noise floor before its searches; raw turns are stored.
+"""Confirmation of the rows of a task, and the noise floor before its searches; raw turns are stored.
 
-`confirm.jsonl` grows turn by turn, so an interrupted confirmation continues; `floor.json` is written once.
+`confirmation.jsonl` grows turn by turn, so an interrupted confirmation continues; `noise_floor.json` is written once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.results_dir.artifacts import FLOAT_ROW, FinalistSet
 from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import read_json, write_json
 from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
-from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, summarize_turns
+from harness.timing.confirmation import MAX_GROUP_ROWS, TimedRow, summarize_turns
 from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, encode_turn_event
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
@@ -32,7 +32,7 @@ __all__ = [
     "reference_latency_if_noisy",
 ]  # fmt: skip
 
-CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirm.jsonl", "floor.json"
+CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floor.json"
 NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=12, samples=3)
 NOISY_TURN_SD = 0.02  # turns that scatter by more justify the cost of timing every candidate in turns with the baseline
 
@@ -63,29 +63,32 @@ def measure_noise_floor(
     if path.exists():
         record = read_json(path)
         require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
-        return float(record["floor"])
+        return float(record["noise_floor"])
     float_model = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
     comparison = PairedComparison(
         name="A/A check",
-        baseline=Contender(name=FLOAT_ROW, candidate=float_model),
+        baseline=TimedRow(name=FLOAT_ROW, candidate=float_model),
         rows=(),
         schedule=NOISE_FLOOR_SCHEDULE,
     )
     events = run_comparison(comparison, lambda: open_engines(worker), observer)
-    floor = summarize_turns(events, baseline=FLOAT_ROW).floor
+    noise_floor = summarize_turns(events, baseline=FLOAT_ROW).noise_floor
     observer.say(
-        f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {floor:.1%} (the A/A "
-        "floor of the tables also covers the confirmation)"
+        f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {noise_floor:.1%} (the "
+        "noise floor of the tables also covers the confirmation)"
     )
     warn_if_disturbed(comparison.name, events, observer)
-    write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_turn_event(event)) for event in events]})
-    return floor
+    write_json(
+        path,
+        {"noise_floor": noise_floor, **basis, "events": [json.loads(encode_turn_event(event)) for event in events]},
+    )
+    return noise_floor
 
 
 def read_noise_floor(folder: Path) -> float:
     """Return the floor that was measured before the searches of a task; 0 without one."""
     path = folder / NOISE_FLOOR_FILE_NAME
-    return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
+    return float(read_json(path).get("noise_floor", 0.0)) if path.exists() else 0.0
 
 
 def reference_latency_if_noisy(
@@ -140,20 +143,19 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     """
     header = {
         "rows": {row.id: row.sha256 for row in table.rows},
-        "plan": plan.model_dump(mode="json", exclude={"contenders"}),  # the rows show who won the final selection
+        "plan": plan.model_dump(mode="json", exclude={"candidates"}),  # the rows show who won the final selection
         "group": MAX_GROUP_ROWS,
         "backend": dict(backend),
     }
-    contenders = {
-        row.id: Contender(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)
-        for row in table.rows
+    timed_rows = {
+        row.id: TimedRow(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker) for row in table.rows
     }
     comparison = PairedComparison(
         name="confirmation",
         path=table.folder / CONFIRMATION_LOG_NAME,
         header=header,
-        baseline=contenders.pop(FLOAT_ROW),
-        rows=tuple(contenders.values()),
+        baseline=timed_rows.pop(FLOAT_ROW),
+        rows=tuple(timed_rows.values()),
         schedule=plan,
     )
     events = run_comparison(comparison, lambda: open_engines(worker), observer, retry_failed)

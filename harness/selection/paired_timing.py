@@ -1,4 +1,4 @@
-"""Paired comparison: contenders timed in turns against a baseline, optionally logged turn by turn and resumable."""
+"""Paired comparison: candidates timed in turns against a baseline, optionally logged turn by turn and resumable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.progress import Observer
 from harness.results_dir.io import add_checksum, append_line, archive_existing, truncate_partial_line
 from harness.results_dir.lines import read_lines, restore_lines, stored_path
-from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory, confirm
+from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory, TimedRow, confirm
 from harness.timing.turn_log import (
     TWIN,
     RowFailure,
@@ -28,11 +28,11 @@ from harness.timing.turn_log import (
 )
 
 __all__ = [
-    "SELECTION_LOG_NAME", "PairedComparison", "median_speedups", "read_comparison", "read_speedups", "run_comparison",
-    "turn_speedups", "warn_if_disturbed",
+    "FINAL_SELECTION_LOG_NAME", "PairedComparison", "median_speedups", "read_comparison", "read_speedups",
+    "run_comparison", "turn_speedups", "warn_if_disturbed",
 ]  # fmt: skip
 
-SELECTION_LOG_NAME = "runoff.jsonl"  # in the folder of a task: comparison of the best placements of all searches
+FINAL_SELECTION_LOG_NAME = "final_selection.jsonl"  # in the folder of a task
 TURN_ORDER_SEED = 0  # independent of the seeds of searches
 _TurnKey = tuple[int, int, str, int]
 """Build, group, row and round of a turn."""
@@ -40,23 +40,23 @@ _TurnKey = tuple[int, int, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedComparison:
-    """Contenders with their baseline, the schedule of their turns, and the log.
+    """Candidates with their baseline, the schedule of their turns, and the log.
 
     Attributes:
         name: Name in the progress bar and in messages.
         path: Log of the turns; None to keep them in memory only.
         header: Inputs of the comparison as JSON values; a log with another header is archived.
-        floor: Known A/A noise floor; that of the twins is used if it is larger.
+        noise_floor: Known noise floor; that of the twins is used if it is larger.
         first_build: Number of the first build, if the log has earlier builds of other rows.
     """
 
     name: str
-    baseline: Contender
-    rows: tuple[Contender, ...]
+    baseline: TimedRow
+    rows: tuple[TimedRow, ...]
     schedule: TurnSchedule
     path: Path | None = None
     header: dict[str, Any] = field(default_factory=dict)
-    floor: float = 0.0
+    noise_floor: float = 0.0
     first_build: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Race of rebuilt contenders in elimination rounds, logged turn by turn.
+"""Race of rebuilt candidates in elimination rounds, logged turn by turn.
 
 `harness.timing.racing_test` has the test that eliminates, `harness.selection.paired_timing` the log.
 """
@@ -20,7 +20,7 @@ from harness.selection.paired_timing import (
     turn_speedups,
     warn_if_disturbed,
 )
-from harness.timing.confirmation import EngineFactory, noise_floor
+from harness.timing.confirmation import EngineFactory, estimate_noise_floor
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
 from harness.timing.turn_log import TurnEvent, TurnMatrix
 
@@ -72,7 +72,9 @@ def select(
         this_round = replace(comparison, rows=rows, schedule=schedule, first_build=number)
         events = run_comparison(this_round, open_engines, observer, retry_failed)
         readings = TurnMatrix(event for event in events if event.build <= number)
-        slack = build_variance_slack(number + 1, max(comparison.floor, noise_floor(readings, comparison.baseline.name)))
+        slack = build_variance_slack(
+            number + 1, max(comparison.noise_floor, estimate_noise_floor(readings, comparison.baseline.name))
+        )
         ratios = turn_speedups(readings, comparison.baseline.name)
         left = {key: _surviving(group, ratios, wanted, slack) for key, group in left.items()}
         close = {name for group in left.values() if len(group) > wanted for name in group}

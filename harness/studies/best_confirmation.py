@@ -16,7 +16,7 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.selection.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
 from harness.statistics import median_ci
 from harness.task_setup.task import Task
-from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory
+from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory, TimedRow
 from harness.timing.turn_log import TurnMatrix
 from search.space import Placement
 
@@ -76,23 +76,23 @@ class BestConfirmation:
             if fastest[0] in confirmed:
                 break
             fresh = {digest: rows[digest] for digest in fastest if digest not in confirmed}
-            confirmed |= self._time_interleaved(f"{name}-runoff-{len(confirmed)}", fresh)
+            confirmed |= self._time_interleaved(f"{name}-final-selection-{len(confirmed)}", fresh)
         return confirmed
 
     def _time_interleaved(self, name: str, rows: Mapping[str, TableEntry]) -> dict[str, TableEntry]:
         """Return the rows with readings taken in turns; rows without any fail, however fast they seemed."""
         task = self.task
         comparison = PairedComparison(
-            name=f"{task.spec.name} runoff",
+            name=f"{task.spec.name} final selection",
             path=self.folder / f"{name}.jsonl",
             header={
                 "rows": sorted(rows),
                 "plan": CONFIRMATION_SCHEDULE.model_dump(mode="json"),
                 "group": MAX_GROUP_ROWS,
             },
-            baseline=Contender(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement())),
+            baseline=TimedRow(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement())),
             rows=tuple(
-                Contender(name=digest, candidate=task.candidate(Placement(row.choices))) for digest, row in rows.items()
+                TimedRow(name=digest, candidate=task.candidate(Placement(row.choices))) for digest, row in rows.items()
             ),
             schedule=CONFIRMATION_SCHEDULE,
         )
@@ -112,9 +112,7 @@ class BestConfirmation:
             return
         effect = "rows are timed in turns with the float model, so they stay on one scale"
         if self.level_ms is None:
-            effect = (
-                "its rows are on another scale than the others; record the table anew with `sampling.beside: always`"
-            )
+            effect = "its rows are on another scale; record the table anew with `sampling.interleave: always`"
         self.observer.say(f"{name}: the float model takes {now_ms:.4g} ms, it took {self.float_ms:.4g} ms; {effect}")
 
     def _with_turns(self, row: TableEntry, bases: list[list[float]], owns: list[list[float]]) -> TableEntry:
@@ -132,6 +130,6 @@ class BestConfirmation:
             outcome,
             samples_ms=tuple((own_ms / base_ms * self.level_ms).tolist()),
             raw_ms=tuple(own_ms.tolist()),
-            beside_ms=tuple(base_ms.tolist()),
+            reference_ms=tuple(base_ms.tolist()),
         )
         return replace(row, outcome=turns)

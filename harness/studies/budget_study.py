@@ -42,24 +42,24 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         UserError: Two tables or two searchers have one name, a searcher or initial placement is unknown, a table cannot
             be read, no table is left, or the folder cannot be written, is used by another process or has the tables.
     """
-    contenders = {contender.name: contender for contender in study.searchers or all_searchers()}
+    searchers = {searcher.name: searcher for searcher in study.searchers or all_searchers()}
     if min(study.budgets) <= len(study.initial):
         first = pluralize(len(study.initial), "initial placement")
         raise UserError(f"budgets are above the {first}, but got {study.budgets}")
     _refuse_duplicates("tables", [Path(table).stem for table in study.tables])
-    _refuse_duplicates("searchers", [contender.name for contender in study.searchers])
+    _refuse_duplicates("searchers", [searcher.name for searcher in study.searchers])
     landscapes = {Path(table): Landscape(read_table(Path(table))) for table in study.tables}
     known = {table: optimum_in_initial_design(landscape, study.initial) for table, landscape in landscapes.items()}
     left_out = _describe_excluded_tables(known)
     keys = {
-        (table, name): search_key(table, contender, study)
+        (table, name): search_key(table, searcher, study)
         for table in landscapes
         if not known[table]
-        for name, contender in contenders.items()
+        for name, searcher in searchers.items()
     }
     if any(Path(table).parent.resolve() == out.resolve() for table in study.tables):
         raise UserError(f"{out}: the folder has the tables, and {FILE} would be taken for one; use another --out")
-    most = study.max_evaluations * sum((contenders[name].seeds or study.seeds) for _, name in keys)
+    most = study.max_evaluations * sum((searchers[name].seeds or study.seeds) for _, name in keys)
     if most > MAX_EVALUATIONS:
         raise UserError(f"{most} evaluations are more than one folder takes; use fewer seeds or tables at a time")
     with exclusive_lock(out, "replaying a study"), explain_write_errors(out):
@@ -67,7 +67,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         missing = [
             batch
             for (table, name), key in keys.items()
-            for batch in missing_batches(cache, key, table, landscapes[table], contenders[name], study)
+            for batch in missing_batches(cache, key, table, landscapes[table], searchers[name], study)
         ]
         if again := _describe_outdated_paths(cache, keys.values(), missing):
             observer.say(
@@ -78,7 +78,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         blocks = [
             _table_result(
                 landscape,
-                {n: search_curves(cache, keys[path, n], landscape, c, study) for n, c in contenders.items()},
+                {n: search_curves(cache, keys[path, n], landscape, c, study) for n, c in searchers.items()},
                 study,
             )
             for path, landscape in landscapes.items()

@@ -54,7 +54,7 @@ class SearchCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableResult:
-    """One recorded table with everything that was replayed on it, by searcher.
+    """Replayed searches of a recorded table, by searcher.
 
     Attributes:
         float_ms: Latency that a gain starts from: the float model's, or the slowest if that failed.

@@ -89,7 +89,7 @@ def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observ
         opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
             measure_noise_floor(opened, worker, task.model_file, engines.describe(), folder, observer)
-            level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.beside)
+            level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.interleave)
             if worker.evaluators:
                 AccuracyStore(folder, engines, observer).require_float_score(task.model_file)
             recorder = _TableRecorder(
@@ -254,8 +254,8 @@ class _TableRecorder:
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
             ending = run_search(task, SyncExecutor(self._make_trial_fn()), journal, watch)
-        if ending.broken is not None:
-            raise UserError(f"{name}: the searcher broke: {ending.reason}\n{ending.broken.log_tail}")
+        if ending.failure is not None:
+            raise UserError(f"{name}: the searcher failed: {ending.reason}\n{ending.failure.log_tail}")
 
     def _make_trial_fn(self) -> TrialFn:
         """Return a trial that scores everything, because no incumbent exists that a placement could fail to beat."""

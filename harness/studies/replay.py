@@ -97,7 +97,7 @@ def replay_paths(
         made = searcher(seed)
         found = as_outcome("search", lambda: replay_once(landscape, made, budget=budget, seed=seed, first=first))
         if isinstance(found, Failed):
-            raise UserError(f"searcher {use.name!r}, seed {seed}, broke; {found.reason}\n{found.log_tail}")
+            raise UserError(f"searcher {use.name!r}, seed {seed}, failed; {found.reason}\n{found.log_tail}")
         return found
 
     with threadpool_limits(1):  # small matrices; see `harness.search_loop.searcher_guard`

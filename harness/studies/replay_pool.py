@@ -61,18 +61,18 @@ def missing_batches(
     key: SearchKey,
     table: Path,
     landscape: Landscape,
-    contender: ReplayedSearcher,
+    searcher: ReplayedSearcher,
     study: BudgetStudy,
 ) -> list[ReplayBatch]:
     """Return the searches that are not cached, in batches."""
     known = _cached_paths(cache, key, landscape, study)
-    seeds = [seed for seed in range(contender.seeds or study.seeds) if seed not in known]
+    seeds = [seed for seed in range(searcher.seeds or study.seeds) if seed not in known]
     batches = [tuple(seeds[first : first + SEARCHES_PER_BATCH]) for first in range(0, len(seeds), SEARCHES_PER_BATCH)]
     return [
         ReplayBatch(
             key=key,
             table=table,
-            searcher=contender,
+            searcher=searcher,
             seeds=batch,
             budget=study.max_evaluations,
             initial=study.initial,
@@ -94,12 +94,12 @@ def replay_batches(batches: Sequence[ReplayBatch], workers: int, observer: Obser
 
 
 def search_curves(
-    cache: PathCache, key: SearchKey, landscape: Landscape, contender: ReplayedSearcher, study: BudgetStudy
+    cache: PathCache, key: SearchKey, landscape: Landscape, searcher: ReplayedSearcher, study: BudgetStudy
 ) -> SearchCurves:
     """Return the curves of the cached searches of all seeds."""
     known = _cached_paths(cache, key, landscape, study)
     paths = read_paths(
-        landscape, {seed: known[seed] for seed in range(contender.seeds or study.seeds)}, study.max_evaluations
+        landscape, {seed: known[seed] for seed in range(searcher.seeds or study.seeds)}, study.max_evaluations
     )
     return SearchCurves(
         latency_ms=paths.latency_ms(landscape),

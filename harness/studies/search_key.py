@@ -56,7 +56,7 @@ class SearchKey:
         return self.table, self.searcher, self.asked
 
 
-def search_key(table: Path, contender: ReplayedSearcher, study: BudgetStudy) -> SearchKey:
+def search_key(table: Path, searcher: ReplayedSearcher, study: BudgetStudy) -> SearchKey:
     """Return the key of the searches of a searcher on a table.
 
     The budget is not part of it: searchers do not know it, so a shorter path is the beginning of a longer one.
@@ -64,9 +64,9 @@ def search_key(table: Path, contender: ReplayedSearcher, study: BudgetStudy) -> 
     Raises:
         UserError: The searcher does not exist, or the table cannot be read.
     """
-    asked = {"use": contender.use, "params": contender.params, "initial": study.initial}
-    params = contender.params  # searchers within a searcher may be plug-ins too
-    nested = (contender.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
+    asked = {"use": searcher.use, "params": searcher.params, "initial": study.initial}
+    params = searcher.params  # searchers within a searcher may be plug-ins too
+    nested = (searcher.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
     files = [_searcher_file(use) for use in nested]
     made_of = {
         "patience": MAX_CONSECUTIVE_DUPLICATES,
@@ -77,7 +77,7 @@ def search_key(table: Path, contender: ReplayedSearcher, study: BudgetStudy) -> 
     except OSError as error:
         raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
     code = (content, *(code_digest(file, SEARCH_PACKAGE) for file in files), *_observation_sources())
-    return SearchKey(table.stem, contender.name, _settings_digest(asked), _settings_digest(made_of, *code))
+    return SearchKey(table.stem, searcher.name, _settings_digest(asked), _settings_digest(made_of, *code))
 
 
 def _settings_digest(settings: dict[str, Any], *content: bytes) -> str:

@@ -25,9 +25,9 @@ __all__ = [
 ]  # fmt: skip
 
 Indices = npt.NDArray[np.intp]
-DEFAULT_FINALISTS = Confirmation().contenders
+DEFAULT_FINALISTS = Confirmation().candidates
 TURNS_PER_BATCH = 2**24  # turns that are drawn at once
-TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)  # of a contender that is not eliminated
+TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)  # of a candidate that is not eliminated
 RANDOM_SEARCHES = 10_000  # their mean is ten times as precise as that of a hundred seeds
 RANDOM_LABEL = f"random, {RANDOM_SEARCHES} searches"  # tells it from the searcher `random` with its seeds
 READINGS_PER_MODEL = 1_000  # readings of each model that the random searches share
@@ -93,12 +93,12 @@ def simulate_selection(
 
     Args:
         readings_ms: Readings of the searches, [search, evaluation]; infinite for what may not be chosen.
-        log_ms_of: Returns the logarithms of the readings in a race, [row, contender, turn], for some searches, [row],
-            and some evaluations of each, [row, contender].
+        log_ms_of: Returns the logarithms of the readings in a race, [row, candidate, turn], for some searches, [row],
+            and some evaluations of each, [row, candidate].
 
     Returns:
         [search, evaluation]: the winner of a race among the evaluations with the lowest readings so far (the earlier
-        first if equal), as many as a final selection has contenders; -1 if there is none.
+        first if equal), as many as a final selection has candidates; -1 if there is none.
     """
     searches, evaluations = readings_ms.shape
     place = np.full((searches, evaluations), -1, dtype=np.intp)

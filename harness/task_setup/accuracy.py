@@ -18,7 +18,7 @@ from harness.errors import UserError
 from harness.graph.model import Model
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.display_names import METRIC_CAPS, METRIC_FORMATS, format_drop, metric_name
-from harness.report.load.results import CellResults
+from harness.report.load.results import TaskResults
 from harness.results_dir.fingerprint import facts_digest
 from harness.search_loop.objective import AccuracyGate, Goal
 from harness.selection.confirmation import baseline_latency
@@ -66,9 +66,9 @@ class Scoring:
         Reports to the observer if the float model scores next to nothing.
 
         Args:
-            book: The cell's.
+            book: The task's.
             model_file: The float model.
-            folder: The cell's, whose floor tells the float model's latency.
+            folder: The task's, whose floor tells the float model's latency.
 
         Raises:
             UserError: The float model itself cannot be scored.
@@ -243,7 +243,7 @@ def bound_lines(experiment: Experiment) -> Iterator[str]:
 
 
 def bound_status(
-    bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: CellResults
+    bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: TaskResults
 ) -> tuple[bool, str]:
     """Return whether a model keeps a bound on the loss of accuracy, and the figures in words.
 
@@ -251,7 +251,7 @@ def bound_status(
         bound: As `objective.max_drop`.
         reference: Of the float model.
         found: Of the model.
-        results: Of its cell; name the metric and its direction.
+        results: Of its task; name the metric and its direction.
     """
     metric = results.metric or ""
     values = []

@@ -2,7 +2,7 @@
 
 A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment
 leaves the precision open, the float model is timed at each, and the fastest becomes the baseline of the
-cell and the precision of everything in its candidates that is not quantized. The others get a row each.
+task and the precision of everything in its candidates that is not quantized. The others get a row each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.task_setup.model_loader import evaluator_spec
-from harness.timing.confirmation import Contender, confirm, summarize_turns
+from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.turn_log import encode_turn_event
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
@@ -44,7 +44,7 @@ __all__ = ["CAST_FOLDER_NAME", "FloatTrial", "cast_problems", "runtime_input_fil
 
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
 CAST_FOLDER_NAME = "cast"
-"""Folder, in a cell's scratch folder, of what `parsed` makes."""
+"""Folder, in a task's scratch folder, of what `parsed` makes."""
 
 
 def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
@@ -124,8 +124,8 @@ def select_float_baseline(
     Args:
         backend: As the experiment gives it; what it pins stays pinned.
         model_file: The float model.
-        folder: The cell's folder.
-        open_engines: Opens engines where the cell runs.
+        folder: The task's folder.
+        open_engines: Opens engines where the task runs.
         facts: The backend's own, from there; None: it is asked here.
 
     Raises:
@@ -138,15 +138,15 @@ def select_float_baseline(
         return {MAIN_BENCHMARKER: backend}
     if facts.get("float_open", False) and len(offered) > 1:
         basis = {"model_sha256": digest_file(model_file), "backend": dict(facts)}
-        strongest = _read_recorded_choice(folder, basis)
-        if strongest is None:
+        fastest = _read_recorded_choice(folder, basis)
+        if fastest is None:
             record = _measure_precisions(offered, model_file, folder, open_engines, observer)
             write_json(folder / "float.json", {**record, **basis})
-            strongest = str(record["strongest"])
+            fastest = str(record["fastest"])
     else:
-        strongest = str(facts["float_precision"])
-    others = {precision: use for precision, use in offered.items() if precision != strongest}
-    return {MAIN_BENCHMARKER: offered[strongest], **others}
+        fastest = str(facts["float_precision"])
+    others = {precision: use for precision, use in offered.items() if precision != fastest}
+    return {MAIN_BENCHMARKER: offered[fastest], **others}
 
 
 def _read_recorded_choice(folder: Path, basis: Mapping[str, Any]) -> str | None:
@@ -155,7 +155,7 @@ def _read_recorded_choice(folder: Path, basis: Mapping[str, Any]) -> str | None:
         return None
     record = read_json(path)
     require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
-    return str(record["strongest"])
+    return str(record["fastest"])
 
 
 def _measure_precisions(
@@ -170,7 +170,7 @@ def _measure_precisions(
         name: runtime_input_file(use, model_file, folder / "work" / CAST_FOLDER_NAME) for name, use in offered.items()
     }
     rows = {
-        name: Contender(name=name, candidate=_file_candidate(file), benchmarker=name) for name, file in files.items()
+        name: TimedRow(name=name, candidate=_file_candidate(file), benchmarker=name) for name, file in files.items()
     }
     worker = WorkerSpec(benchmarkers={**offered, MAIN_BENCHMARKER: offered[first]}, workdir=folder / "work")
     with observer.work(
@@ -187,11 +187,11 @@ def _measure_precisions(
             events.append(event)
             step.advance()
     latency_ms = {name: row.latency_ms.value for name, row in summarize_turns(events, baseline=first).rows.items()}
-    strongest = min(latency_ms, key=lambda name: latency_ms[name])
+    fastest = min(latency_ms, key=lambda name: latency_ms[name])
     shown = ", ".join(f"{name} {value:.3f} ms" for name, value in latency_ms.items())
-    observer.say(f"float model: {shown}; the baseline is {strongest}")
+    observer.say(f"float model: {shown}; the baseline is {fastest}")
     return {
-        "strongest": strongest,
+        "fastest": fastest,
         "latency_ms": latency_ms,
         "events": [json.loads(encode_turn_event(event)) for event in events],
     }

@@ -54,27 +54,24 @@ def is_external_searcher(method: SearcherSpec) -> bool:
     """Return whether a method brings models of its own.
 
     Raises:
-        UserError: No searcher and no peer is called so.
+        UserError: No searcher and no external searcher is called so.
     """
-    return registry.plugin_kind(method.use, ("searcher", "peer")) == "peer"
+    return registry.plugin_kind(method.use, ("searcher", "external searcher")) == "external searcher"
 
 
-def task_for_method(cell: Task, method: SearcherSpec) -> Task:
+def task_for_method(task: Task, method: SearcherSpec) -> Task:
     """Return the task as a method searches it: its space, and the initial placements within it.
 
     Ablations remove the initial placements, or make a separate choice for each region.
     """
-    space = cell.searched_space
-    seeds = (
-        ()
-        if "seeds" in method.without
-        else tuple(s for s in cell.initial_design if _restrict_placement(s.placement, space))
-    )
+    space = task.searched_space
+    offered = () if "initial" in method.without else task.initial_design
+    design = tuple(each for each in offered if _restrict_placement(each.placement, space))
     if "sharing" in method.without:
-        edges = [dict(space.resolve(seed.placement)) for seed in seeds]
-        space = _without_sharing(cell, space)
-        seeds = tuple(replace(s, placement=space.nearest(e)) for s, e in zip(seeds, edges, strict=True))
-    return replace(cell, space=space, initial_design=seeds)
+        edges = [dict(space.resolve(each.placement)) for each in design]
+        space = _without_sharing(task, space)
+        design = tuple(replace(s, placement=space.nearest(e)) for s, e in zip(design, edges, strict=True))
+    return replace(task, space=space, initial_design=design)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,66 +90,68 @@ class WarmStartModel:
     pairs: int
 
 
-def warm_start_models(cell: Task, method: SearcherSpec) -> tuple[WarmStartModel, ...]:
+def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel, ...]:
     """Return the models that run fast on the device in the task's precisions; none for an external searcher."""
     if is_external_searcher(method):
         return ()
-    precisions = set(cell.spec.precisions) - cell.accuracy_only
-    own = task_for_method(cell, method)
+    precisions = set(task.spec.precisions) - task.accuracy_only
+    own = task_for_method(task, method)
     told = {seed.name: own.space.digest(seed.placement) for seed in own.initial_design}
     return tuple(
         WarmStartModel(digest=foreign.name, placement_digest=told[foreign.name], path=foreign.path, pairs=foreign.pairs)
-        for foreign in cell.external_models.values()
+        for foreign in task.external_models.values()
         if foreign.name in told and foreign.path and read_precisions(foreign.path) <= precisions
     )
 
 
 @contextmanager
-def open_search(run: SearchSpec, cell: Task, keep: int) -> Iterator[SearchSetup]:
+def open_search(run: SearchSpec, task: Task, keep: int) -> Iterator[SearchSetup]:
     """Open a method for searching.
 
     Args:
         keep: How many of its best placements may be confirmed.
     """
     if is_external_searcher(run.searcher):
-        with _open_external_searcher(run, cell, keep) as search:
+        with _open_external_searcher(run, task, keep) as search:
             yield search
         return
     make: Any = registry.load_plugin("searcher", run.searcher.use)
-    own = task_for_method(cell, run.searcher)
+    own = task_for_method(task, run.searcher)
     searcher: Searcher | Failed = as_outcome("search", lambda: make(own.space, seed=run.seed, **run.searcher.params))
     yield SearchSetup(space=own.space, searcher=searcher, initial_design=own.initial_design, candidate=own.candidate)
 
 
-def external_searcher_model_path(run: SearchSpec, cell: Task, digest: str) -> Path:
+def external_searcher_model_path(run: SearchSpec, task: Task, digest: str) -> Path:
     """Return the file of an external searcher's model that was among its best."""
-    return external_model_path(_external_searcher_folder(run, cell) / "models", digest)
+    return external_model_path(_external_searcher_folder(run, task) / "models", digest)
 
 
 @contextmanager
-def _open_external_searcher(run: SearchSpec, cell: Task, keep: int) -> Iterator[SearchSetup]:
-    folder = _external_searcher_folder(run, cell)
-    make: Any = registry.load_plugin("peer", run.searcher.use)
-    task = ExternalSearchTask(
-        model=cell.float_file,
+def _open_external_searcher(run: SearchSpec, task: Task, keep: int) -> Iterator[SearchSetup]:
+    folder = _external_searcher_folder(run, task)
+    make: Any = registry.load_plugin("external searcher", run.searcher.use)
+    search_task = ExternalSearchTask(
+        model=task.float_file,
         workdir=folder / "work",
-        precision=cell.spec.precisions[0],
+        precision=task.spec.precisions[0],
         seed=run.seed,
-        find=lambda name: _load_external_searcher(name, run, cell),
+        find=lambda name: _load_external_searcher(name, run, task),
     )
     try:
-        with ExternalSearcherAdapter(lambda: make(task, **run.searcher.params), folder / "models", keep) as peer:
-            yield SearchSetup(space=peer.space, searcher=peer, initial_design=(), candidate=peer.candidate)
+        with ExternalSearcherAdapter(
+            lambda: make(search_task, **run.searcher.params), folder / "models", keep
+        ) as adapter:
+            yield SearchSetup(space=adapter.space, searcher=adapter, initial_design=(), candidate=adapter.candidate)
     finally:
-        shutil.rmtree(task.workdir, ignore_errors=True)
+        shutil.rmtree(search_task.workdir, ignore_errors=True)
 
 
-def _external_searcher_folder(run: SearchSpec, cell: Task) -> Path:
-    return cell.work / "peers" / run.name
+def _external_searcher_folder(run: SearchSpec, task: Task) -> Path:
+    return task.work / "external" / run.name
 
 
-def _load_external_searcher(name: str, run: SearchSpec, cell: Task) -> Path:
-    foreign = cell.external_models.get(name)
+def _load_external_searcher(name: str, run: SearchSpec, task: Task) -> Path:
+    foreign = task.external_models.get(name)
     if foreign is None:
         return resolve_path(name, run.searcher.base_dir)
     if foreign.path is None:
@@ -164,10 +163,10 @@ def _restrict_placement(placement: Placement, space: Space) -> bool:
     return all(choice < size for choice, size in zip(placement.choices, space.sizes, strict=True))
 
 
-def _without_sharing(cell: Task, space: Space) -> Space:
+def _without_sharing(task: Task, space: Space) -> Space:
     """Return the space with the same edges and precisions, but a separate choice for each region of a pattern."""
     precisions = tuple(dict.fromkeys(name for dimension in space.dimensions for name in dimension.choices[1:]))
     allowed = {edge for dimension in space.dimensions for edge in dimension.edges}
-    finer = build_space(cell.model, cell.dialect, precisions=precisions, sharing="region")
+    finer = build_space(task.model, task.dialect, precisions=precisions, sharing="region")
     kept = ((d, tuple(edge for edge in d.edges if edge in allowed)) for d in finer.dimensions)
     return Space(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))

@@ -57,7 +57,7 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
     precisions = _offered_precisions(experiment)
     for i, method in enumerate(experiment.searchers):
         with prefix_key(f"searchers.{i}"):
-            if registry.plugin_kind(method.use, ("searcher", "peer")) == "peer":
+            if registry.plugin_kind(method.use, ("searcher", "external searcher")) == "external searcher":
                 _check_external_searcher(method, experiment)
             else:
                 _check_searcher(method, precisions)
@@ -148,20 +148,22 @@ def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
     registry.require_methods(label, made, CONTRACT)
 
 
-def _check_external_searcher(peer: SearcherSpec, experiment: Experiment) -> None:
-    what = f"peer {peer.use!r}"
-    for part in {"seeds", "sharing"}.intersection(peer.without):
-        raise UserError(f"{what}: it has points of its own, so there are no {part} that it could do without")
+def _check_external_searcher(method: SearcherSpec, experiment: Experiment) -> None:
+    what = f"external searcher {method.use!r}"
+    for part in {"initial", "sharing"}.intersection(method.without):
+        raise UserError(f"{what}: 'without: [{part}]' has no effect on it, because it has points of its own; remove it")
     made = {*experiment.baselines, *(start.name for start in experiment.initial)}
 
     def find(name: str) -> Path:
         if name in PTQ_TOOLS and name not in made:
             raise UserError(f"{what}: {name!r} is made only if initial or baselines contains it; add it there")
-        return Path(name) if name in made else resolve_path(name, peer.base_dir)
+        return Path(name) if name in made else resolve_path(name, method.base_dir)
 
     precision = quantized_precisions(experiment.precision[0])[0]
     task = ExternalSearchTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
-    registry.call_plugin(what, lambda: registry.create_plugin("peer", peer.use, peer.params, {"task": task}))
+    registry.call_plugin(
+        what, lambda: registry.create_plugin("external searcher", method.use, method.params, {"task": task})
+    )
 
 
 def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:

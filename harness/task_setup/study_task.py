@@ -30,14 +30,14 @@ ANCHOR_PLACEMENTS = ("float", "all", "linear")  # without PTQ tools, which take 
 # For thousands of engines: few samples of each, and in turns with the float model, because a machine changes its speed
 # in the quarter of an hour that a table takes.
 STUDY_LIMITS: Mapping[str, Any] = {
-    "warmup_ms": 30.0, "min_samples": 7, "max_samples": 21, "max_ms": 300.0, "beside": "always",
+    "warmup_ms": 30.0, "min_samples": 7, "max_samples": 21, "max_ms": 300.0, "interleave": "always",
 }  # fmt: skip
 SAFE_FOLDER_NAME = re.compile(r"[A-Za-z0-9._=-]{0,60}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyTask:
-    """One model on one backend at one precision."""
+    """Task of a study and its experiment."""
 
     experiment: Experiment
     spec: TaskSpec
@@ -66,7 +66,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
         fidelity: Also compare every engine's outputs with the float model's, where no evaluator is given.
 
     Raises:
-        UserError: Anything that cannot be used, or an experiment with more than one cell.
+        UserError: Anything that cannot be used, or an experiment with more than one task.
     """
     changes: dict[str, Any] = {"initial": list(ANCHOR_PLACEMENTS), "baselines": ["all", "linear"]}
     if backend is not None or params:
@@ -85,11 +85,11 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
         ]
     experiment = _parse_experiment(described, experiment.base_dir)
     check_experiment(experiment)
-    cells = plan_tasks(experiment)
-    if len(cells) > 1:
-        names = ", ".join(cell.name for cell in cells)
-        raise UserError(f"{text}: a study has one cell, but this experiment has {len(cells)}: {names}; keep one")
-    return StudyTask(experiment=experiment, spec=cells[0])
+    tasks = plan_tasks(experiment)
+    if len(tasks) > 1:
+        names = ", ".join(task.name for task in tasks)
+        raise UserError(f"{text}: a study has one task, but this experiment has {len(tasks)}: {names}; keep one")
+    return StudyTask(experiment=experiment, spec=tasks[0])
 
 
 def study_name(study: StudyTask, placement: str) -> str:
@@ -111,7 +111,7 @@ def study_name(study: StudyTask, placement: str) -> str:
 
 
 def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[Task, WorkerSpec]:
-    """Return the study's task and the specification of its worker, with the backend at its strongest float precision.
+    """Return the study's task and the specification of its worker, with the backend at its fastest float precision.
 
     Args:
         folder: Folder for scratch files, and for the choice of the float precision.
@@ -119,17 +119,17 @@ def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[T
     Raises:
         UserError: Anything in the specification that cannot be used.
     """
-    cell = compose_task(study.experiment, study.spec, folder / "work", observer)
+    task = compose_task(study.experiment, study.spec, folder / "work", observer)
     open_worker = partial(open_engines, limits=study.experiment.limits)
-    found = select_float_baseline(study.spec.backend, cell.float_file, folder, open_worker, observer)
-    cell = cell.with_benchmarkers(found)
-    evaluator = evaluator_spec(study.spec.model, cell.model, cell.work)
+    found = select_float_baseline(study.spec.backend, task.float_file, folder, open_worker, observer)
+    task = task.with_benchmarkers(found)
+    evaluator = evaluator_spec(study.spec.model, task.model, task.work)
     evaluators = {} if evaluator is None else {MAIN_BENCHMARKER: evaluator}
-    return cell, WorkerSpec(
+    return task, WorkerSpec(
         benchmarkers={MAIN_BENCHMARKER: found[MAIN_BENCHMARKER]},
-        workdir=cell.work,
+        workdir=task.work,
         evaluators=evaluators,
-        reference=cell.model_file,
+        reference=task.model_file,
     )
 
 

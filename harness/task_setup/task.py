@@ -112,14 +112,14 @@ class Task:
         Raises:
             UserError: The cast model lacks a node whose input may be quantized.
         """
-        cell = replace(self, benchmarkers=benchmarkers)
-        file = cell.runtime_input_file(self.float_file)
+        task = replace(self, benchmarkers=benchmarkers)
+        file = task.runtime_input_file(self.float_file)
         if file == self.float_file:
-            return cell
+            return task
         cast = load(file, source=self.model.source, min_opset=MIN_OPSET)
         require_all_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
         inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
-        return replace(cell, model_file=file, cast=cast, inserter=inserter)
+        return replace(task, model_file=file, cast=cast, inserter=inserter)
 
     def runtime_input_file(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
         """Return the file that a benchmarker reads for a given one."""
@@ -163,10 +163,10 @@ class Task:
 def compose_task(
     experiment: Experiment, spec: TaskSpec, work: Path, observer: Observer, facts: Facts | None = None
 ) -> Task:
-    """Load, calibrate, and prepare the space, the seeds and the baselines of one cell.
+    """Load, calibrate, and prepare the space, the seeds and the baselines of one task.
 
     Args:
-        work: Scratch folder of the cell.
+        work: Scratch folder of the task.
         facts: The backend's own, where the device is another machine's; None: it is asked here.
 
     Raises:

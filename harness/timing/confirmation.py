@@ -1,6 +1,6 @@
-"""Confirmation: contenders and baseline are rebuilt, timed in random turns and compared by paired ratios.
+"""Confirmation: candidates and baseline are rebuilt, timed in random turns and compared by paired ratios.
 
-The samples of a search select; these report, so that a contender that looked best by chance does not keep its figure.
+The samples of a search select; these report, so that a candidate that looked best by chance does not keep its figure.
 Every fresh worker holds the baseline twice. The second copy is its A/A twin: the noise floor comes from the same
 builds, the same minutes and the same arithmetic as the speedups that it limits.
 """
@@ -24,11 +24,11 @@ from harness.timing.workers.engines import Engines
 
 __all__ = [
     "ConfirmationSummary",
-    "Contender",
-    "ContenderSummary",
     "EngineFactory",
+    "RowSummary",
+    "TimedRow",
     "confirm",
-    "noise_floor",
+    "estimate_noise_floor",
     "summarize_turns",
 ]  # fmt: skip
 
@@ -45,7 +45,7 @@ EngineFactory = Callable[[], AbstractContextManager[Engines]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class TimedRow:
     """Row of a comparison: a model on one of the workers' benchmarkers."""
 
     name: str
@@ -54,7 +54,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContenderSummary:
+class RowSummary:
     """Result of the confirmation for one row.
 
     Attributes:
@@ -87,23 +87,23 @@ class ConfirmationSummary:
     """Result of a confirmation.
 
     Attributes:
-        floor: Gain of the baseline over its twin; smaller gains are ties.
+        noise_floor: Gain of the baseline over its twin; smaller gains are ties.
         builds: Number of builds that all rows completed.
         rows: By name, including the baseline, without rows that have no readings.
         failed: Last failure of each row that has one, by name.
         disturbed: Share of the turns that other processes disturbed.
     """
 
-    floor: float
+    noise_floor: float
     builds: int
-    rows: Mapping[str, ContenderSummary]
+    rows: Mapping[str, RowSummary]
     failed: Mapping[str, Failed]
     disturbed: float = 0.0
 
 
 def confirm(
-    rows: Sequence[Contender],
-    baseline: Contender,
+    rows: Sequence[TimedRow],
+    baseline: TimedRow,
     *,
     open_engines: EngineFactory,
     schedule: TurnSchedule,
@@ -146,7 +146,7 @@ class BuildTurns:
     """
 
     def __init__(
-        self, key: BuildKey, worker: int, baseline: Contender, plan: TurnSchedule, rng: np.random.Generator
+        self, key: BuildKey, worker: int, baseline: TimedRow, plan: TurnSchedule, rng: np.random.Generator
     ) -> None:
         self.worker = worker
         self._key = {"build": key[0], "group": key[1]}
@@ -161,9 +161,9 @@ class BuildTurns:
             target=UNREACHABLE_TARGET,
         )
         self._rng = rng
-        self._alive: dict[str, Contender] = {}
+        self._alive: dict[str, TimedRow] = {}
 
-    def run(self, members: Sequence[Contender], open_engines: EngineFactory) -> Iterator[TurnEvent]:
+    def run(self, members: Sequence[TimedRow], open_engines: EngineFactory) -> Iterator[TurnEvent]:
         """Yield the events of this group, over as many workers as its rows crash."""
         self._alive = {row.name: row for row in (*self._bases, *members)}
         complete = False
@@ -246,24 +246,24 @@ def _merge_repetition(turns: Iterable[Turn], first: Iterable[Turn]) -> list[Turn
     return [replace(turn, discarded_ms=(*earlier.get(turn.row, ()), *turn.discarded_ms)) for turn in turns]
 
 
-def summarize_turns(events: Iterable[TurnEvent], baseline: str, floor: float = 0.0) -> ConfirmationSummary:
-    """Return latency, speedup and verdict of each row; `floor` is used if it exceeds the noise floor of the events."""
+def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: float = 0.0) -> ConfirmationSummary:
+    """Return latency, speedup and verdict of each row; the larger of `noise_floor` and that of the events is used."""
     matrix = TurnMatrix(events)
-    floor = max(floor, noise_floor(matrix, baseline))
+    noise_floor = max(noise_floor, estimate_noise_floor(matrix, baseline))
     rows = {}
     for name in matrix.turns:
         base, own = matrix.paired_samples(name, baseline)
         if own and name != TWIN:
             speedup = paired_ratio_ci(base, own)
-            rows[name] = ContenderSummary(
+            rows[name] = RowSummary(
                 latency_ms=block_ci(own),
                 speedup=speedup,
-                verdict=speedup_verdict(speedup, floor),
+                verdict=speedup_verdict(speedup, noise_floor),
                 builds=len(own) + len(matrix.failed[name]),
                 builds_ok=len(own),
             )
     return ConfirmationSummary(
-        floor=floor,
+        noise_floor=noise_floor,
         builds=_complete_builds(matrix),
         rows=rows,
         failed={name: list(found.values())[-1] for name, found in matrix.failed.items() if found},
@@ -271,8 +271,8 @@ def summarize_turns(events: Iterable[TurnEvent], baseline: str, floor: float = 0
     )
 
 
-def noise_floor(matrix: TurnMatrix, baseline: str) -> float:
-    """Return the A/A noise floor: the gain of the baseline over its twin, see `harness.statistics`."""
+def estimate_noise_floor(matrix: TurnMatrix, baseline: str) -> float:
+    """Return the noise floor: the gain of the baseline over its twin, see `harness.statistics`."""
     bases, twins = matrix.paired_samples(TWIN, baseline)
     ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
     return noise_floor_from_ratios(ratios)

@@ -1,9 +1,9 @@
-"""Statistical test of a race: which contenders noise may still put first.
+"""Statistical test of a race: which candidates noise may still put first.
 
-After each round, contenders that are slower than the best by more than noise and fresh builds explain are eliminated,
+After each round, candidates that are slower than the best by more than noise and fresh builds explain are eliminated,
 and the others continue, so that turns are spent where they are informative (López-Ibáñez et al., "The irace package",
 Operations Research Perspectives 3, 2016, section 2: races with Student's t-test, uncorrected, because a correction
-keeps too many contenders). Turns of one build share its effect, so the test over turns is of a gap beyond the
+keeps too many candidates). Turns of one build share its effect, so the test over turns is of a gap beyond the
 differences between builds of one model (`by_builds`).
 """
 
@@ -21,37 +21,37 @@ from harness.statistics import MIN_CLAIMED_GAIN
 __all__ = ["TURNS_PER_RACING_ROUND", "build_variance_slack", "race_winner", "surviving"]
 
 TURNS_PER_RACING_ROUND = (8, 8, 16)  # each as long as all before it, which cuts the remaining noise by a third
-RACING_CONFIDENCE = 0.95  # of one one-sided test between two contenders that were not selected by their readings
+RACING_CONFIDENCE = 0.95  # of one one-sided test between two candidates that were not selected by their readings
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-def build_variance_slack(rounds: int, floor: float = 0.0) -> float:
+def build_variance_slack(rounds: int, noise_floor: float = 0.0) -> float:
     """Return the difference of mean log latencies that builds of equal models may have.
 
     Args:
         rounds: Number of rounds, each with fresh builds.
-        floor: A/A noise floor, as a share: the difference between builds of the float model. At least the smallest gain
-            that a verdict claims is used.
+        noise_floor: Share by which builds of the float model differ. At least the smallest gain that a verdict claims
+            is used.
     """
-    return math.log1p(max(MIN_CLAIMED_GAIN, floor)) / math.sqrt(rounds)
+    return math.log1p(max(MIN_CLAIMED_GAIN, noise_floor)) / math.sqrt(rounds)
 
 
 def surviving(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> BoolArray:
-    """Return which contenders noise may still put among the best.
+    """Return which candidates noise may still put among the best.
 
-    A contender is eliminated if its turns are slower than those of the `best`-th (by the median over all turns) by more
-    than the slack, and beyond the limit of a paired one-sided t-test. Effects of a turn on all contenders cancel.
+    A candidate is eliminated if its turns are slower than those of the `best`-th (by the median over all turns) by more
+    than the slack, and beyond the limit of a paired one-sided t-test. Effects of a turn on all candidates cancel.
 
     Args:
-        log_ms: Logarithm of the latency, [..., contender, turn]; NaN for turns that a contender did not have. One
+        log_ms: Logarithm of the latency, [..., candidate, turn]; NaN for turns that a candidate did not have. One
             without a finite turn does not take part, and is eliminated.
-        best: Number of contenders to keep at least.
+        best: Number of candidates to keep at least.
         slack: See `by_builds`.
 
     Returns:
-        [..., contender].
+        [..., candidate].
     """
     timed = np.isfinite(log_ms)
     takes_part = timed.any(axis=-1)
@@ -75,10 +75,10 @@ def race_winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
     """Return the winner of a complete race.
 
     Args:
-        log_ms: [..., contender, turn], with the turns of all rounds; infinite for contenders that do not take part.
+        log_ms: [..., candidate, turn], with the turns of all rounds; infinite for candidates that do not take part.
 
     Returns:
-        [...]: index of the contender; the first of equal ones, also if none takes part.
+        [...]: index of the candidate; the first of equal ones, also if none takes part.
     """
     remaining = np.array(log_ms)
     for rounds, turns in enumerate(np.cumsum(TURNS_PER_RACING_ROUND), 1):

@@ -98,7 +98,7 @@ def _alternate_turns(probe: Probe, reference: ReferenceEngine, sampling: Samplin
             saved = math.floor(share_left * candidate.counted)
             break
     check_clock_jumps(clock_ms)
-    return SampleRun(latency_ms=latency_ms, raw_ms=clock_ms, beside_ms=reference_ms, saved=saved)
+    return SampleRun(latency_ms=latency_ms, raw_ms=clock_ms, reference_ms=reference_ms, saved=saved)
 
 
 class PairedEngine:

@@ -46,9 +46,9 @@ class Samples:
     Attributes:
         latency_ms: In order of measurement, outliers included, warm-up excluded.
         raw_ms: The clock's readings if `latency_ms` was sampled against a reference, one per turn.
-        beside_ms: The reference's turns, before the first of `raw_ms` and after each.
+        reference_ms: The reference's turns, before the first of `raw_ms` and after each.
         discarded_ms: Readings of a first attempt that was repeated.
-        trouble: Reason of the repetition, or "".
+        disturbance: Reason of the repetition, or "".
         disturbed: What disturbed the readings that count although they were repeated, or "".
         warmup: Number of inferences before the first reading.
         measure_s: Wall-clock time of all attempts.
@@ -59,7 +59,7 @@ class Samples:
 
     latency_ms: tuple[float, ...]
     discarded_ms: tuple[float, ...] = ()
-    trouble: str = ""
+    disturbance: str = ""
     disturbed: str = ""
     warmup: int
     measure_s: float
@@ -67,7 +67,7 @@ class Samples:
     saved: int = 0
     conditions: Mapping[str, float] = field(default_factory=dict)
     raw_ms: tuple[float, ...] = ()
-    beside_ms: tuple[float, ...] = ()
+    reference_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +80,14 @@ class SampleRun:
 
     latency_ms: Sequence[float]
     raw_ms: Sequence[float] = ()
-    beside_ms: Sequence[float] = ()
+    reference_ms: Sequence[float] = ()
     saved: int = 0
     drift: str = ""
     disturbed: str = ""
     conditions: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def trouble(self) -> str:
+    def disturbance(self) -> str:
         return self.disturbed or self.drift
 
 
@@ -126,18 +126,18 @@ def sample_with_retry(
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
     run, discarded = _run_monitored(attempt, probe, machine), None
-    if run.trouble:
+    if run.disturbance:
         run, discarded = _run_monitored(attempt, probe, machine), run
     return Samples(
         latency_ms=tuple(run.latency_ms),
         raw_ms=tuple(run.raw_ms),
-        beside_ms=tuple(run.beside_ms),
+        reference_ms=tuple(run.reference_ms),
         discarded_ms=tuple(discarded.latency_ms) if discarded else (),
-        trouble=discarded.trouble if discarded else "",
+        disturbance=discarded.disturbance if discarded else "",
         disturbed=run.disturbed,
         warmup=warmup,
         measure_s=max(0.0, clock() - started_s),
-        stable=steady and not run.trouble,
+        stable=steady and not run.disturbance,
         saved=run.saved,
         conditions=run.conditions,
     )

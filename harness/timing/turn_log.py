@@ -38,7 +38,7 @@ class Turn:
         worker: Number of the worker in the sequence of its build and group: if one died or was interrupted, the turns
             of the next replace all of its.
         round: Number of the turn.
-        row: `Contender.name`, or `TWIN`.
+        row: `TimedRow.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
         discarded_ms: Readings of disturbed earlier attempts, which were repeated.
         disturbed: What disturbed `samples_ms` too, or "".

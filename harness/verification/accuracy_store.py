@@ -21,7 +21,7 @@ from search.space import edges_digest
 __all__ = ["ACCURACY_FILE_NAME", "AccuracyStore", "read_scores", "scoring_progress"]
 
 ACCURACY_FILE_NAME = "accuracy.json"
-"""Name of the file in the folder of a cell."""
+"""Name of the file in the folder of a task."""
 
 
 class AccuracyStore:

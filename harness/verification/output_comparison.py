@@ -62,7 +62,7 @@ Verdict = Literal["right", "wrong result", "saturates", "not checked"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputCheck:
-    """What a check of one model in one runtime found.
+    """Result of a check of one model in one runtime.
 
     Attributes:
         runtime: Name and version of the runtime.
@@ -92,12 +92,12 @@ class OutputCheck:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the runtime computes something else than the file says."""
+        """Return whether the runtime computes something other than the file describes."""
         return self.verdict in ("wrong result", "saturates")
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the engine is further from the file than rounding ties explain, but not by `MARGIN_DB`."""
+        """Return whether the engine differs from the file by more than rounding ties, but less than `MARGIN_DB`."""
         if self.verdict != "right" or self.file_db is None or self.engine_db is None or self.noise_db is None:
             return False
         return self.engine_db < min(self.file_db, self.noise_db) - SUSPECT_DB
@@ -175,7 +175,7 @@ def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Col
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How files are compared on one benchmarker; see `compare_with_file`."""
+    """Setup of the comparison of files on one benchmarker; see `compare_with_file`."""
 
     floats: Outputs
     engine_float: Outputs | None

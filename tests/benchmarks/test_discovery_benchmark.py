@@ -57,7 +57,7 @@ def test_discovery_patterns_and_space(benchmark: Any, size: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["2,400 nodes", "4,200 nodes"])
-def test_peer_discovery_and_patterns(benchmark: Any, size: str) -> None:
+def test_external_searcher_discovery_and_patterns(benchmark: Any, size: str) -> None:
     if benchmark.disabled:
         pytest.skip("the peer takes seconds to start; enable benchmarks")
     autotune = pytest.importorskip("modelopt.onnx.quantization.autotune")

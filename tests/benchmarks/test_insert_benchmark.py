@@ -70,7 +70,7 @@ def test_placement_to_file(benchmark: Any, name: str, dialect: Dialect, tmp_path
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_peer_placement_to_file(benchmark: Any, name: str, tmp_path: Path) -> None:
+def test_external_searcher_placement_to_file(benchmark: Any, name: str, tmp_path: Path) -> None:
     if benchmark.disabled:
         pytest.skip("the peer takes seconds to start; enable benchmarks")
     autotune = pytest.importorskip("modelopt.onnx.quantization.autotune")

@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "results" / "latency_cpu"
 @pytest.mark.parametrize("model", ["resnet50", "encoder6"])
 def test_harness_spends_at_most_a_twentieth(model):
     cost = cost_frame(load(RESULTS))
-    part = cost[cost["cell"].str.startswith(f"{model}-")]
+    part = cost[cost["task"].str.startswith(f"{model}-")]
     share = part["harness_s"].sum() / part["total_s"].sum()
     print(f"{model}: {share:.1%} of {part['total_s'].sum():.0f} s")
     assert share <= 0.05

@@ -42,7 +42,7 @@ WAYS = {
     "one after the other": "{}",
     "one after the other, again": "{}",
     "two workers, timing alone": "{workers: 2}",
-    "two workers, builds beside the timing": "{workers: 2, timing: beside}",
+    "two workers, builds beside the timing": "{workers: 2, timing: concurrent}",
 }
 
 
@@ -56,14 +56,14 @@ class Pace:
 
     trials_a_minute: float
     latency_ms: dict[str, float]
-    floor: float
+    noise_floor: float
 
 
 def pace(executor: str, out: Path) -> Pace:
     experiment = parse_experiment(EXPERIMENT % (EVALUATIONS, executor), "parallel", out)
     run_experiment(experiment, out=out, observer=NullProgress())
-    cell = out / "resnet18-openvino-int8"
-    entries = [entry for entry in read_journal(cell / "runs/random-0.jsonl") if entry.result is not None]
+    task = out / "resnet18-openvino-int8"
+    entries = [entry for entry in read_journal(task / "runs/random-0.jsonl") if entry.result is not None]
     elapsed_s = [entry.result.elapsed_s for entry in entries if entry.result is not None]
     measured = {
         e.proposal.digest: e.result.outcome for e in entries if e.result and isinstance(e.result.outcome, Measured)
@@ -71,7 +71,7 @@ def pace(executor: str, out: Path) -> Pace:
     return Pace(
         trials_a_minute=60 * (len(elapsed_s) - 1) / (max(elapsed_s) - min(elapsed_s)),
         latency_ms={digest: median_ci(outcome.samples_ms).value for digest, outcome in measured.items()},
-        floor=read_json(cell / "floor.json")["floor"],
+        noise_floor=read_json(task / "noise_floor.json")["noise_floor"],
     )
 
 
@@ -95,4 +95,4 @@ def test_builds_ahead(benchmark: Any, tmp_path: Path) -> None:
         changes = [100 * (each.latency_ms[digest] / serial.latency_ms[digest] - 1) for digest in both]
         low, middle, high = np.quantile(changes, [0.25, 0.5, 0.75])
         print(f"| {name} | {each.trials_a_minute:.0f} | {middle:+.1f} % [{low:+.1f}, {high:+.1f}] |")
-    print(f"A/A floor: {', '.join(f'{each.floor:.1%}' for each in found.values())}")
+    print(f"Noise floor: {', '.join(f'{each.noise_floor:.1%}' for each in found.values())}")

@@ -1,10 +1,10 @@
-"""Whether a runoff should hand over a start unless the leader is well ahead of it.
+"""Whether a final selection should hand over a start unless the leader is well ahead of it.
 
 Run with `pytest tests/benchmarks/test_ties_benchmark.py --benchmark-enable -s`; it takes a minute and needs no quiet
-machine, for it looks at committed tables: every choice of `auto` that was confirmed beside starts which met it in the
-runoff. For each lead that the choice must have over the best of these, the figures of docs/explanation/measurement.md:
-how the confirmed speedups of what would have been handed over compare with those of the higher reading, and how often a
-start was more than 1 % faster.
+machine, for it looks at committed tables: every choice of `auto` that was confirmed with starts which met it in the
+final selection. For each lead that the choice must have over the best of these, the figures of
+docs/explanation/measurement.md: how the confirmed speedups of what would have been handed over compare with those of
+the higher reading, and how often a start was more than 1 % faster.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from harness.report.load.results import CellResults, load
+from harness.report.load.results import TaskResults, load
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
 from harness.results_dir.lines import stored_path
 from harness.search_loop.journal_reader import iter_evaluations
-from harness.selection.paired_timing import SELECTION_LOG_NAME, read_speedups
+from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, read_speedups
 from harness.statistics import MIN_CLAIMED_GAIN
 from harness.timing.racing_test import build_variance_slack
 
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 class Met(NamedTuple):
-    """Speedup over float in the runoff, and confirmed."""
+    """Speedup over float in the final selection, and confirmed."""
 
     read: float
     confirmed: float
@@ -42,14 +42,14 @@ class Choice(NamedTuple):
     own: Met
     is_start: bool
     starts: list[Met]
-    floor: float
+    noise_floor: float
 
 
-def choices(cell: CellResults) -> Iterator[Choice]:
-    read = read_speedups(cell.folder / SELECTION_LOG_NAME, FLOAT_ROW)
-    met = {row: Met(read[row], cell.summaries[row].speedup.value) for row in read.keys() & cell.summaries.keys()}
-    for pick in cell.picks:
-        journal = cell.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"
+def choices(task: TaskResults) -> Iterator[Choice]:
+    read = read_speedups(task.folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
+    met = {row: Met(read[row], task.summaries[row].speedup.value) for row in read.keys() & task.summaries.keys()}
+    for pick in task.picks:
+        journal = task.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"
         if (
             pick.kind != "search"
             or pick.rank
@@ -59,31 +59,35 @@ def choices(cell: CellResults) -> Iterator[Choice]:
         ):
             continue
         found = (
-            trial for trial in iter_evaluations(read_journal(journal), cell.goal) if trial.evaluations <= pick.budget
+            trial for trial in iter_evaluations(read_journal(journal), task.goal) if trial.evaluations <= pick.budget
         )
-        starts = {trial.digest for trial in found if trial.origin.startswith("seed:")}
+        starts = {trial.digest for trial in found if trial.origin.startswith("initial:")}
         if known := [met[start] for start in starts & met.keys()]:
-            yield Choice(met[pick.row], pick.row in starts, known, max(MIN_CLAIMED_GAIN, cell.floor or 0.0))
+            yield Choice(met[pick.row], pick.row in starts, known, max(MIN_CLAIMED_GAIN, task.noise_floor or 0.0))
 
 
 def test_what_a_tie_is_worth() -> None:
-    folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{SELECTION_LOG_NAME}*")})
-    cells = (cell for folder in folders for cell in load(folder).cells)
-    live = (cell for cell in cells if stored_path(cell.folder / SELECTION_LOG_NAME) and cell.goal.minimize == "latency")
-    found = [choice for cell in live for choice in choices(cell)]
+    folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{FINAL_SELECTION_LOG_NAME}*")})
+    tasks = (task for folder in folders for task in load(folder).tasks)
+    live = (
+        task
+        for task in tasks
+        if stored_path(task.folder / FINAL_SELECTION_LOG_NAME) and task.goal.minimize == "latency"
+    )
+    found = [choice for task in live for choice in choices(task)]
     print(f"\n{len(found)} choices of auto")
     for words, lead in (
-        ("the higher reading", lambda floor: 0.0),
-        ("a lead of 1 %", lambda floor: 0.01),
-        ("a lead of 3 %", lambda floor: 0.03),
-        ("beyond what builds differ by", lambda floor: np.expm1(build_variance_slack(3, floor))),
-        ("beyond the floor", lambda floor: floor),
-        ("always a start", lambda floor: np.inf),
+        ("the higher reading", lambda noise_floor: 0.0),
+        ("a lead of 1 %", lambda noise_floor: 0.01),
+        ("a lead of 3 %", lambda noise_floor: 0.03),
+        ("beyond what builds differ by", lambda noise_floor: np.expm1(build_variance_slack(3, noise_floor))),
+        ("beyond the floor", lambda noise_floor: noise_floor),
+        ("always a start", lambda noise_floor: np.inf),
     ):
         given = []
-        for own, is_start, starts, floor in found:
+        for own, is_start, starts, noise_floor in found:
             best = max(starts)
-            given.append(own if is_start or own.read > best.read * (1 + lead(floor)) else best)
+            given.append(own if is_start or own.read > best.read * (1 + lead(noise_floor)) else best)
         ratios = [one.confirmed / choice.own.confirmed for one, choice in zip(given, found, strict=True)]
         behind = [
             one.confirmed / max(start.confirmed for start in choice.starts)

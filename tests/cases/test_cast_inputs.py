@@ -170,10 +170,10 @@ def test_an_experiment_at_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     graph(tmp_path, *CASES["amp"])
     done = CliRunner().invoke(app, experiment(tmp_path, precision="f16"))
     assert done.exit_code == 0, done.output
-    cell = tmp_path / "out" / "net-trt-int8"
-    rows = read_json(cell / "rows.json")["rows"]
+    task = tmp_path / "out" / "net-trt-int8"
+    rows = read_json(task / "rows.json")["rows"]
     assert len(rows) > 1
-    assert not [file for file in cell.rglob("*.jsonl") if "failed" in file.read_text().lower()]
+    assert not [file for file in task.rglob("*.jsonl") if "failed" in file.read_text().lower()]
 
 
 def test_what_cannot_be_cast_is_seen_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

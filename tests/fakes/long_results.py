@@ -17,9 +17,9 @@ from harness.results_dir.journal import Journal
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN, Turn, encode_turn_event
 
-__all__ = ["CELL", "write_long_results"]
+__all__ = ["TASK", "write_long_results"]
 
-CELL = "net-simulated-int8"
+TASK = "net-simulated-int8"
 EXPERIMENT = """
 experiment: long
 models: [{use: net.onnx, label: net}]
@@ -39,19 +39,19 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
 
     Latency falls from 10 to 5 ms over the run, in readings with noise; every 997th evaluation fails.
     """
-    cell = folder / CELL
-    (cell / "runs").mkdir(parents=True)
+    task = folder / TASK
+    (task / "runs").mkdir(parents=True)
     (folder / "experiment.yaml").write_text(to_yaml(parse_experiment(EXPERIMENT, "long")))
     backend = {"name": "simulated", "device": "simulated", "options": {}, "float_precision": "f32"}
     facts = {
         "schema": SCHEMA_VERSION,
-        "cell": CELL,
+        "task": TASK,
         "model": "net",
         "precision": "int8",
         "backend": backend,
         "goal": asdict(GOAL),
     }
-    write_json(cell / "cell.json", {**facts, "calibrated_on": "8 samples", "metric": "top1", "higher_is_better": True})
+    write_json(task / "task.json", {**facts, "calibrated_on": "8 samples", "metric": "top1", "higher_is_better": True})
     rows = [
         ExportedModel(id=name, file=f"{name}.onnx", sha256=name, pairs=pairs)
         for name, pairs in ((FLOAT_ROW, 0), ("aa", 9))
@@ -60,8 +60,8 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
         Choice(method="float", kind="float", row=FLOAT_ROW),
         Choice(method="random", kind="search", row="aa", seed=0, budget=50, search_ms=5.0, minutes=1.0),
     ]
-    write_json(cell / "rows.json", {"rows": [asdict(row) for row in rows], "picks": [asdict(pick) for pick in picks]})
-    write_json(cell / "accuracy.json", {f"{row.id} main": {"metrics": {"top1": 0.8}, "per_item": []} for row in rows})
+    write_json(task / "rows.json", {"rows": [asdict(row) for row in rows], "picks": [asdict(pick) for pick in picks]})
+    write_json(task / "accuracy.json", {f"{row.id} main": {"metrics": {"top1": 0.8}, "per_item": []} for row in rows})
     turns = [
         Turn(build=build, group=0, round=turn, row=row, samples_ms=(ms, ms, ms))
         for build in range(3)
@@ -69,9 +69,9 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
         for row, ms in ((TWIN, 10.0), (FLOAT_ROW, 10.0), ("aa", 5.0))
     ]
     header = json.dumps({"kind": "header", "plan": {"builds": 3, "rounds": 2}})
-    write_records(cell / "confirm.jsonl", (header, *map(encode_turn_event, turns)))
-    _write_journal(cell / "runs" / "random-1.jsonl", 10)
-    return _write_journal(cell / "runs" / "random-0.jsonl", evaluations)
+    write_records(task / "confirmation.jsonl", (header, *map(encode_turn_event, turns)))
+    _write_journal(task / "runs" / "random-1.jsonl", 10)
+    return _write_journal(task / "runs" / "random-0.jsonl", evaluations)
 
 
 def _write_journal(path: Path, evaluations: int) -> Path:
@@ -94,7 +94,7 @@ def _choices(rng: np.random.Generator) -> tuple[int, ...]:
 
 
 def _float() -> Proposal:
-    return Proposal(number=-1, choices=(0,) * POINTS, digest="-2", origin="seed:float")
+    return Proposal(number=-1, choices=(0,) * POINTS, digest="-2", origin="initial:float")
 
 
 def _told(rng: np.random.Generator, latency_ms: float, number: int) -> str:

@@ -37,7 +37,7 @@ kind: qdq autotuner state
 schema: 1
 facts: {model_sha256: ab, inputs: {x: [1, 3]}}
 baseline_latency_ms: 9.0
-beside_float: false
+interleaved: false
 current_profile_pattern_schemes_signature: null
 config: {verbose: false}
 measured: {abcd: {latency_ms: 4.5, signature: ab, timestamp: '2026-11-21T21:00:00+00:00'}}

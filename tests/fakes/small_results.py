@@ -32,10 +32,10 @@ budget: {evaluations: [2, 3]}
 seeds: [0, 1]
 confirmation: {builds: 3, rounds: 2, samples: 3, top_k: 2}
 """
-CELL = "net-openvino-int8"
+TASK = "net-openvino-int8"
 FACTS = {
     "schema": SCHEMA_VERSION,
-    "cell": CELL,
+    "task": TASK,
     "model": "net",
     "calibrated_on": "8 samples",
     "dialect_use": "openvino",
@@ -52,15 +52,15 @@ LATENCY_MS = {TWIN: 8.0, "float": 8.0, "float-bf16": 10.0, "all": 2.0, "aa": 4.0
 SCORES = {"float": 0.8, "float-bf16": 0.8, "all": 0.7, "aa": 0.79, "bb": 0.8}
 
 
-def write_cell(folder: Path, cell_name: str = CELL, **changes) -> Path:
-    """A finished cell: two seeds of random, a tpe that found nothing, and a baseline that does not build."""
-    cell = folder / cell_name
-    (cell / "runs").mkdir(parents=True)
-    write_json(cell / "cell.json", {**FACTS, "cell": cell_name, **changes})
+def write_task(folder: Path, task_name: str = TASK, **changes) -> Path:
+    """A finished task: two seeds of random, a tpe that found nothing, and a baseline that does not build."""
+    task = folder / task_name
+    (task / "runs").mkdir(parents=True)
+    write_json(task / "task.json", {**FACTS, "task": task_name, **changes})
     scores = {f"sha of {row} main": {"metrics": {"top1": v}, "per_item": []} for row, v in SCORES.items()}
-    write_json(cell / "accuracy.json", scores)
+    write_json(task / "accuracy.json", scores)
     for seed in (0, 1):
-        write_journal(cell / "runs" / f"random-{seed}.jsonl")
+        write_journal(task / "runs" / f"random-{seed}.jsonl")
     placed = {"aa": (1, 1), "bb": (1, 0)}
     ids = {"float": 0, "float-bf16": 0, "all": 9, "linear": 4, "aa": 5, "bb": 3}
     rows = [
@@ -73,12 +73,12 @@ def write_cell(folder: Path, cell_name: str = CELL, **changes) -> Path:
         )
         for name, pairs in ids.items()
     ]
-    write_json(cell / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks()]})
-    write_confirmation(cell, LATENCY_MS)
-    return cell
+    write_json(task / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks()]})
+    write_confirmation(task, LATENCY_MS)
+    return task
 
 
-def write_confirmation(cell: Path, latency_ms: dict[str, float], paces=(1.0, 1.0, 1.0), disturbed: str = "") -> None:
+def write_confirmation(task: Path, latency_ms: dict[str, float], paces=(1.0, 1.0, 1.0), disturbed: str = "") -> None:
     events = [
         Turn(build=build, group=0, round=turn, row=row, samples_ms=(ms * pace,) * 3, disturbed=disturbed)
         for build, pace in enumerate(paces)
@@ -88,7 +88,7 @@ def write_confirmation(cell: Path, latency_ms: dict[str, float], paces=(1.0, 1.0
     lost = Failed(stage="build", reason="unsupported operator", wall_s=1.0)
     events += [RowFailure(build=build, group=0, row="linear", failed=lost) for build in range(3)]
     header = json.dumps({"kind": "header", "plan": {"builds": 3, "rounds": 2}})
-    write_records(cell / "confirm.jsonl", (header, *map(encode_turn_event, events)))
+    write_records(task / "confirmation.jsonl", (header, *map(encode_turn_event, events)))
 
 
 def picks() -> list[Choice]:
@@ -144,14 +144,14 @@ def write_folder(folder: Path) -> Path:
     """Write an experiment with one finished task."""
     only = EXPERIMENT.replace(", {use: other.onnx, label: other}", "")
     (folder / "experiment.yaml").write_text(to_yaml(parse_experiment(only, "small")))
-    write_cell(folder)
+    write_task(folder)
     return folder
 
 
-def write_choices(folder: Path, cell_name: str, fixed, choices, latency_ms, **changes) -> Path:
+def write_choices(folder: Path, task_name: str, fixed, choices, latency_ms, **changes) -> Path:
     """Write a task whose searchers chose these rows by searcher and budget, one per seed."""
-    cell = write_cell(folder, cell_name, **changes)
-    shutil.rmtree(cell / "runs")
+    task = write_task(folder, task_name, **changes)
+    shutil.rmtree(task / "runs")
     chosen = [Choice(method="float", kind="float", row="float")]
     chosen += [Choice(method=name, kind="baseline", row=row) for name, row in fixed.items()]
     chosen += [
@@ -159,9 +159,9 @@ def write_choices(folder: Path, cell_name: str, fixed, choices, latency_ms, **ch
         for (searcher, budget), rows in choices.items()
         for seed, row in enumerate(rows)
     ]
-    edit_json(cell / "rows.json", picks=[asdict(pick) for pick in chosen])
-    write_confirmation(cell, {TWIN: 8.0, "float": 8.0, **latency_ms})
-    return cell
+    edit_json(task / "rows.json", picks=[asdict(pick) for pick in chosen])
+    write_confirmation(task, {TWIN: 8.0, "float": 8.0, **latency_ms})
+    return task
 
 
 def write_search(path: Path, *trials: tuple[str, Outcome], origin: str = "searcher", step_s: float = 60.0) -> None:
@@ -187,13 +187,13 @@ def edit_json(path: Path, change=None, **facts) -> None:
     write_json(path, {key: value for key, value in body.items() if value is not None})
 
 
-def edit_samples(cell: Path, row: str, change) -> None:
+def edit_samples(task: Path, row: str, change) -> None:
     """Replace the samples of the turns of a row in the confirmation by `change(samples_ms, build)`."""
-    lines = read_records(cell / "confirm.jsonl")
+    lines = read_records(task / "confirmation.jsonl")
     for line in lines[1:]:
         if line["kind"] == "turn" and row in (line["row"], "*"):
             line["samples_ms"] = change(line["samples_ms"], line["build"])
-    write_records(cell / "confirm.jsonl", lines)
+    write_records(task / "confirmation.jsonl", lines)
 
 
 def read_table(folder: Path, name: str) -> list[dict[str, str]]:

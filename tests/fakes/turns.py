@@ -11,7 +11,7 @@ from harness.api import Candidate
 from harness.config.sections import Sampling
 from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.timing.confirmation import Contender
+from harness.timing.confirmation import TimedRow
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines
 
@@ -43,5 +43,5 @@ class Listening(NullProgress):
         self.said.append(text)
 
 
-def row(name: str) -> Contender:
-    return Contender(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))
+def row(name: str) -> TimedRow:
+    return TimedRow(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))

@@ -31,7 +31,7 @@ SPACE = Space(synthetic_space(5, groups=2, seed=1).dimensions)
 SUBSPACE = TableSubspace(SPACE, (1, 3), Placement((1, 0, 0, 0, 1)))
 MEASURED = Measured(
     samples_ms=(1.5, 1.25, 1.75), discarded_ms=(2.0,), build_s=0.5, measure_s=0.25, warmup=4, stable=False,
-    metrics={"sqnr_db": 21.5}, trouble="drift", conditions={"load": 0.5}, info={"layers": {"u8": 3}},
+    metrics={"sqnr_db": 21.5}, disturbance="drift", conditions={"load": 0.5}, info={"layers": {"u8": 3}},
 )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_floor_is_a_gain_in_either_direction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedup", "floor", "expected"),
+    ("speedup", "noise_floor", "expected"),
     [
         (interval(1.5, 1.4, 1.6), 0.0, "faster"),
         (interval(0.8, 0.7, 0.9), 0.0, "slower"),
@@ -138,17 +138,17 @@ def test_floor_is_a_gain_in_either_direction() -> None:
         (interval(1.06, 1.02, 1.10), 0.05, "faster"),
     ],
 )
-def test_verdict(speedup: Interval, floor: float, expected: str) -> None:
-    assert speedup_verdict(speedup, floor) == expected
+def test_verdict(speedup: Interval, noise_floor: float, expected: str) -> None:
+    assert speedup_verdict(speedup, noise_floor) == expected
 
 
 @settings(deadline=None)
 @given(
     st.floats(min_value=0.2, max_value=5), st.floats(min_value=0, max_value=0.5), st.floats(min_value=0, max_value=0.2)
 )
-def test_verdicts_are_fair_to_both_sides(ratio: float, width: float, floor: float) -> None:
+def test_verdicts_are_fair_to_both_sides(ratio: float, width: float, noise_floor: float) -> None:
     swapped = {"faster": "slower", "slower": "faster", "tie": "tie"}
     one = interval(ratio, ratio / (1 + width), ratio * (1 + width))
     other = interval(1 / ratio, 1 / one.high, 1 / one.low)
-    if abs(max(ratio, 1 / ratio) - 1 - max(0.01, floor)) > 1e-9:
-        assert speedup_verdict(other, floor) == swapped[speedup_verdict(one, floor)]
+    if abs(max(ratio, 1 / ratio) - 1 - max(0.01, noise_floor)) > 1e-9:
+        assert speedup_verdict(other, noise_floor) == swapped[speedup_verdict(one, noise_floor)]

@@ -45,7 +45,7 @@ from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["autotune", "main"]
 
-RESULTS_FOLDER_MARKERS = ("experiment.yaml", "cell.json")  # files of a results folder of `qdq run`, and of a task
+RESULTS_FOLDER_MARKERS = ("experiment.yaml", "task.json")  # files of a results folder of `qdq run`, and of a task
 
 
 def main() -> int:

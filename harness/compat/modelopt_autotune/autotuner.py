@@ -53,7 +53,7 @@ class QDQAutotunerBase:
         graph: Index of the model's regions; regions name nodes by their index in `graph.nodes`.
         regions: Regions to profile.
         baseline_latency_ms: Latency of the float model; None until it is submitted.
-        beside_float: Models are timed in turns with the float model.
+        interleaved: Models are timed in turns with the float model.
         changes: Sentences about settings that changed since the state that was loaded.
         profiled_patterns: Finished patterns with their schemes.
         unfinished: Signatures of profiled patterns that a limit cut short; they are profiled again later.
@@ -81,7 +81,7 @@ class QDQAutotunerBase:
 
     def _reset(self) -> None:
         self.baseline_latency_ms: float | None = None
-        self.beside_float = False
+        self.interleaved = False
         self.changes: tuple[str, ...] = ()
         self.profiled_patterns: list[PatternSchemes] = []
         self.unfinished: set[str] = set()
@@ -290,7 +290,7 @@ class QDQAutotunerBase:
             facts=self.session.facts,
             config={**dataclasses.asdict(self.config), "backend_params": dict(self.config.backend_params)},
             baseline_latency_ms=self.baseline_latency_ms,
-            beside_float=self.beside_float,
+            interleaved=self.interleaved,
             current=None if self._search is None else self._search.signature,
             measured=self.session.measured,
             patterns=[p for p in self.profiled_patterns if p.pattern_signature not in self.unfinished],
@@ -310,7 +310,7 @@ class QDQAutotunerBase:
         state = read_state(path, self.session.facts)
         if state.baseline_latency_ms is not None:
             self._set_baseline(state.baseline_latency_ms)
-        self.beside_float = state.beside_float
+        self.interleaved = state.interleaved
         self.delivered = None
         self.changes = tuple(describe_config_changes(state.config, dataclasses.asdict(self.config)))
         self.session.measured.update(state.measured)

@@ -25,7 +25,7 @@ from harness.graph.io.files import digest_file
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.statistics import median_ci
-from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.confirmation import ConfirmationSummary, TimedRow, confirm, summarize_turns
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
@@ -149,8 +149,8 @@ class Benchmark:
         """
         samples = max(3, min(20, self.timing_runs // 5))
         events = confirm(
-            [Contender(name="final", candidate=final)],
-            Contender(name="baseline", candidate=baseline),
+            [TimedRow(name="final", candidate=final)],
+            TimedRow(name="baseline", candidate=baseline),
             open_engines=self.open_fresh_engines,
             schedule=Confirmation(builds=builds, rounds=4, samples=samples),
             rng=np.random.default_rng(0),

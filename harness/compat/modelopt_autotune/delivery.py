@@ -19,9 +19,9 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
 from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER
-from harness.selection.paired_timing import SELECTION_LOG_NAME, PairedComparison
+from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, PairedComparison
 from harness.selection.racing import FIRST_SCHEDULE, select_winner
-from harness.timing.confirmation import ConfirmationSummary, Contender
+from harness.timing.confirmation import ConfirmationSummary, TimedRow
 from harness.timing.provenance import format_options, machine_lacks_vnni
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.verification.dynamic_delivery import format_fixed_shapes, write_dynamic_model
@@ -30,7 +30,7 @@ from search.space import Placement
 
 __all__ = ["AutotuneJob", "AutotuneResult", "Delivery", "RunContext", "summary_lines"]
 
-FINALISTS = Confirmation().contenders
+FINALISTS = Confirmation().candidates
 BUILDS, NOISY_MACHINE_BUILDS = 3, 6  # fresh builds of the result and of the float model
 BASELINE, FINAL, NOT_FASTER = "baseline.onnx", "optimized_final.onnx", "not_faster.onnx"
 UNPROVED = "unproved.onnx"  # the result until it is confirmed
@@ -125,7 +125,7 @@ class Delivery:
         chosen = self._select(best, rivals)
         tried = context.export(UNPROVED, chosen)
         benchmark.measure(context.candidate(chosen), context.log("final"))
-        builds = NOISY_MACHINE_BUILDS if context.autotuner.beside_float else BUILDS
+        builds = NOISY_MACHINE_BUILDS if context.autotuner.interleaved else BUILDS
         summary = benchmark.confirm(context.candidate(chosen, tried), self._float_candidate, builds)
         known, pairs = session.measured.get(session.space.digest(chosen)), count_pairs(tried)
         file, kept = self._write(tried, chosen, is_proven_faster(summary))
@@ -200,10 +200,10 @@ class Delivery:
             return next(iter(rivals.values()), best)
         contest = PairedComparison(
             name="final selection",
-            path=self._job.output_dir / "logs" / SELECTION_LOG_NAME,
+            path=self._job.output_dir / "logs" / FINAL_SELECTION_LOG_NAME,
             header={"rows": sorted(rivals), "heats": list(TURNS_PER_RACING_ROUND), **self._session.facts},
-            baseline=Contender(name="baseline", candidate=self._float_candidate),
-            rows=tuple(Contender(name=name, candidate=self._context.candidate(p)) for name, p in rivals.items()),
+            baseline=TimedRow(name="baseline", candidate=self._float_candidate),
+            rows=tuple(TimedRow(name=name, candidate=self._context.candidate(p)) for name, p in rivals.items()),
             schedule=FIRST_SCHEDULE,
         )
         try:
@@ -287,7 +287,7 @@ def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Itera
     yield (
         f"{'Final' if result.kept is None else result.kept.name}: {row.latency_ms.value:.3f} ms "
         f"({interval.value:.3f}x speedup, 95 % interval {interval.low:.3f} to {interval.high:.3f}, {row.verdict}; "
-        f"{row.builds} fresh builds in turns with the baseline, A/A floor {100 * summary.floor:.1f} %), "
+        f"{row.builds} fresh builds in turns with the baseline, noise floor {100 * summary.noise_floor:.1f} %), "
         f"{result.pairs} Q/DQ pairs"
     )
     yield f"Written: {result.file}{f' (timed with {result.options}: deploy it so)' if result.options else ''}"

@@ -184,7 +184,7 @@ class InsertionScheme:
 
     @property
     def is_profiled(self) -> bool:
-        """Whether the scheme was measured, with or without success."""
+        """Return whether the scheme was measured, with or without success."""
         return self.error or math.isfinite(self.latency_ms)
 
     def distance(self, other: InsertionScheme) -> int:
@@ -244,7 +244,7 @@ class RegionPattern:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the pattern has nodes and no child regions."""
+        """Return whether the pattern has nodes and no child regions."""
         return not self.is_composite and not self.is_empty
 
     def get_hash(self) -> str:

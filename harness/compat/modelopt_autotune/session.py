@@ -40,7 +40,7 @@ RANDOM_SAMPLES = 8  # more random samples do not change the ranges much
 
 
 class AutotuneSession:
-    """One model with its regions and its measured models.
+    """Session of a model: its regions and the models that were measured.
 
     Args:
         index: The model.

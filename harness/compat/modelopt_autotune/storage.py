@@ -243,7 +243,7 @@ class AutotuneState(_Record):
 
     Attributes:
         facts: Properties of model, runtime and settings that must be equal to resume.
-        beside_float: Models are timed in turns with the float model, so readings of single models do not compare.
+        interleaved: Models are timed in turns with the float model, so readings of single models do not compare.
         current: Signature of the pattern that is being profiled.
         config: Settings, for people and for messages.
         measured: Results by the digest of the placement, in the order of measurement.
@@ -254,7 +254,7 @@ class AutotuneState(_Record):
     format_version: Annotated[Literal[1], Field(alias="schema")] = 1
     facts: dict[str, Any]
     baseline_latency_ms: _Milliseconds
-    beside_float: bool = False
+    interleaved: bool = False
     current: Annotated[str | None, Field(alias="current_profile_pattern_schemes_signature")]
     config: dict[str, Any]
     measured: dict[str, Measurement]

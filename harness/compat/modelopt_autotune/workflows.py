@@ -222,10 +222,10 @@ class AutotuneRun:
         )
         with Journal(self._session.folder / "journal.jsonl", {}) as journal:
             ended = run_search(task, SyncExecutor(self._measure), journal, lambda event: None)
-        if ended.broken is not None:
+        if ended.failure is not None:
             raise UserError(
-                f"searcher {self._job.config.searcher!r}: {ended.broken.reason}; give the same command again when it "
-                f"is mended\n{ended.broken.log_tail}"
+                f"searcher {self._job.config.searcher!r}: {ended.failure.reason}; give the same command again when it "
+                f"is mended\n{ended.failure.log_tail}"
             )
 
     def _measure(self, candidate: Candidate, _: Interval | None = None) -> Outcome:
@@ -246,8 +246,8 @@ class AutotuneRun:
                     f"there is nothing to compare with: {outcome.stage}: {outcome.reason}"
                 )
             autotuner.submit(median_ci(outcome.samples_ms).value)
-            autotuner.beside_float = is_noisy(outcome)
-        if autotuner.beside_float:
+            autotuner.interleaved = is_noisy(outcome)
+        if autotuner.interleaved:
             benchmark.time_against_reference(self._job.output_dir / BASELINE, self.context.baseline_ms)
             self._job.observer.say(
                 "timing noise is high on this machine: models are timed in turns with the float model, whose "
@@ -361,5 +361,5 @@ class AutotuneRun:
             return ""
         best = min(known, key=lambda digest: known[digest])
         is_float = best == space.digest(space.float_placement())
-        beside = self._autotuner.beside_float
-        return format_incumbent(known[best], self.context.baseline_ms, interleaved=beside, is_float=is_float)
+        interleaved = self._autotuner.interleaved
+        return format_incumbent(known[best], self.context.baseline_ms, interleaved=interleaved, is_float=is_float)

@@ -48,7 +48,7 @@ class TensorDtype(_SpecModel):
 
     @property
     def is_native(self) -> bool:
-        """Whether nothing is quantized."""
+        """Return whether nothing is quantized."""
         return self.dtype == "native"
 
 

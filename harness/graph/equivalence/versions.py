@@ -67,7 +67,7 @@ class RunFailed(Exception):
 
 @dataclass(slots=True)
 class ModelVersion:
-    """One of the two models; its methods raise `RunFailed` if ONNX Runtime is missing or fails.
+    """Model of a comparison of two; its methods raise `RunFailed` if ONNX Runtime is missing or fails.
 
     Attributes:
         source: The file or the serialized model.

@@ -25,7 +25,7 @@ QUANTIZABLE_OPS = LINEAR_OPS | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeOptions:
-    """How much of a tree is shown.
+    """Options of the printed region tree.
 
     Attributes:
         include_all: Also LEAF regions without quantizable operators.

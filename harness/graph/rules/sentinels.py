@@ -58,12 +58,12 @@ class MagnitudeHistogram:
 
     @property
     def has_few_magnitudes(self) -> bool:
-        """Whether the values have few magnitudes, each with a meaning, as in a mask."""
+        """Return whether the values have few magnitudes, each with a meaning, as in a mask."""
         return len(self.bins) <= _MAX_CLUSTER_COUNT
 
     @property
     def has_sentinel(self) -> bool:
-        """Whether the tensor holds a sentinel, also with zeros alone, as in a mask that is added to scores."""
+        """Return whether the tensor holds a sentinel, or one and zeros, as in a mask that is added to scores."""
         alone = (
             self.has_few_magnitudes
             and self.bins.size
@@ -74,7 +74,7 @@ class MagnitudeHistogram:
 
     @property
     def is_collapsed_by_sentinel(self) -> bool:
-        """Whether a scale that holds a sentinel rounds nearly all other values to 0 or to one step."""
+        """Return whether a scale that holds a sentinel rounds nearly all other values to 0 or to one step."""
         first = int(self.bins.size > 0 and self.bins[0] == 0)
         rest, counts = self.bins[first:], self.counts[first:]
         if not rest.size or _bin_lower_bound(rest[-1]) < MIN_SENTINEL_MAGNITUDE:

@@ -1,5 +1,5 @@
 "use strict";
-const { cells } = JSON.parse(document.getElementById("data").textContent);
+const { tasks } = JSON.parse(document.getElementById("data").textContent);
 
 // Sorting: a click on a heading; cells without a figure go last either way.
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -25,13 +25,13 @@ for (const table of document.querySelectorAll("table.sortable")) {
 }
 
 for (const host of document.querySelectorAll("[data-charts]")) {
-  const { charts } = cells[Number(host.dataset.charts)], drawn = [...host.children];
+  const { charts } = tasks[Number(host.dataset.charts)], drawn = [...host.children];
   charts.forEach((figure) => chart(host, figure));
   host.append(...drawn);
   if (!host.childElementCount) host.append(element("p", { class: "quiet" }, "Nothing to draw yet."));
 }
 
-for (const host of document.querySelectorAll("[data-graph]")) placements(host, cells[Number(host.dataset.graph)]);
+for (const host of document.querySelectorAll("[data-graph]")) placements(host, tasks[Number(host.dataset.graph)]);
 
 function placements(host, { labels, effects, best, graph: { scene, marks } }) {
   const rows = Object.keys(labels).filter((row) => marks[row]);

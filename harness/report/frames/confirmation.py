@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval, block_ci, median_ci, paired_ratio_ci, speedup_verdict
 from harness.timing.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
@@ -42,32 +42,32 @@ def valid_turns(events: Iterable[TurnEvent]) -> list[Turn]:
 
 
 def sample_frame(results: Results) -> pd.DataFrame:
-    """Return every valid sample: columns cell, row, build, group, round, sample, latency_ms."""
+    """Return every valid sample: columns task, row, build, group, round, sample, latency_ms."""
     lines = [
-        (cell.name, turn.row, turn.build, turn.group, turn.round, number, latency_ms)
-        for cell in results.cells
-        for turn in valid_turns(cell.events)
+        (task.name, turn.row, turn.build, turn.group, turn.round, number, latency_ms)
+        for task in results.tasks
+        for turn in valid_turns(task.events)
         for number, latency_ms in enumerate(turn.samples_ms)
     ]
-    return pd.DataFrame(lines, columns=["cell", "row", "build", "group", "round", "sample", "latency_ms"])
+    return pd.DataFrame(lines, columns=["task", "row", "build", "group", "round", "sample", "latency_ms"])
 
 
-def confirmed_choices(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:
+def confirmed_choices(task: TaskResults) -> dict[tuple[str, int], dict[int, str]]:
     """Return the confirmed row that each seed chose, by searcher and budget, then by seed."""
     rows: dict[tuple[str, int], dict[int, str]] = {}
-    for pick in cell.picks:
+    for pick in task.picks:
         if pick.kind != "search" or pick.rank or pick.seed is None or pick.budget is None:
             continue
-        if pick.row in cell.summaries:
+        if pick.row in task.summaries:
             rows.setdefault((pick.method, pick.budget), {})[pick.seed] = pick.row
     return rows
 
 
-def speedups_at(cell: CellResults, budget: int) -> dict[str, list[float]]:
+def speedups_at(task: TaskResults, budget: int) -> dict[str, list[float]]:
     """Return the confirmed speedups of the choices at a budget by searcher, one per seed."""
     return {
-        searcher: [cell.summaries[row].speedup.value for row in rows.values()]
-        for (searcher, at), rows in confirmed_choices(cell).items()
+        searcher: [task.summaries[row].speedup.value for row in rows.values()]
+        for (searcher, at), rows in confirmed_choices(task).items()
         if at == budget
     }
 
@@ -90,16 +90,16 @@ def ratio_over_seeds(ratios: Sequence[Interval]) -> Interval:
     return middle if bounded else replace(middle, low=0.0, high=math.inf)
 
 
-def statistical_ties(cell: CellResults, best: str) -> frozenset[str]:
+def statistical_ties(task: TaskResults, best: str) -> frozenset[str]:
     """Return the rows whose confirmed latency is not distinguishable from that of the row `best`, with `best` itself.
 
     The rule is that of the verdicts: the interval of the ratio contains 1, or the difference is below 1 % or below the
-    A/A floor.
+    noise floor.
     """
-    turns = TurnMatrix(cell.events).turns
+    turns = TurnMatrix(task.events).turns
     others = {
-        row: speedup_verdict(ratio, cell.floor or 0.0)
-        for row in cell.summaries
+        row: speedup_verdict(ratio, task.noise_floor or 0.0)
+        for row in task.summaries
         if row != best and (ratio := paired_ratio(turns, best, row)) is not None
     }
     return frozenset({best, *(row for row, verdict in others.items() if verdict == "tie")})
@@ -144,15 +144,15 @@ def variance_frame(results: Results) -> pd.DataFrame:
     ISMM 2013, section 6). A negative estimate counts as 0.
     """
     lines = []
-    for cell in results.cells:
+    for task in results.tasks:
         rows: dict[str, dict[BuildKey, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
-        for turn in valid_turns(cell.events):
+        for turn in valid_turns(task.events):
             rows[turn.row][turn.build, turn.group].append(turn.samples_ms)
         parts = [part for builds in rows.values() if (part := _variance_components(builds)) is not None]
         if parts:
             middle = dict(zip(("inference", "turn", "build"), np.median(parts, axis=0).tolist(), strict=True))
-            lines.append({"cell": cell.name, "rows": len(parts), **middle})
-    return pd.DataFrame(lines, columns=["cell", "rows", "inference", "turn", "build"])
+            lines.append({"task": task.name, "rows": len(parts), **middle})
+    return pd.DataFrame(lines, columns=["task", "rows", "inference", "turn", "build"])
 
 
 def _variance_components(builds: Mapping[BuildKey, list[tuple[float, ...]]]) -> list[float] | None:

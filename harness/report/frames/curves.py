@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.report.load.results import CellResults
+from harness.report.load.results import TaskResults
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.search_loop.search_log import SearchLog
 from search.pareto import front_numbers, hypervolume, insert_nondominated
@@ -18,77 +18,77 @@ __all__ = [
     "pareto_front", "search_float_ms",
 ]  # fmt: skip
 
-CURVE_COLUMNS = ["cell", "searcher", "seed", "evaluations", "minutes", "speedup"]
-HYPERVOLUME_COLUMNS = ["cell", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
+CURVE_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "speedup"]
+HYPERVOLUME_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
 PLOT_GRID = 150  # fields per axis; candidates in the same field overlap in a plot
 
 
-def median_float_ms(cell: CellResults) -> float | None:
+def median_float_ms(task: TaskResults) -> float | None:
     """Return the latency of the float model, the median over the searches; else the confirmed one, if any."""
-    readings = [search.float_ms for search in cell.searches if search.float_ms is not None]
-    return float(np.median(readings)) if readings else _confirmed_float_ms(cell)
+    readings = [search.float_ms for search in task.searches if search.float_ms is not None]
+    return float(np.median(readings)) if readings else _confirmed_float_ms(task)
 
 
-def search_float_ms(cell: CellResults, search: SearchLog) -> float | None:
+def search_float_ms(task: TaskResults, search: SearchLog) -> float | None:
     """Return the latency of the float model in this search; if it was not measured there, the confirmed one."""
-    return _confirmed_float_ms(cell) if search.float_ms is None else search.float_ms
+    return _confirmed_float_ms(task) if search.float_ms is None else search.float_ms
 
 
-def _confirmed_float_ms(cell: CellResults) -> float | None:
-    summary = cell.summaries.get(FLOAT_ROW)
+def _confirmed_float_ms(task: TaskResults) -> float | None:
+    summary = task.summaries.get(FLOAT_ROW)
     return None if summary is None else summary.latency_ms.value
 
 
-def curve_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
+def curve_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     """Return the speedup of the incumbent over the float model after each evaluation of every search.
 
-    The search's own readings define the incumbent, and `CellResults.latencies_ms` its latency. So one placement has the
+    The search's own readings define the incumbent, and `TaskResults.latencies_ms` its latency. So one placement has the
     same speedup in all searches, and a curve falls where a lucky reading displaced a better placement.
     """
-    curves = [curve for cell in cells for search in cell.searches if len(curve := _search_curve(cell, search))]
+    curves = [curve for task in tasks for search in task.searches if len(curve := _search_curve(task, search))]
     return pd.concat(curves, ignore_index=True) if curves else pd.DataFrame(columns=CURVE_COLUMNS)
 
 
-def _search_curve(cell: CellResults, search: SearchLog) -> pd.DataFrame:
-    base_ms = median_float_ms(cell)
+def _search_curve(task: TaskResults, search: SearchLog) -> pd.DataFrame:
+    base_ms = median_float_ms(task)
     if base_ms is None or not search.incumbents:
         return pd.DataFrame(columns=CURVE_COLUMNS)
     first, latency_ms = search.incumbents[0].evaluations, np.full(search.evaluations, np.nan)
     for step in search.incumbents:  # a retry that is better than its evaluation comes later and replaces it
-        latency_ms[step.evaluations - 1] = cell.latencies_ms[step.digest]
+        latency_ms[step.evaluations - 1] = task.latencies_ms[step.digest]
     figures = {
-        "cell": cell.name, "searcher": search.searcher, "seed": search.seed,
+        "task": task.name, "searcher": search.searcher, "seed": search.seed,
         "evaluations": np.arange(1, search.evaluations + 1), "minutes": np.array(search.elapsed_s) / 60,
         "speedup": base_ms / pd.Series(latency_ms).ffill(),
     }  # fmt: skip
     return pd.DataFrame(figures, columns=CURVE_COLUMNS)[first - 1 :]
 
 
-def hypervolume_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
+def hypervolume_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     """Return the hypervolume of all scored placements after each scored evaluation, and at the end of the search.
 
     It is a share of the box between the ideal and a reference point (Zitzler and Thiele, "Multiobjective evolutionary
     algorithms", IEEE Transactions on Evolutionary Computation 3, 1999): latency from 0 to that of the float model, loss
     of accuracy from none to the largest of any search of the task. A gain of accuracy counts as no loss. Latencies are
-    `CellResults.latencies_ms`.
+    `TaskResults.latencies_ms`.
 
     Returns:
-        Columns cell, searcher, seed, evaluations, minutes, volume, scored (number of scored evaluations so far).
+        Columns task, searcher, seed, evaluations, minutes, volume, scored (number of scored evaluations so far).
     """
-    curves = [curve for cell in cells for curve in _hypervolume_curves(cell)]
+    curves = [curve for task in tasks for curve in _hypervolume_curves(task)]
     return pd.concat(curves, ignore_index=True) if curves else pd.DataFrame(columns=HYPERVOLUME_COLUMNS)
 
 
-def _hypervolume_curves(cell: CellResults) -> Iterator[pd.DataFrame]:
-    losses = [_accuracy_losses(cell, search) for search in cell.searches]
+def _hypervolume_curves(task: TaskResults) -> Iterator[pd.DataFrame]:
+    losses = [_accuracy_losses(task, search) for search in task.searches]
     worst = max((float(each.max()) for each in losses if len(each)), default=0.0) or 1.0
-    base_ms = median_float_ms(cell)
-    for search, own in zip(cell.searches, losses, strict=True):
+    base_ms = median_float_ms(task)
+    for search, own in zip(task.searches, losses, strict=True):
         if base_ms is None or not len(own):
             continue
-        latency = np.array([cell.latencies_ms[trial.digest] for trial in search.scored]) / base_ms
+        latency = np.array([task.latencies_ms[trial.digest] for trial in search.scored]) / base_ms
         figures = {
-            "cell": cell.name, "searcher": search.searcher, "seed": search.seed,
+            "task": task.name, "searcher": search.searcher, "seed": search.seed,
             "evaluations": [trial.evaluations for trial in search.scored],
             "minutes": np.array([trial.elapsed_s for trial in search.scored]) / 60,
             "volume": list(_cumulative_hypervolumes(zip(latency.tolist(), (own / worst).tolist(), strict=True))),
@@ -101,13 +101,13 @@ def _hypervolume_curves(cell: CellResults) -> Iterator[pd.DataFrame]:
         yield curve
 
 
-def _accuracy_losses(cell: CellResults, search: SearchLog) -> npt.NDArray[np.float64]:
+def _accuracy_losses(task: TaskResults, search: SearchLog) -> npt.NDArray[np.float64]:
     """Return the loss of each scored evaluation against the float model; empty if that has no score."""
-    reference = cell.score(FLOAT_ROW) if search.float_value is None else search.float_value
-    if cell.metric is None or reference is None:
+    reference = task.score(FLOAT_ROW) if search.float_value is None else search.float_value
+    if task.metric is None or reference is None:
         return np.empty(0)
     drop = reference - np.array([trial.value for trial in search.scored])
-    return np.maximum(0.0, drop if cell.higher_is_better else -drop)
+    return np.maximum(0.0, drop if task.higher_is_better else -drop)
 
 
 def _cumulative_hypervolumes(points: Iterable[tuple[float, float]]) -> Iterator[float]:
@@ -140,15 +140,15 @@ def close_intervals(main: pd.DataFrame) -> pd.DataFrame:
     return points
 
 
-def candidate_frame(cell: CellResults) -> pd.DataFrame:
+def candidate_frame(task: TaskResults) -> pd.DataFrame:
     """Return latency and score of the scored candidates by the searches' own samples, without overlapping points."""
-    pairs = [(trial.latency_ms, trial.value) for search in cell.searches for trial in search.scored]
+    pairs = [(trial.latency_ms, trial.value) for search in task.searches for trial in search.scored]
     points = pd.DataFrame(pairs, columns=["latency_ms", "score"], dtype=float)
     ranges = (points.max() - points.min()).replace(0.0, 1.0)
     fields = ((points - points.min()) / ranges * PLOT_GRID).round()
     return points[~fields.duplicated()]
 
 
-def candidate_label(cell: CellResults) -> str:
+def candidate_label(task: TaskResults) -> str:
     """Return the legend entry of the candidates, which names their data if it differs from that of the rows."""
-    return "scored in the searches" + (", on their half of the data" if cell.facts.get("halves") else "")
+    return "scored in the searches" + (", on their half of the data" if task.facts.get("halves") else "")

@@ -14,7 +14,7 @@ from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
 from harness.config.plan import TaskSpec
 from harness.report.frames.confirmation import statistical_ties
 from harness.report.frames.curves import search_float_ms
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
@@ -37,10 +37,10 @@ UNUSABLE_DECISIONS = (
     "not shipped: saturates",
 )
 MAIN_COLUMNS = (
-    "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
+    "task", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
     "pairs", "builds_ok", "builds", "minutes", "verdict", "beyond", "reason", "decision", "seed", "budget",
-    "search_ms", "shrinkage", "runoff", "scored", "agreement", "row", "sha256", "best", "tied",
+    "search_ms", "shrinkage", "final_selection", "scored", "agreement", "row", "sha256", "best", "tied",
 )  # fmt: skip
 
 
@@ -54,8 +54,8 @@ def main_frame(results: Results) -> pd.DataFrame:
         Columns `MAIN_COLUMNS`. `best`: the fastest confirmed method of a finished task within the bound on accuracy;
         `tied`: not distinguishable from it; `beyond`: the drop exceeds the bound. Intervals are 95 %.
     """
-    lines = [line for cell in results.cells for line in _task_rows(cell, results)]
-    waiting = {spec.name: spec for spec in results.stored.cells if spec.name in results.waiting}
+    lines = [line for task in results.tasks for line in _task_rows(task, results)]
+    waiting = {spec.name: spec for spec in results.stored.tasks if spec.name in results.waiting}
     for spec in waiting.values():
         lines += [_missing_row(_spec_columns(spec), method) for method in _expected_methods(results)]
     return pd.DataFrame(lines, columns=list(MAIN_COLUMNS))
@@ -63,7 +63,7 @@ def main_frame(results: Results) -> pd.DataFrame:
 
 def precision_frame(main: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of tasks with a score, and of models that were quantized to several precisions."""
-    scored = main.groupby("cell")["score"].transform("count") > 0
+    scored = main.groupby("task")["score"].transform("count") > 0
     several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
     return main[scored | several].reset_index(drop=True)
 
@@ -75,9 +75,9 @@ def finalist_frame(results: Results) -> pd.DataFrame:
     confirmed figures would select and report by the same samples.
     """
     lines = []
-    for cell in results.cells:
-        for pick in _final_choices(cell):
-            line = _choice_row(cell, pick)
+    for task in results.tasks:
+        for pick in _final_choices(task):
+            line = _choice_row(task, pick)
             lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
     return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in ("best", "tied", "decision")])
 
@@ -88,53 +88,53 @@ def with_backend_column(main: pd.DataFrame) -> pd.DataFrame:
     return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
 
 
-def _task_rows(cell: CellResults, results: Results) -> list[dict[str, Any]]:
+def _task_rows(task: TaskResults, results: Results) -> list[dict[str, Any]]:
     searches: dict[str, list[Choice]] = {}
-    for pick in _final_choices(cell):
+    for pick in _final_choices(task):
         if pick.rank == 0:
             searches.setdefault(pick.method, []).append(pick)
-    chosen = [best_choice(p for p in picks if not cell.wrong(p.row)) or picks[0] for picks in searches.values()]
-    lines = [_choice_row(cell, pick) for pick in (*(p for p in cell.picks if p.kind != "search"), *chosen)]
+    chosen = [best_choice(p for p in picks if not task.wrong(p.row)) or picks[0] for picks in searches.values()]
+    lines = [_choice_row(task, pick) for pick in (*(p for p in task.picks if p.kind != "search"), *chosen)]
     there = {line["method"] for line in lines}
-    lines += [_missing_row(_task_columns(cell), method) for method in _expected_methods(results) if method not in there]
-    return _rank_rows(cell, lines)
+    lines += [_missing_row(_task_columns(task), method) for method in _expected_methods(results) if method not in there]
+    return _rank_rows(task, lines)
 
 
-def _rank_rows(cell: CellResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rank_rows(task: TaskResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mark the fastest row of a finished task and the rows that are not distinguishable from it.
 
     A tie with the float model is not the fastest (the float model is), and a slower row is never marked.
     """
-    confirmed = [line for line in lines if line["speedup"] is not None] if cell.complete else []
-    within = [line for line in confirmed if cell.obeys(line["row"]) and line["verdict"] != "slower"]
+    confirmed = [line for line in lines if line["speedup"] is not None] if task.complete else []
+    within = [line for line in confirmed if task.obeys(line["row"]) and line["verdict"] != "slower"]
     top = max((line for line in within if line["verdict"] != "tie"), key=lambda line: line["speedup"], default=None)
-    tied = statistical_ties(cell, top["row"]) if top is not None else frozenset()
+    tied = statistical_ties(task, top["row"]) if top is not None else frozenset()
     for line in lines:
         line["best"] = top is not None and line in within and line["row"] == top["row"]
         line["tied"] = line in within and line["row"] in tied
-        line["decision"] = _decide(cell, line)
+        line["decision"] = _decide(task, line)
     return lines
 
 
-def _final_choices(cell: CellResults) -> Iterator[Choice]:
+def _final_choices(task: TaskResults) -> Iterator[Choice]:
     """Yield the choices of the searches at the largest budget."""
-    return (pick for pick in cell.picks if pick.kind == "search" and pick.budget == cell.budget)
+    return (pick for pick in task.picks if pick.kind == "search" and pick.budget == task.budget)
 
 
 def _expected_methods(results: Results) -> tuple[str, ...]:
     return (FLOAT_ROW, *results.stored.baselines, *results.stored.searchers)
 
 
-def _task_columns(cell: CellResults) -> dict[str, Any]:
-    precision = cell.facts["precision"]
-    names = {"cell": cell.name, "model": cell.facts["model"], "backend": backend_label(cell)}
+def _task_columns(task: TaskResults) -> dict[str, Any]:
+    precision = task.facts["precision"]
+    names = {"task": task.name, "model": task.facts["model"], "backend": backend_label(task)}
     return {
-        **names, "device": _device_label(cell), "precision": precision, "quantized": precision, "metric": cell.metric
+        **names, "device": _device_label(task), "precision": precision, "quantized": precision, "metric": task.metric
     }  # fmt: skip
 
 
 def _spec_columns(spec: TaskSpec) -> dict[str, Any]:
-    names = {"cell": spec.name, "model": spec.model.name, "backend": spec.backend.name, "device": MISSING_VERDICT}
+    names = {"task": spec.name, "model": spec.model.name, "backend": spec.backend.name, "device": MISSING_VERDICT}
     return {**names, "precision": spec.precision, "quantized": spec.precision, "metric": None}
 
 
@@ -144,32 +144,32 @@ def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:
     return {**dict.fromkeys(MAIN_COLUMNS), **facts, **counts, **words}
 
 
-def _decide(cell: CellResults, line: Mapping[str, Any]) -> str:
+def _decide(task: TaskResults, line: Mapping[str, Any]) -> str:
     """Return whether a row is shipped by its verdict and the bound on accuracy, and why not."""
     verdict = line["verdict"]
     if verdict == "baseline" or line["precision"] is None:
         return str(verdict)
     if verdict not in ("faster", "tie", "slower"):
         return f"not shipped: {verdict}" if verdict != MISSING_VERDICT else MISSING_VERDICT
-    if cell.blind:
+    if task.blind:
         return "not shipped: the float model scores nothing"
-    if not cell.obeys(line["row"]):
-        return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored_reason(cell, line)}"
+    if not task.obeys(line["row"]):
+        return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored_reason(task, line)}"
     if verdict != "faster":
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
-    shipped = _shipping_label(cell, line)
-    return f"{shipped}, once confirmed on a quiet machine" if disturbance_note(cell.disturbed) else shipped
+    shipped = _shipping_label(task, line)
+    return f"{shipped}, once confirmed on a quiet machine" if disturbance_note(task.disturbed) else shipped
 
 
-def _shipping_label(cell: CellResults, line: Mapping[str, Any]) -> str:
-    if line["score"] is not None and cell.allowed is not None:
+def _shipping_label(task: TaskResults, line: Mapping[str, Any]) -> str:
+    if line["score"] is not None and task.allowed is not None:
         return "ship: fastest" if line["best"] else "ship"
     why = "accuracy unknown" if line["score"] is None else "no bound on accuracy"
     return f"{'fastest' if line['best'] else 'faster'}, {why}"
 
 
-def _unscored_reason(cell: CellResults, line: Mapping[str, Any]) -> str:
-    reason = cell.scores.get(line["row"], {}).get("reason")  # as a rule, outputs that are not finite
+def _unscored_reason(task: TaskResults, line: Mapping[str, Any]) -> str:
+    reason = task.scores.get(line["row"], {}).get("reason")  # as a rule, outputs that are not finite
     return "not scored" if reason is None else f"not scored ({_truncate_reason(str(reason))})"
 
 
@@ -177,29 +177,29 @@ def _truncate_reason(reason: str) -> str:
     return textwrap.shorten(reason, MAX_REASON_CHARS, placeholder=" ...")
 
 
-def _choice_row(cell: CellResults, pick: Choice) -> dict[str, Any]:
-    summary, row = cell.summaries.get(pick.row), cell.rows.get(pick.row)
-    search = next((s for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
-    good, tried = _count_builds(cell, pick, search)
-    drop = cell.drop(pick.row)
-    verdict, reason = _speed_verdict(cell, pick)
+def _choice_row(task: TaskResults, pick: Choice) -> dict[str, Any]:
+    summary, row = task.summaries.get(pick.row), task.rows.get(pick.row)
+    search = next((s for s in task.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
+    good, tried = _count_builds(task, pick, search)
+    drop = task.drop(pick.row)
+    verdict, reason = _speed_verdict(task, pick)
     return {
-        **_task_columns(cell),
-        "precision": _precision_label(cell.facts, pick),
+        **_task_columns(task),
+        "precision": _precision_label(task.facts, pick),
         "method": pick.method,
         **_interval_columns("latency{}_ms", None if summary is None else summary.latency_ms),
         **_interval_columns("speedup{}", None if summary is None else summary.speedup),
-        "score": cell.score(pick.row),
-        **_interval_columns("drop{}", _accuracy_drop(cell, pick.row)),
+        "score": task.score(pick.row),
+        **_interval_columns("drop{}", _accuracy_drop(task, pick.row)),
         "pairs": None if row is None else row.pairs,
         "builds_ok": good,
         "builds": tried,
         "verdict": verdict,
-        "beyond": drop is not None and cell.goal.loss_excess(drop) > 0,
+        "beyond": drop is not None and task.goal.loss_excess(drop) > 0,
         "reason": reason,
-        "shrinkage": _shrinkage(cell, pick, search),
+        "shrinkage": _shrinkage(task, pick, search),
         "sha256": None if row is None else row.sha256,
-        **{key: getattr(pick, key) for key in ("minutes", "seed", "budget", "search_ms", "runoff", "scored")},
+        **{key: getattr(pick, key) for key in ("minutes", "seed", "budget", "search_ms", "final_selection", "scored")},
         "agreement": pick.agreement,
         "row": pick.row,
     }
@@ -211,46 +211,46 @@ def _interval_columns(name: str, interval: Interval | None) -> dict[str, float |
     return {name.format(part): value for part, value in zip(("", "_low", "_high"), shown, strict=True)}
 
 
-def _accuracy_drop(cell: CellResults, row: str) -> Interval | None:
+def _accuracy_drop(task: TaskResults, row: str) -> Interval | None:
     """Return the loss of accuracy, with its interval over images if the records allow one."""
-    value = cell.drop(row)
-    if value is None or cell.metric is None:
+    value = task.drop(row)
+    if value is None or task.metric is None:
         return None
     if row != FLOAT_ROW:
-        reference, own = (decode_accuracy(cell.scores[name]) for name in (FLOAT_ROW, row))
+        reference, own = (decode_accuracy(task.scores[name]) for name in (FLOAT_ROW, row))
         try:
-            estimate = drop_estimate(reference, own, cell.metric, higher_is_better=cell.higher_is_better)
+            estimate = drop_estimate(reference, own, task.metric, higher_is_better=task.higher_is_better)
         except ValueError as error:
-            logger.warning("%s: no interval of the drop of %s: %s", cell.folder, row, error)
+            logger.warning("%s: no interval of the drop of %s: %s", task.folder, row, error)
             estimate = None
         if estimate is not None:
             return estimate.interval
     return Interval(value=value, low=float("nan"), high=float("nan"))
 
 
-def _shrinkage(cell: CellResults, pick: Choice, search: SearchLog | None) -> float | None:
+def _shrinkage(task: TaskResults, pick: Choice, search: SearchLog | None) -> float | None:
     """Return the speedup by the search's samples less the confirmed one, a measure of the luck of selection."""
-    summary = cell.summaries.get(pick.row)
-    base_ms = None if search is None else search_float_ms(cell, search)
+    summary = task.summaries.get(pick.row)
+    base_ms = None if search is None else search_float_ms(task, search)
     if summary is None or base_ms is None or pick.search_ms is None:
         return None
     return summary.shrinkage(base_ms / pick.search_ms)
 
 
-def _count_builds(cell: CellResults, pick: Choice, search: SearchLog | None) -> tuple[int, int]:
+def _count_builds(task: TaskResults, pick: Choice, search: SearchLog | None) -> tuple[int, int]:
     """Return successful and all builds: of the search for a searcher, else of the confirmation."""
     if pick.kind == "search":
         return (0, 0) if search is None else (search.successes, search.evaluations)
-    summary = cell.summaries.get(pick.row)
-    return (0, cell.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
+    summary = task.summaries.get(pick.row)
+    return (0, task.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
 
 
-def _speed_verdict(cell: CellResults, pick: Choice) -> tuple[str, str]:
+def _speed_verdict(task: TaskResults, pick: Choice) -> tuple[str, str]:
     """Return the verdict for the table, and the full reason if there is no figure."""
-    summary, failed = cell.summaries.get(pick.row), cell.failed.get(pick.row)
+    summary, failed = task.summaries.get(pick.row), task.failed.get(pick.row)
     is_baseline = pick.row == FLOAT_ROW and pick.kind == "float"
-    if cell.wrong(pick.row) and not is_baseline:
-        return cell.checks[pick.row].label, str(cell.checks[pick.row])
+    if task.wrong(pick.row) and not is_baseline:
+        return task.checks[pick.row].label, str(task.checks[pick.row])
     if pick.reason:
         return _truncate_reason(pick.reason), pick.reason
     if summary is not None:
@@ -258,24 +258,24 @@ def _speed_verdict(cell: CellResults, pick: Choice) -> tuple[str, str]:
     return ("not confirmed", "") if failed is None else (f"failed: {failed.stage}", failed.reason)
 
 
-def backend_label(cell: CellResults) -> str:
+def backend_label(task: TaskResults) -> str:
     """Return the label of the backend in the experiment, which is in the task's name between model and precision."""
-    prefix, suffix = f"{cell.facts['model']}-", f"-{cell.facts['precision']}"
-    label = cell.name.removeprefix(prefix).removesuffix(suffix)
-    return label if f"{prefix}{label}{suffix}" == cell.name else str(cell.facts["backend"].get("name"))
+    prefix, suffix = f"{task.facts['model']}-", f"-{task.facts['precision']}"
+    label = task.name.removeprefix(prefix).removesuffix(suffix)
+    return label if f"{prefix}{label}{suffix}" == task.name else str(task.facts["backend"].get("name"))
 
 
-def _device_label(cell: CellResults) -> str:
-    backend = cell.facts["backend"]
+def _device_label(task: TaskResults) -> str:
+    backend = task.facts["backend"]
     device = str(backend.get("device", backend.get("name")))
-    if device == cell.environment.get("cpu", {}).get("model"):  # older runs recorded the bare name
-        device = processor_label(device, cell.environment)
+    if device == task.environment.get("cpu", {}).get("model"):  # older runs recorded the bare name
+        device = processor_label(device, task.environment)
     threads = backend.get("options", {}).get("threads")
     return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _precision_label(facts: Mapping[str, Any], pick: Choice) -> str:
-    strongest = str(facts["backend"].get("float_precision", "float"))
+    fastest = str(facts["backend"].get("float_precision", "float"))
     if pick.kind == "float":
-        return pick.row.removeprefix(f"{FLOAT_ROW}-") if pick.row != FLOAT_ROW else strongest
-    return f"{facts['precision']}+{strongest}"
+        return pick.row.removeprefix(f"{FLOAT_ROW}-") if pick.row != FLOAT_ROW else fastest
+    return f"{facts['precision']}+{fastest}"

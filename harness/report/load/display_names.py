@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.load.results import CellResults
+from harness.report.load.results import TaskResults
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
 
@@ -65,17 +65,17 @@ def format_drop(drop: Interval, metric: str | None) -> str:
     return f"{drop.value:+.{digits}f} [{drop.low:+.{digits}f}, {drop.high:+.{digits}f}]{unit}"
 
 
-def row_labels(cell: CellResults, main: pd.DataFrame) -> dict[str, str]:
+def row_labels(task: TaskResults, main: pd.DataFrame) -> dict[str, str]:
     """Return the labels of rows in plots, the baseline first: the methods of the main table that chose them.
 
     Rows that only other seeds or smaller budgets chose are named by these.
     """
     names: dict[str, dict[str, None]] = {}
-    for line in main[(main["cell"] == cell.name) & (main["row"] != "")].to_dict("records"):
+    for line in main[(main["task"] == task.name) & (main["row"] != "")].to_dict("records"):
         name = line["method"] if line["method"] != FLOAT_ROW else f"{FLOAT_ROW} {line['precision']}"
         names.setdefault(line["row"], {})[name] = None
     others: dict[str, dict[str, None]] = {}
-    for pick in cell.picks:
+    for pick in task.picks:
         if pick.row and pick.row not in names:
             others.setdefault(pick.row, {})[f"{pick.method}, seed {pick.seed} at {pick.budget}"] = None
     return {row: ", ".join(labels) for row, labels in {**names, **others}.items()}

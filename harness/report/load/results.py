@@ -26,22 +26,22 @@ from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
 from harness.search_loop.search_log import SearchLog, median_latencies_ms, read_searches
 from harness.selection.confirmation import read_events, read_noise_floor
-from harness.selection.paired_timing import SELECTION_LOG_NAME, read_speedups
-from harness.timing.confirmation import ContenderSummary, summarize_turns
+from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, read_speedups
+from harness.timing.confirmation import RowSummary, summarize_turns
 from harness.timing.turn_log import RowFailure, TurnEvent
 from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, read_checks
 
-__all__ = ["NOISY_FLOOR", "CellResults", "Results", "load"]
+__all__ = ["NOISY_FLOOR", "Results", "TaskResults", "load"]
 
-NOISY_FLOOR = 0.10  # A/A floor of a noisy machine, on which gains of the size that quantization has are lost
+NOISY_FLOOR = 0.10  # noise floor of a noisy machine, on which gains of the size that quantization has are lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellResults:
+class TaskResults:
     """Results of one task.
 
     Attributes:
-        facts: Content of `cell.json`.
+        facts: Content of `task.json`.
         environment: Machine on which the task started; empty if it was not recorded.
         rows: Exported models by id.
         picks: Choices of the methods.
@@ -55,7 +55,7 @@ class CellResults:
         failed: Last failure of each row that failed in the confirmation.
         checks: Comparison of runtime and file by row id, as far as it was done.
         lost: Number of builds of the confirmation in which the row failed, by row id.
-        floor: Relative A/A noise floor, the larger of that before the searches and that of the confirmation; None
+        noise_floor: Relative noise floor, the larger of that before the searches and that of the confirmation; None
             before both.
         disturbed: Share of disturbed turns of the confirmation.
         builds: Planned number of fresh builds of the confirmation; None before it.
@@ -73,11 +73,11 @@ class CellResults:
     selection_speedups: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
     events: tuple[TurnEvent, ...]
-    summaries: Mapping[str, ContenderSummary]
+    summaries: Mapping[str, RowSummary]
     failed: Mapping[str, Failed]
     checks: Mapping[str, OutputCheck]
     lost: Mapping[str, int]
-    floor: float | None
+    noise_floor: float | None
     disturbed: float
     builds: int | None
     float_measured: bool
@@ -138,7 +138,7 @@ class CellResults:
 
     @property
     def blind(self) -> bool:
-        """Whether the float model itself scores next to nothing, which makes drops meaningless."""
+        """Return whether the float model itself scores next to nothing, which makes drops meaningless."""
         own = self.score(FLOAT_ROW)
         return self.higher_is_better and own is not None and 0 <= own < NEGLIGIBLE_SCORE
 
@@ -171,7 +171,7 @@ class Results:
     """Results folder of an experiment.
 
     Attributes:
-        cells: Tasks that have results, in the order of the experiment.
+        tasks: Tasks that have results, in the order of the experiment.
         waiting: Names of the other tasks.
         starting: Those of `waiting` that have started: they are running or were stopped.
         stops: Reason by task why its last run stopped early.
@@ -179,31 +179,31 @@ class Results:
 
     folder: Path
     stored: StoredExperiment
-    cells: tuple[CellResults, ...]
+    tasks: tuple[TaskResults, ...]
     waiting: tuple[str, ...]
     starting: tuple[str, ...] = ()
     stops: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def pooled(self) -> tuple[CellResults, ...]:
+    def pooled(self) -> tuple[TaskResults, ...]:
         """Tasks that means are taken over: without those of backends with a note, unless all have one."""
-        return tuple(cell for cell in self.cells if not cell.note) or self.cells
+        return tuple(task for task in self.tasks if not task.note) or self.tasks
 
     @property
     def complete(self) -> bool:
-        """Whether nothing of the experiment is missing."""
-        return not self.waiting and all(cell.complete for cell in self.cells)
+        """Return whether nothing of the experiment is missing."""
+        return not self.waiting and all(task.complete for task in self.tasks)
 
-    def cell(self, name: str) -> CellResults:
+    def task(self, name: str) -> TaskResults:
         """Return a task by name.
 
         Raises:
             UserError: There is none.
         """
-        for cell in self.cells:
-            if cell.name == name:
-                return cell
-        raise UserError(f"{self.folder}: no task {name!r}; there are {', '.join(c.name for c in self.cells) or 'none'}")
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise UserError(f"{self.folder}: no task {name!r}; there are {', '.join(c.name for c in self.tasks) or 'none'}")
 
 
 def load(folder: Path) -> Results:
@@ -221,35 +221,35 @@ def load(folder: Path) -> Results:
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
     require_unchanged_results(folder)
     stored = read_stored_experiment(file)
-    begun = {path.parent.name for path in folder.glob("*/cell.json")}
-    names = list(dict.fromkeys(spec.name for spec in stored.cells))
+    begun = {path.parent.name for path in folder.glob("*/task.json")}
+    names = list(dict.fromkeys(spec.name for spec in stored.tasks))
     order = [name for name in names if name in begun] + sorted(begun - set(names))
     waiting = tuple(name for name in names if name not in begun)
     return Results(
         folder=folder,
         stored=stored,
-        cells=tuple(_load_task(folder / name, stored) for name in order),
+        tasks=tuple(_load_task(folder / name, stored) for name in order),
         waiting=waiting,
         starting=tuple(name for name in waiting if (folder / name / "env.json").exists()),
         stops={name: reason for name in names if (reason := read_task_error(folder / name))},
     )
 
 
-def _load_task(folder: Path, stored: StoredExperiment) -> CellResults:
+def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
     facts = read_task_facts(folder)
-    goal = read_or_explain(folder / "cell.json", lambda: read_goal(facts))
+    goal = read_or_explain(folder / "task.json", lambda: read_goal(facts))
     rows, picks = read_or_explain(folder / "rows.json", lambda: read_finalists(folder))
     events = read_events(folder)
     lost = {(event.row, event.build) for event in events if isinstance(event, RowFailure)}
-    floor = read_noise_floor(folder)
-    summary = summarize_turns(events, baseline=FLOAT_ROW, floor=floor) if events else None
+    noise_floor = read_noise_floor(folder)
+    summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=noise_floor) if events else None
     named = {row.id: row for row in rows}
     checks = read_or_explain(folder / CHECK_FILE_NAME, lambda: read_checks(folder, named))
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
-    builds = read_builds(folder / "confirm.jsonl") or (stored.builds if events else None)
+    builds = read_builds(folder / "confirmation.jsonl") or (stored.builds if events else None)
     metric = facts.get("metric")
     searches = read_searches(folder / "runs", paced, None if metric is None else str(metric), stored.searchers)
-    return CellResults(
+    return TaskResults(
         folder=folder,
         facts=facts,
         environment=read_environment(folder / "env.json"),
@@ -258,7 +258,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> CellResults:
         searches=searches,
         latencies_ms=median_latencies_ms(searches),
         selection_speedups=read_or_explain(
-            folder / SELECTION_LOG_NAME, lambda: read_speedups(folder / SELECTION_LOG_NAME, FLOAT_ROW)
+            folder / FINAL_SELECTION_LOG_NAME, lambda: read_speedups(folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
         ),
         scores=read_or_explain(folder / "accuracy.json", lambda: read_metric_scores(folder, str(facts.get("metric")))),
         events=events,
@@ -266,7 +266,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> CellResults:
         failed={} if summary is None else summary.failed,
         checks=checks,
         lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
-        floor=(floor or None) if summary is None else summary.floor,
+        noise_floor=(noise_floor or None) if summary is None else summary.noise_floor,
         disturbed=0.0 if summary is None else summary.disturbed,
         builds=builds,
         float_measured=(folder / "float.json").exists(),
@@ -278,9 +278,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> CellResults:
     )
 
 
-def _with_checks(
-    summaries: Mapping[str, ContenderSummary], checks: Mapping[str, OutputCheck]
-) -> dict[str, ContenderSummary]:
+def _with_checks(summaries: Mapping[str, RowSummary], checks: Mapping[str, OutputCheck]) -> dict[str, RowSummary]:
     """Return the confirmed figures; a row whose result is wrong is neither faster nor slower."""
     wrong = {name: each.label for name, each in checks.items() if each.is_wrong}
     return {name: replace(each, verdict=wrong.get(name, each.verdict)) for name, each in summaries.items()}

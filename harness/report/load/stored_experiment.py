@@ -38,7 +38,7 @@ class StoredExperiment:
 
     Attributes:
         text: The YAML file.
-        cells: Its tasks in order; empty if the file does not define them.
+        tasks: Its tasks in order; empty if the file does not define them.
         baselines: Fixed placements and PTQ tools that each task compares with.
         searchers: Names of the searchers in journals and tables.
         uses: Plug-in and parameters of each searcher, with its `without` as a parameter.
@@ -48,7 +48,7 @@ class StoredExperiment:
     name: str
     description: str
     text: str
-    cells: tuple[TaskSpec, ...]
+    tasks: tuple[TaskSpec, ...]
     baselines: tuple[str, ...]
     searchers: tuple[str, ...]
     uses: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -74,7 +74,7 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
         name=str(body.get("experiment", path.parent.name)),
         description=str(body.get("description") or ""),
         text=text,
-        cells=tuple(
+        tasks=tuple(
             TaskSpec(
                 model=ModelSpec.model_construct(use=model["use"], label=model["label"]),
                 backend=PluginSpec.model_construct(use=backend["use"], label=backend["label"]),
@@ -92,17 +92,17 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
     )
 
 
-def read_metric_scores(cell: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
+def read_metric_scores(task: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
     """Return the record of the evaluator by row id.
 
     Args:
-        cell: Folder of the task.
+        task: Folder of the task.
         metric: Metric that is checked against the record of single images.
 
     Raises:
         ValueError: A score contradicts its own record of single images.
     """
-    scores = read_scores(cell)
+    scores = read_scores(task)
     for row, score in scores.items():
         if metric in score.get("metrics", {}) and (error := _score_error(score, metric)):
             raise ValueError(f"{row}: {error}")
@@ -150,7 +150,7 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
     Raises:
         UserError: The file is damaged or has another schema.
     """
-    path = folder / "cell.json"
+    path = folder / "task.json"
     schema = _read_schema(path)
     if schema != SCHEMA_VERSION:
         raise UserError(

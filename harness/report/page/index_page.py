@@ -14,7 +14,6 @@ import pandas as pd
 from harness.paths import hide_paths
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.cell_files import PartEffect, read_attributions
 from harness.report.load.display_names import (
     BEYOND_BOUND_VERDICT,
     METRIC_CAPS,
@@ -26,7 +25,8 @@ from harness.report.load.display_names import (
     row_labels,
     verdict_label,
 )
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
+from harness.report.load.task_files import PartEffect, read_attributions
 from harness.report.page.html_document import render_html
 from harness.report.page.interactive_charts import build_charts
 from harness.report.plots.plot_files import PlotFile
@@ -65,17 +65,17 @@ def render_index(
         pictures: Plots that are shown as images.
     """
     main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
-    cells = []
-    for cell in results.cells:
-        labels = row_labels(cell, main)
-        cells.append(
+    tasks = []
+    for task in results.tasks:
+        labels = row_labels(task, main)
+        tasks.append(
             {
-                "name": cell.name,
+                "name": task.name,
                 "labels": labels,
-                "charts": build_charts(cell, main, budgets, samples[samples["cell"] == cell.name], labels),
-                "graph": graphs.get(cell.name),
-                "effects": _effects_by_row(cell),
-                "best": next(iter(main[(main["cell"] == cell.name) & main["best"].astype(bool)]["row"]), ""),
+                "charts": build_charts(task, main, budgets, samples[samples["task"] == task.name], labels),
+                "graph": graphs.get(task.name),
+                "effects": _effects_by_row(task),
+                "best": next(iter(main[(main["task"] == task.name) & main["best"].astype(bool)]["row"]), ""),
             }
         )
     values = {
@@ -83,23 +83,23 @@ def render_index(
         "description": results.stored.description,
         "partial": partial_note(results),
         "progress": progress_note(results),
-        "verdicts": [_task_verdict(cell, main[main["cell"] == cell.name]) for cell in results.cells],
+        "verdicts": [_task_verdict(task, main[main["task"] == task.name]) for task in results.tasks],
         "tables": [table_json(table) for table in tables],
-        "pictures": [_embed_plot(picture) for picture in pictures if not picture.cell],
-        "cells": [
+        "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
+        "tasks": [
             {
-                "name": cell.name,
-                "drawn": cell.name in graphs,
-                "pictures": [_embed_plot(picture) for picture in pictures if picture.cell == cell.name],
+                "name": task.name,
+                "drawn": task.name in graphs,
+                "pictures": [_embed_plot(picture) for picture in pictures if picture.task == task.name],
             }
-            for cell in results.cells
+            for task in results.tasks
         ],
-        "environments": _environment_rows(results.cells),
+        "environments": _environment_rows(results.tasks),
         "yaml": results.stored.text,
         "commands": _reproduction_commands(results),
     }
     scripts = ("plotly-basic.min.js", "graph.js", "charts.js", "page.js")
-    return render_html("page.html.j2", scripts, {"cells": cells}, values)
+    return render_html("page.html.j2", scripts, {"tasks": tasks}, values)
 
 
 def _embed_plot(picture: PlotFile) -> dict[str, str]:
@@ -108,14 +108,14 @@ def _embed_plot(picture: PlotFile) -> dict[str, str]:
     return {"title": picture.title, "source": f"data:image/svg+xml;base64,{data}"}
 
 
-def _effects_by_row(cell: CellResults) -> dict[str, dict[str, dict[str, str]]]:
+def _effects_by_row(task: TaskResults) -> dict[str, dict[str, dict[str, str]]]:
     """Return the measured effect of each pattern and insertion point as text, by row."""
     return {
         report.row: {
             "patterns": {effect.pattern: _format_effect(effect, report.metric) for effect in report.patterns},
             "points": {effect.part: _format_effect(effect, report.metric) for effect in report.points},
         }
-        for report in read_attributions(cell)
+        for report in read_attributions(task)
     }
 
 
@@ -127,23 +127,23 @@ def _format_effect(effect: PartEffect, metric: str | None) -> str:
     return time if effect.drop is None else f"{time}; it costs {metric_name(metric)} {format_drop(effect.drop, metric)}"
 
 
-def _task_verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
+def _task_verdict(task: TaskResults, lines: pd.DataFrame) -> dict[str, Any]:
     """Return the summary of a task for the template."""
     verdicts = [verdict_label(line) for line in lines.to_dict("records") if line["verdict"] != "baseline"]
     counts = Counter(map(_verdict_kind, verdicts))
     tally = ", ".join(f"{counts[kind]} {kind.replace(',', ' but')}" for kind in VERDICT_KINDS if counts[kind])
     facts = [f"{len(verdicts)} methods: {tally}." if verdicts else ""]
-    if cell.floor is not None:
-        facts.append(f"A/A floor {cell.floor:.1%}.")
-    named = {"cell": cell.name, "noise": noise_note(cell)}
+    if task.noise_floor is not None:
+        facts.append(f"Noise floor {task.noise_floor:.1%}.")
+    named = {"task": task.name, "noise": noise_note(task)}
     best = lines[lines["best"].astype(bool)].to_dict("records")
     tied = lines[lines["tied"].astype(bool) & ~lines["best"].astype(bool)]["method"]
     if len(tied):
         facts.append(f"Not distinguishable from the fastest: {', '.join(tied)}.")
     if not best:
-        if not cell.complete:
+        if not task.complete:
             return {**named, "state": "partial", "head": "no verdict yet", "facts": facts}
-        head = "the float model itself scores nothing" if cell.blind else "no method obeys the bound"
+        head = "the float model itself scores nothing" if task.blind else "no method obeys the bound"
         return {**named, "state": "none", "head": head, "facts": facts}
     top = best[0]
     methods = ", ".join(line["method"] for line in best)
@@ -151,9 +151,9 @@ def _task_verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
     latency = format_interval(top["latency_ms"], top["latency_low_ms"], top["latency_high_ms"], 3)
     head = f"{methods}: {speedup} times as fast as the float model, {latency} ms"
     if top["verdict"] == "baseline":
-        within = "" if cell.allowed is None else " within the bound"
+        within = "" if task.allowed is None else " within the bound"
         head = f"no method{within} is faster than float, {latency} ms"
-    return {**named, "state": top["verdict"], "head": head, "facts": [_accuracy_text(cell, top), *facts]}
+    return {**named, "state": top["verdict"], "head": head, "facts": [_accuracy_text(task, top), *facts]}
 
 
 def _verdict_kind(verdict: str) -> str:
@@ -162,28 +162,28 @@ def _verdict_kind(verdict: str) -> str:
     return verdict if verdict in VERDICT_KINDS else VERDICT_KINDS[-1]
 
 
-def _accuracy_text(cell: CellResults, line: Mapping[Any, Any]) -> str:
+def _accuracy_text(task: TaskResults, line: Mapping[Any, Any]) -> str:
     if pd.isna(line["score"]):
         return ""
     digits = METRIC_FORMATS.get(line["metric"], ("", 4, ""))[1]
-    bound = "" if cell.allowed is None else f", allowed {cell.allowed:g}"
+    bound = "" if task.allowed is None else f", allowed {task.allowed:g}"
     known = not pd.isna(line["drop"]) and line["metric"] not in METRIC_CAPS
     drop = f" (drop {line['drop']:+.{digits}f}{bound})" if known else ""
     return f"{format_score(line['score'], line['metric'])}{drop}, {line['pairs']:.0f} Q/DQ pairs."
 
 
-def _environment_rows(cells: Sequence[CellResults]) -> list[dict[str, str]]:
+def _environment_rows(tasks: Sequence[TaskResults]) -> list[dict[str, str]]:
     """Return each distinct environment with its tasks."""
     found: dict[str, list[str]] = {}
-    for cell in cells:
-        text = json.dumps({**cell.environment, "backend": cell.facts["backend"]}, indent=1, sort_keys=True)
-        found.setdefault(text, []).append(cell.name)
-    return [{"cells": ", ".join(names), "text": text} for text, names in found.items()]
+    for task in tasks:
+        text = json.dumps({**task.environment, "backend": task.facts["backend"]}, indent=1, sort_keys=True)
+        found.setdefault(text, []).append(task.name)
+    return [{"tasks": ", ".join(names), "text": text} for text, names in found.items()]
 
 
 def _reproduction_commands(results: Results) -> list[str]:
     folder = shlex.quote(hide_paths(str(results.folder)))
-    commits = {str(cell.environment.get("git_commit", "")) for cell in results.cells} - {""}
+    commits = {str(task.environment.get("git_commit", "")) for task in results.tasks} - {""}
     lines = [f"git checkout {commit}" for commit in sorted(c.removesuffix("+changes") for c in commits)]
     lines += ["pip install -c constraints.txt -e '.[modelopt]'"]
     return [*lines, f"qdq reproduce {folder}", f"qdq report {folder}"]

@@ -18,7 +18,7 @@ from harness.report.frames.curves import (
     pareto_front,
 )
 from harness.report.load.display_names import metric_name, truncate
-from harness.report.load.results import CellResults
+from harness.report.load.results import TaskResults
 from harness.report.plots.result_plots import median_band, series_style
 
 __all__ = ["build_charts"]
@@ -36,7 +36,7 @@ Chart = dict[str, Any]
 
 
 def build_charts(
-    cell: CellResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
+    task: TaskResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
 ) -> list[Chart]:
     """Return the charts of a task, each a title with Plotly's `data` and `layout`.
 
@@ -46,13 +46,13 @@ def build_charts(
         samples: Samples of the task's confirmation.
         labels: Labels of the task's rows by id.
     """
-    curves, volumes = curve_frame([cell]), hypervolume_frame([cell])
-    confirmed = budgets[budgets["cell"] == cell.name]
+    curves, volumes = curve_frame([task]), hypervolume_frame([task])
+    confirmed = budgets[budgets["task"] == task.name]
     charts = [
         *(_speedup_chart(curves, over, confirmed) for over in ("evaluations", "minutes")),
         _hypervolume_chart(volumes),
-        _latency_chart(cell, samples, labels),
-        _pareto_chart(cell, main[main["cell"] == cell.name], labels),
+        _latency_chart(task, samples, labels),
+        _pareto_chart(task, main[main["task"] == task.name], labels),
     ]
     return [chart for chart in charts if chart]
 
@@ -158,14 +158,14 @@ def _marker_traces(index: int, name: str, marks: pd.DataFrame, shift: float) -> 
     ]
 
 
-def _latency_chart(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
+def _latency_chart(task: TaskResults, samples: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
     """Return the distribution of the confirmation's samples by row, with the latency of the tables and the floor."""
-    known = [row for row in labels if row in cell.summaries]
+    known = [row for row in labels if row in task.summaries]
     if not known:
         return None
-    names, floor = [labels[row] for row in known], cell.floor
+    names, noise_floor = [labels[row] for row in known], task.noise_floor
     parts = [samples[samples["row"] == row] for row in known]
-    table_ms = [cell.summaries[row].latency_ms.value for row in known]
+    table_ms = [task.summaries[row].latency_ms.value for row in known]
     low, first, third, high = np.array([np.quantile(p["latency_ms"], [0.05, 0.25, 0.75, 0.95]) for p in parts]).T
     builds = [(place, value) for place, p in enumerate(parts) for value in p.groupby("build")["latency_ms"].median()]
     rows = list(range(len(known)))
@@ -184,8 +184,12 @@ def _latency_chart(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str
     ]  # fmt: skip
     ticks = [escape(truncate(name, MAX_LABEL_CHARS)) for name in names]
     y = {"tickvals": rows, "ticktext": ticks, "range": [len(known) - 0.4, -0.7]}
-    grey = [] if floor is None else [_interval_band(table_ms[0] / (1 + floor), table_ms[0] * (1 + floor))]
-    note = "" if floor is None else f"; grey: A/A floor {floor:.1%}"
+    grey = (
+        []
+        if noise_floor is None
+        else [_interval_band(table_ms[0] / (1 + noise_floor), table_ms[0] * (1 + noise_floor))]
+    )
+    note = "" if noise_floor is None else f"; grey: noise floor {noise_floor:.1%}"
     x, height = {"title": {"text": "ms"}}, 170 + 32 * len(known)
     return _build_chart(f"Latency of the confirmation{note}", data, x, y, shapes=grey, height=height, barmode="overlay")
 
@@ -204,16 +208,16 @@ def _interval_band(low_ms: float, high_ms: float) -> Chart:
     return {"type": "rect", **place, "fillcolor": "#bbbbbb", "opacity": 0.4, "layer": "below", "line": {"width": 0}}
 
 
-def _pareto_chart(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
+def _pareto_chart(task: TaskResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
     points = close_intervals(lines)
-    if points.empty or cell.metric is None:
+    if points.empty or task.metric is None:
         return None
-    metric = metric_name(cell.metric)
+    metric = metric_name(task.metric)
     hover = "%{x:.4g} ms [%{customdata[0]:.4g}, %{customdata[1]:.4g}], " + escape(metric) + " %{y:.4f}"
-    best, tried = pareto_front(points, cell.higher_is_better), candidate_frame(cell)
+    best, tried = pareto_front(points, task.higher_is_better), candidate_frame(task)
     grey = {"color": "#999999", "size": 4, "opacity": 0.6}
     data: list[Chart] = [
-        {"type": "scatter", "mode": "markers", "name": candidate_label(cell), "marker": grey, "hoverinfo": "skip",
+        {"type": "scatter", "mode": "markers", "name": candidate_label(task), "marker": grey, "hoverinfo": "skip",
          "x": _as_floats(tried["latency_ms"]), "y": _as_floats(tried["score"])},
         {"type": "scatter", "mode": "lines", "name": "front", **NO_HOVER_NO_LEGEND, "x": _as_floats(best["latency_ms"]),
          "y": _as_floats(best["score"]), "line": {"shape": "hv", "color": "#555555", "width": 1}},
@@ -232,7 +236,7 @@ def _pareto_chart(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, s
         })  # fmt: skip
     x, y = {"title": {"text": "latency, ms"}}, {"title": {"text": escape(metric)}}
     return _build_chart(
-        f"Latency against {metric}; bars: 95 %; grey: {candidate_label(cell)}", data, x, y, height=360 + 10 * len(data)
+        f"Latency against {metric}; bars: 95 %; grey: {candidate_label(task)}", data, x, y, height=360 + 10 * len(data)
     )
 
 

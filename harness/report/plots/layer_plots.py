@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from harness.api import Layer
-from harness.report.load.cell_files import AttributionReport, PartEffect
 from harness.report.load.display_names import truncate
+from harness.report.load.task_files import AttributionReport, PartEffect
 from harness.report.plots.result_plots import SERIES_COLOURS, figure_file
 from harness.statistics import Interval
 
@@ -151,21 +151,21 @@ def draw_waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
         axes.set_title(title)
 
 
-def draw_sensitivity(effects: Sequence[PartEffect], floor: float, title: str, path: Path) -> None:
+def draw_sensitivity(effects: Sequence[PartEffect], noise_floor: float, title: str, path: Path) -> None:
     """Draw the slowdown of the placement without each pattern, with its interval; the noise floor in grey.
 
     Args:
         effects: Effects from top to bottom; those without a ratio are left out.
-        floor: Relative noise floor.
+        noise_floor: Relative noise floor.
         path: Output path without suffix.
     """
     shown = [(effect, effect.ratio) for effect in effects if effect.ratio is not None]
     with figure_file(path, height=1.5 + 0.3 * len(shown)) as axes:
-        axes.axvspan(-100 * floor, 100 * floor, color="0.87")
+        axes.axvspan(-100 * noise_floor, 100 * noise_floor, color="0.87")
         axes.axvline(0, color="0.5", linewidth=0.8)
         for place, (_, ratio) in enumerate(shown):
             value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
-            clear = low > 100 * floor or high < -100 * floor
+            clear = low > 100 * noise_floor or high < -100 * noise_floor
             axes.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=1.2)
             axes.plot([value], [place], "o", color=SERIES_COLOURS[0], mfc=SERIES_COLOURS[0] if clear else "white")
         labels = [fill(_describe_effect(effect, 40), 40) for effect, _ in shown]
@@ -187,9 +187,9 @@ def draw_gain_and_drop(found: AttributionReport, metric: str, title: str, path: 
         path: Output path without suffix.
     """
     dots = list(_effects_with_drop(found))
-    clear = [effect for effect, _, drop in dots if _exceeds_noise(effect, drop, found.floor)]
+    clear = [effect for effect, _, drop in dots if _exceeds_noise(effect, drop, found.noise_floor)]
     with figure_file(path, height=4.0 + 0.16 * len(clear)) as axes:
-        floor_us = 1000 * (found.latency_ms or 0.0) * found.floor
+        floor_us = 1000 * (found.latency_ms or 0.0) * found.noise_floor
         axes.axvspan(-floor_us, floor_us, color="0.9")
         axes.axhline(0, color="0.5", linewidth=0.8)
         for effect, gained, drop in dots:
@@ -222,10 +222,10 @@ def _effects_with_drop(found: AttributionReport) -> Iterator[tuple[PartEffect, I
             yield effect, gained, effect.drop
 
 
-def _exceeds_noise(effect: PartEffect, drop: Interval, floor: float) -> bool:
+def _exceeds_noise(effect: PartEffect, drop: Interval, noise_floor: float) -> bool:
     """Return whether the effect on time or on accuracy is beyond the noise."""
     ratio = effect.ratio
-    timed = ratio is not None and (ratio.low > 1 + floor or ratio.high < 1 / (1 + floor))
+    timed = ratio is not None and (ratio.low > 1 + noise_floor or ratio.high < 1 / (1 + noise_floor))
     return timed or drop.low > 0 or drop.high < 0
 
 

@@ -17,9 +17,9 @@ from harness.report.frames.curves import (
     hypervolume_frame,
 )
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.cell_files import AttributionReport, read_attributions
 from harness.report.load.display_names import metric_name, row_labels
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
+from harness.report.load.task_files import AttributionReport, read_attributions
 from harness.report.plots import layer_plots, result_plots, study_plots
 from harness.report.tables.budget import budget_frame
 from harness.report.tables.overview import overview_frame
@@ -35,12 +35,12 @@ class PlotFile:
     """Plot that the page shows as an image.
 
     Attributes:
-        cell: Name of its task; "" for the whole experiment.
+        task: Name of its task; "" for the whole experiment.
         path: Path of the SVG.
     """
 
     title: str
-    cell: str
+    task: str
     path: Path
 
 
@@ -52,11 +52,11 @@ def draw_plots(results: Results, out: Path) -> list[PlotFile]:
     """
     main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
     files = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out)]
-    for cell in results.cells:
-        _draw_searches(cell, budgets[budgets["cell"] == cell.name], out)
-        _draw_confirmed(cell, main[main["cell"] == cell.name], samples[samples["cell"] == cell.name], out)
-        for report in read_attributions(cell):
-            files += draw_attribution(cell.name, report, out)
+    for task in results.tasks:
+        _draw_searches(task, budgets[budgets["task"] == task.name], out)
+        _draw_confirmed(task, main[main["task"] == task.name], samples[samples["task"] == task.name], out)
+        for report in read_attributions(task):
+            files += draw_attribution(task.name, report, out)
     return files
 
 
@@ -65,7 +65,7 @@ def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[PlotFile]:
         name = "overview" if number == 1 else f"overview-{number}"
         title = f"Speedups at a glance, {quantized}, {device}"
         study_plots.draw_speedups(part, title, out / name)
-        yield PlotFile(title=title, cell="", path=out / f"{name}.svg")
+        yield PlotFile(title=title, task="", path=out / f"{name}.svg")
 
 
 def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
@@ -73,57 +73,57 @@ def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
     if ranks is not None:
         title = "; ".join(filter(None, ["Searchers by mean rank", ranks.untested_reason]))
         study_plots.draw_critical_difference(ranks, title, out / "ranks")
-        yield PlotFile(title=title, cell="", path=out / "ranks.svg")
+        yield PlotFile(title=title, task="", path=out / "ranks.svg")
     transfer = transfer_frame(results)
     for (_, within, precision), part in transfer.groupby(["across", "within", "precision"], sort=False):
         name = f"transfer-{safe_file_name(f'{within}-{precision}')}"
         study_plots.draw_transfer_map(part, f"{within}, {precision}", out / name)
-        yield PlotFile(title=f"Transfer: {within}, {precision}", cell="", path=out / f"{name}.svg")
+        yield PlotFile(title=f"Transfer: {within}, {precision}", task="", path=out / f"{name}.svg")
 
 
-def _draw_searches(cell: CellResults, budgets: pd.DataFrame, out: Path) -> None:
-    curves, volumes = curve_frame([cell]), hypervolume_frame([cell])
+def _draw_searches(task: TaskResults, budgets: pd.DataFrame, out: Path) -> None:
+    curves, volumes = curve_frame([task]), hypervolume_frame([task])
     if len(curves):
-        result_plots.draw_curves(curves, cell.name, out / f"anytime-{cell.name}", confirmed=budgets)
-        result_plots.draw_curves(curves, cell.name, out / f"anytime-minutes-{cell.name}", over="minutes")
+        result_plots.draw_curves(curves, task.name, out / f"anytime-{task.name}", confirmed=budgets)
+        result_plots.draw_curves(curves, task.name, out / f"anytime-minutes-{task.name}", over="minutes")
     if len(volumes):
-        result_plots.draw_curves(volumes, cell.name, out / f"volume-{cell.name}", value="volume")
+        result_plots.draw_curves(volumes, task.name, out / f"volume-{task.name}", value="volume")
     if len(budgets):
-        result_plots.draw_budget_bars(budgets, cell.name, out / f"budget-{cell.name}")
+        result_plots.draw_budget_bars(budgets, task.name, out / f"budget-{task.name}")
 
 
-def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
-    labels = row_labels(cell, main)
-    known = [row for row in labels if row in cell.summaries]
+def _draw_confirmed(task: TaskResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
+    labels = row_labels(task, main)
+    known = [row for row in labels if row in task.summaries]
     rows = {labels[row]: samples[samples["row"] == row] for row in known}
-    table_ms = {labels[row]: cell.summaries[row].latency_ms.value for row in known}
+    table_ms = {labels[row]: task.summaries[row].latency_ms.value for row in known}
     if rows:
-        result_plots.draw_latencies(rows, table_ms, cell.floor, cell.name, out / f"latency-{cell.name}")
+        result_plots.draw_latencies(rows, table_ms, task.noise_floor, task.name, out / f"latency-{task.name}")
     points = close_intervals(main)
-    if len(points) and cell.metric is not None:
-        words = {"title": cell.name, "metric": metric_name(cell.metric), "tried": candidate_label(cell)}
-        path = out / f"pareto-{cell.name}"
+    if len(points) and task.metric is not None:
+        words = {"title": task.name, "metric": metric_name(task.metric), "tried": candidate_label(task)}
+        path = out / f"pareto-{task.name}"
         points = points.assign(label=points["row"].map(labels))
-        result_plots.draw_pareto(points, candidate_frame(cell), words, path, higher=cell.higher_is_better)
+        result_plots.draw_pareto(points, candidate_frame(task), words, path, higher=task.higher_is_better)
 
 
-def draw_attribution(cell: str, report: AttributionReport, out: Path) -> Iterator[PlotFile]:
+def draw_attribution(task: str, report: AttributionReport, out: Path) -> Iterator[PlotFile]:
     """Draw the attribution of a row as far as it was measured, and yield the plots.
 
     Args:
-        cell: Name of the task.
+        task: Name of the task.
         out: Output folder.
     """
-    name, title = f"{cell}-{safe_file_name(report.row)}", f"{cell}: {report.method}"
+    name, title = f"{task}-{safe_file_name(report.row)}", f"{task}: {report.method}"
     parts = layer_plots.waterfall_frame(report.before, report.after)
     if len(parts):
         layer_plots.draw_waterfall(parts, title, out / f"waterfall-{name}")
-        yield PlotFile(title=f"Latency by layer, {report.method}", cell=cell, path=out / f"waterfall-{name}.svg")
+        yield PlotFile(title=f"Latency by layer, {report.method}", task=task, path=out / f"waterfall-{name}.svg")
     if any(effect.ratio is not None for effect in report.patterns):
-        layer_plots.draw_sensitivity(report.patterns, report.floor, title, out / f"sensitivity-{name}")
-        yield PlotFile(title=f"Patterns of {report.method}", cell=cell, path=out / f"sensitivity-{name}.svg")
+        layer_plots.draw_sensitivity(report.patterns, report.noise_floor, title, out / f"sensitivity-{name}")
+        yield PlotFile(title=f"Patterns of {report.method}", task=task, path=out / f"sensitivity-{name}.svg")
     if any(effect.ratio is not None and effect.drop is not None for effect in report.patterns):
         metric = metric_name(report.metric)
         layer_plots.draw_gain_and_drop(report, metric, title, out / f"price-{name}")
         heading = f"Gain of patterns of {report.method}, and their cost in {metric}"
-        yield PlotFile(title=heading, cell=cell, path=out / f"price-{name}.svg")
+        yield PlotFile(title=heading, task=task, path=out / f"price-{name}.svg")

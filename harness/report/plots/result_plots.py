@@ -182,7 +182,11 @@ def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def draw_latencies(
-    samples: Mapping[str, pd.DataFrame], table_ms: Mapping[str, float], floor: float | None, title: str, path: Path
+    samples: Mapping[str, pd.DataFrame],
+    table_ms: Mapping[str, float],
+    noise_floor: float | None,
+    title: str,
+    path: Path,
 ) -> None:
     """Draw the distribution of the confirmation's samples of each row, with the latency of the tables.
 
@@ -192,13 +196,13 @@ def draw_latencies(
     Args:
         samples: Samples of each row by label (columns build, latency_ms), the baseline first.
         table_ms: Latency of each row in the tables, by label.
-        floor: Relative A/A noise floor, drawn around the baseline's latency; None: not drawn.
+        noise_floor: Relative noise floor, drawn around the baseline's latency; None: not drawn.
         path: Output path without suffix.
     """
     with figure_file(path, height=1.5 + 0.36 * len(samples)) as axes:
         baseline_ms = table_ms[next(iter(samples))]
-        if floor is not None:
-            axes.axvspan(baseline_ms / (1 + floor), baseline_ms * (1 + floor), color="0.85")
+        if noise_floor is not None:
+            axes.axvspan(baseline_ms / (1 + noise_floor), baseline_ms * (1 + noise_floor), color="0.85")
         axes.axvline(baseline_ms, color="0.5", linewidth=0.8)
         for place, (name, part) in enumerate(samples.items()):
             low, first, third, high = np.quantile(part["latency_ms"], [0.05, 0.25, 0.75, 0.95])
@@ -211,7 +215,7 @@ def draw_latencies(
             )
         axes.set_yticks(range(len(samples)), [fill(name, 26) for name in samples])
         axes.set_ylim(len(samples) - 0.6, -0.8)
-        grey = "" if floor is None else f"\ngrey: A/A floor, {floor:.1%} around the baseline's latency"
+        grey = "" if noise_floor is None else f"\ngrey: noise floor, {noise_floor:.1%} around the baseline's latency"
         axes.set_xlabel(
             "latency, ms\ndiamond: latency as in the tables, the geometric mean over builds\n"
             f"bar: middle half of the samples; line: 5 to 95 %; dots: medians of builds{grey}"

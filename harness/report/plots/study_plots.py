@@ -26,9 +26,9 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
         overview: Rows of one device of `harness.report.tables.overview.overview_frame`.
         path: Output path without suffix.
     """
-    overview = overview.assign(cell=overview["cell"].fillna(""))  # means have none
+    overview = overview.assign(task=overview["task"].fillna(""))  # means have none
     columns = list(dict.fromkeys(overview["column"]))
-    bands = list(dict.fromkeys(zip(overview["cell"], overview["model"], strict=True)))
+    bands = list(dict.fromkeys(zip(overview["task"], overview["model"], strict=True)))
     models = [model for _, model in bands]
     step = 0.84 / len(columns)
     with figure_file(path, height=1.9 + len(bands) * max(0.34, 0.085 * len(columns))) as axes:
@@ -39,7 +39,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
             colour, _, mark = series_style(index)
             axes.plot([], [], mark, ms=4.5, color=colour, label=fill(str(column), 24))
             for row in part[part["speedup"].notna()].to_dict("records"):
-                place = bands.index((row["cell"], row["model"])) + (index - (len(columns) - 1) / 2) * step
+                place = bands.index((row["task"], row["model"])) + (index - (len(columns) - 1) / 2) * step
                 low, high = float(row["speedup_low"] or 0), float(row["speedup_high"] or 0)
                 known = low > 0 and np.isfinite(high)  # one build has no interval
                 axes.errorbar(
@@ -52,7 +52,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
         axes.xaxis.set_major_locator(LogLocator(subs=SPEEDUP_TICKS) if wide else MaxNLocator(6))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
-        names = [model if models.count(model) == 1 else cell for cell, model in bands]
+        names = [model if models.count(model) == 1 else task for task, model in bands]
         axes.set_yticks(range(len(bands)), [fill(str(name), 20) for name in names])
         axes.set_ylim(len(bands) - 0.5, -0.5)
         hollow = "; hollow: breaks the bound on accuracy" if overview["beyond"].any() else ""

@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.report.frames.confirmation import confirmed_choices, interval_over_seeds
 from harness.report.frames.curves import median_float_ms
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import format_interval
 from harness.report.table_spec import Column, Row, TableSpec, text_column
 from harness.results_dir.artifacts import FLOAT_ROW
@@ -39,14 +39,14 @@ def _format_spent(value: float, form: str) -> str:
 BUDGET = TableSpec(
     name="budget",
     title="Budgets",
-    columns=(text_column("cell"), text_column("searcher")),
+    columns=(text_column("task"), text_column("searcher")),
     caption=(
         "Confirmed speedup of the incumbent over the float baseline by number of evaluations: median over seeds [95 % "
         "interval of the median; below six seeds, the widest limits of the seeds' own 95 % intervals]. Bold: the "
         "highest median of a task at a budget; underlined: its interval overlaps that of the highest. Incumbents keep "
         "the bound on accuracy by the search's own measurements; the main table has the final accuracy."
     ),
-    group_by=("cell", "searcher"),
+    group_by=("task", "searcher"),
     spread_by="budget",
     spread=(
         Column(
@@ -61,16 +61,16 @@ BUDGET = TableSpec(
 TARGETS = TableSpec(
     name="targets",
     title="Evaluations to a target",
-    columns=(text_column("cell"), text_column("searcher")),
+    columns=(text_column("task"), text_column("searcher")),
     caption=(
         "Evaluations (minutes) until the incumbent had this share of the best gain of any search of the task: median "
         "over seeds [range, if there are several seeds], and how many of the seeds reached it. Incumbent speed: "
         "confirmed latency if available, else that of the final selection, else the median search reading (capped at "
         "the best gain). Each search's own readings define its incumbents, so a search whose choice only the final "
         'selection showed to be that fast has "never". Initial placements count. The best gain is a confirmed one; '
-        "tasks in which its interval includes the A/A floor are left out, since their gain is not certain."
+        "tasks in which its interval includes the noise floor are left out, since their gain is not certain."
     ),
-    group_by=("cell", "searcher"),
+    group_by=("task", "searcher"),
     spread_by="share",
     spread=(
         Column("to {share:.0%} of the best gain", _format_evaluations),
@@ -88,18 +88,18 @@ def budget_frame(results: Results) -> pd.DataFrame:
     of the best. Rows with limits below 1 are slower than the float model and never marked.
     """
     lines = []
-    for cell in results.cells:
-        for (searcher, budget), rows in confirmed_choices(cell).items():
-            middle = interval_over_seeds([cell.summaries[row].speedup for row in rows.values()])
+    for task in results.tasks:
+        for (searcher, budget), rows in confirmed_choices(task).items():
+            middle = interval_over_seeds([task.summaries[row].speedup for row in rows.values()])
             lines.append(
                 {
-                    "cell": cell.name, "model": cell.facts["model"], "searcher": searcher, "budget": budget,
+                    "task": task.name, "model": task.facts["model"], "searcher": searcher, "budget": budget,
                     "speedup": middle.value, "low": middle.low, "high": middle.high, "seeds": len(rows),
                 }
             )  # fmt: skip
-    columns = ["cell", "model", "searcher", "budget", "speedup", "low", "high", "seeds"]
+    columns = ["task", "model", "searcher", "budget", "speedup", "low", "high", "seeds"]
     frame = pd.DataFrame(lines, columns=columns)
-    groups = [frame["cell"], frame["budget"]]
+    groups = [frame["task"], frame["budget"]]
     faster = frame["speedup"].where(frame["low"] > 1.0)
     best = faster == faster.groupby(groups).transform("max")
     lowest = frame["low"].where(best).groupby(groups).transform("max").fillna(1.0)
@@ -111,16 +111,16 @@ def target_frame(results: Results) -> pd.DataFrame:
 
     The best gain is that of the fastest confirmed incumbent of any search of the task (of any, if none is confirmed),
     in milliseconds. The gain of a placement is its confirmed speedup times the float model's reading, since the best of
-    many readings is a lucky one; else its speedup in the final selection; else by `CellResults.latencies_ms`. Median
+    many readings is a lucky one; else its speedup in the final selection; else by `TaskResults.latencies_ms`. Median
     over seeds with their range; seeds that never reach the share count as infinite, and `reached` of `seeds` do. Tasks
-    whose interval of the best gain includes the A/A floor have no row.
+    whose interval of the best gain includes the noise floor have no row.
     """
     lines = []
-    for cell in results.cells:
+    for task in results.tasks:
         searches: dict[str, list[SearchLog]] = {}
-        for search in cell.searches:
+        for search in task.searches:
             searches.setdefault(search.searcher, []).append(search)
-        gains = _gains_ms(cell)
+        gains = _gains_ms(task)
         for searcher, logs in searches.items() if gains else ():
             for share in TARGET_GAIN_SHARES:
                 spent = [_cost_to_target(log, gains, share * max(gains.values())) for log in logs]
@@ -128,7 +128,7 @@ def target_frame(results: Results) -> pd.DataFrame:
                 evaluations, minutes = (_median_and_range(values) for values in zip(*spent, strict=True))
                 lines.append(
                     {
-                        "cell": cell.name, "searcher": searcher, **figures,
+                        "task": task.name, "searcher": searcher, **figures,
                         "evaluations": evaluations.value, "evaluations_low": evaluations.low,
                         "evaluations_high": evaluations.high, "minutes": minutes.value,
                     }
@@ -136,30 +136,30 @@ def target_frame(results: Results) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _gains_ms(cell: CellResults) -> dict[str, float]:
+def _gains_ms(task: TaskResults) -> dict[str, float]:
     """Return the milliseconds that each incumbent saves, by digest; empty if the best may save only noise."""
-    base_ms = median_float_ms(cell)
-    incumbents = [step for search in cell.searches for step in search.incumbents]
+    base_ms = median_float_ms(task)
+    incumbents = [step for search in task.searches for step in search.incumbents]
     digests = {step.digest for step in incumbents}
     if base_ms is None or not digests:
         return {}
-    confirmed = {name: cell.summaries[name].speedup.value for name in digests & (cell.summaries.keys() - {FLOAT_ROW})}
-    if any(pick.kind == "search" and pick.row == FLOAT_ROW for pick in cell.picks):
+    confirmed = {name: task.summaries[name].speedup.value for name in digests & (task.summaries.keys() - {FLOAT_ROW})}
+    if any(pick.kind == "search" and pick.row == FLOAT_ROW for pick in task.picks):
         confirmed |= {step.digest: 1.0 for step in incumbents if step.choices and not any(step.choices)}
-    read = {digest: cell.selection_speedups.get(digest, base_ms / cell.latencies_ms[digest]) for digest in digests}
+    read = {digest: task.selection_speedups.get(digest, base_ms / task.latencies_ms[digest]) for digest in digests}
     speedups = read | confirmed
     compared = confirmed
-    if any(pick.kind == "search" and pick.row and pick.search_ms is None for pick in cell.picks):
+    if any(pick.kind == "search" and pick.row and pick.search_ms is None for pick in task.picks):
         # A tool's own file was the choice: the best evaluated placement was compared with it in the final selection.
         compared = {
-            digest: speedups[digest] for digest in digests if digest in confirmed or digest in cell.selection_speedups
+            digest: speedups[digest] for digest in digests if digest in confirmed or digest in task.selection_speedups
         }
     known = compared or speedups
     fastest = max(known, key=known.__getitem__)
     best = certain = known[fastest]
-    if fastest in cell.summaries:  # the highest of many confirmed figures is a lucky one too
-        certain = cell.summaries[fastest].speedup.low
-    if certain - 1 < max(MIN_CLAIMED_GAIN, cell.floor or 0.0):
+    if fastest in task.summaries:  # the highest of many confirmed figures is a lucky one too
+        certain = task.summaries[fastest].speedup.low
+    if certain - 1 < max(MIN_CLAIMED_GAIN, task.noise_floor or 0.0):
         return {}
     return {digest: base_ms * (1 - 1 / min(speedup, best)) for digest, speedup in speedups.items()}
 

@@ -14,7 +14,14 @@ from harness.report.tables.budget import BUDGET, TARGETS, budget_frame, target_f
 from harness.report.tables.cost import COST, VARIANCE, cost_table
 from harness.report.tables.decision import DECISION, decision_table
 from harness.report.tables.main import FINALISTS, MAIN, PRECISION, finalist_table, main_table, precision_table
-from harness.report.tables.notes import backend_notes, data_notes, early_end_notes, floor_note, loss_note, noise_note
+from harness.report.tables.notes import (
+    backend_notes,
+    data_notes,
+    early_end_notes,
+    loss_note,
+    noise_floor_note,
+    noise_note,
+)
 from harness.report.tables.overview import OVERVIEW, overview_frame, overview_table
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
 from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
@@ -34,15 +41,15 @@ SPECS: Mapping[str, TableSpec] = {
 
 def build_tables(results: Results) -> Iterator[ReportTable]:
     """Yield every table that has a row, each computed on demand."""
-    common = (*data_notes(results.cells), *backend_notes(results.cells))
+    common = (*data_notes(results.tasks), *backend_notes(results.tasks))
     ends, losses = tuple(early_end_notes(results)), loss_note(results)
-    warnings = tuple(filter(None, map(noise_note, results.cells)))
+    warnings = tuple(filter(None, map(noise_note, results.tasks)))
     for table in _iter_tables(results):
         if len(table.cells):
             spec = SPECS[table.name]
             notes = [
                 *(losses if spec.shows_selection else ()),
-                *([floor_note(results.cells)] if spec.timed and not spec.states_floor else ()),
+                *([noise_floor_note(results.tasks)] if spec.timed and not spec.states_noise_floor else ()),
                 *(ends if spec.assumes_budget else ()),
                 *common,
             ]

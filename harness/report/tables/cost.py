@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable
 from harness.report.table_spec import Row, TableSpec, number_column, text_column
 from harness.search_loop.search_log import SearchLog
@@ -38,7 +38,7 @@ def _saved_share(rows: Sequence[Row]) -> str:
 COST = TableSpec(
     name="cost",
     title="Cost of the searches",
-    columns=(text_column("cell"), text_column("searcher")),
+    columns=(text_column("task"), text_column("searcher")),
     caption=(
         "Wall-clock of all seeds of a searcher from the first proposal, without set-up, calibration, final selection "
         "and confirmation, and shares of it. Build: with the release of engines, if the run recorded it. Harness: the "
@@ -46,25 +46,25 @@ COST = TableSpec(
         "With several workers that build in parallel, times add up to more than the wall-clock, and harness may be 0. "
         "Readings saved: estimated share of readings that racing saved. Built again: candidates that beat the "
         "incumbent by more than noise. Taken again: candidates whose first readings drifted or were disturbed, with "
-        "those built again for it; unsteady: the last readings were too, or never warmed up."
+        "those built again for it; unstable: the last readings were too, or never warmed up."
     ),
-    group_by=("cell", "searcher"),
+    group_by=("task", "searcher"),
     last=(
         ("seeds", lambda rows: str(len(rows))),
         ("evaluations", _sum("evaluations")),
         ("minutes", lambda rows: f"{sum(row['total_s'] for row in rows) / 60:.1f}"),
         *((part, _share(f"{part}_s")) for part in ("build", "sampling", "evaluation", "failures", "harness", "search")),
         ("readings saved", _saved_share),
-        ("built again", _sum("surprises")),
+        ("built again", _sum("rebuilt")),
         ("taken again", _sum("disturbed")),
-        ("unsteady", _sum("unsteady")),
+        ("unstable", _sum("unstable")),
     ),
 )
 VARIANCE = TableSpec(
     name="variance",
     title="Where latency varies",
     columns=(
-        text_column("cell"),
+        text_column("task"),
         number_column("rows"),
         *(number_column(f"between {part}s", part, "{:.1%}") for part in ("inference", "turn", "build")),
     ),
@@ -91,24 +91,24 @@ def cost_frame(results: Results) -> pd.DataFrame:
     """Return the time of each search in seconds: build with release, sampling, evaluation, failures, harness.
 
     `search_s` is the part of `harness_s` that the searcher took in `ask` and `tell`; NaN in runs of earlier versions.
-    `build_s` is NaN if builds are replayed. `saved`: readings that racing saved, an estimate; `surprises`: candidates
-    that were built again; `disturbed`: candidates whose first readings were discarded; `unsteady`: those whose second
+    `build_s` is NaN if builds are replayed. `saved`: readings that racing saved, an estimate; `rebuilt`: candidates
+    that were built again; `disturbed`: candidates whose first readings were discarded; `unstable`: those whose second
     readings were no better, or that never warmed up.
     """
-    searches = [(cell, search) for cell in results.cells for search in cell.searches if search.elapsed_s]
-    return pd.DataFrame([_cost_row(cell, search) for cell, search in searches])
+    searches = [(task, search) for task in results.tasks for search in task.searches if search.elapsed_s]
+    return pd.DataFrame([_cost_row(task, search) for task, search in searches])
 
 
-def _cost_row(cell: CellResults, search: SearchLog) -> dict[str, Any]:
+def _cost_row(task: TaskResults, search: SearchLog) -> dict[str, Any]:
     total_s = search.elapsed_s[-1]
     spent = {name: search.cost.get(name, 0.0) for name in ("build_s", "sampling_s", "evaluation_s", "failures_s")}
     passed_s = sum(spent.values())
-    if "recorded_on" in cell.facts["backend"].get("options", {}):
+    if "recorded_on" in task.facts["backend"].get("options", {}):
         passed_s -= spent["build_s"]
         spent["build_s"] = math.nan
-    counts = {name: search.cost.get(name, 0) for name in ("readings", "saved", "surprises", "disturbed", "unsteady")}
+    counts = {name: search.cost.get(name, 0) for name in ("readings", "saved", "rebuilt", "disturbed", "unstable")}
     return {
-        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
+        "task": task.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
         "total_s": total_s, **spent, "harness_s": max(0.0, total_s - passed_s),
         "search_s": search.cost.get("searcher_s", math.nan),
         **counts,
@@ -116,11 +116,11 @@ def _cost_row(cell: CellResults, search: SearchLog) -> dict[str, Any]:
 
 
 def _failure_notes(results: Results) -> Iterator[str]:
-    for cell in results.cells:
+    for task in results.tasks:
         counts = [
             f"{search.name} {', '.join(f'{n} at {stage}' for stage, n in search.failures.items())}"
-            for search in cell.searches
+            for search in task.searches
             if search.failures
         ]
         if counts:
-            yield f"Failed evaluations, {cell.name}: {'; '.join(counts)}."
+            yield f"Failed evaluations, {task.name}: {'; '.join(counts)}."

@@ -11,10 +11,10 @@ import pandas as pd
 
 from harness.config.initial import PTQ_TOOLS
 from harness.report.frames.main_frame import UNUSABLE_DECISIONS, with_backend_column
-from harness.report.load.cell_files import sizes_of
 from harness.report.load.display_names import score_column_title
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
+from harness.report.load.task_files import sizes_of
 from harness.report.report_table import ReportTable
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, number_column, text_column
 from harness.report.tables.main import DECISION_COLUMNS, DECISION_NOTE
@@ -71,7 +71,7 @@ def _note(decisions: pd.DataFrame) -> str:
     unusable = (
         row for row in best if not is_missing(row["speedup"]) and row["decision"].startswith(UNUSABLE_DECISIONS)
     )
-    broken = ", ".join(str(row["cell"]) for row in unusable)
+    broken = ", ".join(str(row["task"]) for row in unusable)
     sentences = [
         DECISION.caption,
         "Figures, intervals and marks are those of the main table. File MB: size of the ONNX file in 10^6 bytes.",
@@ -100,23 +100,23 @@ def decision_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     confirmation, whose figures are shown. `batch` is the first dimension of the inputs, `megabytes` the size of the
     exported file; both are None if unknown.
     """
-    cells = {cell.name: cell for cell in results.cells}
+    tasks = {task.name: task for task in results.tasks}
     lines = []
-    for name, part in main.groupby("cell", sort=False):
-        cell = cells.get(str(name))
-        sizes = {} if cell is None else sizes_of(cell)
-        for role, line in _iter_roles(part.to_dict("records"), results.stored, _search_losses(cell)):
+    for name, part in main.groupby("task", sort=False):
+        task = tasks.get(str(name))
+        sizes = {} if task is None else sizes_of(task)
+        for role, line in _iter_roles(part.to_dict("records"), results.stored, _search_losses(task)):
             size = sizes.get(line["row"])
-            facts = {"role": role, "batch": _batch_size(cell), "megabytes": None if size is None else size / 1e6}
+            facts = {"role": role, "batch": _batch_size(task), "megabytes": None if size is None else size / 1e6}
             lines.append({**line, **facts})
     return pd.DataFrame(lines)
 
 
-def _search_losses(cell: CellResults | None) -> Losses:
+def _search_losses(task: TaskResults | None) -> Losses:
     """Return the loss of the choice of each search, by searcher and seed, if the searches minimised it."""
-    if cell is None:
+    if task is None:
         return {}
-    final = (pick for pick in cell.picks if pick.rank == 0 and pick.budget == cell.budget)
+    final = (pick for pick in task.picks if pick.rank == 0 and pick.budget == task.budget)
     return {(pick.method, pick.seed): pick.loss for pick in final if pick.loss is not None}
 
 
@@ -140,8 +140,8 @@ def _best_row(searched: Sequence[dict[Any, Any]], losses: Losses) -> dict[Any, A
     by_search = {(row["method"], row["seed"]): row for row in rows}
     if by_search.keys() <= losses.keys():
         return by_search[min(by_search, key=lambda key: (losses[key], -_search_speedup(by_search[key])))]
-    selected = all(not is_missing(row["runoff"]) for row in rows)
-    return max(rows, key=lambda row: row["runoff"] if selected else _search_speedup(row))
+    selected = all(not is_missing(row["final_selection"]) for row in rows)
+    return max(rows, key=lambda row: row["final_selection"] if selected else _search_speedup(row))
 
 
 def _search_speedup(row: Row) -> float:
@@ -151,7 +151,7 @@ def _search_speedup(row: Row) -> float:
     return float(row["speedup"]) + (0.0 if is_missing(row["shrinkage"]) else float(row["shrinkage"]))
 
 
-def _batch_size(cell: CellResults | None) -> int | None:
-    shapes = {} if cell is None else cell.facts.get("inputs", {})
+def _batch_size(task: TaskResults | None) -> int | None:
+    shapes = {} if task is None else task.facts.get("inputs", {})
     sizes = {shape[0] for shape in shapes.values() if shape}
     return sizes.pop() if len(sizes) == 1 else None

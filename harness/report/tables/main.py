@@ -21,10 +21,10 @@ from harness.report.load.display_names import (
     score_column_title,
     verdict_label,
 )
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
-from harness.report.tables.notes import float_estimate, floor_note, group_names, partial_note
+from harness.report.tables.notes import float_estimate, group_names, noise_floor_note, partial_note
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
 from harness.statistics import Interval
 
@@ -80,7 +80,7 @@ MAIN = TableSpec(
         VERDICT,
     ),
     timed=True,
-    states_floor=True,
+    states_noise_floor=True,
     assumes_budget=True,
     shows_selection=True,
     source="aligned rows",
@@ -97,7 +97,7 @@ FINALISTS = TableSpec(
     name="finalists",
     title="Finalists",
     columns=(
-        text_column("cell"),
+        text_column("task"),
         text_column("method"),
         *UNMARKED_FIGURES,
         PAIRS,
@@ -124,11 +124,11 @@ RUNNER_UP_NOTE = (
 
 def main_table(results: Results, main: pd.DataFrame) -> ReportTable:
     """Return the table of all methods."""
-    methods = {(cell.name, tool): method for cell in results.cells for tool, method in cell.tool_methods.items()}
+    methods = {(task.name, tool): method for task in results.tasks for tool, method in task.tool_methods.items()}
     raw = with_backend_column(main)
     rows = raw.to_dict("records")
     for row in rows:
-        if method := methods.get((row["cell"], row["method"])):
+        if method := methods.get((row["task"], row["method"])):
             row["method"] = f"{row['method']} ({method})"
     notes = [main_note(results), *_worst_output_notes(results, main)]
     return MAIN.build(raw, notes, rows=rows, score=score_column_title(main["metric"]))
@@ -149,152 +149,152 @@ def finalist_table(results: Results) -> ReportTable:
 
 def main_note(results: Results) -> str:
     """Return the note of the main table: definitions, floors, and remarks on tasks."""
-    cells = results.cells
-    bounds = sorted({cell.allowed for cell in cells if cell.allowed is not None})
+    tasks = results.tasks
+    bounds = sorted({task.allowed for task in tasks if task.allowed is not None})
     return "\n".join(
         [
-            *_definitions(cells, bounds),
-            *_verdict_definitions(cells, bounds),
-            floor_note(cells),
-            *_version_note(cells),
-            *_score_notes(cells),
-            *(line for cell in cells for line in _check_notes(cell)),
-            *(f"Calibration of {c.name}: {text}." for c in cells for text in c.remarks),
-            *(f"Initial placements of {c.name}: {text}." for c in cells for text in c.cache_remarks),
-            *(f"Baselines of {c.name}: {text}." for c in cells if (text := _tool_note(c))),
+            *_definitions(tasks, bounds),
+            *_verdict_definitions(tasks, bounds),
+            noise_floor_note(tasks),
+            *_version_note(tasks),
+            *_score_notes(tasks),
+            *(line for task in tasks for line in _check_notes(task)),
+            *(f"Calibration of {c.name}: {text}." for c in tasks for text in c.remarks),
+            *(f"Initial placements of {c.name}: {text}." for c in tasks for text in c.cache_remarks),
+            *(f"Baselines of {c.name}: {text}." for c in tasks if (text := _tool_note(c))),
             *filter(None, [partial_note(results)]),
         ]
     )
 
 
-def _definitions(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iterator[str]:
-    counts = " or ".join(map(str, sorted({cell.builds for cell in cells if cell.builds is not None}))) or "some"
+def _definitions(tasks: Sequence[TaskResults], bounds: Sequence[float]) -> Iterator[str]:
+    counts = " or ".join(map(str, sorted({task.builds for task in tasks if task.builds is not None}))) or "some"
     within = f" with a drop of at most {' or '.join(f'{bound:g}' for bound in bounds)}" if bounds else ""
     yield (
         f"Latency: geometric mean over {counts} fresh builds of the median over turns; the baseline has at least as "
-        f"many builds. Speedup: over {_baseline_label(cells)}, paired by turns, so it may differ slightly from the "
+        f"many builds. Speedup: over {_baseline_label(tasks)}, paired by turns, so it may differ slightly from the "
         "ratio of two latencies in the table. Intervals: 95 %, Student's t over builds."
     )
     yield (
-        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor; use the float model then. "
+        "Tie: the interval contains 1, or the gain is below 1 % or below the noise floor; use the float model then. "
         f"Bold: the fastest row of a finished task{within}. Underlined: not distinguishable from it by the same rule, "
         "paired. The row of a searcher is its best seed by the final selection, or by the search's own samples without "
         "one. Builds ok: of the search, for other methods of the confirmation. Minutes: wall-clock of the search."
     )
-    if any(cell.score(FLOAT_ROW) is not None and cell.metric not in METRIC_CAPS for cell in cells):
+    if any(task.score(FLOAT_ROW) is not None and task.metric not in METRIC_CAPS for task in tasks):
         yield (
             "Drop: loss against the float baseline, positive is worse; its interval: 95 %, bootstrap over images with "
             "the same draws for both, if the records have single images."
         )
 
 
-def _baseline_label(cells: Sequence[CellResults]) -> str:
+def _baseline_label(tasks: Sequence[TaskResults]) -> str:
     """Return the denominator of the speedups, by task if tasks differ."""
-    groups = group_names((_float_precision_label(cell), cell.name) for cell in cells)
+    groups = group_names((_float_precision_label(task), task.name) for task in tasks)
     labels = [f"{label} ({names})" for label, names in groups.items()] if len(groups) > 1 else list(groups)
     return " ".join(filter(None, ["the float model", ", ".join(labels)]))
 
 
-def _float_precision_label(cell: CellResults) -> str:
-    backend = cell.facts["backend"]
+def _float_precision_label(task: TaskResults) -> str:
+    backend = task.facts["backend"]
     precision = backend.get("float_precision")
-    if cell.float_measured:
+    if task.float_measured:
         return f"at {precision}, the fastest float precision by measurement"
     if precision is None:
         return "as it is"
     return f"at {precision} (pinned)" if len(backend.get("float_params", {})) > 1 else f"at {precision}"
 
 
-def _verdict_definitions(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iterator[str]:
+def _verdict_definitions(tasks: Sequence[TaskResults], bounds: Sequence[float]) -> Iterator[str]:
     if bounds:
         yield f'"{BEYOND_BOUND_VERDICT}": the drop exceeds the bound of the experiment, so the row is not shipped.'
-    if any("failed" in score for cell in cells for score in cell.scores.values()):
+    if any("failed" in score for task in tasks for score in task.scores.values()):
         yield f'"{UNSCORED_VERDICT}": the outputs could not be scored (as a rule, not finite), so it is not shipped.'
-    if any(pick.reason.startswith(ACCURACY_ONLY_VERDICT) for cell in cells for pick in cell.picks):
+    if any(pick.reason.startswith(ACCURACY_ONLY_VERDICT) for task in tasks for pick in task.picks):
         yield f'"{ACCURACY_ONLY_VERDICT}": the device only emulates this precision, so the row is scored but not timed.'
-    if names := {metric_name(cell.metric) for cell in cells if cell.metric in METRIC_CAPS}:
+    if names := {metric_name(task.metric) for task in tasks if task.metric in METRIC_CAPS}:
         yield f"No drop of {', '.join(sorted(names))}: the reference is the float model, whose own value is a cap."
 
 
-def _version_note(cells: Sequence[CellResults]) -> Iterator[str]:
-    commits = ((str(cell.environment.get("git_commit", "")), cell.name) for cell in cells)
+def _version_note(tasks: Sequence[TaskResults]) -> Iterator[str]:
+    commits = ((str(task.environment.get("git_commit", "")), task.name) for task in tasks)
     found = group_names((commit[:12] + commit[40:], name) for commit, name in commits if commit)
     if len(found) > 1:
         listed = "; ".join(f"{commit} {names}" for commit, names in found.items())
         yield f"Started with different versions of this code: {listed}."
 
 
-def _score_notes(cells: Sequence[CellResults]) -> Iterator[str]:
-    if halves := [cell.name for cell in cells if cell.facts.get("halves")]:
+def _score_notes(tasks: Sequence[TaskResults]) -> Iterator[str]:
+    if halves := [task.name for task in tasks if task.facts.get("halves")]:
         yield (
             f"Searches used one half of the evaluator's data, scores and drops the other half: {', '.join(halves)}."
         )  # fmt: skip
     scores = []
-    for cell in cells:
-        if (estimate := float_estimate(cell)) is not None:
+    for task in tasks:
+        if (estimate := float_estimate(task)) is not None:
             own = estimate.interval
             shown = format_interval(own.value, own.low, own.high, 4)
-            scores.append(f"{cell.name} {metric_name(cell.metric)} {shown} ({estimate.images} images)")
+            scores.append(f"{task.name} {metric_name(task.metric)} {shown} ({estimate.images} images)")
     if scores:
         yield f"Scores of the float models with 95 % intervals over images: {', '.join(scores)}."
-    usages = [f"Full evaluations of {cell.name}: {text}." for cell in cells if (text := _metric_usage(cell))]
+    usages = [f"Full evaluations of {task.name}: {text}." for task in tasks if (text := _metric_usage(task))]
     if usages:
         yield "Full evaluations: those with a measured metric, sum over seeds."
         yield from usages
 
 
-def _metric_usage(cell: CellResults) -> str:
+def _metric_usage(task: TaskResults) -> str:
     """Return the number of scored evaluations of each searcher, and the rank correlation of proxy and metric."""
-    picks = [p for p in cell.picks if p.rank == 0 and p.budget == cell.budget and p.scored is not None]
+    picks = [p for p in task.picks if p.rank == 0 and p.budget == task.budget and p.scored is not None]
     seeds: dict[str, list[Choice]] = {}
     for pick in picks:
         seeds.setdefault(pick.method, []).append(pick)
-    spent = {search.name: min(search.evaluations, cell.budget) for search in cell.searches}
+    spent = {search.name: min(search.evaluations, task.budget) for search in task.searches}
     texts = []
     for method, found in seeds.items():
-        total = sum(spent.get(f"{method}-{pick.seed}", cell.budget) for pick in found)
+        total = sum(spent.get(f"{method}-{pick.seed}", task.budget) for pick in found)
         known = " and ".join(f"{pick.agreement:+.2f}" for pick in found if pick.agreement is not None)
         correlation = f" (rank correlation of proxy and metric {known})" if known else ""
         texts.append(f"{method} {sum(pick.scored or 0 for pick in found)} of {total}{correlation}")
     return ", ".join(texts)
 
 
-def _tool_note(cell: CellResults) -> str:
-    methods = ", ".join(f"{name} by {method}" for name, method in cell.tool_methods.items())
-    wanted = cell.facts.get("calibration", {}).get("method")
+def _tool_note(task: TaskResults) -> str:
+    methods = ", ".join(f"{name} by {method}" for name, method in task.tool_methods.items())
+    wanted = task.facts.get("calibration", {}).get("method")
     return f"calibrated {methods}, the nearest method of the tool to {wanted}" if methods else ""
 
 
 def _worst_output_notes(results: Results, main: pd.DataFrame) -> Iterator[str]:
     """Yield the output, or part of one, that the fidelity of each row is measured on, if a model has several."""
-    for cell in results.cells:
-        labels, notes = row_labels(cell, main), {row: str(score.get("note")) for row, score in cell.scores.items()}
+    for task in results.tasks:
+        labels, notes = row_labels(task, main), {row: str(score.get("note")) for row, score in task.scores.items()}
         worst = [f"{labels[row]}: {name}" for row in labels if (name := notes.get(row, "").partition(WORST_PREFIX)[2])]
         if worst:
-            yield f"Worst output by fidelity, {cell.name}: {'; '.join(worst)}."
+            yield f"Worst output by fidelity, {task.name}: {'; '.join(worst)}."
 
 
-def _check_notes(cell: CellResults) -> Iterator[str]:
+def _check_notes(task: TaskResults) -> Iterator[str]:
     """Yield a line for each row with a wrong result, and for each reason why rows were not compared."""
-    for name, row in wrong_result_rows(cell).items():
-        check = cell.checks[row]
-        example = f"; {cell.name}/{check.model} reproduces it, with a description next to it" if check.model else ""
-        yield f"{name} of {cell.name}: {check}{example}."
-    named = ((cell.checks[row], name) for name, row in _rows_by_label(cell).items() if row in cell.checks)
+    for name, row in wrong_result_rows(task).items():
+        check = task.checks[row]
+        example = f"; {task.name}/{check.model} reproduces it, with a description next to it" if check.model else ""
+        yield f"{name} of {task.name}: {check}{example}."
+    named = ((task.checks[row], name) for name, row in _rows_by_label(task).items() if row in task.checks)
     reasons = group_names((check.reason, name) for check, name in named if check.verdict == "not checked")
     for reason, names in reasons.items():
-        yield f"Not compared with their files, {cell.name}: {names} ({reason})."
+        yield f"Not compared with their files, {task.name}: {names} ({reason})."
 
 
-def wrong_result_rows(cell: CellResults) -> dict[str, str]:
+def wrong_result_rows(task: TaskResults) -> dict[str, str]:
     """Return the rows with a wrong result, by label."""
-    return {name: row for name, row in _rows_by_label(cell).items() if cell.wrong(row)}
+    return {name: row for name, row in _rows_by_label(task).items() if task.wrong(row)}
 
 
-def _rows_by_label(cell: CellResults) -> dict[str, str]:
+def _rows_by_label(task: TaskResults) -> dict[str, str]:
     """Return rows by the methods that chose them: "all, linear (ROW)"."""
     methods: dict[str, dict[str, None]] = {}
-    for pick in cell.picks:
+    for pick in task.picks:
         if pick.row:
             methods.setdefault(pick.row, {})[pick.method] = None
     return {f"{', '.join(names)} ({row})": row for row, names in methods.items()}

@@ -1,4 +1,4 @@
-"""Notes that several tables share: noise, A/A floors, data, backends, searches that ended early, unfinished runs."""
+"""Notes that several tables share: noise, noise floors, data, backends, searches that ended early, unfinished runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from harness.accuracy.metrics.intervals import Estimate, decode_accuracy, metric_estimate
 from harness.report.load.display_names import METRIC_CAPS
-from harness.report.load.results import NOISY_FLOOR, CellResults, Results
+from harness.report.load.results import NOISY_FLOOR, Results, TaskResults
 from harness.report.report_table import format_interval
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.search_loop.search_log import SearchLog
@@ -15,8 +15,17 @@ from harness.timing.provenance import lacks_vnni, processor_label
 from harness.timing.turn_log import disturbance_note
 
 __all__ = [
-    "backend_notes", "data_notes", "early_end_notes", "float_estimate", "floor_note", "group_names", "loss_note",
-    "noise_note", "partial_note", "progress_note", "without_vnni",
+    "backend_notes",
+    "data_notes",
+    "early_end_notes",
+    "float_estimate",
+    "group_names",
+    "loss_note",
+    "noise_floor_note",
+    "noise_note",
+    "partial_note",
+    "progress_note",
+    "without_vnni",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -28,52 +37,53 @@ LOSS_NOTE = (
 )
 
 
-def noise_note(cell: CellResults) -> str:
+def noise_note(task: TaskResults) -> str:
     """Return a warning about noise in the figures of a task, or ""."""
+    noise_floor = task.noise_floor or 0.0
     reasons = filter(None, [
-        f"the A/A floor is {cell.floor:.1%}" if cell.floor is not None and cell.floor > NOISY_FLOOR else "",
-        disturbance_note(cell.disturbed),
-        _disturbed_share_note(cell),
-        _wide_baseline_note(cell),
+        f"the noise floor is {noise_floor:.1%}" if noise_floor > NOISY_FLOOR else "",
+        disturbance_note(task.disturbed),
+        _disturbed_share_note(task),
+        _wide_baseline_note(task),
     ])  # fmt: skip
     text = "; ".join(reasons)
-    return f"Noisy machine, {cell.name}: {text}. Close other work and repeat." if text else ""
+    return f"Noisy machine, {task.name}: {text}. Close other work and repeat." if text else ""
 
 
-def _disturbed_share_note(cell: CellResults) -> str:
-    evaluations = sum(search.evaluations for search in cell.searches)
-    unsteady = sum(int(search.cost.get("unsteady", 0)) for search in cell.searches)
-    if unsteady <= MAX_DISTURBED_SHARE * evaluations:
+def _disturbed_share_note(task: TaskResults) -> str:
+    evaluations = sum(search.evaluations for search in task.searches)
+    unstable = sum(int(search.cost.get("unstable", 0)) for search in task.searches)
+    if unstable <= MAX_DISTURBED_SHARE * evaluations:
         return ""
-    return f"{unsteady} of {evaluations} evaluations stayed disturbed, so the searches may have made poor choices"
+    return f"{unstable} of {evaluations} evaluations stayed disturbed, so the searches may have made poor choices"
 
 
-def _wide_baseline_note(cell: CellResults) -> str:
-    if FLOAT_ROW not in cell.summaries:
+def _wide_baseline_note(task: TaskResults) -> str:
+    if FLOAT_ROW not in task.summaries:
         return ""
-    own = cell.summaries[FLOAT_ROW].latency_ms
+    own = task.summaries[FLOAT_ROW].latency_ms
     if own.high <= own.value * (1 + WIDE_INTERVAL_SHARE):
         return ""
     shown = format_interval(own.value, own.low, own.high, 3)
     return f"the float model took {shown} ms, so use the speedups, which are paired, and not the latencies"
 
 
-def floor_note(cells: Iterable[CellResults]) -> str:
-    """Return the A/A floor of each task."""
-    floors = [f"{cell.name} {cell.floor:.1%}" for cell in cells if cell.floor is not None]
+def noise_floor_note(tasks: Iterable[TaskResults]) -> str:
+    """Return the noise floor of each task."""
+    floors = [f"{task.name} {task.noise_floor:.1%}" for task in tasks if task.noise_floor is not None]
     if not floors:
-        return "A/A floor: not measured yet."
+        return "Noise floor: not measured yet."
     return (
-        "A/A floor, the largest difference between the float model and its twin in single builds (in 95 % of the "
+        "Noise floor, the largest difference between the float model and its twin in single builds (in 95 % of the "
         f"builds; in all of them up to 20 builds): {', '.join(floors)}."
     )
 
 
 def progress_note(results: Results) -> str:
     """Return the progress of a run in which no search has ended, or ""."""
-    if any(cell.picks for cell in results.cells):
+    if any(task.picks for task in results.tasks):
         return ""
-    if results.cells:
+    if results.tasks:
         return "No search has ended yet."
     if not results.starting:
         return "No task has started yet."
@@ -82,7 +92,7 @@ def progress_note(results: Results) -> str:
 
 def partial_note(results: Results) -> str:
     """Return what is missing in an unfinished run, and why tasks stopped, or ""."""
-    names = [cell.name for cell in results.cells if not cell.complete] + list(results.waiting)
+    names = [task.name for task in results.tasks if not task.complete] + list(results.waiting)
     if not names:
         return ""
     stopped = group_names((reason, name) for name, reason in results.stops.items())
@@ -98,73 +108,73 @@ def group_names(pairs: Iterable[tuple[T, str]]) -> dict[T, str]:
     return {value: ", ".join(names) for value, names in groups.items()}
 
 
-def backend_notes(cells: Iterable[CellResults]) -> tuple[str, ...]:
+def backend_notes(tasks: Iterable[TaskResults]) -> tuple[str, ...]:
     """Return the notes of backends on their figures."""
-    notes = {cell.note: str(cell.facts["backend"].get("name")) for cell in cells if cell.note}
+    notes = {task.note: str(task.facts["backend"].get("name")) for task in tasks if task.note}
     return tuple(f"{name}: {note}." for note, name in notes.items())
 
 
-def data_notes(cells: Sequence[CellResults]) -> Iterator[str]:
+def data_notes(tasks: Sequence[TaskResults]) -> Iterator[str]:
     """Yield the limits of calibration and accuracy data of each task."""
-    if random := sorted({cell.facts["model"] for cell in cells if cell.facts["calibrated_on"] == "random data"}):
+    if random := sorted({task.facts["model"] for task in tasks if task.facts["calibrated_on"] == "random data"}):
         yield f"Calibrated on random data (no accuracy): {', '.join(random)}."
-    for cell in cells:
-        if note := cell.scores.get(FLOAT_ROW, {}).get("note"):
-            yield f"Accuracy of {cell.name}: {note}."
-    for cell in cells:
-        if cell.blind:
+    for task in tasks:
+        if note := task.scores.get(FLOAT_ROW, {}).get("note"):
+            yield f"Accuracy of {task.name}: {note}."
+    for task in tasks:
+        if task.blind:
             yield (
-                f"Accuracy of {cell.name}: the float model itself scores {cell.score(FLOAT_ROW):.4f}, so drops say "
+                f"Accuracy of {task.name}: the float model itself scores {task.score(FLOAT_ROW):.4f}, so drops say "
                 "nothing; check preprocessing, decoder, labels and the order of their classes."
             )
-    scored = [cell for cell in cells if FLOAT_ROW in cell.scores and without_vnni(cell)]
-    if rough := [cell.name for cell in scored if not _has_seven_bit_weights(cell)]:
+    scored = [task for task in tasks if FLOAT_ROW in task.scores and without_vnni(task)]
+    if rough := [task.name for task in scored if not _has_seven_bit_weights(task)]:
         yield (
             f"Accuracy of {', '.join(rough)}: measured on a processor without VNNI, where INT8 products saturate; "
             "drops differ on one with VNNI."
         )
-    if reduced := [cell.name for cell in scored if _has_seven_bit_weights(cell)]:
+    if reduced := [task.name for task in scored if _has_seven_bit_weights(task)]:
         yield (
             f"Accuracy of {', '.join(reduced)}: measured on a processor without VNNI, where products of 8-bit weights "
             "saturate. Placements and quantize_static have 7-bit weights; models of ModelOpt and imported models keep "
             "their own."
         )
-    estimates = ((cell, float_estimate(cell)) for cell in cells)
-    caveats = group_names((each.caveat, cell.name) for cell, each in estimates if each is not None and each.caveat)
+    estimates = ((task, float_estimate(task)) for task in tasks)
+    caveats = group_names((each.caveat, task.name) for task, each in estimates if each is not None and each.caveat)
     yield from (f"Accuracy of {names}: {caveat}." for caveat, names in caveats.items())
 
 
-def without_vnni(cell: CellResults) -> bool:
+def without_vnni(task: TaskResults) -> bool:
     """Return whether the device is a processor that adds INT8 products in 16 bits."""
-    own = str(cell.environment.get("cpu", {}).get("model"))
-    device = cell.facts["backend"].get("device")
-    return lacks_vnni(cell.environment) and device in {own, processor_label(own, cell.environment)}
+    own = str(task.environment.get("cpu", {}).get("model"))
+    device = task.facts["backend"].get("device")
+    return lacks_vnni(task.environment) and device in {own, processor_label(own, task.environment)}
 
 
-def _has_seven_bit_weights(cell: CellResults) -> bool:
-    return str(cell.facts["backend"].get("dialect", "")).endswith("_7bit")
+def _has_seven_bit_weights(task: TaskResults) -> bool:
+    return str(task.facts["backend"].get("dialect", "")).endswith("_7bit")
 
 
-def float_estimate(cell: CellResults) -> Estimate | None:
+def float_estimate(task: TaskResults) -> Estimate | None:
     """Return the metric of the float model with its interval over images; None if the record has no single images."""
-    score = cell.scores.get(FLOAT_ROW, {})
-    if cell.metric is None or cell.metric in METRIC_CAPS or "metrics" not in score:
+    score = task.scores.get(FLOAT_ROW, {})
+    if task.metric is None or task.metric in METRIC_CAPS or "metrics" not in score:
         return None
-    return metric_estimate(decode_accuracy(score), cell.metric)
+    return metric_estimate(decode_accuracy(score), task.metric)
 
 
 def early_end_notes(results: Results) -> Iterator[str]:
     """Yield the searches that spent less than their budget with the reason, by task and reason."""
-    for cell in results.cells:
+    for task in results.tasks:
         groups: dict[str, list[SearchLog]] = {}
-        for search in cell.searches:
-            if reason := _early_end_reason(search, cell.budget):
+        for search in task.searches:
+            if reason := _early_end_reason(search, task.budget):
                 groups.setdefault(reason, []).append(search)
         for reason, searches in groups.items():
             paths = [search.end.traceback_file for search in searches if search.end and search.end.traceback_file]
             traces = ", ".join(str(path.relative_to(results.folder)) for path in paths)
             names = ", ".join(search.name for search in searches)
-            yield f"{cell.name}: {names} {reason}{f'; traceback: {traces}' if traces else ''}."
+            yield f"{task.name}: {names} {reason}{f'; traceback: {traces}' if traces else ''}."
 
 
 def _early_end_reason(search: SearchLog, budget: int) -> str:
@@ -175,4 +185,4 @@ def _early_end_reason(search: SearchLog, budget: int) -> str:
 
 def loss_note(results: Results) -> list[str]:
     """Return how choices were selected if the searches minimised the loss of accuracy."""
-    return [LOSS_NOTE] if any(pick.loss is not None for cell in results.cells for pick in cell.picks) else []
+    return [LOSS_NOTE] if any(pick.loss is not None for task in results.tasks for pick in task.picks) else []

@@ -18,7 +18,7 @@ __all__ = ["MEAN_LABEL", "OVERVIEW", "overview_frame", "overview_table"]
 
 MEAN_LABEL = "geometric mean"
 OVERVIEW_COLUMNS = (
-    "cell", "model", "backend", "device", "quantized", "column", "method", "precision", "speedup", "speedup_low",
+    "task", "model", "backend", "device", "quantized", "column", "method", "precision", "speedup", "speedup_low",
     "speedup_high", "verdict", "beyond", "best", "tied", "row", "seeds", "budget",
 )  # fmt: skip
 FIGURE = "Confirmed speedup over the float baseline by method"
@@ -53,7 +53,7 @@ OVERVIEW = TableSpec(
     name="overview",
     title="Speedups at a glance",
     columns=tuple(map(text_column, ("model", "device", "quantized"))),
-    group_by=("device", "quantized", "model", "cell"),
+    group_by=("device", "quantized", "model", "task"),
     spread_by="column",
     spread=(Column("{column}", _format_speedup, marked=True),),
     timed=True,
@@ -84,16 +84,16 @@ def overview_frame(main: pd.DataFrame, budgets: pd.DataFrame) -> pd.DataFrame:
     other methods; `best` and `tied` then compare values and limits. Its `verdict`, `beyond` and `row` are those of the
     best seed.
 
-    Means (`MEAN_LABEL` as model, no cell) go over the tasks of one device and backend; see
+    Means (`MEAN_LABEL` as model, no task) go over the tasks of one device and backend; see
     `harness.report.statistics.geometric_mean`.
     """
     lines = with_backend_column(main)
     lines = lines[lines["verdict"] != "baseline"]
-    if lines["cell"].nunique() < 2:
+    if lines["task"].nunique() < 2:
         return pd.DataFrame(columns=list(OVERVIEW_COLUMNS))
     floats = lines["method"] == FLOAT_ROW
     columns = lines["method"].where(~floats, FLOAT_ROW + " " + lines["precision"].astype(str))
-    finished = set(main.loc[main["best"].astype(bool), "cell"])  # finished tasks have a best row
+    finished = set(main.loc[main["best"].astype(bool), "task"])  # finished tasks have a best row
     lines = _aggregate_seeds(lines.assign(column=columns), budgets, finished)
     means = [mean for _, part in lines.groupby(["device", "quantized"], sort=False) for mean in _mean_rows(part)]
     frames = [lines, pd.DataFrame(means)] if means else [lines]
@@ -101,28 +101,28 @@ def overview_frame(main: pd.DataFrame, budgets: pd.DataFrame) -> pd.DataFrame:
 
 
 def _aggregate_seeds(lines: pd.DataFrame, budgets: pd.DataFrame, finished: Collection[str]) -> pd.DataFrame:
-    last = budgets[budgets["budget"] == budgets.groupby(["cell", "searcher"])["budget"].transform("max")]
-    medians = last.set_index(["cell", "searcher"])[["speedup", "low", "high", "seeds"]]
-    lines = lines.join(medians.rename(columns={"speedup": "median"}), on=["cell", "method"]).reset_index(drop=True)
+    last = budgets[budgets["budget"] == budgets.groupby(["task", "searcher"])["budget"].transform("max")]
+    medians = last.set_index(["task", "searcher"])[["speedup", "low", "high", "seeds"]]
+    lines = lines.join(medians.rename(columns={"speedup": "median"}), on=["task", "method"]).reset_index(drop=True)
     if not (lines["seeds"] > 1).any():
         return lines
     there = lines["seeds"].notna() & lines["speedup"].notna()
     for name, median in (("speedup", "median"), ("speedup_low", "low"), ("speedup_high", "high")):
         lines = lines.assign(**{name: lines[name].astype(float).where(~there, lines[median])})
-    cell, unusable = lines["cell"], lines["decision"].astype(str).str.startswith(UNUSABLE_DECISIONS)
-    within = lines["speedup"].where(cell.isin(finished) & ~unusable & (lines["speedup_high"] >= 1.0))
+    task, unusable = lines["task"], lines["decision"].astype(str).str.startswith(UNUSABLE_DECISIONS)
+    within = lines["speedup"].where(task.isin(finished) & ~unusable & (lines["speedup_high"] >= 1.0))
     faster = within.where(lines["speedup_low"] > 1.0)  # a tie with the float model is not the fastest
-    best = faster == faster.groupby(cell).transform("max")
-    lowest = lines["speedup_low"].where(best).groupby(cell).transform("max").fillna(1.0)
+    best = faster == faster.groupby(task).transform("max")
+    lowest = lines["speedup_low"].where(best).groupby(task).transform("max").fillna(1.0)
     return lines.assign(best=best, tied=within.notna() & (lines["speedup_high"] >= lowest))
 
 
 def _mean_rows(part: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Yield the mean of each column that has a figure for all of several tasks."""
-    cells = part["cell"].nunique()
+    tasks = part["task"].nunique()
     for _, lines in part.groupby("column", sort=False):
         values = lines["speedup"].astype(float)
-        if cells < 2 or len(lines) != cells or values.isna().any():
+        if tasks < 2 or len(lines) != tasks or values.isna().any():
             continue
         figures = lines[["speedup", "speedup_low", "speedup_high"]].astype(float).itertuples(index=False)
         mean = geometric_mean([Interval(value=value, low=low, high=high) for value, low, high in figures])

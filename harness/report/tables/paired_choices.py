@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from harness.report.frames.confirmation import Turns, confirmed_choices, paired_ratio, ratio_over_seeds, speedups_at
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
 from harness.report.statistics import MIN_BLOCKS_FOR_WILCOXON, effect_size, geometric_mean, mean_ratio_over_blocks
@@ -22,11 +22,11 @@ from harness.timing.turn_log import TurnMatrix
 __all__ = ["ABLATION", "FIXED", "ablation_frame", "fixed_frame", "fixed_table"]
 
 FIXED_COLUMNS = (
-    "cell", "model", "cells", "searcher", "budget", "fixed", "row", "ratio", "low", "high", "floor", "verdict", "seeds",
-    "same", "unfit",
+    "task", "model", "tasks", "searcher", "budget", "fixed", "row", "ratio", "low", "high", "noise_floor", "verdict",
+    "seeds", "same", "unfit",
 )  # fmt: skip
 ABLATION_COLUMNS = (
-    "reference", "variant", "params", "budget", "cell", "cells", "seeds", "ratio", "low", "high", "chance",
+    "reference", "variant", "params", "budget", "task", "tasks", "seeds", "ratio", "low", "high", "chance",
 )  # fmt: skip
 SAME_PLACEMENT = "the same placement"
 NO_SHIPPABLE_ROW = "none to ship"
@@ -37,23 +37,23 @@ def _format_gain(row: Row) -> str:
     if is_missing(row["ratio"]):
         return MISSING_CELL
     shown = format_interval(row["ratio"], row["low"], row["high"])
-    if is_missing(row["cell"]):
-        return f"{shown} of {row['cells']}" + (f", {row['unfit']} not to ship" if row["unfit"] else "")
+    if is_missing(row["task"]):
+        return f"{shown} of {row['tasks']}" + (f", {row['unfit']} not to ship" if row["unfit"] else "")
     shown = SAME_PLACEMENT if row["verdict"] == SAME_PLACEMENT else f"{shown} {row['verdict']}"
     return shown + (f", {row['unfit']}/{row['seeds']} not to ship" if row["unfit"] else "")
 
 
 def _format_fixed_row(row: Row) -> str:
-    return MISSING_CELL if is_missing(row["cell"]) else row["fixed"] or NO_SHIPPABLE_ROW
+    return MISSING_CELL if is_missing(row["task"]) else row["fixed"] or NO_SHIPPABLE_ROW
 
 
 FIXED = TableSpec(
     name="fixed",
     title="What a search adds to the best fixed row",
     columns=(
-        Column("cell", lambda row: MEAN_LABEL if is_missing(row["cell"]) else str(row["cell"]), text=True),
+        Column("task", lambda row: MEAN_LABEL if is_missing(row["task"]) else str(row["task"]), text=True),
         Column("best fixed row", _format_fixed_row, text=True),
-        number_column("A/A floor", "floor", "{:.1%}"),
+        number_column("noise floor", "noise_floor", "{:.1%}"),
         text_column("searcher"),
     ),
     caption=(
@@ -67,15 +67,15 @@ FIXED = TableSpec(
         "choices of 1 of 2 seeds exceed the bound or could not be scored.\n"
         "The best fixed row was selected by its confirmed figure, the searcher's choice before the confirmation, so "
         "the luck of the confirmation favours the fixed row. Geometric mean over tasks: Student's t interval over them "
-        "[95 %], none below three. Ties by their intervals alone: the ratio itself is slower by more than the A/A "
-        "floor; ties by the floor alone: the interval excludes 1."
+        "[95 %], none below three. Ties by their intervals alone: the ratio itself is slower by more than the "
+        "noise floor; ties by the noise floor alone: the interval excludes 1."
     ),
-    group_by=("cell", "searcher"),
+    group_by=("task", "searcher"),
     spread_by="budget",
     spread=(Column("{budget} evaluations", _format_gain),),
     last=(("seeds", lambda rows: str(max(row["seeds"] for row in rows))),),
     timed=True,
-    states_floor=True,
+    states_noise_floor=True,
     assumes_budget=True,
     source="choices",
 )
@@ -87,7 +87,7 @@ ABLATION = TableSpec(
         text_column("variant"),
         Column("parameters", lambda row: row["params"] or MISSING_CELL, text=True),
         Column("budget", lambda row: f"{row['budget']} evaluations"),
-        Column("cell", lambda row: f"{MEAN_LABEL} of {row['cells']}" if is_missing(row["cell"]) else row["cell"], True),
+        Column("task", lambda row: f"{MEAN_LABEL} of {row['tasks']}" if is_missing(row["task"]) else row["task"], True),
         interval_column("ratio [limits]", "ratio", "low", "high", 3),
         number_column("chance", form="{:.0%}"),
         text_column("seeds"),
@@ -118,26 +118,26 @@ def fixed_table(results: Results) -> ReportTable:
 
 def _iter_tallies(fixed: pd.DataFrame) -> Iterator[str]:
     """Yield for each searcher and budget the verdicts over tasks and the smallest ratio."""
-    judged = fixed[fixed["ratio"].notna() & fixed["cell"].notna()]
-    for searcher, lines in judged.groupby("searcher", sort=False) if judged["cell"].nunique() > 1 else ():
+    judged = fixed[fixed["ratio"].notna() & fixed["task"].notna()]
+    for searcher, lines in judged.groupby("searcher", sort=False) if judged["task"].nunique() > 1 else ():
         tallies = [f"after {budget} evaluations {_count_verdicts(part)}" for budget, part in lines.groupby("budget")]
         yield f"{searcher}: {'; '.join(tallies)}."
 
 
 def _count_verdicts(part: pd.DataFrame) -> str:
     counts = part["verdict"].value_counts()
-    ratios, floors = part["ratio"].astype(float), part["floor"].astype(float).fillna(0.0)
+    ratios, floors = part["ratio"].astype(float), part["noise_floor"].astype(float).fillna(0.0)
     tied = part["verdict"] == "tie"
     below = tied & (ratios * (1 + floors.clip(lower=MIN_CLAIMED_GAIN)) < 1)
     clear = tied & ((part["low"] > 1) | (part["high"] < 1))
     counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in FIXED_VERDICTS if verdict in counts)
-    kinds = {"their intervals": below, "the floor": clear}
+    kinds = {"their intervals": below, "the noise floor": clear}
     alone = [f"ties by {what} alone: {_join_ratios(part[which])}" for what, which in kinds.items() if which.any()]
     return f"{counted}, least {ratios.min():.2f}" + (f" ({'; '.join(alone)})" if alone else "")
 
 
 def _join_ratios(part: pd.DataFrame) -> str:
-    return ", ".join(f"{row['cell']} {row['ratio']:.2f}" for row in part.to_dict("records"))
+    return ", ".join(f"{row['task']} {row['ratio']:.2f}" for row in part.to_dict("records"))
 
 
 def fixed_frame(results: Results) -> pd.DataFrame:
@@ -148,17 +148,17 @@ def fixed_frame(results: Results) -> pd.DataFrame:
     the `seeds` chose the fixed row itself, and `unfit` a row beyond the bound or without a score. Tasks without a
     confirmed baseline have no row.
 
-    Rows without a cell are geometric means over the `cells` of `Results.pooled` with a ratio, if there are several.
+    Rows without a task are geometric means over the `tasks` of `Results.pooled` with a ratio, if there are several.
     """
-    lines = [line for cell in results.cells for line in _fixed_rows(cell, results.stored.baselines)]
+    lines = [line for task in results.tasks for line in _fixed_rows(task, results.stored.baselines)]
     frame = pd.DataFrame(lines, columns=list(FIXED_COLUMNS))
-    pooled = frame[frame["ratio"].notna() & frame["cell"].isin([cell.name for cell in results.pooled])]
+    pooled = frame[frame["ratio"].notna() & frame["task"].isin([task.name for task in results.pooled])]
     for (searcher, budget), part in pooled.groupby(["searcher", "budget"], sort=False):
         if len(part) > 1:
             mean = mean_ratio_over_blocks(part["ratio"].astype(float).tolist())
             lines.append(
                 {
-                    **dict.fromkeys(FIXED_COLUMNS), "model": MEAN_LABEL, "cells": len(part), "searcher": searcher,
+                    **dict.fromkeys(FIXED_COLUMNS), "model": MEAN_LABEL, "tasks": len(part), "searcher": searcher,
                     "budget": budget, "ratio": mean.value, "low": mean.low, "high": mean.high,
                     "seeds": int(part["seeds"].min()), "same": int(part["same"].sum()),
                     "unfit": int(part["unfit"].sum()),
@@ -167,31 +167,31 @@ def fixed_frame(results: Results) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=list(FIXED_COLUMNS))
 
 
-def _fixed_rows(cell: CellResults, baselines: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _fixed_rows(task: TaskResults, baselines: Sequence[str]) -> Iterator[dict[str, Any]]:
     fixed: dict[str, list[str]] = {}
-    for pick in cell.picks:
-        if pick.kind == "baseline" and pick.method in baselines and pick.row in cell.summaries:
+    for pick in task.picks:
+        if pick.kind == "baseline" and pick.method in baselines and pick.row in task.summaries:
             fixed.setdefault(pick.row, []).append(pick.method)
     if not fixed:
         return
-    turns = TurnMatrix(cell.events).turns
-    best = max(filter(cell.obeys, fixed), key=lambda row: cell.summaries[row].speedup.value, default="")
-    for (searcher, budget), rows in confirmed_choices(cell).items():
+    turns = TurnMatrix(task.events).turns
+    best = max(filter(task.obeys, fixed), key=lambda row: task.summaries[row].speedup.value, default="")
+    for (searcher, budget), rows in confirmed_choices(task).items():
         yield {
-            "cell": cell.name, "model": cell.facts["model"], "cells": 1, "searcher": searcher, "budget": budget,
-            "fixed": ", ".join(fixed.get(best, [])), "row": best, "floor": cell.floor,
-            **_compare_with_best(cell, turns, list(rows.values()), best), "seeds": len(rows),
+            "task": task.name, "model": task.facts["model"], "tasks": 1, "searcher": searcher, "budget": budget,
+            "fixed": ", ".join(fixed.get(best, [])), "row": best, "noise_floor": task.noise_floor,
+            **_compare_with_best(task, turns, list(rows.values()), best), "seeds": len(rows),
             "same": sum(row == best for row in rows.values()),
-            "unfit": sum(not cell.obeys(row) for row in rows.values()),
+            "unfit": sum(not task.obeys(row) for row in rows.values()),
         }  # fmt: skip
 
 
-def _compare_with_best(cell: CellResults, turns: Mapping[str, Turns], rows: Sequence[str], best: str) -> dict[str, Any]:
+def _compare_with_best(task: TaskResults, turns: Mapping[str, Turns], rows: Sequence[str], best: str) -> dict[str, Any]:
     ratios = [ratio for row in rows if (ratio := paired_ratio(turns, row, best)) is not None]
     if not ratios:
         return {"ratio": None, "low": None, "high": None, "verdict": MISSING_CELL}
     middle = ratio_over_seeds(ratios)
-    verdict = SAME_PLACEMENT if set(rows) == {best} else speedup_verdict(middle, cell.floor or 0.0)
+    verdict = SAME_PLACEMENT if set(rows) == {best} else speedup_verdict(middle, task.noise_floor or 0.0)
     return {"ratio": middle.value, "low": middle.low, "high": middle.high, "verdict": verdict}
 
 
@@ -199,7 +199,7 @@ def _compare_with_best(cell: CellResults, turns: Mapping[str, Turns], rows: Sequ
 class _TaskChoices:
     """Confirmed rows of a task by searcher and budget, then by seed, with the turns of each row."""
 
-    cell: CellResults
+    results: TaskResults
     rows: Mapping[tuple[str, int], Mapping[int, str]]
     turns: Mapping[str, Turns]
 
@@ -211,13 +211,13 @@ def ablation_frame(results: Results) -> pd.DataFrame:
     the first. If the first searcher of the experiment has variants and all others have a label of their own, searchers
     that are the only ones of their plug-in are variants of it too. Ratios are paired by seed, see `paired_ratio`.
 
-    Rows without a cell are geometric means over `cells`: from `MIN_BLOCKS_FOR_WILCOXON` tasks with Student's interval
+    Rows without a task are geometric means over `tasks`: from `MIN_BLOCKS_FOR_WILCOXON` tasks with Student's interval
     over tasks; below, with limits of these tasks alone, and with rows of the tasks.
 
     Returns:
-        Columns reference, variant, params, budget, cell, cells, seeds (the fewest of a task), ratio, low, high, chance.
+        Columns reference, variant, params, budget, task, tasks, seeds (the fewest of a task), ratio, low, high, chance.
     """
-    tasks = [_TaskChoices(cell, confirmed_choices(cell), TurnMatrix(cell.events).turns) for cell in results.pooled]
+    tasks = [_TaskChoices(task, confirmed_choices(task), TurnMatrix(task.events).turns) for task in results.pooled]
     budgets = sorted({budget for task in tasks for _, budget in task.rows})
     lines = [
         {
@@ -271,9 +271,9 @@ def _ablation_row(task: _TaskChoices, reference: str, variant: str, budget: int)
     ratios = [ratio for pair in pairs if (ratio := paired_ratio(task.turns, *pair)) is not None]
     if not ratios:
         return None
-    middle, speedups = ratio_over_seeds(ratios), speedups_at(task.cell, budget)
+    middle, speedups = ratio_over_seeds(ratios), speedups_at(task.results, budget)
     return {
-        "cell": task.cell.name, "cells": 1, "seeds": len(ratios), "ratio": middle.value, "low": middle.low,
+        "task": task.results.name, "tasks": 1, "seeds": len(ratios), "ratio": middle.value, "low": middle.low,
         "high": middle.high, "chance": effect_size(speedups[variant], speedups[reference]),
     }  # fmt: skip
 
@@ -283,6 +283,6 @@ def _ablation_mean(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     few = len(parts) < MIN_BLOCKS_FOR_WILCOXON
     mean = geometric_mean(parts) if few else block_ci([[part.value] for part in parts])
     return {
-        "cell": None, "cells": len(rows), "seeds": min(row["seeds"] for row in rows), "ratio": mean.value,
+        "task": None, "tasks": len(rows), "seeds": min(row["seeds"] for row in rows), "ratio": mean.value,
         "low": mean.low, "high": mean.high, "chance": float(np.mean([row["chance"] for row in rows])),
     }  # fmt: skip

@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.report.frames.confirmation import speedups_at
 from harness.report.frames.curves import curve_frame, hypervolume_frame
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import ReportTable, format_interval, pluralize
 from harness.report.statistics import (
     FriedmanRanks,
@@ -33,7 +33,7 @@ SCORE = TableSpec(
     name="score",
     title="Score against random search",
     columns=(
-        text_column("cell"),
+        text_column("task"),
         text_column("searcher"),
         interval_column("score [CI]", "score", "low", "high"),
         number_column("seeds"),
@@ -52,7 +52,7 @@ PAIRS = TableSpec(
     columns=(
         text_column("first"),
         text_column("second"),
-        number_column("cells", "blocks"),
+        number_column("tasks", "blocks"),
         interval_column("ratio [CI]", "ratio", "low", "high", 3),
         number_column("chance", form="{:.0%}"),
         number_column("p (Holm)", "p_holm", "{:.3f}"),
@@ -77,14 +77,14 @@ def _format_volume(rows: Sequence[Row]) -> str:
 VOLUME = TableSpec(
     name="volume",
     title="Front of latency and accuracy",
-    columns=(text_column("cell"), text_column("searcher")),
+    columns=(text_column("task"), text_column("searcher")),
     caption=(
         "Hypervolume of latency and accuracy at the end of the search, as a share of the box between the ideal (no "
         "time, no loss) and the float model's latency with the largest loss of any search of the task: median over "
         "seeds [95 % interval; the range below six seeds]. Scored: evaluations with a measured metric, all seeds. "
         f"{SEARCH_LATENCY_NOTE}"
     ),
-    group_by=("cell", "searcher"),
+    group_by=("task", "searcher"),
     last=(
         ("hypervolume [CI]", _format_volume),
         ("scored", lambda rows: str(sum(row["scored"] for row in rows))),
@@ -95,8 +95,8 @@ VOLUME = TableSpec(
 
 def volume_table(results: Results) -> ReportTable:
     """Return the table of hypervolumes at the end of the searches."""
-    volumes = hypervolume_frame(results.cells)
-    last = volumes.groupby(["cell", "searcher", "seed"], sort=False, as_index=False).last()
+    volumes = hypervolume_frame(results.tasks)
+    last = volumes.groupby(["task", "searcher", "seed"], sort=False, as_index=False).last()
     return VOLUME.build(volumes, rows=last.to_dict("records"))
 
 
@@ -109,21 +109,21 @@ def score_frame(results: Results) -> pd.DataFrame:
     recorded tables `qdq study` compares with ten thousand random searches instead.
 
     Returns:
-        Columns cell, searcher, seeds, score, low, high: median over seeds with its 95 % interval.
+        Columns task, searcher, seeds, score, low, high: median over seeds with its 95 % interval.
     """
-    lines = [line for cell in results.cells for line in _score_rows(cell, results.stored.uses)]
-    return pd.DataFrame(lines, columns=["cell", "searcher", "seeds", "score", "low", "high"])
+    lines = [line for task in results.tasks for line in _score_rows(task, results.stored.uses)]
+    return pd.DataFrame(lines, columns=["task", "searcher", "seeds", "score", "low", "high"])
 
 
-def _score_rows(cell: CellResults, uses: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    if cell.goal.minimize != "latency":
+def _score_rows(task: TaskResults, uses: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if task.goal.minimize != "latency":
         return
-    curves = curve_frame([cell])
+    curves = curve_frame([task])
     random = next((name for name in curves["searcher"].unique() if uses.get(name, (name,))[0] == RANDOM_SEARCHER), None)
     if random is None:
         return
     initial: dict[str, set[int]] = {}
-    for search in cell.searches:
+    for search in task.searches:
         initial.setdefault(search.searcher, set()).add(search.initial)
     first, last = max(initial[random]), int(curves["evaluations"].max())
     latency = {str(name): _latency_ratios(part, last) for name, part in curves.groupby("searcher", sort=False)}
@@ -134,7 +134,7 @@ def _score_rows(cell: CellResults, uses: Mapping[str, Any]) -> Iterator[dict[str
         if name != random and initial[name] == {first} and not warm and not np.isnan(scores).any():
             middle = median_ci(scores)
             figures = {"score": middle.value, "low": middle.low, "high": middle.high}
-            yield {"cell": cell.name, "searcher": name, "seeds": len(scores), **figures}
+            yield {"task": task.name, "searcher": name, "seeds": len(scores), **figures}
 
 
 def _latency_ratios(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -154,9 +154,9 @@ def pair_frame(results: Results) -> pd.DataFrame:
 
 def _speedups_by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
     speedups: dict[str, dict[str, Sequence[float]]] = {name: {} for name in results.stored.searchers}
-    for cell in (each for each in results.pooled if each.goal.minimize == "latency"):
-        for searcher, values in speedups_at(cell, cell.budget).items():
-            speedups.setdefault(searcher, {})[cell.name] = values
+    for task in (each for each in results.pooled if each.goal.minimize == "latency"):
+        for searcher, values in speedups_at(task, task.budget).items():
+            speedups.setdefault(searcher, {})[task.name] = values
     return {name: blocks for name, blocks in speedups.items() if blocks}
 
 

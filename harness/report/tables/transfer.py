@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from harness.report.frames.main_frame import backend_label
-from harness.report.load.results import CellResults, Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import ReportTable, format_interval
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
@@ -77,58 +77,58 @@ def transfer_frame(results: Results) -> pd.DataFrame:
     the row "from_BACKEND" or "from_MODEL" if there is one; on another backend, else, the row with the same Q/DQ pairs.
 
     Returns:
-        Columns across ("backends" or "models"), within (the model, or the backend), precision, source, target, cell (of
+        Columns across ("backends" or "models"), within (the model, or the backend), precision, source, target, task (of
         the target), method, row, speedup, low, high, verdict, and share: the time saved as a share of that of the
         target's own best placement, None if that gain is within the noise. Empty if nothing was transferred.
     """
     lines = []
     for across in ("backends", "models"):
-        for (within, precision), cells in _task_families(results, across).items():
+        for (within, precision), tasks in _task_families(results, across).items():
             facts = {"across": across, "within": within, "precision": precision}
             family = [
                 {**facts, "source": _task_label(source, across), "target": _task_label(target, across), **line}
-                for source, target in itertools.product(cells, cells)
+                for source, target in itertools.product(tasks, tasks)
                 if (line := _transfer_row(source, target, across)) is not None
             ]
             if any(line["source"] != line["target"] for line in family):
                 lines += family
     columns = [
-        "across", "within", "precision", "source", "target", "cell", "method", "row", "speedup", "low", "high",
+        "across", "within", "precision", "source", "target", "task", "method", "row", "speedup", "low", "high",
         "verdict", "share",
     ]  # fmt: skip
     return pd.DataFrame(lines, columns=columns)
 
 
-def _task_label(cell: CellResults, across: str) -> str:
-    return backend_label(cell) if across == "backends" else str(cell.facts["model"])
+def _task_label(task: TaskResults, across: str) -> str:
+    return backend_label(task) if across == "backends" else str(task.facts["model"])
 
 
-def _task_families(results: Results, across: str) -> dict[tuple[str, str], list[CellResults]]:
+def _task_families(results: Results, across: str) -> dict[tuple[str, str], list[TaskResults]]:
     """Return the tasks that differ only in their backend, or only in their model."""
     other = "models" if across == "backends" else "backends"
-    families: dict[tuple[str, str], list[CellResults]] = defaultdict(list)
-    for cell in results.cells:
-        families[_task_label(cell, other), str(cell.facts["precision"])].append(cell)
-    return {key: cells for key, cells in families.items() if len(cells) > 1}
+    families: dict[tuple[str, str], list[TaskResults]] = defaultdict(list)
+    for task in results.tasks:
+        families[_task_label(task, other), str(task.facts["precision"])].append(task)
+    return {key: tasks for key, tasks in families.items() if len(tasks) > 1}
 
 
-def _transfer_row(source: CellResults, target: CellResults, across: str) -> dict[str, Any] | None:
+def _transfer_row(source: TaskResults, target: TaskResults, across: str) -> dict[str, Any] | None:
     pick, own = (
-        best_choice(pick for pick in cell.picks if pick.row in cell.summaries and not cell.wrong(pick.row))
-        for cell in (source, target)
+        best_choice(pick for pick in task.picks if pick.row in task.summaries and not task.wrong(pick.row))
+        for task in (source, target)
     )
     row = None if pick is None else pick.row if source is target else _transferred_row(pick, source, target, across)
     if pick is None or row is None or row not in target.summaries:
         return None
     speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row]
     return {
-        "cell": target.name, "method": pick.method, "row": row,
+        "task": target.name, "method": pick.method, "row": row,
         "speedup": speedup.value, "low": speedup.low, "high": speedup.high, "verdict": target.summaries[row].verdict,
         "share": (1 - 1 / speedup.value) / (1 - 1 / best.speedup.value) if best and best.verdict == "faster" else None,
     }  # fmt: skip
 
 
-def _transferred_row(pick: Choice, source: CellResults, target: CellResults, across: str) -> str | None:
+def _transferred_row(pick: Choice, source: TaskResults, target: TaskResults, across: str) -> str | None:
     """Return the target's row of the source's placement, or None."""
     name = f"from_{_task_label(source, across)}"
     row = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)
@@ -148,19 +148,19 @@ def similarity_frame(results: Results) -> pd.DataFrame:
     from scipy.stats import spearmanr
 
     lines = []
-    for (model, precision), cells in _task_families(results, "backends").items():
-        for one, two in itertools.combinations(cells, 2):
+    for (model, precision), tasks in _task_families(results, "backends").items():
+        for one, two in itertools.combinations(tasks, 2):
             shared = [row for row in one.summaries if row in two.summaries and _is_same_placement(row, one, two)]
             if len(shared) < MIN_SHARED_ROWS:
                 continue
-            latency_ms = [[cell.summaries[row].latency_ms.value for row in shared] for cell in (one, two)]
+            latency_ms = [[task.summaries[row].latency_ms.value for row in shared] for task in (one, two)]
             names = {"first": backend_label(one), "second": backend_label(two)}
             facts = {"model": model, "precision": precision, **names, "rows": len(shared)}
             lines.append({**facts, "spearman": float(spearmanr(*latency_ms).statistic)})
     return pd.DataFrame(lines, columns=["model", "precision", "first", "second", "rows", "spearman"])
 
 
-def _is_same_placement(row: str, one: CellResults, two: CellResults) -> bool:
+def _is_same_placement(row: str, one: TaskResults, two: TaskResults) -> bool:
     """Return whether a row is one placement in both tasks: digests identify placements, names of tools do not."""
     own, other = one.rows.get(row), two.rows.get(row)
     if row.startswith(FLOAT_ROW) or own is None or other is None:

@@ -65,7 +65,7 @@ class LocalTarget(ExecutionTarget):
     def __init__(self, executor: ExecutorSpec, limits: Limits) -> None:
         self._executor = executor
         self._limits = limits
-        self._policy: TimingPolicy = SerialTiming() if executor.timing == "beside" else ExclusiveTiming()
+        self._policy: TimingPolicy = SerialTiming() if executor.timing == "concurrent" else ExclusiveTiming()
 
     def environment(self, commit: str | None) -> dict[str, Any]:
         return describe_environment(commit)

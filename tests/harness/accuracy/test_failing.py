@@ -55,15 +55,15 @@ def test_the_trial_fails_and_the_search_goes_on(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     assert run(tmp_path / "moody.yaml", tmp_path / "out") == 0
     sys.modules.pop("moody_evaluator", None)
-    cell = tmp_path / "out" / "net-simulated-int8"
+    task = tmp_path / "out" / "net-simulated-int8"
     outcomes: list[Any] = [
-        e.result.outcome for e in read_journal(cell / "runs" / "random-0.jsonl") if e.result is not None
+        e.result.outcome for e in read_journal(task / "runs" / "random-0.jsonl") if e.result is not None
     ]
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     assert len(outcomes) == 10
     assert {(f.stage, f.reason) for f in failed} == {("evaluate", "ZeroDivisionError: a bad day")}
     assert sum(isinstance(outcome, Measured) and "mood" in outcome.metrics for outcome in outcomes) >= 1
-    scores = read_json(cell / "accuracy.json")
+    scores = read_json(task / "accuracy.json")
     assert any("metrics" in score for score in scores.values())
     assert "| random" in (tmp_path / "out" / "report" / "main.md").read_text().replace("|random", "| random")
 

@@ -136,7 +136,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 def test_searches_start_from_what_was_measured(measured: Path, folder: Path) -> None:
     (folder / "primed.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(folder / "primed.yaml"), "--out", str(folder / "primed")) == 0
-    facts = read_json(folder / "primed" / "net-paying-int8" / "cell.json")
+    facts = read_json(folder / "primed" / "net-paying-int8" / "task.json")
     placements = facts["placements"]
     sizes = [sum(placements[name]) for name in ("float", "sensitivity", "sensitivity-2", "sensitivity-3")]
     assert sizes == sorted(set(sizes)), "each start has more of the best points than the one before"

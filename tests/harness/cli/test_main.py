@@ -140,7 +140,7 @@ def test_a_searcher_in_the_experiments_folder_runs_from_any_directory(folder, tm
     assert "| Mine" in done.stdout
     journal = read_lines(out / "net-simulated-int8" / "runs" / "Mine-0.jsonl")
     asks = [line for line in (json.loads(text) for _, text in journal) if line["kind"] == "proposal"]
-    assert [line["origin"] for line in asks[:3]] == ["seed:float", "seed:all", "searcher"]
+    assert [line["origin"] for line in asks[:3]] == ["initial:float", "initial:all", "searcher"]
     assert asks[2]["choices"] == [1] + [0] * (len(asks[2]["choices"]) - 1), "what Mine proposes"
 
 

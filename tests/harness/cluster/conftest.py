@@ -56,7 +56,7 @@ class Ran:
     said: list[str]
 
     def entries(self) -> dict[str, list[JournalEntry]]:
-        """By cell and journal."""
+        """By task and journal."""
         paths = sorted(self.out.glob("*/runs/*.jsonl*"))
         return {f"{path.parts[-3]}/{path.name}": list(read_journal(path)) for path in paths}
 
@@ -66,14 +66,14 @@ class Ran:
             assert read_text(path).count('"kind":"result"') == evaluations
         return {name: [_plain(entry) for entry in entries] for name, entries in self.entries().items()}
 
-    def outcomes(self, cell: str = "") -> list[Outcome]:
-        """Of all searches, or of those of the cells whose names begin so."""
-        found = [entries for name, entries in self.entries().items() if name.startswith(cell)]
+    def outcomes(self, task: str = "") -> list[Outcome]:
+        """Of all searches, or of those of the tasks whose names begin so."""
+        found = [entries for name, entries in self.entries().items() if name.startswith(task)]
         return [entry.result.outcome for entries in found for entry in entries if entry.result is not None]
 
-    def processes(self, cell: str = "") -> set[int]:
+    def processes(self, task: str = "") -> set[int]:
         """Which processes built."""
-        return {found.info["process"] for found in self.outcomes(cell) if isinstance(found, Measured)}
+        return {found.info["process"] for found in self.outcomes(task) if isinstance(found, Measured)}
 
     def table(self) -> list[dict[str, Any]]:
         """The main table, but for how long it took."""

@@ -88,9 +88,11 @@ def test_models_travel_once_and_placements_are_written_where_they_are_built(
     makers = [value for value in sent if hasattr(value, "write")]
     files = [tuple(value) for value in sent if isinstance(value, dict)]
     rows = {path.name for path in there.out.glob("*/models/*.onnx")}
-    assert len(makers) == 1, "model, scales and weights, for all trials of the cell"
-    met = {row for path in there.out.glob("*/runoff.jsonl*") for row in read_records(path)[0]["rows"]}
-    assert len(files) == len(set(files)) <= len(rows) + len(met) + 1, "float model, runoff and finalists, each once"
+    assert len(makers) == 1, "model, scales and weights, for all trials of the task"
+    met = {row for path in there.out.glob("*/final_selection.jsonl*") for row in read_records(path)[0]["rows"]}
+    assert len(files) == len(set(files)) <= len(rows) + len(met) + 1, (
+        "float model, final selection and finalists, each once"
+    )
     assert len({found.info["bytes"] for found in there.outcomes() if isinstance(found, Measured)}) > 2
 
 

@@ -1,4 +1,4 @@
-"""Whole experiments on a real Ray cluster: several cells at once, evaluators on the workers, accepted changes."""
+"""Whole experiments on a real Ray cluster: several tasks at once, evaluators on the workers, accepted changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ budget: {evaluations: [10]}
 sampling: {warmup_ms: 0, min_samples: 5, max_samples: 5}
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-ONE_CELL = re.sub(r"models: \[(\{.*?\}\}),.*", r"models: [\1]", SHARDED).replace("seeds: [0, 1]", "seeds: [0]")
+ONE_TASK = re.sub(r"models: \[(\{.*?\}\}),.*", r"models: [\1]", SHARDED).replace("seeds: [0, 1]", "seeds: [0]")
 SCORED = """
 experiment: scored
 models:
@@ -53,7 +53,7 @@ def alone(place: Any) -> Any:
 
 
 def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster: Any, place: Any, alone: Any) -> None:
-    ran = place.run("sharded", "{use: ray, workers: 2, cells: 2, searches: 2, window: 1}", SHARDED)
+    ran = place.run("sharded", "{use: ray, workers: 2, tasks: 2, searches: 2, window: 1}", SHARDED)
     assert len(ran.entries()) == 8, "2 models x 2 searchers x 2 seeds"
     assert ran.journals(10) == alone.journals(10)
     assert ran.table() == alone.table()
@@ -62,7 +62,7 @@ def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster: Any, plac
     assert alone.processes() == {os.getpid()}
 
 
-def test_a_node_that_leaves_while_several_cells_run_costs_nothing(cluster: Any, place: Any, alone: Any) -> None:
+def test_a_node_that_leaves_while_several_tasks_run_costs_nothing(cluster: Any, place: Any, alone: Any) -> None:
     node = cluster.add_node(num_cpus=1)
     out = place.folder / "sharded-left"
 
@@ -72,7 +72,7 @@ def test_a_node_that_leaves_while_several_cells_run_costs_nothing(cluster: Any, 
         cluster.remove_node(node, allow_graceful=False)
 
     threading.Thread(target=leave, daemon=True).start()
-    ran = place.run("sharded-left", "{use: ray, workers: 3, cells: 2, searches: 2, window: 1}", SHARDED)
+    ran = place.run("sharded-left", "{use: ray, workers: 3, tasks: 2, searches: 2, window: 1}", SHARDED)
     assert ran.journals(10) == alone.journals(10)
     assert ran.table() == alone.table()
     assert [text for text in ran.said if "was lost" in text]
@@ -98,21 +98,21 @@ def test_results_of_another_machine_go_on_where_the_change_is_accepted(
     from harness.cluster import ray_pool
 
     executor = "{use: ray, workers: 1, window: 1}"
-    first = place.run("moved", executor, ONE_CELL)
+    first = place.run("moved", executor, ONE_TASK)
     (path,) = first.out.glob("*/env.json")
     facts = read_json(path)
     write_json(path, {**facts, "packages": {**facts["packages"], "numpy": "1.0"}})
     monkeypatch.setattr(ray_pool, "RAY_START_LIMIT_S", 5.0)
     with pytest.raises(UserError, match="no worker can be used"):
-        place.run("moved", executor, ONE_CELL)
+        place.run("moved", executor, ONE_TASK)
     monkeypatch.undo()
-    again = place.run("moved", executor, ONE_CELL, accept_changes=True)
+    again = place.run("moved", executor, ONE_TASK, accept_changes=True)
     assert [said for said in again.said if "accepted: " in said and ".1 keeps what was measured before" in said]
     assert len(again.entries()) == 4, "two searches, before and after"
 
 
 def test_the_driver_needs_no_device_of_its_own(cluster: Any, place: Any) -> None:
-    text = ONE_CELL.replace("costly:Costly", "costly:Elsewhere")
+    text = ONE_TASK.replace("costly:Costly", "costly:Elsewhere")
     with pytest.raises(UserError, match="there is no such device here"):
         place.run("elsewhere-local", "{use: local}", text)
     ran = place.run("elsewhere", "{use: ray, workers: 2}", text)

@@ -19,8 +19,8 @@ from harness.explain.render import attribution_lines, explain_and_save
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.progress import NullProgress
-from harness.report.load.cell_files import EdgeFusion, read_attribution, write_attribution
 from harness.report.load.results import load
+from harness.report.load.task_files import EdgeFusion, read_attribution, write_attribution
 from harness.report.plots.plot_files import draw_attribution
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import record_files
@@ -38,7 +38,7 @@ baselines: [all, linear]
 budget: {evaluations: [12]}
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-CELL = "net-simulated-int8"
+TASK = "net-simulated-int8"
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +57,15 @@ def found(done):
 
 def test_what_is_left_out_is_worth_what_the_runtime_says(done, found):
     truth = SimulatedBenchmarker(seed=5, noise=0.0, effect=0.2)
-    row = load(done).cell(CELL).rows[found.row]
+    row = load(done).task(TASK).rows[found.row]
     assert found.speedup.low <= found.speedup.value <= found.speedup.high
-    summary = load(done).cell(CELL).summaries[row.id]
+    summary = load(done).task(TASK).summaries[row.id]
     assert found.speedup.value == pytest.approx(summary.speedup.value, rel=0.01)
     assert truth.base_ms == 10.0
     assert len(found.patterns) > 1
     values = [effect.ratio.value for effect in found.patterns]
     assert values == sorted(values, reverse=True)
-    assert max(values) > 1 + found.floor
+    assert max(values) > 1 + found.noise_floor
     assert all(effect.pairs > 0 for effect in found.patterns)
     assert {effect.pattern for effect in found.points} <= {effect.pattern for effect in found.patterns}
     assert all(effect.alone is not None for effect in found.patterns)
@@ -74,10 +74,10 @@ def test_what_is_left_out_is_worth_what_the_runtime_says(done, found):
 def test_the_fewest_points_keep_the_gain_with_fewer_pairs(found):
     assert found.minimal is not None
     assert 0 < found.minimal.pairs <= found.pairs
-    assert found.minimal.ratio.value <= 1 + found.floor
-    assert found.minimal.speedup.value >= found.speedup.value / (1 + 2 * found.floor)
+    assert found.minimal.ratio.value <= 1 + found.noise_floor
+    assert found.minimal.speedup.value >= found.speedup.value / (1 + 2 * found.noise_floor)
     worth = {effect.part: effect.ratio.value for effect in found.points}
-    costly = [name for name, value in worth.items() if value < 1 - found.floor]
+    costly = [name for name, value in worth.items() if value < 1 - found.noise_floor]
     assert not set(costly) & set(found.minimal.points), "what costs time is no part of the fewest"
 
 
@@ -116,16 +116,16 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
     assert "pairs (" in text
     assert "keep it" in text
     assert "The runtime does not report it." in text
-    path = next((done / CELL / "explain").glob("*.json"))
+    path = next((done / TASK / "explain").glob("*.json"))
     again = read_attribution(path)
     assert again.row == found.row
     main(["report", str(done)])
     report = done / "report"
-    assert (report / f"sensitivity-{CELL}-{found.row}.svg").exists()
+    assert (report / f"sensitivity-{TASK}-{found.row}.svg").exists()
     assert not list(report.glob("waterfall-*")), "no layer was told"
     assert "data:image/svg+xml;base64," in (report / "index.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', (report / "index.html").read_text(), re.DOTALL)[1])
-    assert "without it" in next(iter(data["cells"][0]["effects"][found.row]["patterns"].values()))
+    assert "without it" in next(iter(data["tasks"][0]["effects"][found.row]["patterns"].values()))
 
 
 PLUGINS = """
@@ -179,8 +179,8 @@ def priced(done):
 
 
 def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
-    cell = priced / "net-bench-int8"
-    found = read_attribution(next((cell / "explain").glob("*.json")))
+    task = priced / "net-bench-int8"
+    found = read_attribution(next((task / "explain").glob("*.json")))
     assert found.metric == "cosine"
     assert found.drop.low <= found.drop.value <= found.drop.high
     assert found.drop.value > 0
@@ -188,7 +188,7 @@ def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
         gained = effect.gain_us(found.latency_ms)
         assert gained.value == pytest.approx(1000 * found.latency_ms * (effect.ratio.value - 1))
         assert np.sign(effect.drop.value) == np.sign(gained.value), "here time is accuracy"
-    text = next((cell / "explain").glob("*.md")).read_text()
+    text = next((task / "explain").glob("*.md")).read_text()
     assert re.search(r"cosine lost against the float model: \+0\.\d{4} \[", text)
     assert "| costs cosine" in text
     assert "costs: what the whole placement loses in accuracy against itself without the part" in text
@@ -237,16 +237,16 @@ def test_rows_that_cannot_be_explained_say_why(done):
 
 
 def test_another_model_is_refused(done):
-    path = done / CELL / "cell.json"
+    path = done / TASK / "task.json"
     before = path.read_text()
     write_json(path, {**json.loads(before), "model_sha256": "0" * 64})
-    record_files(done / CELL, [path])
+    record_files(done / TASK, [path])
     try:
         with pytest.raises(UserError, match="the model has changed"):
             attribute_row(done, "random", base=done.parent, observer=NullProgress())
     finally:
         path.write_text(before)
-        record_files(done / CELL, [path])
+        record_files(done / TASK, [path])
 
 
 def test_names_of_tensors_are_only_text(found):

@@ -8,7 +8,7 @@ from harness.cli.main import main
 from harness.config.sections import Confirmation
 from harness.explain import attribution
 from harness.graph.builder import GraphBuilder
-from harness.report.load.cell_files import read_attribution
+from harness.report.load.task_files import read_attribution
 
 EXPERIMENT = """
 experiment: small
@@ -22,9 +22,9 @@ initial: [float, linear]
 baselines: [linear]
 budget: {evaluations: [3]}
 sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
-confirmation: {builds: 3, rounds: 2, samples: 3, contenders: 1}
+confirmation: {builds: 3, rounds: 2, samples: 3, candidates: 1}
 """
-CELL = "net-openvino-int8"
+TASK = "net-openvino-int8"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def done(tmp_path_factory):
 
 
 def test_it_is_said_what_was_fused_and_where_the_time_went(done):
-    found = read_attribution(next((done / CELL / "explain").glob("*.json")))
+    found = read_attribution(next((done / TASK / "explain").glob("*.json")))
     assert found.method == "linear"
     assert found.metric == "sqnr_db"
     assert sum(layer.time_ms or 0.0 for layer in found.before) > 0
@@ -53,12 +53,12 @@ def test_it_is_said_what_was_fused_and_where_the_time_went(done):
     assert not any(layer.precision in ("u8", "i8") for layer in found.before)
     fates = {fate.fate for fate in found.fates}
     assert "fused" in fates
-    text = next((done / CELL / "explain").glob("*.md")).read_text()
+    text = next((done / TASK / "explain").glob("*.md")).read_text()
     assert re.search(r"Of \d+ quantized edges \d+ were fused into their consumers", text)
     assert "SQNR lost" not in text, "the float model has no SQNR of its own but a cap"
     assert "## Where the time went, layer by layer" in text
 
 
 def test_the_pictures_are_there_at_once(done):
-    drawn = {path.name.partition("-")[0] for path in (done / "report").glob(f"*-{CELL}-*.svg")}
+    drawn = {path.name.partition("-")[0] for path in (done / "report").glob(f"*-{TASK}-*.svg")}
     assert {"waterfall", "sensitivity", "price"} <= drawn

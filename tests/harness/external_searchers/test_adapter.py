@@ -87,7 +87,7 @@ def test_only_models_that_were_among_the_best_are_kept(opened, tmp_path):
 
 
 def test_a_model_that_led_once_is_kept_though_it_comes_again_behind_others(opened, tmp_path):
-    """It leads at a smaller budget, so the runoff builds it again."""
+    """It leads at a smaller budget, so the final selection builds it again."""
     peer, _ = opened("a", "b", "a")
     with peer:
         for latency_ms in (5.0, 4.0, 5.0):
@@ -96,7 +96,7 @@ def test_a_model_that_led_once_is_kept_though_it_comes_again_behind_others(opene
         assert peer.candidate(placement).source().exists()
 
 
-def test_a_peer_that_breaks_gives_its_reason_as_a_failed_build_and_ends(opened):
+def test_an_external_searcher_that_breaks_gives_its_reason_as_a_failed_build_and_ends(opened):
     peer, files = opened("a", None, "b")
     with peer:
         tell(peer, peer.ask(1)[0], 1.0)

@@ -20,7 +20,7 @@ def model(tmp_path_factory) -> Path:
     for channels in (8, 12):
         x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
     builder.output(builder.op("Add", x, builder.conv(x, 12, 1)))
-    return builder.save(tmp_path_factory.mktemp("peer") / "net.onnx")
+    return builder.save(tmp_path_factory.mktemp("external searcher") / "net.onnx")
 
 
 def task(model: Path, workdir: Path) -> ExternalSearchTask:

@@ -18,7 +18,7 @@ from harness.results_dir.journal import read_journal
 from harness.results_dir.termination import read_termination
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-CELL = "net-simulated-int8"
+TASK = "net-simulated-int8"
 Mark = Callable[[str], None]
 BUDGET = 8
 SEARCHERS = '''
@@ -128,7 +128,7 @@ def again(folder: Path) -> tuple[int, str]:
 
 
 def journal(folder: Path, name: str) -> Path:
-    return folder / "out" / CELL / "runs" / f"{name}-1.jsonl"
+    return folder / "out" / TASK / "runs" / f"{name}-1.jsonl"
 
 
 def evaluated(folder: Path, name: str) -> list[str]:
@@ -142,9 +142,9 @@ def test_the_error_of_a_searcher_is_kept_with_its_traceback(ran: tuple[Path, int
     assert len(evaluated(folder, name)) == spent
     end = read_termination(journal(folder, name))
     assert end is not None
-    assert end.reason.startswith(f"broke at {spent} of {BUDGET}: {reason}")
-    assert f"{CELL} {name}-1 {end.reason}\n" in said, "said when it happens"
-    assert end.traceback_file == journal(folder, name).with_suffix(".broken.txt")
+    assert end.reason.startswith(f"failed at {spent} of {BUDGET}: {reason}")
+    assert f"{TASK} {name}-1 {end.reason}\n" in said, "said when it happens"
+    assert end.traceback_file == journal(folder, name).with_suffix(".failed.txt")
     trace = end.traceback_file.read_text()
     assert "Traceback (most recent call last)" in trace
     assert where in trace
@@ -156,7 +156,7 @@ def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran: tuple[Path
     assert status == 2
     assert "Traceback" not in said
     last = said[said.rindex("qdq: ") :]
-    assert f"qdq: {CELL} Asks-1 broke at 4 of 8: KeyError: 'a bug in ask' (traceback: {folder}" in last
+    assert f"qdq: {TASK} Asks-1 failed at 4 of 8: KeyError: 'a bug in ask' (traceback: {folder}" in last
     assert last.endswith("and 2 more; all else was done: mend it and give the same command again\n")
     results = load(folder / "out")
     assert results.complete
@@ -170,21 +170,21 @@ def test_tables_say_which_searches_broke_or_ended_early(ran: tuple[Path, int, st
     report = ran[0] / "out" / "report"
     for name in ("main", "budget", "targets"):
         text = (report / f"{name}.md").read_text().replace("\\", "")
-        assert f"{CELL}: Asks-1 broke at 4 of 8: KeyError: 'a bug in ask'" in text
-        assert f"traceback: {CELL}/runs/Asks-1.broken.txt." in text
-        assert f"{CELL}: Idle-1 ended at " in text
+        assert f"{TASK}: Asks-1 failed at 4 of 8: KeyError: 'a bug in ask'" in text
+        assert f"traceback: {TASK}/runs/Asks-1.failed.txt." in text
+        assert f"{TASK}: Idle-1 ended at " in text
         assert "Plain-1" not in text
     assert "broke" not in (report / "cost.md").read_text()
     assert "own readings" in (report / "targets.md").read_text()
-    assert "Asks-1 broke at 4 of 8" in (report / "index.html").read_text()
+    assert "Asks-1 failed at 4 of 8" in (report / "index.html").read_text()
 
 
 def test_a_search_that_has_nothing_more_says_so(ran: tuple[Path, int, str]) -> None:
     folder, _, said = ran
     spent = len(evaluated(folder, "Idle"))
-    assert f"{CELL} Idle-1 ended at {spent} of 8: it had nothing more to propose\n" in said
+    assert f"{TASK} Idle-1 ended at {spent} of 8: it had nothing more to propose\n" in said
     known = "it proposed only placements that were proposed before, 200 in a row"
-    assert f"{CELL} Again-1 ended at 2 of 8: {known}\n" in said
+    assert f"{TASK} Again-1 ended at 2 of 8: {known}\n" in said
     assert journal(folder, "Again").with_suffix(".ended.txt").read_text() == f"ended at 2 of 8: {known}\n"
     assert read_termination(journal(folder, "Plain")) is None
 
@@ -229,10 +229,10 @@ def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, 
     marks("other")
     status, said = again(copy)
     assert status == 2
-    assert f"{CELL} Asks-1 failed and now proposes something else: it starts anew (old journal: Asks-1.1.jsonl)" in said
+    assert f"{TASK} Asks-1 failed and now proposes something else: it starts anew (old journal: Asks-1.1.jsonl)" in said
     assert read_text(journal(copy, "Asks").with_name("Asks-1.1.jsonl")) == before
     assert len(evaluated(copy, "Asks")) == BUDGET
-    assert [search.searcher for search in load(copy / "out").cells[0].searches].count("Asks") == 1
+    assert [search.searcher for search in load(copy / "out").tasks[0].searches].count("Asks") == 1
 
 
 def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[Path, int, str], marks: Mark) -> None:
@@ -242,7 +242,7 @@ def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[
     assert "interrupted; measurements are kept" in again(copy)[1]
     end = read_termination(journal(copy, "Asks"))
     assert end is not None
-    assert end.reason.startswith("broke at 4 of 8")
+    assert end.reason.startswith("failed at 4 of 8")
     (ran[0] / "interrupted").unlink()
     assert "it starts anew (old journal: Asks-1.1.jsonl)" in again(copy)[1]
     assert len(evaluated(copy, "Asks")) == BUDGET

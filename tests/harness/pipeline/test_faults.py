@@ -36,7 +36,7 @@ REASONS = (
 
 
 @pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     save_chain(folder / "net.onnx", (4, 6, 8, 10), size=8)
     with pytest.MonkeyPatch.context() as patch:
@@ -47,8 +47,8 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def entries(cell: Path) -> list[JournalEntry]:
-    return [entry for entry in read_journal(cell / "runs" / "random-0.jsonl") if entry.result is not None]
+def entries(task: Path) -> list[JournalEntry]:
+    return [entry for entry in read_journal(task / "runs" / "random-0.jsonl") if entry.result is not None]
 
 
 def test_the_search_spends_its_budget_whatever_fails(entries: list[JournalEntry]) -> None:
@@ -65,9 +65,9 @@ def test_each_failure_says_what_happened(entries: list[JournalEntry]) -> None:
     assert all("about to fall" in outcome.log_tail for outcome in fallen)
 
 
-def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(cell: Path) -> None:
-    summary = summarize_turns(read_events(cell), baseline="float", floor=read_noise_floor(cell))
+def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(task: Path) -> None:
+    summary = summarize_turns(read_events(task), baseline="float", noise_floor=read_noise_floor(task))
     best = max((row for row in summary.rows.values()), key=lambda row: row.speedup.value)
     assert best.verdict == "faster"
     assert best.recommended
-    assert (read_noise_floor(cell), summary.floor) == (0.0, 0.0)
+    assert (read_noise_floor(task), summary.noise_floor) == (0.0, 0.0)

@@ -16,94 +16,94 @@ from harness.selection.paired_timing import read_comparison, turn_speedups
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.turn_log import TWIN, TurnMatrix
 
-CELL = "net-simulated-int8"
+TASK = "net-simulated-int8"
 EXPERIMENT = """
-experiment: runoff
+experiment: final_selection
 models: [{use: net.onnx, calibration: {samples: 2}}]
 backends: [{use: simulated, params: {seed: 5, effect: 0.01, wander: 0.15, wander_readings: 3, noise_seed: 7}}]
-searchers: [{use: random, without: [retakes, racing]}]
+searchers: [{use: random, without: [rebuilds, racing]}]
 initial: none
 baselines: []
 budget: {evaluations: [10, 40]}
-sampling: {warmup_ms: 0.0, min_samples: 3, max_samples: 3, beside: never}
+sampling: {warmup_ms: 0.0, min_samples: 3, max_samples: 3, interleave: never}
 seeds: [0, 1, 2]
-confirmation: {builds: 3, rounds: 2, samples: 3, contenders: CONTENDERS}
+confirmation: {builds: 3, rounds: 2, samples: 3, candidates: CANDIDATES}
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runoff")
+    folder = tmp_path_factory.mktemp("final_selection")
     save_chain(folder / "net.onnx", (8, 8, 12, 12, 12, 8))
-    for contenders in (1, 6):
-        path = folder / f"{contenders}.yaml"
-        path.write_text(EXPERIMENT.replace("CONTENDERS", str(contenders)))
-        assert qdq("run", str(path), "--out", str(folder / f"out{contenders}")) == 0
+    for candidates in (1, 6):
+        path = folder / f"{candidates}.yaml"
+        path.write_text(EXPERIMENT.replace("CANDIDATES", str(candidates)))
+        assert qdq("run", str(path), "--out", str(folder / f"out{candidates}")) == 0
     return folder
 
 
-def truth_ms(cell):
+def truth_ms(task):
     """Of everything that the searches looked at."""
-    entries = [entry for path in cell.glob("runs/*.jsonl*") for entry in read_journal(path)]
+    entries = [entry for path in task.glob("runs/*.jsonl*") for entry in read_journal(path)]
     return {entry.proposal.digest: entry.result.outcome.info["truth_ms"] for entry in entries if entry.result}
 
 
-def chosen_ms(cell):
+def chosen_ms(task):
     """True latency of each search's choice."""
-    truth = truth_ms(cell)
-    return [truth[pick.row] for pick in read_finalists(cell)[1] if pick.kind == "search" and pick.row in truth]
+    truth = truth_ms(task)
+    return [truth[pick.row] for pick in read_finalists(task)[1] if pick.kind == "search" and pick.row in truth]
 
 
 def test_the_choice_is_closer_to_the_best_than_the_lowest_reading_is(folder):
-    lowest, winners = (np.mean(chosen_ms(folder / out / CELL)) for out in ("out1", "out6"))
+    lowest, winners = (np.mean(chosen_ms(folder / out / TASK)) for out in ("out1", "out6"))
     assert winners < lowest
 
 
-def test_one_contender_means_the_lowest_reading_and_no_runoff(folder):
-    cell = folder / "out1" / CELL
-    assert not (cell / "runoff.jsonl").exists()
-    for pick in read_finalists(cell)[1]:
+def test_one_candidate_means_the_lowest_reading_and_no_final_selection(folder):
+    task = folder / "out1" / TASK
+    assert not (task / "final_selection.jsonl").exists()
+    for pick in read_finalists(task)[1]:
         if pick.kind == "search":
-            entries = read_journal(cell / "runs" / f"{pick.method}-{pick.seed}.jsonl")
+            entries = read_journal(task / "runs" / f"{pick.method}-{pick.seed}.jsonl")
             readings = [
                 np.median(entry.result.outcome.samples_ms) for entry in list(entries)[: pick.budget] if entry.result
             ]
             assert pick.search_ms == pytest.approx(min(readings))
 
 
-def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_runoff(folder):
-    cell = folder / "out6" / CELL
-    picks = [pick for pick in read_finalists(cell)[1] if pick.kind == "search" and pick.budget == 40]
+def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_final_selection(folder):
+    task = folder / "out6" / TASK
+    picks = [pick for pick in read_finalists(task)[1] if pick.kind == "search" and pick.budget == 40]
     assert len(picks) == 3
     table = pd.read_csv(folder / "out6" / "report" / "main.csv").set_index("method")
-    assert table.loc["random", "row"] == max(picks, key=lambda pick: (not pick.beaten, pick.runoff)).row
+    assert table.loc["random", "row"] == max(picks, key=lambda pick: (not pick.beaten, pick.final_selection)).row
     assert not all(pick.beaten for pick in picks)
 
 
 def test_a_choice_that_another_seed_has_beaten_stands_behind_it_whatever_its_few_turns_say():
-    few = Choice(method="random", kind="search", row="few", search_ms=1.0, runoff=2.1)
-    many = replace(few, row="many", runoff=2.08)
+    few = Choice(method="random", kind="search", row="few", search_ms=1.0, final_selection=2.1)
+    many = replace(few, row="many", final_selection=2.08)
     lost = Choice(method="random", kind="search", row="failed", search_ms=0.5)
     assert best_choice([few, many]) is few
     assert best_choice([replace(few, beaten=True), many]) is many
-    assert best_choice([lost, many]) is many, "the lowest reading of one that failed in the runoff"
+    assert best_choice([lost, many]) is many, "the lowest reading of one that failed in the final selection"
     assert best_choice([lost]) is lost
     assert best_choice([]) is None
 
 
 def test_only_the_winners_are_confirmed_and_delivered(folder):
-    cell = folder / "out6" / CELL
-    rows, picks = read_finalists(cell)
-    met = set(read_records(cell / "runoff.jsonl")[0]["rows"])
+    task = folder / "out6" / TASK
+    rows, picks = read_finalists(task)
+    met = set(read_records(task / "final_selection.jsonl")[0]["rows"])
     assert {row.id for row in rows} - {"float"} < met
     assert len(picks) == 1 + 3 * 2  # the float model, and one choice a seed and budget
-    assert {path.stem for path in (cell / "models").iterdir()} == {row.id for row in rows}
+    assert {path.stem for path in (task / "models").iterdir()} == {row.id for row in rows}
 
 
 def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
     """Each heat has a build of its own; whoever may still be a search's choice goes on."""
-    path = folder / "out6" / CELL / "runoff.jsonl"
-    truth = truth_ms(folder / "out6" / CELL)
+    path = folder / "out6" / TASK / "final_selection.jsonl"
+    truth = truth_ms(folder / "out6" / TASK)
     heats = defaultdict(set)
     for event in read_comparison(path):
         heats[event.build].add(event.row)
@@ -116,11 +116,11 @@ def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
     assert np.mean([truth[name] for name in rows[2]]) < np.mean([truth[name] for name in rows[0] - rows[2]])
 
 
-def test_an_interrupted_runoff_goes_on_and_picks_from_the_same_readings(folder, tmp_path):
+def test_an_interrupted_final_selection_goes_on_and_picks_from_the_same_readings(folder, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(folder / "out6", out)
-    unpack(out / CELL)
-    path = out / CELL / "runoff.jsonl"
+    unpack(out / TASK)
+    path = out / TASK / "final_selection.jsonl"
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[: len(whole) // 2]) + whole[-1][:40])
     assert qdq("run", str(folder / "6.yaml"), "--out", str(out)) == 0
@@ -134,8 +134,8 @@ def test_an_interrupted_runoff_goes_on_and_picks_from_the_same_readings(folder, 
 def test_a_damaged_record_is_refused_with_the_remedy(folder, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(folder / "out6", out)
-    unpack(out / CELL)
-    path = out / CELL / "runoff.jsonl"
+    unpack(out / TASK)
+    path = out / TASK / "final_selection.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], '{"kind": "turn"}\n', *lines[2:]]))
     assert qdq("run", str(folder / "6.yaml"), "--out", str(out)) == 2

@@ -20,7 +20,7 @@ initial: [float, all, linear]
 baselines: [all]
 budget: {{evaluations: [4]}}
 sampling: {{warmup_ms: 1, min_samples: 3, max_samples: 5, max_ms: 20}}
-confirmation: {{builds: 3, rounds: 2, samples: 3, contenders: 1}}
+confirmation: {{builds: 3, rounds: 2, samples: 3, candidates: 1}}
 """
 
 

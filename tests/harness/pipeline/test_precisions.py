@@ -41,7 +41,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows(out: Path, precision: str) -> dict[str, dict[str, str]]:
     with (out / "report" / "main.csv").open() as file:
-        found = [row for row in csv.DictReader(file) if row["cell"] == f"net-openvino-{precision}"]
+        found = [row for row in csv.DictReader(file) if row["task"] == f"net-openvino-{precision}"]
     return {row["method"]: row for row in found}
 
 
@@ -65,11 +65,11 @@ def test_int8_keeps_its_speed_beside_fp8(out: Path) -> None:
 
 def test_what_has_no_speed_is_not_confirmed(out: Path) -> None:
     for precision in ("fp8", "fp8e5m2", "mixed"):
-        cell = out / f"net-openvino-{precision}"
-        body = read_json(cell / "rows.json")["rows"]
-        confirmed = read_records(cell / "confirm.jsonl")[0]["rows"]
+        task = out / f"net-openvino-{precision}"
+        body = read_json(task / "rows.json")["rows"]
+        confirmed = read_records(task / "confirmation.jsonl")[0]["rows"]
         for row in body:
-            emulated = not read_precisions(cell / "models" / row["file"]) <= {"int8"}
+            emulated = not read_precisions(task / "models" / row["file"]) <= {"int8"}
             assert row["timed"] != emulated
             assert (row["id"] in confirmed) != emulated
 
@@ -84,10 +84,10 @@ def test_a_search_among_both_goes_by_what_has_a_speed(out: Path) -> None:
     entries = list(read_journal(out / "net-openvino-mixed" / "runs" / "random-0.jsonl"))
     assert len(entries) >= 4
     assert {choice for entry in entries for choice in entry.proposal.choices} == {0, 1}
-    assert [entry.proposal.origin for entry in entries[:3]] == ["seed:float", "seed:all", "searcher"]
+    assert [entry.proposal.origin for entry in entries[:3]] == ["initial:float", "initial:all", "searcher"]
 
 
-def test_a_placement_at_a_precision_that_a_cell_lacks_says_so(out: Path) -> None:
+def test_a_placement_at_a_precision_that_a_task_lacks_says_so(out: Path) -> None:
     assert rows(out, "int8")["linear-fp8"]["verdict"] == "no fp8 at precision int8"
 
 

@@ -159,7 +159,7 @@ def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(
         assert onnx.load(exported) == onnx.load(folder / label / "model.onnx")
 
 
-def test_the_stress_test_among_the_baselines_has_its_row_and_the_cell_is_through(folder, tmp_path):
+def test_the_stress_test_among_the_baselines_has_its_row_and_the_task_is_through(folder, tmp_path):
     (folder / "stress.yaml").write_text(EXPERIMENT.replace("baselines: [all, linear]", "baselines: [extreme]"))
     for _ in range(2):
         assert qdq("run", str(folder / "stress.yaml"), "--out", str(tmp_path / "out")) == 0
@@ -188,25 +188,25 @@ def test_a_file_that_is_gone_is_made_again(copy, folder):
 def test_the_delivered_file_is_the_confirmed_one(done):
     import hashlib
 
-    cell = done / "net-simulated-int8"
-    body = read_json(cell / "rows.json")
-    confirmed = read_records(cell / "confirm.jsonl")[0]["rows"]
+    task = done / "net-simulated-int8"
+    body = read_json(task / "rows.json")
+    confirmed = read_records(task / "confirmation.jsonl")[0]["rows"]
     for row in body["rows"]:
-        assert hashlib.sha256((cell / "models" / row["file"]).read_bytes()).hexdigest() == row["sha256"]
+        assert hashlib.sha256((task / "models" / row["file"]).read_bytes()).hexdigest() == row["sha256"]
         assert confirmed[row["id"]] == row["sha256"]
 
 
 def test_confirmed_latencies_are_the_truth_of_their_placements(done):
     """The simulated runtime has no noise here, so each search's own record tells what the confirmation must find."""
-    cell = done / "net-simulated-int8"
+    task = done / "net-simulated-int8"
     truth_ms = {
         entry.proposal.digest: entry.result.outcome.info["truth_ms"]
-        for path in cell.glob("runs/*.jsonl*")
+        for path in task.glob("runs/*.jsonl*")
         for entry in read_journal(path)
         if entry.result is not None
     }
-    rows = [row for row in read_finalists(cell)[0] if row.id != "float"]
-    confirmed = summarize_turns(read_events(cell), baseline="float").rows
+    rows = [row for row in read_finalists(task)[0] if row.id != "float"]
+    confirmed = summarize_turns(read_events(task), baseline="float").rows
     assert len(rows) >= 3
     for row in rows:
         assert confirmed[row.id].latency_ms.value == pytest.approx(truth_ms[row.id])
@@ -240,9 +240,9 @@ def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder,
     assert stopped.read_text() == "the disk was full\n", "what is refused changes nothing"
 
 
-def test_it_does_not_go_on_with_another_cell(copy, folder, capsys):
+def test_it_does_not_go_on_with_another_task(copy, folder, capsys):
     reopen_task(copy / "net-simulated-int8")
-    path = copy / "net-simulated-int8" / "cell.json"
+    path = copy / "net-simulated-int8" / "task.json"
     facts = read_json(path)
     facts["backend"]["version"] = "0"
     write_json(path, facts)
@@ -251,20 +251,20 @@ def test_it_does_not_go_on_with_another_cell(copy, folder, capsys):
 
 
 def test_a_changed_confirmation_starts_anew_and_keeps_the_old_one(copy, folder):
-    cell = copy / "net-simulated-int8"
-    unpack(cell)
-    lines = read_records(cell / "confirm.jsonl")
+    task = copy / "net-simulated-int8"
+    unpack(task)
+    lines = read_records(task / "confirmation.jsonl")
     old = [{**lines[0], "plan": {**lines[0]["plan"], "rounds": 9}}, *lines[1:]]
-    write_records(cell / "confirm.jsonl", old)
+    write_records(task / "confirmation.jsonl", old)
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
-    assert read_records(cell / "confirm.1.jsonl") == old
-    assert read_records(cell / "confirm.jsonl")[0] == lines[0]
-    assert len(read_records(cell / "confirm.jsonl")) == len(lines)
+    assert read_records(task / "confirm.1.jsonl") == old
+    assert read_records(task / "confirmation.jsonl")[0] == lines[0]
+    assert len(read_records(task / "confirmation.jsonl")) == len(lines)
 
 
 def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
     unpack(copy / "net-simulated-int8")
-    path = copy / "net-simulated-int8" / "confirm.jsonl"
+    path = copy / "net-simulated-int8" / "confirmation.jsonl"
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[: 1 + (len(whole) - 1) // 3]))  # one build of three
     bars = {}
@@ -329,7 +329,7 @@ def test_another_description_is_the_same_experiment(folder, tmp_path):
         pass
 
 
-def test_a_cell_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, capsys):
+def test_a_task_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, capsys):
     for name in ("bad", "worse"):
         (folder / f"{name}.onnx").write_bytes(b"no model")
     file = folder / "two.yaml"
@@ -350,7 +350,7 @@ def test_a_cell_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, ca
     assert "worse-simulated-int8 stopped" in notes
 
 
-def test_the_only_cell_says_once_why_it_stops(folder, tmp_path, capsys):
+def test_the_only_task_says_once_why_it_stops(folder, tmp_path, capsys):
     (folder / "hello.onnx").write_bytes(b"hello")
     file = folder / "one.yaml"
     file.write_text(EXPERIMENT.replace("net.onnx", "hello.onnx"))
@@ -370,10 +370,10 @@ from harness.progress import NullProgress
 from harness.config.plan import plan_tasks
 
 config, work = load_experiment(Path(sys.argv[1])), Path(sys.argv[2])
-cell = compose_task(config, plan_tasks(config)[0], work, NullProgress())
+task = compose_task(config, plan_tasks(config)[0], work, NullProgress())
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
-    cell.candidate(cell.space.quantize_all()).source()
+    task.candidate(task.space.quantize_all()).source()
 except UserError as error:
     print(error)
 """
@@ -396,7 +396,10 @@ def test_check_shows_the_plan_and_runs_nothing(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (("random, evolutionary", "randon"), "no searcher or peer is called 'randon'; did you mean 'random'"),
+        (
+            ("random, evolutionary", "randon"),
+            "no searcher or external searcher is called 'randon'; did you mean 'random'",
+        ),
         (("[random, evolutionary]", "[{use: random, params: {speed: 1}}]"), "has no parameter 'speed'"),
         (("use: simulated", "use: openvinno"), "no benchmarker is called 'openvinno'; did you mean 'openvino'"),
         (("use: net.onnx", "use: not.onnx"), "not.onnx: no such file or folder"),

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[3] / "experiments"
 SEVEN = [
     "resnet18", "encoder6", "deit_tiny", "mobilenet_v1_0.75", "nanodet_m_320", "squeezenet1.1", "yolox_nano",
 ]  # fmt: skip
-PARTS = {"rules", "blocks", "surrogate", "seeds", "sharing", "racing", "retakes"}
+PARTS = {"rules", "blocks", "surrogate", "initial", "sharing", "racing", "rebuilds"}
 
 
 def read(name: str) -> Experiment:
@@ -25,8 +25,8 @@ def read(name: str) -> Experiment:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_experiment_has_cells_of_different_names(path: Path) -> None:
-    names = [cell.name for cell in plan_tasks(load_experiment(path))]
+def test_every_experiment_has_tasks_of_different_names(path: Path) -> None:
+    names = [task.name for task in plan_tasks(load_experiment(path))]
     assert names
     assert len(set(names)) == len(names)
 

@@ -26,7 +26,7 @@ from harness.search_loop.journal_reader import state_at_budgets
 from harness.search_loop.loop import Goal, InitialPlacement, SearchTask, run_search
 from harness.search_loop.trial import make_trial_fn
 from harness.statistics import median_ci
-from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.confirmation import ConfirmationSummary, TimedRow, confirm, summarize_turns
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import InProcess
 from harness.timing.workers.trial_pool import SyncExecutor
@@ -78,12 +78,12 @@ def confirmed(
     open_engines: Callable[[], AbstractContextManager[Engines]], *placements: Placement
 ) -> ConfirmationSummary:
     """The confirmation of these placements as rows "0", "1", ..., with the floor from before."""
-    float_row = Contender(name="float", candidate=candidate(SPACE.float_placement()))
+    float_row = TimedRow(name="float", candidate=candidate(SPACE.float_placement()))
     before = confirm([], float_row, open_engines=open_engines, schedule=FLOOR_PLAN, rng=np.random.default_rng(0))
-    floor = summarize_turns(before, "float").floor
-    rows = [Contender(name=str(number), candidate=candidate(placement)) for number, placement in enumerate(placements)]
+    noise_floor = summarize_turns(before, "float").noise_floor
+    rows = [TimedRow(name=str(number), candidate=candidate(placement)) for number, placement in enumerate(placements)]
     events = confirm(rows, float_row, open_engines=open_engines, schedule=PLAN, rng=np.random.default_rng(0))
-    return summarize_turns(events, "float", floor=floor)
+    return summarize_turns(events, "float", noise_floor=noise_floor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
         verdict=row.verdict,
         naive=best_ms.high < float_ms.low,
         shrinkage=row.shrinkage(float_ms.value / best_ms.value),
-        retaken=sum(bool(m.retaken_ms) for m in measured),
+        retaken=sum(bool(m.rebuilt_ms) for m in measured),
         saved=sum(m.saved for m in measured),
         samples=sum(len(m.samples_ms) for m in measured),
     )

@@ -50,13 +50,13 @@ EXPERIMENT = """
 experiment: told
 models: [{use: net.onnx, calibration: {samples: 2}}]
 backends: [{use: 'form_plugins:Bench', label: bench, params: {seed: 5, noise: 0.0}}]
-searchers: [random, {use: random, label: told_nothing, without: [seeds]}]
+searchers: [random, {use: random, label: told_nothing, without: [initial]}]
 initial: [float, {use: import, params: {path: WORD.onnx}, label: mine}]
 baselines: [mine]
 budget: {evaluations: [1, 12]}
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-CELL = "net-bench-int8"
+TASK = "net-bench-int8"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def run(folder, word, *more, out=None):
 
 def choices(out):
     """Row of each search at each budget."""
-    picks = read_finalists(out / CELL)[1]
+    picks = read_finalists(out / TASK)[1]
     return {(pick.method, pick.budget): pick for pick in picks if pick.kind == "search"}
 
 
@@ -99,9 +99,9 @@ def test_a_model_that_is_faster_in_the_form_of_its_tool_is_the_choice_of_whoever
     found = choices(fast)
     assert found["random", 12].row == "mine"
     assert found["random", 12].search_ms is None, "no search has evaluated that file"
-    assert found["random", 12].runoff == pytest.approx(5.0)
+    assert found["random", 12].final_selection == pytest.approx(5.0)
     assert found["told_nothing", 12].row not in {"mine", ""}
-    assert digest_file(fast / CELL / "models" / "mine.onnx") == digest_file(folder / "fast.onnx")
+    assert digest_file(fast / TASK / "models" / "mine.onnx") == digest_file(folder / "fast.onnx")
     table = pd.read_csv(fast / "report" / "main.csv").set_index("method")
     assert table.loc["random", "speedup"] == table.loc["mine", "speedup"] == pytest.approx(5.0)
     assert "the same placement" in (fast / "report" / "fixed.md").read_text()
@@ -113,7 +113,7 @@ def test_it_is_no_choice_before_its_placement_was_told(fast):
 
 
 def test_what_it_takes_to_come_near_is_counted_in_what_was_evaluated(folder, tmp_path):
-    """Nobody evaluated the file that is the choice: goals are shares of the best that met it in the runoff."""
+    """Nobody evaluated the file that is the choice: goals are shares of the best that met it in the final selection."""
     path, out = folder / "gaining.yaml", tmp_path / "out"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("noise: 0.0", "noise: 0.0, wanted_share: 1.0"))
     assert qdq("run", str(path), "--out", str(out)) == 0
@@ -133,19 +133,19 @@ def test_told_is_who_has_been_told_the_placement_whatever_the_budget(folder, tmp
 
 
 def test_a_run_that_is_given_again_chooses_the_same_and_times_nothing(fast, folder):
-    record = (fast / CELL / "runoff.jsonl.gz").read_bytes()
-    reopen_task(fast / CELL)
+    record = (fast / TASK / "final_selection.jsonl.gz").read_bytes()
+    reopen_task(fast / TASK)
     run(folder, "fast", out=fast)
-    assert (fast / CELL / "runoff.jsonl.gz").read_bytes() == record
+    assert (fast / TASK / "final_selection.jsonl.gz").read_bytes() == record
     assert choices(fast)["random", 12].row == "mine"
 
 
 def test_the_record_says_which_file_met_the_leaders_so_that_another_one_meets_them_anew(fast, folder):
-    header = read_records(fast / CELL / "runoff.jsonl")[0]
+    header = read_records(fast / TASK / "final_selection.jsonl")[0]
     assert header["told"] == {"mine": digest_file(folder / "fast.onnx")}
 
 
-def test_a_model_of_another_precision_than_the_cells_is_no_choice(folder, tmp_path):
+def test_a_model_of_another_precision_than_the_tasks_is_no_choice(folder, tmp_path):
     """Its row would be called FP8; that the import is told as a start says nothing of its file."""
     path = folder / "fp8.yaml"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("baselines: [mine]", "precision: [fp8]"))
@@ -165,14 +165,14 @@ def test_a_row_is_called_by_its_method_first_where_a_search_chose_the_file_of_a_
 def test_a_model_whose_form_is_slow_is_not_chosen(folder):
     out = run(folder, "slow")
     assert choices(out)["random", 12].row not in {"mine", ""}
-    met = read_records(out / CELL / "runoff.jsonl")[0]["rows"]
+    met = read_records(out / TASK / "final_selection.jsonl")[0]["rows"]
     assert "mine" in met
 
 
-def test_a_model_that_fails_in_the_runoff_leaves_the_choice_to_what_was_evaluated(folder, capsys):
+def test_a_model_that_fails_in_the_final_selection_leaves_the_choice_to_what_was_evaluated(folder, capsys):
     out = run(folder, "refused")
     assert choices(out)["random", 12].row not in {"mine", ""}
-    assert "runoff: mine failed: build: a form that nobody takes" in capsys.readouterr().err.replace("\n", " ")
+    assert "final selection: mine failed: build: a form that nobody takes" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("close", "first"), [(["aa", "bb", "mine"], "bb"), (["mine"], "mine"), (["aa"], "aa")])
@@ -188,8 +188,8 @@ def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at
     assert ordered[0].digest == first
 
 
-def test_without_a_runoff_nothing_is_known_of_it_and_it_is_no_choice(folder, tmp_path):
-    text = EXPERIMENT.replace("samples: 3}", "samples: 3, contenders: 1}", 1)
+def test_without_a_final_selection_nothing_is_known_of_it_and_it_is_no_choice(folder, tmp_path):
+    text = EXPERIMENT.replace("samples: 3}", "samples: 3, candidates: 1}", 1)
     path = folder / "alone.yaml"
     path.write_text(text.replace("WORD", "fast"))
     assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0

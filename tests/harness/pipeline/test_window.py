@@ -138,9 +138,9 @@ def test_several_proposals_are_under_way_and_the_seeds_come_first(tmp_path: Path
     executor, searcher = search(tmp_path / "j.jsonl", 3, window=4)
     assert executor.most == 4
     assert [origin for origin, _, _ in asks(tmp_path / "j.jsonl")][:4] == [
-        "seed:float",
-        "seed:all",
-        "seed:again",
+        "initial:float",
+        "initial:all",
+        "initial:again",
         "searcher",
     ]
     assert asks(tmp_path / "j.jsonl")[2][2] == 1, "a seed that is the same graph as one under way is a duplicate"

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from small_results import CELL, write_folder, write_models
+from small_results import TASK, write_folder, write_models
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def with_models(folder):
-    write_models(folder / CELL / "models")
+    write_models(folder / TASK / "models")
     return folder
 
 

@@ -5,7 +5,7 @@ import shutil
 import pandas as pd
 import pytest
 import yaml
-from small_results import CELL, edit_json, edit_samples, write_cell, write_confirmation
+from small_results import TASK, edit_json, edit_samples, write_confirmation, write_task
 from typer.testing import CliRunner
 
 from harness.cli.main import app
@@ -20,10 +20,10 @@ def other(folder, tmp_path_factory):
     """The same run on a machine that is twice as fast except for one row, with another library."""
     copy = tmp_path_factory.mktemp("other") / "out"
     shutil.copytree(folder, copy)
-    write_confirmation(copy / CELL, {"A/A twin": 4.0, "float": 4.0, "float-bf16": 5.0, "all": 2.0, "bb": 2.5})
+    write_confirmation(copy / TASK, {"A/A twin": 4.0, "float": 4.0, "float-bf16": 5.0, "all": 2.0, "bb": 2.5})
     for path, version in ((folder, "2026.3"), (copy, "2026.4")):
         facts = {"packages": {"openvino": version}, "cpu": {"model": "A CPU"}, "load_average": [len(version) * 0.1]}
-        edit_json(path / CELL / "env.json", **facts)
+        edit_json(path / TASK / "env.json", **facts)
     return copy
 
 
@@ -57,7 +57,7 @@ def test_rows_are_matched_with_a_ratio_and_missing_ones_named(folder, other):
 
 
 def test_the_interval_covers_the_variance_of_builds(folder, other):
-    edit_samples(other / CELL, "*", lambda samples_ms, build: [ms * (1 + 0.2 * build) for ms in samples_ms])
+    edit_samples(other / TASK, "*", lambda samples_ms, build: [ms * (1 + 0.2 * build) for ms in samples_ms])
     row = compare(folder, other).loc["all"]
     assert row["ratio_low"] < row["ratio"] < row["ratio_high"]
     assert row["ratio_low"] < 1 / 1.2 < row["ratio_high"]
@@ -88,7 +88,7 @@ def test_keys_of_the_experiment_are_compared_entry_by_entry(folder, other):
 @pytest.mark.parametrize(("one", "two", "busier"), [(8.1, 1.06, "first"), (0.2, 2.4, "second"), (1.0, 1.9, None)])
 def test_a_busier_machine_is_a_likely_cause_if_it_was_slower(folder, other, one, two, busier):
     for path, load_average in ((folder, one), (other, two)):
-        write_json(path / CELL / "env.json", {"load_average": [load_average, 0.5, 0.5]})
+        write_json(path / TASK / "env.json", {"load_average": [load_average, 0.5, 0.5]})
     lines = differences(folder, other)
     assert len(lines) == (busier is not None)
     for line in lines:
@@ -98,18 +98,18 @@ def test_a_busier_machine_is_a_likely_cause_if_it_was_slower(folder, other, one,
 
 
 def test_noise_of_a_side_is_a_warning(folder, other):
-    edit_json(folder / CELL / "floor.json", floor=0.337)
+    edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
     latency_ms = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
-    write_confirmation(other / CELL, latency_ms, disturbed="waited for a core 50% of the time")
+    write_confirmation(other / TASK, latency_ms, disturbed="waited for a core 50% of the time")
     text = printed(folder, other)
-    assert f"the A/A floor of {CELL} is 33.7% in the first and 0.0% in the second" in text
-    assert f"Noisy machine, {CELL} in the second: 100% of the turns were disturbed" in text
+    assert f"the noise floor of {TASK} is 33.7% in the first and 0.0% in the second" in text
+    assert f"Noisy machine, {TASK} in the second: 100% of the turns were disturbed" in text
     assert "in the first: " not in text
 
 
 def test_tasks_of_one_folder_are_named_and_none_in_common_is_an_error(folder, other):
-    write_cell(folder, "net-openvino-fp8", precision="fp8")
+    write_task(folder, "net-openvino-fp8", precision="fp8")
     assert f"only in {folder}: net-openvino-fp8" in differences(folder, other)
-    (other / CELL).rename(other / "mine-openvino-int8")
-    with pytest.raises(UserError, match=r"no cell in common \(cells: net-openvino-int8, net.*; mine-openvino-int8\)"):
+    (other / TASK).rename(other / "mine-openvino-int8")
+    with pytest.raises(UserError, match=r"no task in common \(tasks: net-openvino-int8, net.*; mine-openvino-int8\)"):
         compare(folder, other)

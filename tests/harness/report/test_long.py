@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from long_results import CELL, write_long_results
+from long_results import TASK, write_long_results
 
 from harness.report.frames.curves import curve_frame
 from harness.report.load.results import load
@@ -60,7 +60,7 @@ def test_it_counts_every_evaluation(said: Any) -> None:
 
 
 def test_curves_are_thinned_without_a_step_lost(folder: Path) -> None:
-    curves = curve_frame(load(folder).cells)
+    curves = curve_frame(load(folder).tasks)
     assert len(curves[curves["seed"] == 0]) > EVALUATIONS - 10, "all from the first incumbent on"
     drawn = median_band(curves[curves["seed"] == 0], "evaluations")
     assert 10 < len(drawn) < 1000
@@ -70,7 +70,7 @@ def test_curves_are_thinned_without_a_step_lost(folder: Path) -> None:
 
 
 def test_a_search_goes_on_behind_them_and_its_finalists_are_chosen(folder: Path) -> None:
-    path = folder / CELL / "runs" / "random-0.jsonl"
+    path = folder / TASK / "runs" / "random-0.jsonl"
     with Journal(path, {}) as journal:
         assert len(journal.entries) == EVALUATIONS
         assert journal.elapsed_s == (EVALUATIONS - 1) / 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from small import qdq
-from small_results import CELL, edit_json, write_confirmation
+from small_results import TASK, edit_json, write_confirmation
 
 from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
@@ -37,32 +37,32 @@ def test_a_row_that_may_be_shipped_needs_no_remedy(folder: Path) -> None:
 def test_the_file_to_deploy_is_named_if_it_exists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[Path, str] = {}
     monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: recorded[path])
-    backend = read_json(folder / CELL / "cell.json")["backend"]
-    edit_json(folder / CELL / "cell.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
+    backend = read_json(folder / TASK / "task.json")["backend"]
+    edit_json(folder / TASK / "task.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
     results = load(folder)
     main = main_frame(results)
     assert list(describe_winners(results, main)) == []
     best = main[main["best"].eq(True)].iloc[0]
-    path = folder / CELL / "models" / results.cells[0].rows[best["row"]].file
+    path = folder / TASK / "models" / results.tasks[0].rows[best["row"]].file
     path.parent.mkdir(exist_ok=True)
     path.touch()
-    recorded[path] = results.cells[0].rows[best["row"]].sha256
+    recorded[path] = results.tasks[0].rows[best["row"]].sha256
     (line,) = describe_winners(results, main)
     floating = main[main["method"].eq("float") & main["precision"].eq("bf16")].index[0]
     main["best"] = main.index == floating
     main.loc[floating, "decision"] = "fastest, accuracy unknown"
-    row = results.cells[0].rows[main.loc[floating, "row"]]
+    row = results.tasks[0].rows[main.loc[floating, "row"]]
     path.with_name(row.file).touch()
     recorded[path.with_name(row.file)] = row.sha256
     (bare,) = describe_winners(results, main)
     assert "precision bf16, deploy it with the same" in bare, "not that of the baseline"
-    assert line.startswith(f"{CELL}: take {path} ({best['method']}, {best['speedup']:.2f}x, ")
+    assert line.startswith(f"{TASK}: take {path} ({best['method']}, {best['speedup']:.2f}x, ")
 
 
 def test_faster_rows_beyond_the_bound_have_remedies(folder: Path) -> None:
-    edit_json(folder / CELL / "cell.json", goal=STRICT)
+    edit_json(folder / TASK / "task.json", goal=STRICT)
     assert remedies(folder).splitlines() == [
-        f"No row of {CELL} may be shipped: the faster rows lose more top-1 than the bound 0.005 (least: random, "
+        f"No row of {TASK} may be shipped: the faster rows lose more top-1 than the bound 0.005 (least: random, "
         "+0.0100). Remedies:",
         "- a larger budget than 3 evaluations; existing results are kept",
         "- another calibration.method than minmax, for instance mse",
@@ -78,71 +78,71 @@ def test_faster_rows_beyond_the_bound_have_remedies(folder: Path) -> None:
     ],
 )
 def test_the_calibration_decides_the_remedy(folder: Path, facts: Mapping[str, Any], expected: str) -> None:
-    edit_json(folder / CELL / "cell.json", goal=STRICT, **facts)
+    edit_json(folder / TASK / "task.json", goal=STRICT, **facts)
     assert expected in remedies(folder).splitlines()
 
 
 def test_a_drop_whose_interval_includes_the_bound_asks_for_more_images(folder: Path) -> None:
-    edit_json(folder / CELL / "cell.json", goal=STRICT)
+    edit_json(folder / TASK / "task.json", goal=STRICT)
     hits = {"sha of float": [1.0] * 80 + [0.0] * 20, "sha of aa": [0.0] + [1.0] * 79 + [0.0] * 20}
     scores = {f"{name} main": {"metrics": {"top1": sum(per) / 100}, "per_item": per} for name, per in hits.items()}
-    edit_json(folder / CELL / "accuracy.json", **scores)
+    edit_json(folder / TASK / "accuracy.json", **scores)
     assert "- more images: the interval of that drop includes the bound" in remedies(folder).splitlines()
 
 
 def test_a_very_loose_bound_is_not_suggested(folder: Path) -> None:
-    edit_json(folder / CELL / "cell.json", goal=STRICT)
-    edit_json(folder / CELL / "accuracy.json", **{"sha of aa main": {"metrics": {"top1": 0.6}, "per_item": []}})
+    edit_json(folder / TASK / "task.json", goal=STRICT)
+    edit_json(folder / TASK / "accuracy.json", **{"sha of aa main": {"metrics": {"top1": 0.6}, "per_item": []}})
     assert "(least: all, +0.1000)" in remedies(folder)
     assert "looser" not in remedies(folder)
 
 
 def test_rows_that_are_not_faster_have_other_remedies(folder: Path) -> None:
-    write_confirmation(folder / CELL, SLOW_MS)
-    rows = read_json(folder / CELL / "rows.json")
+    write_confirmation(folder / TASK, SLOW_MS)
+    rows = read_json(folder / TASK / "rows.json")
     for row in rows["rows"]:
         row["choices"] = [1] if row["id"] == "all" else None
-    edit_json(folder / CELL / "rows.json", **rows)
+    edit_json(folder / TASK / "rows.json", **rows)
     assert remedies(folder).splitlines() == [
-        f"No row of {CELL} may be shipped: none is faster than the float model. Remedies:",
-        f"- qdq explain {folder} {CELL}/all: cost and gain of its Q/DQ pairs on this runtime",
+        f"No row of {TASK} may be shipped: none is faster than the float model. Remedies:",
+        f"- qdq explain {folder} {TASK}/all: cost and gain of its Q/DQ pairs on this runtime",
         "- a larger budget than 3 evaluations; existing results are kept",
     ]
-    device = read_json(folder / CELL / "cell.json")["backend"]["device"]
-    write_json(folder / CELL / "env.json", {"cpu": {"model": device, "flags": ["avx2"]}})
+    device = read_json(folder / TASK / "task.json")["backend"]["device"]
+    write_json(folder / TASK / "env.json", {"cpu": {"model": device, "flags": ["avx2"]}})
     first = "- a processor with VNNI or AMX: this one has neither, and INT8 gains little on it"
     assert remedies(folder).splitlines()[1] == first
-    edit_json(folder / CELL / "cell.json", goal=STRICT)
+    edit_json(folder / TASK / "task.json", goal=STRICT)
     ruled_out = "- a looser bound than 0.005, which 2 evaluations faster than float exceeded"
     assert ruled_out in remedies(folder).splitlines(), "one in each of two searches"
 
 
 def test_an_unfinished_task_has_no_remedies(folder: Path) -> None:
-    edit_json(folder / CELL / "cell.json", goal=STRICT)
-    (folder / CELL / "confirm.jsonl").unlink()
+    edit_json(folder / TASK / "task.json", goal=STRICT)
+    (folder / TASK / "confirmation.jsonl").unlink()
     assert remedies(folder) == ""
 
 
 def test_remedies_are_printed_below_the_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit_json(folder / CELL / "cell.json", goal=STRICT)
+    edit_json(folder / TASK / "task.json", goal=STRICT)
     assert qdq("report", str(folder)) == 0
     tables, _, advice = capsys.readouterr().out.partition("No row of ")
     assert "faster, beyond the bound" in tables
-    assert advice.startswith(f"{CELL} may be shipped: ")
+    assert advice.startswith(f"{TASK} may be shipped: ")
 
 
 def test_a_search_that_ended_by_itself_needs_no_larger_budget(folder: Path) -> None:
-    edit_json(folder / CELL / "cell.json", goal=STRICT)
-    rows = read_json(folder / CELL / "rows.json")
+    edit_json(folder / TASK / "task.json", goal=STRICT)
+    rows = read_json(folder / TASK / "rows.json")
     for pick in rows["picks"]:
         pick["budget"] = 50 if pick["budget"] == 3 else pick["budget"]
-    edit_json(folder / CELL / "rows.json", **rows)
+    edit_json(folder / TASK / "rows.json", **rows)
     said = remedies(folder)
     assert "a larger budget" not in said
     assert "- more budget.minutes: random-0, random-1" in said
     for seed in (0, 1):
         write_termination(
-            folder / CELL / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: it had nothing more to propose", None
+            folder / TASK / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: it had nothing more to propose", None
         )
     said = remedies(folder)
     assert "larger budget" not in said
@@ -150,5 +150,5 @@ def test_a_search_that_ended_by_itself_needs_no_larger_budget(folder: Path) -> N
     assert "random-0, random-1 had nothing more to propose" in said
     broken = Failed(stage="search", reason="no")
     for seed in (0, 1):
-        write_termination(folder / CELL / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: no", broken)
+        write_termination(folder / TASK / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: no", broken)
     assert "- a searcher that does not fail: random-0, random-1" in remedies(folder)

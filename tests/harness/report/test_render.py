@@ -10,7 +10,7 @@ import matplotlib.image
 import pandas as pd
 import pytest
 from rich.console import Console
-from small_results import CELL, LATENCY_MS, edit_json, edit_samples, read_note, read_table, write_confirmation
+from small_results import LATENCY_MS, TASK, edit_json, edit_samples, read_note, read_table, write_confirmation
 from stored import read_records, write_records
 
 import harness.report
@@ -54,18 +54,18 @@ net | A CPU, 2 threads | int8+f32 | random | 4.000 [4.000, 4.000] | **2.00 [2.00
 net | A CPU, 2 threads | int8+f32 | tpe | - | - | - | - | - | 0/0 | - | nothing measured
 """  # noqa: E501
 FINALISTS = """
-cell | method | latency ms [CI] | speedup [CI] | top-1 | drop [CI] | Q/DQ pairs | verdict | shrinkage | seed | placement
+task | method | latency ms [CI] | speedup [CI] | top-1 | drop [CI] | Q/DQ pairs | verdict | shrinkage | seed | placement
 net-openvino-int8 | random | 4.000 [4.000, 4.000] | 2.00 [2.00, 2.00] | top-1 0.7900 | +0.0100 | 5 | faster | +0.00 | 0 | aa
 net-openvino-int8 | random #2 | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | +0.00 | 0 | bb
 net-openvino-int8 | random | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | +0.00 | 1 | bb
 net-openvino-int8 | tpe | - | - | - | - | - | nothing measured | - | 0 | -
 """  # noqa: E501
 BUDGET = """
-cell | searcher | 2 evaluations | 3 evaluations | seeds
+task | searcher | 2 evaluations | 3 evaluations | seeds
 net-openvino-int8 | random | **1.60 [1.60, 1.60]** | **1.80 [1.60, 2.00]** | 2
 """
 COST = """
-cell | searcher | seeds | evaluations | minutes | build | sampling | evaluation | failures | harness | readings saved | built again | taken again | unsteady
+task | searcher | seeds | evaluations | minutes | build | sampling | evaluation | failures | harness | readings saved | built again | taken again | unstable
 net-openvino-int8 | random | 2 | 6 | 1.0 | 26.7% | 26.7% | 10.0% | 31.7% | 5.0% | 0.0% | 0 | 0 | 0
 """  # noqa: E501
 DECISION = """
@@ -98,7 +98,7 @@ def test_text_has_main_budget_and_cost_and_files_have_all(folder):
         "index.html",
         "manifest.json",
         *(f"{name}.{kind}" for name in shown for kind in ("md", "csv", "tex")),
-        *(f"{name}-{CELL}.{kind}" for name in drawn for kind in ("png", "svg")),
+        *(f"{name}-{TASK}.{kind}" for name in drawn for kind in ("png", "svg")),
     }
     for path in (folder / "report").glob("*.png"):
         picture = matplotlib.image.imread(path)[..., :3]
@@ -107,7 +107,7 @@ def test_text_has_main_budget_and_cost_and_files_have_all(folder):
 
 
 def test_a_search_that_continued_after_its_choices_makes_the_task_unfinished(folder):
-    path = folder / CELL / "runs" / "random-0.jsonl"
+    path = folder / TASK / "runs" / "random-0.jsonl"
     proposal, result = read_records(path)[-2:]
     more = ({**proposal, "number": 3, "choices": [3], "digest": "3"}, {**result, "number": 3, "elapsed_s": 40.0})
     write_records(path, (*read_records(path), *more))
@@ -137,7 +137,7 @@ def test_latex_escapes_marks_and_has_shared_values_in_the_caption(folder):
     }
     assert captions["main"].startswith("Main results. model: net; device: A CPU, 2 threads. Latency: geometric mean")
     assert captions["budget"].startswith("Budgets. Confirmed speedup of the incumbent")
-    assert captions["finalists"].startswith("Finalists. cell: ")
+    assert captions["finalists"].startswith("Finalists. task: ")
 
 
 def test_a_hostile_name_is_only_text(tmp_path):
@@ -154,9 +154,9 @@ def test_a_hostile_name_is_only_text(tmp_path):
 
 
 def test_a_terminal_shows_styles_and_shared_values_once(folder):
-    write_confirmation(folder / CELL, DISTINCT_MS)
-    edit_json(folder / CELL / "floor.json", floor=0.337)
-    edit_json(folder / CELL / "cell.json", goal=asdict(Goal()))
+    write_confirmation(folder / TASK, DISTINCT_MS)
+    edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
     console = screen(folder, 160)
     styled = console.export_text(styles=True, clear=False)
     for pattern in (r"\x1b\[1m2\.00 \[2\.00, 2\.00\]", r"\x1b\[4m2\.00 \[2\.00, 2\.00\]", r"\x1b\[33mNoisy machine, "):
@@ -202,14 +202,14 @@ def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
 
 
 def test_a_task_that_stopped_before_its_searches_has_a_reason(folder):
-    for name in ("cell.json", "rows.json", "confirm.jsonl", "accuracy.json"):
-        (folder / CELL / name).unlink()
-    edit_json(folder / CELL / "env.json", python="3.11")
-    write_task_error(folder / CELL, "net.onnx: all 3 builds failed; the first: no kernel")
+    for name in ("task.json", "rows.json", "confirmation.jsonl", "accuracy.json"):
+        (folder / TASK / name).unlink()
+    edit_json(folder / TASK / "env.json", python="3.11")
+    write_task_error(folder / TASK, "net.onnx: all 3 builds failed; the first: no kernel")
     text = tables(folder)
-    assert text.startswith(f"{CELL} started")
-    assert f"{CELL} stopped: net.onnx: all 3 builds failed; the first: no kernel" in text
-    clear_task_error(folder / CELL)
+    assert text.startswith(f"{TASK} started")
+    assert f"{TASK} stopped: net.onnx: all 3 builds failed; the first: no kernel" in text
+    clear_task_error(folder / TASK)
     assert "stopped:" not in tables(folder)
     assert "Speedup: over the float model, paired" in text
 
@@ -221,34 +221,36 @@ def test_tasks_that_have_not_started_are_missing(folder):
     waiting = [row for row in read_table(folder, "main") if row["model"] == "other"]
     assert [row["method"] for row in waiting] == ["float", "all", "linear", "random", "tpe"]
     assert {(row["verdict"], row["latency ms [CI]"]) for row in waiting} == {("missing", "-")}
-    shutil.rmtree(folder / CELL)
+    shutil.rmtree(folder / TASK)
     text = tables(folder)
     assert text.startswith("No task has started yet.")
     assert "device: missing" in text
 
 
-@pytest.mark.parametrize("gone", [("rows.json", "confirm.jsonl"), ("confirm.jsonl",), ("accuracy.json",), ("runs",)])
+@pytest.mark.parametrize(
+    "gone", [("rows.json", "confirmation.jsonl"), ("confirmation.jsonl",), ("accuracy.json",), ("runs",)]
+)
 def test_an_interrupted_run_renders(folder, gone):
     for name in gone:
-        path = folder / CELL / name
+        path = folder / TASK / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     text = tables(folder)
-    assert ("UNFINISHED" in text) == ("confirm.jsonl" in gone)
+    assert ("UNFINISHED" in text) == ("confirmation.jsonl" in gone)
     assert ("No search has ended yet." in text) == ("rows.json" in gone)
-    if "confirm.jsonl" in gone:
+    if "confirmation.jsonl" in gone:
         assert "**" not in text, "nothing is best before it is confirmed"
 
 
 @pytest.mark.parametrize("keep", [0, 3, 40, 250, 700])
 def test_partial_lines_render(folder, keep):
-    for path in (folder / CELL / "confirm.jsonl", folder / CELL / "runs" / "random-0.jsonl"):
+    for path in (folder / TASK / "confirmation.jsonl", folder / TASK / "runs" / "random-0.jsonl"):
         path.write_bytes(path.read_bytes()[:keep])
     assert "UNFINISHED" in tables(folder)
 
 
-@pytest.mark.parametrize("name", ["cell.json", "rows.json", "accuracy.json"])
+@pytest.mark.parametrize("name", ["task.json", "rows.json", "accuracy.json"])
 def test_a_damaged_file_is_named(folder, name):
-    (folder / CELL / name).write_text("{")
+    (folder / TASK / name).write_text("{")
     with pytest.raises(UserError, match=rf"{name}: (damaged|cannot be read) \(.*\); move"):
         load_results(folder)
 
@@ -263,13 +265,13 @@ def test_a_folder_without_results_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("schema", "named"), [(0, "0"), (7, "7"), (None, "unknown")])
 def test_another_schema_is_refused(folder, schema, named):
-    edit_json(folder / CELL / "cell.json", schema=schema)
+    edit_json(folder / TASK / "task.json", schema=schema)
     with pytest.raises(UserError, match=f"schema {named}, this version reads schema 2"):
         load_results(folder)
 
 
 def test_another_schema_of_a_journal_is_refused(folder):
-    path = folder / CELL / "runs" / "random-0.jsonl"
+    path = folder / TASK / "runs" / "random-0.jsonl"
     path.write_text(path.read_text().replace('"schema":2', '"schema":0', 1))
     with pytest.raises(UserError, match=r"random-0\.jsonl.*schema 0"):
         load_results(folder)
@@ -279,7 +281,7 @@ def test_results_with_unknown_keys_of_the_experiment_are_readable(folder):
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("sharing: pattern", "sharing: pattern\nno_longer: {there: 1}"))
     goal = {**asdict(Goal(metric="top1", reference=0.8, max_drop=0.02)), "gone": 3}
-    edit_json(folder / CELL / "cell.json", goal=goal)
+    edit_json(folder / TASK / "task.json", goal=goal)
     assert "| random" in tables(folder)
 
 
@@ -296,7 +298,7 @@ def test_results_with_unknown_keys_of_the_experiment_are_readable(folder):
     ],
 )
 def test_a_score_that_contradicts_its_record_of_images_is_refused(folder, forged, message):
-    path, hits = folder / CELL / "accuracy.json", [1.0] * 70 + [0.0] * 30
+    path, hits = folder / TASK / "accuracy.json", [1.0] * 70 + [0.0] * 30
     score = {"metrics": {"top1": 0.7}, "per_item": hits, "evidence": encode_evidence("mean", {"top1": hits})}
     edit_json(path, **{"sha of aa main": score})
     assert "top-1 0.7000" in tables(folder)
@@ -306,8 +308,8 @@ def test_a_score_that_contradicts_its_record_of_images_is_refused(folder, forged
 
 
 def test_indistinguishable_rows_are_underlined(folder):
-    write_confirmation(folder / CELL, DISTINCT_MS)
-    edit_json(folder / CELL / "cell.json", goal=asdict(Goal()))
+    write_confirmation(folder / TASK, DISTINCT_MS)
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
     tables(folder)
     rows = {row["method"]: (row["latency ms [CI]"], row["speedup [CI]"]) for row in read_table(folder, "main")}
     assert rows["random"] == ("4.000 [4.000, 4.000]", "**2.00 [2.00, 2.00]**"), "latencies are not paired"
@@ -318,9 +320,9 @@ def test_indistinguishable_rows_are_underlined(folder):
 
 
 def test_a_tie_with_float_is_not_the_fastest_and_a_slower_row_is_not_tied(folder):
-    write_confirmation(folder / CELL, {"A/A twin": 8.0, "float": 8.0, "all": 8.2, "aa": 7.99, "bb": 5.0})
-    edit_json(folder / CELL / "floor.json", floor=0.01)
-    edit_json(folder / CELL / "cell.json", goal=asdict(Goal()))
+    write_confirmation(folder / TASK, {"A/A twin": 8.0, "float": 8.0, "all": 8.2, "aa": 7.99, "bb": 5.0})
+    edit_json(folder / TASK / "noise_floor.json", noise_floor=0.01)
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
     tables(folder)
     rows = {
         (row["precision"], row["method"]): (row["speedup [CI]"], row["verdict"]) for row in read_table(folder, "main")
@@ -339,7 +341,7 @@ def test_frames_have_the_figures_of_the_tables(folder):
     assert frames.targets["evaluations"].tolist() == [2.0, 2.0]
     assert frames.variance["build"].tolist() == [0.0]
     assert set(frames.curves["seed"]) == {0, 1}
-    edit_samples(folder / CELL, "aa", lambda samples_ms, build: [ms * (1 + build / 10) for ms in samples_ms])
+    edit_samples(folder / TASK, "aa", lambda samples_ms, build: [ms * (1 + build / 10) for ms in samples_ms])
     assert harness.report.load(folder).main.set_index("method").loc["random", "speedup"] < 2.0
 
 
@@ -348,7 +350,7 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
     again = [
         Turn(build=2, group=0, round=0, row=row, samples_ms=(LATENCY_MS[row],) * 3, worker=1) for row in ("float", "aa")
     ]
-    path = folder / CELL / "confirm.jsonl"
+    path = folder / TASK / "confirmation.jsonl"
     write_records(path, (*read_records(path), *map(encode_turn_event, again)))
     samples = harness.report.load(folder).samples
     assert set(samples.query("row == 'aa' and build == 2")["round"]) == {0}
@@ -357,14 +359,14 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
 
 
 def test_a_batch_and_file_size_are_shown_and_stored_for_a_clone_without_models(with_models):
-    edit_json(with_models / CELL / "cell.json", inputs={"x": [1, 3, 8, 8]})
+    edit_json(with_models / TASK / "task.json", inputs={"x": [1, 3, 8, 8]})
     render(with_models)
     rows = read_table(with_models, "decision")
     assert {row["batch"] for row in rows} == {"1"}
     sizes = [float(row["file MB"]) for row in rows if row["row"] in ("FP32", "all operators")]
     assert len(sizes) == 2
     before = (with_models / "report" / "decision.md").read_bytes()
-    shutil.rmtree(with_models / CELL / "models")
+    shutil.rmtree(with_models / TASK / "models")
     render(with_models)
     assert (with_models / "report" / "decision.md").read_bytes() == before
     assert "File MB" in read_note(with_models, "decision")

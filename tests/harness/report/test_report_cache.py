@@ -11,7 +11,7 @@ from harness.cli.main import app
 from harness.results_dir.io import write_json
 
 RENDER = importlib.import_module("harness.report.render")
-CELL = "net-openvino-int8"
+TASK = "net-openvino-int8"
 SAID = "Nothing has changed since they were drawn"
 
 
@@ -52,7 +52,7 @@ def test_a_damaged_report_is_drawn_again(folder, drawn):
 
 
 @pytest.mark.parametrize(
-    "name", ["experiment.yaml", f"{CELL}/confirm.jsonl", f"{CELL}/runs/random-0.jsonl", f"{CELL}/accuracy.json"]
+    "name", ["experiment.yaml", f"{TASK}/confirmation.jsonl", f"{TASK}/runs/random-0.jsonl", f"{TASK}/accuracy.json"]
 )
 def test_a_record_that_changed_has_it_drawn_again(folder, drawn, name):
     report(folder)
@@ -65,9 +65,9 @@ def test_a_record_that_changed_has_it_drawn_again(folder, drawn, name):
 
 def test_so_has_an_explanation_and_a_stop(folder, drawn):
     report(folder)
-    (folder / CELL / "stopped.txt").write_text("the disk is full\n")
+    (folder / TASK / "stopped.txt").write_text("the disk is full\n")
     assert SAID not in report(folder)
-    write_json(folder / CELL / "floor.json", {"floor": 0.05})
+    write_json(folder / TASK / "noise_floor.json", {"noise_floor": 0.05})
     assert SAID not in report(folder)
     assert len(drawn) == 3
 

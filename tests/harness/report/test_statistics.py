@@ -163,7 +163,7 @@ def test_a_score_counts_from_what_all_are_told_first():
     assert np.isnan(score_against_random(best_at_once, random_ms, 4.99, first=3)).all(), "nobody claims 0.2 %"
 
 
-def test_a_single_cell_is_said_in_the_singular():
+def test_a_single_task_is_said_in_the_singular():
     alone = compute_ranks(DEMSAR.iloc[:1])
     assert alone.untested_reason == "no test: 1 task is too few (3 are needed)"
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from small_results import CELL, edit_json, edit_samples
+from small_results import TASK, edit_json, edit_samples
 from stored import read_records, write_records
 from typer.testing import CliRunner
 
@@ -23,12 +23,12 @@ def printed(*arguments: object) -> list[str]:
 
 def test_a_ratio_is_a_line_per_turn_and_its_computation(folder):
     head, place, hidden, *turns, result, more = printed(folder, "random:speedup")
-    assert head == f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]"
-    assert place == f"{short_path(folder / CELL / 'confirm.jsonl')}; samples in ms, one line a turn"
+    assert head == f"row 6: {TASK}, random, speedup [CI]: 2.00 [2.00, 2.00]"
+    assert place == f"{short_path(folder / TASK / 'confirmation.jsonl')}; samples in ms, one line a turn"
     assert hidden == "... 1 before these:"
     assert len(turns) == 5
     number = int(turns[-1].removeprefix("line ").partition(":")[0])
-    stored = read_records(folder / CELL / "confirm.jsonl")[number - 1]
+    stored = read_records(folder / TASK / "confirmation.jsonl")[number - 1]
     assert (stored["row"], stored["build"], stored["round"]) == ("aa", 2, 1)
     assert "build 2, turn 1: median 4 of 3 samples; baseline 8, line" in turns[-1]
     assert turns[-1].endswith("ratio 2.0000")
@@ -60,7 +60,7 @@ def test_scores_have_the_values_of_images(folder):
     def add_images(body):
         body["sha of aa main"]["per_item"] = [1.0, 0.79, 0.58]
 
-    edit_json(folder / CELL / "accuracy.json", add_images)
+    edit_json(folder / TASK / "accuracy.json", add_images)
     assert "    by item: 3 values" in printed(folder, "random:top-1")
     assert "    by item: 1 0.79 0.58" in printed(folder, "random:top-1", "--raw")
     assert "    top1: 0.79" in printed(folder, "random:top-1", "--last", 1)
@@ -68,7 +68,7 @@ def test_scores_have_the_values_of_images(folder):
 
 def test_a_drop_is_the_difference_of_two_scores(folder):
     lines = printed(folder, "all:drop")
-    assert lines[0] == f"row 3: {CELL}, all, drop [CI]: +0.1000"
+    assert lines[0] == f"row 3: {TASK}, all, drop [CI]: +0.1000"
     assert lines[-1].startswith("drop: 0.800000 - 0.700000 = +0.100000")
     assert not any("drop: " in line for line in printed(folder, "all:top-1"))
 
@@ -76,19 +76,19 @@ def test_a_drop_is_the_difference_of_two_scores(folder):
         for row, hits in (("float", 80), ("all", 70)):
             body[f"sha of {row} main"]["per_item"] = [1.0] * hits + [0.0] * (100 - hits)
 
-    edit_json(folder / CELL / "accuracy.json", add_images)
+    edit_json(folder / TASK / "accuracy.json", add_images)
     *_, drop, limits, more = printed(folder, "all:drop")
     assert drop.startswith("drop: 0.800000 - 0.700000 = ")
     assert re.fullmatch(r"95 % of 1000 draws of the images.*: \[\+0\.0\d{5}, \+0\.1\d{5}\]", limits)
     assert "--raw" in more
-    edit_json(folder / CELL / "cell.json", higher_is_better=False)
+    edit_json(folder / TASK / "task.json", higher_is_better=False)
     assert printed(folder, "all:drop")[-3].startswith("drop: 0.700000 - 0.800000 = -0.100000")
 
 
 def test_a_row_of_several_seeds_is_shown_once(folder):
     lines = trace_cell(load(folder), "random:2 evaluations", "budget").lines
     chosen = [line for line in lines if "at 2 evaluations" in line]
-    assert chosen == [f"{CELL}, random, seed {seed} at 2 evaluations: bb" for seed in (0, 1)]
+    assert chosen == [f"{TASK}, random, seed {seed} at 2 evaluations: bb" for seed in (0, 1)]
     assert sum(line.startswith("geometric mean") for line in lines) == 1
 
 
@@ -103,7 +103,7 @@ def test_facts_have_no_raw_readings(folder, address):
         ("main", "random:lat", "build 0, turn 0: median 4 of 4 4 4"),
         ("main", "random:speedup", "ratio 2.0000"),
         ("main", "1:speedup", "median 8 of 8 8 8"),
-        ("main", f"{CELL}/linear:verdict", "build 2 failed: build: unsupported operator"),
+        ("main", f"{TASK}/linear:verdict", "build 2 failed: build: unsupported operator"),
         ("main", "all:drop", "sha of float main (float)"),
         ("main", "all:top-1", "top1: 0.7"),
         ("main", "random:builds", "2: 2 at 30.0 s: failed: build: no"),
@@ -155,13 +155,13 @@ def test_a_wrong_address_is_explained(folder, table, address, message):
 
 
 def test_the_computation_gives_the_cell(folder):
-    edit_samples(folder / CELL, "aa", lambda samples_ms, build: [ms * 2**build for ms in samples_ms])
+    edit_samples(folder / TASK, "aa", lambda samples_ms, build: [ms * 2**build for ms in samples_ms])
     latency, speedup = (trace_cell(load(folder), f"random:{column}") for column in ("latency", "speedup"))
     assert latency.lines[-1] == "geometric mean of the median turns of 3 builds (4, 8, 16): 8 ms"
     assert latency.shown.startswith("8.000 [")
     assert speedup.lines[-1] == "geometric mean of the median ratios of 3 builds (2, 1, 0.5): 1"
     assert speedup.shown.startswith("1.00 [")
-    path = folder / CELL / "confirm.jsonl"
+    path = folder / TASK / "confirmation.jsonl"
     write_records(path, (line for line in read_records(path) if line.get("build", 0) == 0))
     single = trace_cell(load(folder), "random:latency")
     assert single.lines[-1] == "geometric mean of the turns of the one build (4, 4): 4 ms"

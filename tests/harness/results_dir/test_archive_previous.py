@@ -38,7 +38,7 @@ budget: {evaluations: [12]}
 seeds: [0]
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-CELL = "net-simulated-int8"
+TASK = "net-simulated-int8"
 
 
 def write_model(path: Path, seed: int) -> None:
@@ -63,8 +63,8 @@ def copy(done: Path, tmp_path: Path) -> Path:
 
 def age(copy: Path) -> None:
     """As if the results were begun with another version of NumPy."""
-    reopen_task(copy / "out" / CELL)
-    path = copy / "out" / CELL / "env.json"
+    reopen_task(copy / "out" / TASK)
+    path = copy / "out" / TASK / "env.json"
     facts = read_json(path)
     facts["packages"]["numpy"] = "1.0"
     write_json(path, facts)
@@ -82,13 +82,13 @@ def test_changed_versions_are_refused_with_the_difference_and_the_way_on(
 
 def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     age(copy)
-    before = read_text(copy / "out" / CELL / "runs" / "random-0.jsonl")
+    before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
-    assert f"accepted: the earlier results are in {CELL}.1" in capsys.readouterr().err
-    assert read_text(copy / "out" / f"{CELL}.1" / "runs" / "random-0.jsonl") == before
+    assert f"accepted: the earlier results are in {TASK}.1" in capsys.readouterr().err
+    assert read_text(copy / "out" / f"{TASK}.1" / "runs" / "random-0.jsonl") == before
     frame = main_frame(load(copy / "out"))
-    assert set(frame["cell"]) == {CELL, f"{CELL}.1"}
-    assert (frame.groupby("cell")["method"].count() == 3).all()
+    assert set(frame["task"]) == {TASK, f"{TASK}.1"}
+    assert (frame.groupby("task")["method"].count() == 3).all()
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it goes on without the flag"
 
 
@@ -102,57 +102,57 @@ def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accep
     assert re.search(r"model_sha256: '[0-9a-f]+' -> '[0-9a-f]+'", error), error
     assert "--accept-changes" in error
     assert qdq(*command, "--accept-changes") == 0
-    assert set(main_frame(load(copy / "out"))["cell"]) == {CELL, f"{CELL}.1"}
+    assert set(main_frame(load(copy / "out"))["task"]) == {TASK, f"{TASK}.1"}
 
 
 def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
-    before = read_text(copy / "out" / CELL / "runs" / "random-0.jsonl")
+    before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
     assert "seeds: 1 added: going on with what is there" in capsys.readouterr().err
-    assert read_text(copy / "out" / CELL / "runs" / "random-0.jsonl") == before
-    assert has_lines(copy / "out" / CELL / "runs" / "random-1.jsonl")
-    assert not (copy / "out" / f"{CELL}.1").exists(), "nothing that was measured became another thing"
+    assert read_text(copy / "out" / TASK / "runs" / "random-0.jsonl") == before
+    assert has_lines(copy / "out" / TASK / "runs" / "random-1.jsonl")
+    assert not (copy / "out" / f"{TASK}.1").exists(), "nothing that was measured became another thing"
     assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
 
 
-def confirmed(cell: Path) -> dict[str, str]:
+def confirmed(task: Path) -> dict[str, str]:
     """The rows that the confirmation is of, with the hashes of their files."""
-    rows: dict[str, str] = read_records(cell / "confirm.jsonl")[0]["rows"]
+    rows: dict[str, str] = read_records(task / "confirmation.jsonl")[0]["rows"]
     return rows
 
 
 def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cell, command = copy / "out" / CELL, ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
-    journal = cell / "runs" / "random-0.jsonl"
+    task, command = copy / "out" / TASK, ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
+    journal = task / "runs" / "random-0.jsonl"
     before = read_text(journal)
     (copy / "small.yaml").write_text(EXPERIMENT.replace("[12]", "[12, 15]"))
     assert qdq(*command) == 0
     assert "budget 12 -> 12, 15: going on with what is there" in capsys.readouterr().err
     assert read_text(journal).startswith(before), "nothing is measured twice"
     assert len({entry.proposal.digest for entry in read_journal(journal)}) == 15
-    rows, picks = read_finalists(cell)
+    rows, picks = read_finalists(task)
     assert {pick.budget for pick in picks if pick.kind == "search"} == {12, 15}
-    assert confirmed(cell) == {row.id: row.sha256 for row in rows}, "what is shown was confirmed"
-    assert not (copy / "out" / f"{CELL}.1").exists()
+    assert confirmed(task) == {row.id: row.sha256 for row in rows}, "what is shown was confirmed"
+    assert not (copy / "out" / f"{TASK}.1").exists()
     (copy / "small.yaml").write_text(EXPERIMENT)
     assert qdq(*command) == 2
     assert "different: budget); use another --out, or --accept-changes" in capsys.readouterr().err
 
 
 def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_others(copy: Path) -> None:
-    cell = copy / "out" / CELL
-    before = read_text(cell / "runs" / "random-0.jsonl")
+    task = copy / "out" / TASK
+    before = read_text(task / "runs" / "random-0.jsonl")
     more = EXPERIMENT.replace("[random]", "[random, evolutionary]").replace(
         "baselines: [linear]", "baselines: [linear, all]"
     )
     (copy / "small.yaml").write_text(more)
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
-    assert read_text(cell / "runs" / "random-0.jsonl") == before
+    assert read_text(task / "runs" / "random-0.jsonl") == before
     assert list(main_frame(load(copy / "out"))["method"]) == ["float", "linear", "all", "random", "evolutionary"]
-    assert confirmed(cell) == {row.id: row.sha256 for row in read_finalists(cell)[0]}
+    assert confirmed(task) == {row.id: row.sha256 for row in read_finalists(task)[0]}
 
 
 def test_another_executor_is_the_same_experiment_unless_the_window_differs(
@@ -167,7 +167,7 @@ def test_another_executor_is_the_same_experiment_unless_the_window_differs(
 
 
 def test_failed_trials_are_tried_once_more_when_asked(copy: Path) -> None:
-    path = copy / "out" / CELL / "runs" / "random-0.jsonl"
+    path = copy / "out" / TASK / "runs" / "random-0.jsonl"
     lines = read_text(path).splitlines(keepends=True)
     failed = sum('"status":"failed"' in line for line in lines)
     assert failed
@@ -215,7 +215,7 @@ def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("lost", "ends"), [(MAX_WORKER_LOSSES, True), (MAX_WORKER_LOSSES + 1, False)])
-def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int, ends: bool) -> None:
+def test_a_task_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int, ends: bool) -> None:
     begun, said = [], []
 
     class Loud(NullProgress):
@@ -228,9 +228,9 @@ def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int
             raise WorkerLost("the worker on node-a was lost: power cut")
 
     with nullcontext() if ends else pytest.raises(WorkerLost, match="node-a was lost"):
-        run_with_recovery(tmp_path / "cell", work, False, Loud())
+        run_with_recovery(tmp_path / "task", work, False, Loud())
     assert len(begun) == MAX_WORKER_LOSSES + 1
     assert (
         said
-        == ["cell: the worker on node-a was lost: power cut; continuing with the remaining workers"] * MAX_WORKER_LOSSES
+        == ["task: the worker on node-a was lost: power cut; continuing with the remaining workers"] * MAX_WORKER_LOSSES
     )

@@ -38,7 +38,7 @@ budget: {evaluations: [8]}
 seeds: [0]
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-CELL = "net-simulated-int8"
+TASK = "net-simulated-int8"
 NOT_RESULTS = {".lock", "optuna.journal"}
 
 
@@ -95,8 +95,8 @@ def test_a_flipped_byte_is_never_silent(copy: Path) -> None:
 
 
 def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy: Path) -> None:
-    for name in ("rows.json", "confirm.jsonl.gz", "runs/random-0.jsonl.gz", "patterns.yaml"):
-        path = copy / CELL / name
+    for name in ("rows.json", "confirmation.jsonl.gz", "runs/random-0.jsonl.gz", "patterns.yaml"):
+        path = copy / TASK / name
         whole = path.read_bytes()
         path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
         assert shown(copy).startswith(f"refused: {path}: damaged"), name
@@ -104,14 +104,14 @@ def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy: Path) -> None
 
 
 def test_a_line_that_was_taken_away_is_refused(copy: Path) -> None:
-    path = copy / CELL / "floor.json"
+    path = copy / TASK / "noise_floor.json"
     path.unlink()
     assert str(path) in shown(copy)
     assert [text.split("; ")[0] for text in check_results(copy).problems] == [f"{path}: missing"]
 
 
 def test_a_damaged_model_is_not_recommended(copy: Path) -> None:
-    models = sorted((copy / CELL / "models").glob("*.onnx"))
+    models = sorted((copy / TASK / "models").glob("*.onnx"))
     assert ": take " in shown(copy)
     for path in models:
         path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -121,13 +121,13 @@ def test_a_damaged_model_is_not_recommended(copy: Path) -> None:
 
 
 def test_a_damaged_task_is_not_skipped_but_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = copy / CELL / "confirm.jsonl.gz"
+    path = copy / TASK / "confirmation.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     command = ["run", str(copy.parent / "small.yaml"), "--out", str(copy)]
     save_chain(copy.parent / "net.onnx", (8, 8, 12))
     (copy.parent / "small.yaml").write_text(EXPERIMENT)
     assert qdq(*command) == 2
-    assert "confirm.jsonl.gz: damaged" in capsys.readouterr().err.replace("\n", " ")
+    assert "confirmation.jsonl.gz: damaged" in capsys.readouterr().err.replace("\n", " ")
     path.unlink()
     assert qdq(*command) == 0
     manifest = read_manifest(copy)
@@ -173,9 +173,9 @@ def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../other.onnx", "a/b.onnx"])
 def test_a_row_names_no_model_outside_of_its_folder(copy: Path, file: str) -> None:
-    rows = copy / CELL / "rows.json"
+    rows = copy / TASK / "rows.json"
     body = read_json(rows)
     body["rows"][0]["file"] = file
     write_json(rows, body)
     with pytest.raises(UserError, match=r"rows\.json.*folder models"):
-        read_finalists(copy / CELL)
+        read_finalists(copy / TASK)

@@ -48,7 +48,7 @@ outcomes = st.one_of(
         measure_s=finite,
         metrics=st.dictionaries(text, finite),
         per_item=st.lists(finite).map(tuple),
-        retaken_ms=st.lists(st.lists(finite).map(tuple)).map(tuple),
+        rebuilt_ms=st.lists(st.lists(finite).map(tuple)).map(tuple),
         info=st.dictionaries(text, st.lists(st.none() | st.booleans() | st.integers(0, 9) | text)),
     ),
     st.builds(Failed, status=st.just("failed"), stage=text, reason=text, log_tail=text, wall_s=finite),

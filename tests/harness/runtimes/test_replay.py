@@ -123,13 +123,13 @@ def test_a_relative_table_lies_beside_the_experiment(
     monkeypatch.chdir(tmp_path / "elsewhere")
     text = f"experiment: e\nmodels: [m.onnx]\nbackends: [openvino, {{use: replay, params: {{table: {table.name}}}}}]\n"
     experiment = parse_experiment(text, "e.yaml", table.parent)
-    openvino, replay = (cell.backend for cell in plan_tasks(experiment))
+    openvino, replay = (task.backend for task in plan_tasks(experiment))
     assert registry.create_plugin("benchmarker", replay.use, replay.params).describe()["device"] == "a CPU"
     assert openvino.params == {}, "its constructor has no base"
     with pytest.raises(UserError, match=r"t\.parquet: no such file"):
         registry.create_plugin("benchmarker", "replay", plan_tasks(parse_experiment(text, "e.yaml"))[1].backend.params)
     other = f"{text}initial: [float]\nbaselines: []\n".replace("use: replay", "use: replai")
-    assert [cell.backend.use for cell in plan_tasks(parse_experiment(other, "e.yaml", tmp_path))] == [
+    assert [task.backend.use for task in plan_tasks(parse_experiment(other, "e.yaml", tmp_path))] == [
         "openvino",
         "replai",
     ]

@@ -107,7 +107,7 @@ def is_plain(text: str) -> bool:
 def test_commands_print_no_control_codes(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = {
         "model": str(folder / MODEL), "damaged": str(folder / f"damaged{CODES}.onnx"), "codes": CODES,
-        "cell": "net-simulated-int8",
+        "task": "net-simulated-int8",
     }  # fmt: skip
     with suppress(SystemExit):
         main([word.format(folder, **words) for word in command.split(" ")])
@@ -146,10 +146,10 @@ def test_no_file_of_the_report_is_more_than_text(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["=1+2", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3", "\t=1", f"=A{CODES}", "a|b`<i>"])
 def test_a_table_is_text_in_every_form(name: str, tmp_path: Path) -> None:
-    cells = pd.DataFrame({"model": [name], name: ["1"], "change": ["-1.5"]})
-    write_table(ReportTable(name="t", cells=cells, raw=cells.assign(ms=[-2.5]), note=name), tmp_path)
+    tasks = pd.DataFrame({"model": [name], name: ["1"], "change": ["-1.5"]})
+    write_table(ReportTable(name="t", tasks=tasks, raw=tasks.assign(ms=[-2.5]), note=name), tmp_path)
     head, row = csv.reader((tmp_path / "t.csv").read_text(encoding="utf-8").splitlines())
-    assert not [cell for cell in head + row if cell.lstrip()[:1] in "=@+" or cell.startswith("-2+")]
+    assert not [task for task in head + row if task.lstrip()[:1] in "=@+" or task.startswith("-2+")]
     assert row[-2:] == ["-1.5", "-2.5"]
     for path in tmp_path.iterdir():
         assert is_plain(path.read_text(encoding="utf-8"))

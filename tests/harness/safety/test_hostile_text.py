@@ -60,7 +60,7 @@ def test_a_file_larger_than_ours_ever_are_is_not_read(tmp_path: Path, reader: st
         _read(reader, path)
 
 
-def test_a_matrix_that_asks_for_millions_of_cells_is_refused() -> None:
+def test_a_matrix_that_asks_for_millions_of_tasks_is_refused() -> None:
     axes = "".join(f"  backends.params.p{n}: [{', '.join(map(str, range(100)))}]\n" for n in range(9))
     with pytest.raises(
         UserError, match=r"e\.yaml: matrix\.backends\.\*: asks for 1000000000000000000 backends, but at"

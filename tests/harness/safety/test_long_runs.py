@@ -50,7 +50,7 @@ def candidate(placement: Placement) -> Candidate:
 def test_a_search_of_many_trials_stays_small(tmp_path: Path) -> None:
     use = PluginSpec(use="simulated", params={"seed": 1, "noise_seed": 1})
     task = SearchTask(space=SPACE, searcher=Blind(), initial_design=(), candidate=candidate, evaluations=TRIALS)
-    watch = mirror_to_optuna(tmp_path / "live.journal", "cell/blind-0", SPACE, Goal(), fresh=True)
+    watch = mirror_to_optuna(tmp_path / "live.journal", "task/blind-0", SPACE, Goal(), fresh=True)
     with (
         InProcess(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path / "work")) as engines,
         Journal(tmp_path / "blind-0.jsonl", {}) as journal,

@@ -94,7 +94,7 @@ def test_budget_counts_unique_placements_and_seeds(tmp_path):
     run = Run(tmp_path, evaluations=20)
     trials = run.go()
     assert run.attempts == 20 == trials[-1].evaluations
-    assert [t.asked.origin for t in trials[:2]] == ["seed:float", "seed:all"]
+    assert [t.asked.origin for t in trials[:2]] == ["initial:float", "initial:all"]
 
 
 def test_a_duplicate_is_free_told_again_and_logged(tmp_path):
@@ -227,7 +227,7 @@ def test_placement_of_the_wrong_size_ends_its_search_as_the_searchers_fault(tmp_
     ending, told = ended(run, Wrong(run.space, 1))
     assert ending.evaluations == len(told) == 2
     assert ending.reason == "ValueError: a placement here has 6 choices, but got 1"
-    assert "Traceback" in ending.broken.log_tail
+    assert "Traceback" in ending.failure.log_tail
 
 
 @pytest.mark.parametrize("proposal", [(0.0,) * 6, ("1",) * 6, None])
@@ -237,25 +237,25 @@ def test_what_is_no_placement_is_the_searchers_fault_too(tmp_path, proposal):
             return [proposal and Placement(proposal)]
 
     run = Run(tmp_path)
-    assert "Error: " in ended(run, Wrong(run.space, 1))[0].broken.reason
+    assert "Error: " in ended(run, Wrong(run.space, 1))[0].failure.reason
     assert len(run.choices()) == 2
 
 
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("broken", ["ask", "tell"])
-def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_on(tmp_path, window, broken):
+@pytest.mark.parametrize("failure", ["ask", "tell"])
+def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_on(tmp_path, window, failure):
     class Breaks(Uniform):
         mended = False
         asked = 0
 
         def ask(self, n):
             self.asked += 1
-            if broken == "ask" and self.asked == 6 and not self.mended:
+            if failure == "ask" and self.asked == 6 and not self.mended:
                 raise LookupError("a bug")
             return super().ask(n)
 
         def tell(self, observation):
-            if broken == "tell" and len(self.told) == 6 and not self.mended:
+            if failure == "tell" and len(self.told) == 6 and not self.mended:
                 raise LookupError("a bug")
             super().tell(observation)
 
@@ -277,18 +277,18 @@ def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeat
         def ask(self, n):
             if len(self.told) < 5:
                 return super().ask(n)
-            if broken:
+            if failure:
                 raise LookupError("a bug")
             return []
 
     run = Run(tmp_path)
     assert ended(run, Uniform(run.space, 1), evaluations=12, window=window)[0] == SearchLoopResult(evaluations=12)
     before = run.path.read_bytes()
-    broken = True
+    failure = True
     ending, told = ended(run, Changed(run.space, 1), window=window)
     assert told[-1].evaluations < 12 == ending.evaluations
     assert ending.reason == "LookupError: a bug"
-    broken = False
+    failure = False
     silent = SearchLoopResult(evaluations=12, reason="it had nothing more to propose")
     assert ended(run, Changed(run.space, 1), window=window)[0] == silent
     assert run.path.read_bytes() == before
@@ -297,7 +297,7 @@ def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeat
 def test_a_searcher_that_could_not_be_made_spends_nothing(tmp_path):
     failed = Failed(stage="search", reason="ValueError: no", log_tail="where")
     ending, told = ended(Run(tmp_path), failed)
-    assert (ending, told) == (SearchLoopResult(evaluations=0, reason="ValueError: no", broken=failed), [])
+    assert (ending, told) == (SearchLoopResult(evaluations=0, reason="ValueError: no", failure=failed), [])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
@@ -347,9 +347,9 @@ def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_bea
 
 
 def test_a_placement_that_nobody_looked_at_ranks_behind_those_that_hold_the_bound():
-    held, assumed, broken = (
+    held, assumed, failure = (
         Score(objective=9.0),
         Score(objective=8.0, assumed=True),
         Score(objective=1.0, violation=0.1),
     )
-    assert sorted([broken, assumed, held], key=lambda s: s.rank) == [held, assumed, broken]
+    assert sorted([failure, assumed, held], key=lambda s: s.rank) == [held, assumed, failure]

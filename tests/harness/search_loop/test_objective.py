@@ -277,7 +277,7 @@ def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trus
 def test_what_was_built_again_has_the_scatter_of_its_builds() -> None:
     """A searcher that is told 5 ms of a placement whose builds took 5 and 6 must not take 5.2 for something else."""
     once = score_outcome(Measured(samples_ms=(5.0,) * 20, build_s=0.1, measure_s=0.1), Goal())
-    twice = Measured(samples_ms=(5.0,) * 20, retaken_ms=((6.0,) * 20,), build_s=0.1, measure_s=0.1)
+    twice = Measured(samples_ms=(5.0,) * 20, rebuilt_ms=((6.0,) * 20,), build_s=0.1, measure_s=0.1)
     again = score_outcome(twice, Goal())
     assert isinstance(once, Score)
     assert isinstance(again, Score)

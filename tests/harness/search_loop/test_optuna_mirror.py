@@ -35,12 +35,12 @@ def studies(path):
 
 def test_every_trial_is_there_with_what_a_reader_wants_to_plot(tmp_path):
     path = tmp_path / "optuna.journal"
-    watch = mirror_to_optuna(path, "cell/tpe-0", SPACE, GOAL, fresh=True)
+    watch = mirror_to_optuna(path, "task/tpe-0", SPACE, GOAL, fresh=True)
     watch(trial(0, metrics={"top1": 0.79}))
     watch(trial(1, failed=True))
     watch(trial(2, evaluations=2))  # a duplicate: it cost nothing
     watch(trial(3, evaluations=3, metrics={"top1": 0.5}))
-    study = studies(path)["cell/tpe-0"]
+    study = studies(path)["task/tpe-0"]
     assert [t.state.name for t in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
     assert study.best_trial.number == 0, "the faster one breaks the bound"
     assert study.best_value == pytest.approx(4.0)

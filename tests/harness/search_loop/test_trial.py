@@ -79,7 +79,7 @@ def measured(outcome: Outcome) -> Measured:
 def test_the_first_candidate_has_nobody_to_beat() -> None:
     bench = Bench(5.0)
     found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, None))
-    assert (found.samples_ms[1], found.retaken_ms, found.saved, found.conditions) == (5.0, (), 4, {"load": 1.0})
+    assert (found.samples_ms[1], found.rebuilt_ms, found.saved, found.conditions) == (5.0, (), 4, {"load": 1.0})
     assert bench.diary == ["build", "release"]
 
 
@@ -95,7 +95,7 @@ def test_letting_go_of_each_engine_counts_as_the_engines_time() -> None:
 @pytest.mark.parametrize("latency_ms", [9.95, 10.0, 30.0])
 def test_what_does_not_beat_the_incumbent_by_more_than_noise_is_taken_once(latency_ms: float) -> None:
     bench = Bench(latency_ms)
-    assert measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).retaken_ms == ()
+    assert measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).rebuilt_ms == ()
     assert bench.diary == ["build", "release"]
 
 
@@ -103,7 +103,7 @@ def test_a_surprise_that_a_fresh_build_repeats_is_believed_with_the_fresh_readin
     bench = Bench(5.0, 5.1)
     found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == 5.1
-    assert [readings[1] for readings in found.retaken_ms] == [5.0]
+    assert [readings[1] for readings in found.rebuilt_ms] == [5.0]
     assert bench.diary == ["build", "release", "build", "release"]
     assert (found.build_s, found.measure_s, found.saved) == (1.0, 0.5, 8)
 
@@ -112,7 +112,7 @@ def test_a_surprise_that_a_fresh_build_repeats_is_believed_with_the_fresh_readin
 def test_where_the_fresh_build_disagrees_a_third_decides(third: float, believed: float) -> None:
     found = measured(make_trial_fn(Bench(5.0, 13.0, third), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == believed
-    assert len(found.retaken_ms) == 2
+    assert len(found.rebuilt_ms) == 2
     assert found.build_s == 1.5
 
 
@@ -143,7 +143,7 @@ def test_a_disturbed_reading_never_becomes_the_incumbent_unseen(
 
 def test_disturbed_readings_are_kept_with_the_discarded_and_widen_nothing() -> None:
     found = measured(make_trial_fn(Bench(5.0, 9.0, disturbed=(0,)), SAMPLING)(CANDIDATE, INCUMBENT))
-    assert found.retaken_ms == ()
+    assert found.rebuilt_ms == ()
     assert found.discarded_ms[1] == 5.0
 
 
@@ -153,7 +153,7 @@ def test_a_disturbed_reading_that_is_no_better_is_left_as_it_is() -> None:
     assert bench.diary.count("build") == 1
 
 
-def test_without_retakes_a_disturbed_reading_is_believed() -> None:
+def test_without_rebuilds_a_disturbed_reading_is_believed() -> None:
     bench = Bench(5.0, disturbed=(0,))
     assert (
         measured(make_trial_fn(bench, SAMPLING, care=NoisePolicy(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
@@ -163,7 +163,7 @@ def test_without_retakes_a_disturbed_reading_is_believed() -> None:
 
 def test_a_gain_within_the_floor_is_not_worth_a_second_look() -> None:
     bench = Bench(9.5)
-    make_trial_fn(bench, SAMPLING, care=NoisePolicy(floor=0.1))(CANDIDATE, INCUMBENT)
+    make_trial_fn(bench, SAMPLING, care=NoisePolicy(noise_floor=0.1))(CANDIDATE, INCUMBENT)
     assert bench.diary.count("build") == 1
 
 
@@ -206,4 +206,4 @@ def test_journals_from_before_racing_are_read() -> None:
     outcome = '{"status":"measured","samples_ms":[1.5],"build_s":0.1,"measure_s":0.2}'
     told = decode_line(f'{{"kind":"result","number":0,"outcome":{outcome},"elapsed_s":1}}')
     assert isinstance(told, TrialResult)
-    assert measured(told.outcome).retaken_ms == ()
+    assert measured(told.outcome).rebuilt_ms == ()

@@ -47,7 +47,7 @@ class Failing(Busy):
 
 def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
     rows, plan = (row("a"), row("b")), TurnSchedule(builds=2, rounds=3, samples=3)
-    path = tmp_path / "confirm.jsonl"
+    path = tmp_path / "confirmation.jsonl"
     contest = PairedComparison(
         name="confirmation", path=path, header={}, baseline=row("float"), rows=rows, schedule=plan
     )
@@ -66,9 +66,9 @@ def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> N
 
 def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
     """Its builds count on, and what was timed before stays."""
-    path = tmp_path / "runoff.jsonl"
+    path = tmp_path / "final_selection.jsonl"
     whole = PairedComparison(
-        name="runoff", path=path, header={}, baseline=row("float"), rows=(row("a"), row("b")),
+        name="final_selection", path=path, header={}, baseline=row("float"), rows=(row("a"), row("b")),
         schedule=TurnSchedule(builds=1, rounds=3, samples=3),
     )  # fmt: skip
     rest = replace(whole, rows=(row("b"),), schedule=TurnSchedule(builds=2, rounds=4, samples=3), first_build=1)
@@ -87,7 +87,7 @@ def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
 def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp_path: Path, disturbed: str) -> None:
     contest = PairedComparison(
         name="confirmation",
-        path=tmp_path / "confirm.jsonl",
+        path=tmp_path / "confirmation.jsonl",
         header={},
         baseline=row("float"),
         rows=(row("a"),),
@@ -101,5 +101,5 @@ def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp
         "close other work and repeat"
     )
     assert observer.said == ([said] if disturbed else [])
-    assert read_comparison(tmp_path / "confirm.jsonl") == events
+    assert read_comparison(tmp_path / "confirmation.jsonl") == events
     assert {event.disturbed for event in events} == {disturbed}  # type: ignore[union-attr]

@@ -67,7 +67,7 @@ class Machine(Instant):
 
 def contest(path: Path, names: str) -> PairedComparison:
     return PairedComparison(
-        name="runoff", path=path / "runoff.jsonl", header={}, baseline=row(FLOAT),
+        name="final_selection", path=path / "final_selection.jsonl", header={}, baseline=row(FLOAT),
         rows=tuple(row(name) for name in names), schedule=FIRST_SCHEDULE,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_what_the_twins_of_a_race_differ_by_keeps_rivals_in(tmp_path: Path) -> N
 
 def test_a_known_noise_floor_keeps_rivals_in(tmp_path: Path) -> None:
     machine = Machine({"a": 1.0, "b": 1.03})
-    select(replace(contest(tmp_path, "ab"), floor=0.1), {"all": ["a", "b"]}, machine.open, NullProgress())
+    select(replace(contest(tmp_path, "ab"), noise_floor=0.1), {"all": ["a", "b"]}, machine.open, NullProgress())
     assert len(machine.rows) == len(TURNS_PER_RACING_ROUND)
 
 

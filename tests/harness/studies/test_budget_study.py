@@ -460,8 +460,8 @@ def test_committed_studies_are_valid() -> None:
     for path in paths:
         study = BudgetStudy.model_validate(read_experiment_yaml(path.read_text(encoding="utf-8"), path.name))
         assert study.searchers
-        for contender in study.searchers:
-            check_params("searcher", contender.use, contender.params, supplied=("space", "seed"))
+        for searcher in study.searchers:
+            check_params("searcher", searcher.use, searcher.params, supplied=("space", "seed"))
 
 
 def told_all(choices: tuple[int, ...]) -> Outcome:

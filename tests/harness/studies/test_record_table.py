@@ -59,7 +59,7 @@ def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
     for digest, row in table.rows.items():
         assert space.digest(Placement(row.choices)) == digest
         assert isinstance(row.outcome, Measured)
-        assert len(row.outcome.samples_ms) in (7, 20), "one of the fastest has a sample a turn of the runoff"
+        assert len(row.outcome.samples_ms) in (7, 20), "one of the fastest has a sample a turn of the final selection"
         assert list(set(row.outcome.samples_ms)) == pytest.approx([row.outcome.info["truth_ms"]], rel=1e-6)
     assert sorted(row.number for row in table.rows.values()) == list(range(len(table.rows)))
     assert not list(tmp_path.glob("*.recording"))
@@ -204,18 +204,18 @@ def test_a_machine_that_changes_its_pace_is_told(model: Path, tmp_path: Path, mo
 
     def slower_at_the_end(self: InProcess, handle: int, *args: Any) -> Any:
         found = sample(self, handle, *args)
-        late = list(tmp_path.glob("*.recording/table-runoff-*.jsonl"))
+        late = list(tmp_path.glob("*.recording/table-final-selection-*.jsonl"))
         return replace(found, latency_ms=tuple(2 * value for value in found.latency_ms)) if late else found
 
     monkeypatch.setattr(InProcess, "sample", slower_at_the_end)
     study, observer = make_study(str(model), backend="simulated", params=PARAMS), Listening()
-    alone = study.experiment.sampling.model_copy(update={"beside": "never"})
+    alone = study.experiment.sampling.model_copy(update={"interleave": "never"})
     study = replace(study, experiment=study.experiment.model_copy(update={"sampling": alone}))
     record(study, tmp_path / "t.parquet", 1, observer)
     pace = [text for text in observer.said if "the float model takes" in text]
     assert pace
-    assert all(text.startswith("net-simulated-int8 runoff: the float model takes") for text in pace)
-    assert all(text.endswith("record the table anew with `sampling.beside: always`") for text in pace)
+    assert all(text.startswith("net-simulated-int8 final selection: the float model takes") for text in pace)
+    assert all(text.endswith("record the table anew with `sampling.interleave: always`") for text in pace)
     beaten = [text for text in observer.said if "of the table's optimum" in text]
     assert beaten
     assert beaten[0].endswith("use more --dimensions, or --search 200")
@@ -290,7 +290,9 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
         assert outcome.build_s > 0
         assert len(outcome.samples_ms) >= 6
         turns = len(outcome.raw_ms)
-        assert len(outcome.beside_ms) in (turns, turns + 1), "in turns with the float model, also in a runoff"
+        assert len(outcome.reference_ms) in (turns, turns + 1), (
+            "in turns with the float model, also in a final selection"
+        )
         assert set(outcome.metrics) == {"sqnr_db", "cosine", "kl"}
     assert table.metadata.backend["options"]["precision"] == "f32"
 
@@ -360,7 +362,7 @@ def test_mistakes_end_with_one_message(
     assert message in capsys.readouterr().err
 
 
-def test_an_experiment_of_one_cell_is_taken_whole(model: Path, tmp_path: Path) -> None:
+def test_an_experiment_of_one_task_is_taken_whole(model: Path, tmp_path: Path) -> None:
     text = """
 experiment: mine
 models: [{use: net.onnx, calibration: {samples: 2, method: percentile}}]
@@ -375,6 +377,6 @@ sampling: {min_samples: 5, max_samples: 5}
     assert make_study(str(tmp_path / "one.yaml"), backend="openvino").spec.backend.use == "openvino"
     (tmp_path / "two.yaml").write_text(text.replace("backends: [", "backends: [openvino, "))
     with pytest.raises(
-        UserError, match=r"one cell, but this experiment has 2: net-openvino-int8, net-simulated-int8; k"
+        UserError, match=r"one task, but this experiment has 2: net-openvino-int8, net-simulated-int8; k"
     ):
         make_study(str(tmp_path / "two.yaml"))

@@ -117,7 +117,7 @@ def test_a_searcher_that_breaks_is_named_with_its_traceback(
 ) -> None:
     (tmp_path / "mine_that_breaks.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = r"(?s)searcher 'Broken', seed 7, broke; IndexError: list index out of range\n.*return \[\]\[n\]"
+    said = r"(?s)searcher 'Broken', seed 7, failed; IndexError: list index out of range\n.*return \[\]\[n\]"
     with pytest.raises(UserError, match=said):
         replay(Landscape(make_table(dimensions=2)), PluginSpec(use="mine_that_breaks:Broken"), seeds=[7], budget=5)
 

@@ -1,4 +1,4 @@
-"""What a search hands over is what a runoff of its best readings chooses, and never what failed."""
+"""What a search hands over is what a final selection of its best readings chooses, and never what failed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from harness.studies.simulated_selection import DEFAULT_FINALISTS, TURNS_PER_RAC
 INF = float("inf")
 
 
-def settled(readings: Floats, runoff: Floats) -> np.ndarray:
-    """What is chosen where every turn of a runoff reads the same."""
+def settled(readings: Floats, final_selection: Floats) -> np.ndarray:
+    """What is chosen where every turn of a final selection reads the same."""
 
     def log_ms_of(rows: np.ndarray, evaluations: np.ndarray) -> np.ndarray:
-        return np.repeat(np.log(runoff[rows[:, None], evaluations])[..., None], TURNS_PER_RACE, axis=-1)
+        return np.repeat(np.log(final_selection[rows[:, None], evaluations])[..., None], TURNS_PER_RACE, axis=-1)
 
     return simulate_selection(readings, log_ms_of)
 
 
 @pytest.mark.parametrize(
-    ("readings", "runoff", "expected"),
+    ("readings", "final_selection", "expected"),
     [
         ([3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0, 1, 2]),
         ([1.0, 2.0, 3.0], [2.5, 2.0, 3.0], [0, 1, 1]),  # the lowest reading was a lucky one
@@ -40,21 +40,21 @@ def settled(readings: Floats, runoff: Floats) -> np.ndarray:
         ),  # four read lower
     ],
 )
-def test_by_hand(readings: list[float], runoff: list[float], expected: list[int]) -> None:
-    assert settled(np.array([readings]), np.array([runoff]))[0].tolist() == expected
+def test_by_hand(readings: list[float], final_selection: list[float], expected: list[int]) -> None:
+    assert settled(np.array([readings]), np.array([final_selection]))[0].tolist() == expected
 
 
 figures = arrays(float, (3, 12), elements=st.sampled_from([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, INF]))
 
 
 @given(figures, figures)
-def test_it_is_the_best_in_the_runoff_of_the_best_readings(readings: Floats, runoff: Floats) -> None:
-    runoff = np.where(np.isfinite(runoff), runoff, 9.0)
-    found = settled(readings, runoff)
+def test_it_is_the_best_in_the_final_selection_of_the_best_readings(readings: Floats, final_selection: Floats) -> None:
+    final_selection = np.where(np.isfinite(final_selection), final_selection, 9.0)
+    found = settled(readings, final_selection)
     for search, latest in np.ndindex(found.shape):
         so_far = [n for n in range(latest + 1) if np.isfinite(readings[search, n])]
         leading = sorted(so_far, key=lambda n: (readings[search, n], n))[:DEFAULT_FINALISTS]
-        wanted = min(leading, key=lambda n: (runoff[search, n], readings[search, n], n), default=-1)
+        wanted = min(leading, key=lambda n: (final_selection[search, n], readings[search, n], n), default=-1)
         assert found[search, latest] == wanted
 
 

@@ -129,18 +129,18 @@ def test_results_of_before_data_were_noted_go_on(folder: Path, tmp_path: Path) -
     file = tmp_path / "old.yaml"
     file.write_text(EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.5}").replace("SEARCHER", "random"))
     assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
-    cell = tmp_path / "out" / "net-bench-int8"
-    unpack(cell)
-    facts = read_json(cell / "cell.json")
+    task = tmp_path / "out" / "net-bench-int8"
+    unpack(task)
+    facts = read_json(task / "task.json")
     assert facts.pop("data")
-    write_json(cell / "cell.json", facts)
-    for path in cell.glob("runs/*.jsonl*"):
+    write_json(task / "task.json", facts)
+    for path in task.glob("runs/*.jsonl*"):
         header, *rest = read_records(path)
         del header["fingerprint"]["data"]
         write_records(path, (header, *rest))
-    before = (cell / "accuracy.json").read_bytes()
+    before = (task / "accuracy.json").read_bytes()
     assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
-    assert (cell / "accuracy.json").read_bytes() == before, "nothing is scored a second time"
+    assert (task / "accuracy.json").read_bytes() == before, "nothing is scored a second time"
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +148,8 @@ def front(folder: Path) -> Path:
     return run(folder, "front", "{minimize: pareto, halves: true, proxy: 2}", "nsga2")
 
 
-def journal(cell: Path) -> list[Any]:
-    (path,) = (cell / "runs").glob("*.jsonl*")
+def journal(task: Path) -> list[Any]:
+    (path,) = (task / "runs").glob("*.jsonl*")
     return [entry.result.outcome for entry in read_journal(path) if entry.result is not None]
 
 
@@ -165,7 +165,7 @@ def test_searches_see_one_half_and_finalists_are_scored_on_the_other(front: Path
     assert images["main proxy"] == 2
     seen = {len(outcome.per_item) for outcome in journal(front) if outcome.per_item}
     assert seen == {images["main search"]}
-    goal = read(front / "cell.json")["goal"]
+    goal = read(front / "task.json")["goal"]
     reference = next(score for name, score in scores.items() if name.endswith(" main search"))
     assert goal["reference"] == reference["metrics"]["cosine"]
 
@@ -182,20 +182,20 @@ def test_a_front_has_several_finalists_and_the_table_data_say_what_they_cost(fro
 
 
 def test_accuracy_first_finds_what_is_as_fast_as_asked(folder: Path) -> None:
-    cell = run(folder, "first", "{minimize: accuracy, max_latency: 90%}")
-    goal = read(cell / "cell.json")["goal"]
+    task = run(folder, "first", "{minimize: accuracy, max_latency: 90%}")
+    goal = read(task / "task.json")["goal"]
     assert goal["max_latency_ms"] == pytest.approx(9.0)
-    pick = next(p for p in read(cell / "rows.json")["picks"] if p["kind"] == "search" and p["budget"] == 8)
-    fast = [outcome.samples_ms[0] for outcome in journal(cell) if outcome.samples_ms[0] <= 9.0]
+    pick = next(p for p in read(task / "rows.json")["picks"] if p["kind"] == "search" and p["budget"] == 8)
+    fast = [outcome.samples_ms[0] for outcome in journal(task) if outcome.samples_ms[0] <= 9.0]
     assert pick["search_ms"] == pytest.approx(max(fast)), "speed costs accuracy, so the slowest that is fast enough"
-    assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(cell))
-    seen = [outcome.metrics["cosine"] for outcome in journal(cell) if "cosine" in outcome.metrics]
+    assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(task))
+    seen = [outcome.metrics["cosine"] for outcome in journal(task) if "cosine" in outcome.metrics]
     assert pick["loss"] == pytest.approx(goal["reference"] - max(seen)), "by which the best of several seeds is chosen"
-    schemes = [scheme for pattern in read_cache(cell / "patterns.yaml").patterns.values() for scheme in pattern.schemes]
+    schemes = [scheme for pattern in read_cache(task / "patterns.yaml").patterns.values() for scheme in pattern.schemes]
     assert all(scheme.baseline_ms == pytest.approx(10.0) for scheme in schemes), (
         "what is learned of patterns is latency"
     )
-    assert {scheme.latency_ms for scheme in schemes} <= {outcome.samples_ms[0] for outcome in journal(cell)}
+    assert {scheme.latency_ms for scheme in schemes} <= {outcome.samples_ms[0] for outcome in journal(task)}
 
 
 def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +238,8 @@ def copy(front: Path, tmp_path: Path) -> Path:
     return tmp_path / "front" / front.name
 
 
-def models(cell: Path) -> dict[str, Path]:
-    return {row["id"]: cell / "models" / row["file"] for row in read(cell / "rows.json")["rows"]}
+def models(task: Path) -> dict[str, Path]:
+    return {row["id"]: task / "models" / row["file"] for row in read(task / "rows.json")["rows"]}
 
 
 def test_every_exported_file_is_what_the_tables_say(front: Path, folder: Path, capsys: Any) -> None:
@@ -265,7 +265,7 @@ def changed(path: Path, change: Any) -> None:
 def test_what_was_lost_stands_beside_the_bound(
     copy: Path, folder: Path, capsys: Any, bound: float, expected: str
 ) -> None:
-    changed(copy / "cell.json", lambda body: body["goal"].update(max_drop=bound))
+    changed(copy / "task.json", lambda body: body["goal"].update(max_drop=bound))
     scores = read(copy / "accuracy.json")
     rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
     worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
@@ -302,9 +302,9 @@ def test_a_bound_without_an_evaluator_is_refused(copy: Path, folder: Path, capsy
 
 
 def test_a_row_that_cannot_be_scored_does_not_hold_the_bound(copy: Path, folder: Path, capsys: Any) -> None:
-    changed(copy / "cell.json", lambda body: body["goal"].update(max_drop=0.9))
+    changed(copy / "task.json", lambda body: body["goal"].update(max_drop=0.9))
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
-    changed(copy / "cell.json", lambda body: body.update(metric="other"))
+    changed(copy / "task.json", lambda body: body.update(metric="other"))
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
     assert "bound: BROKEN: cannot be checked against 0.9" in capsys.readouterr().out
 
@@ -352,11 +352,11 @@ def test_what_is_not_as_recorded_ends_with_status_1(
 def test_a_speedup_that_does_not_come_again_ends_with_status_1(copy: Path, folder: Path, capsys: Any) -> None:
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     unpack(copy)
-    head, *events = read_records(copy / "confirm.jsonl")
+    head, *events = read_records(copy / "confirmation.jsonl")
     for event in events:
         if event["row"] == placement:
             event["samples_ms"] = [sample / 2 for sample in event["samples_ms"]]
-    write_records(copy / "confirm.jsonl", (head, *events))
+    write_records(copy / "confirmation.jsonl", (head, *events))
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
     checks = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert checks["latency"].startswith("MISMATCH: speedup ")
@@ -379,10 +379,10 @@ def test_a_row_stands_for_its_file(front: Path, folder: Path, capsys: Any) -> No
     assert "a row needs a results folder" in capsys.readouterr().err
 
 
-def test_a_row_is_checked_in_its_own_cell_though_another_has_the_same_file(
+def test_a_row_is_checked_in_its_own_task_though_another_has_the_same_file(
     front: Path, copy: Path, folder: Path, capsys: Any
 ) -> None:
-    """The other cell comes first, and says something else of that file."""
+    """The other task comes first, and says something else of that file."""
     other = copy.with_name(f"a-{copy.name}")
     shutil.copytree(copy, other)
     changed(other / "accuracy.json", other_figures)
@@ -390,10 +390,10 @@ def test_a_row_is_checked_in_its_own_cell_though_another_has_the_same_file(
     stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
     stored["models"].insert(0, {**deepcopy(stored["models"][0]), "label": "a-net"})
     (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
-    facts = read(other / "cell.json")
-    write_json(other / "cell.json", {**facts, "cell": other.name, "model": "a-net"})
-    for cell, status in ((copy, 0), (other, 1)):
-        assert qdq("verify", str(copy.parent), f"{cell.name}/all", "--base", str(folder)) == status
+    facts = read(other / "task.json")
+    write_json(other / "task.json", {**facts, "task": other.name, "model": "a-net"})
+    for task, status in ((copy, 0), (other, 1)):
+        assert qdq("verify", str(copy.parent), f"{task.name}/all", "--base", str(folder)) == status
         assert f"accuracy: {'MISMATCH' if status else 'ok'}" in capsys.readouterr().out
 
 
@@ -418,7 +418,7 @@ def test_a_file_of_nobodys_results_is_refused(front: Path, folder: Path, capsys:
     assert qdq("verify", str(folder / "nothing.onnx")) == 2
     assert "nothing.onnx: no such file" in capsys.readouterr().err
     assert qdq("verify", str(folder / "labelled.npz")) == 2
-    assert "lies in no results folder: name RESULTS/CELL/models/NAME.onnx" in capsys.readouterr().err
+    assert "lies in no results folder: name RESULTS/TASK/models/NAME.onnx" in capsys.readouterr().err
     assert qdq("verify", str(folder / "labelled.npz"), "--results", str(front.parent)) == 2
     assert "has no row of this file" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The float precision of a cell is measured once, and what it was chosen for must still be so."""
+"""The float precision of a task is measured once, and what it was chosen for must still be so."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def choose(tmp_path, monkeypatch):
     def choose():
         use = PluginSpec(use="plug_in_with_two:Two")
         opened = partial(open_engines, limits=Limits())
-        return select_float_baseline(use, tmp_path / "model.onnx", tmp_path / "cell", opened, NullProgress())
+        return select_float_baseline(use, tmp_path / "model.onnx", tmp_path / "task", opened, NullProgress())
 
     return choose
 
@@ -39,9 +39,9 @@ def choose(tmp_path, monkeypatch):
 def test_the_faster_one_is_the_baseline_and_stays_it(choose, tmp_path):
     first = choose()
     assert {name: use.params for name, use in first.items()} == {"main": {"base_ms": 5.0}, "f32": {"base_ms": 10.0}}
-    written = (tmp_path / "cell" / "float.json").read_bytes()
+    written = (tmp_path / "task" / "float.json").read_bytes()
     assert choose() == first
-    assert (tmp_path / "cell" / "float.json").read_bytes() == written
+    assert (tmp_path / "task" / "float.json").read_bytes() == written
 
 
 def test_the_choice_for_another_model_is_refused(choose, tmp_path):
@@ -62,9 +62,9 @@ def test_a_precision_that_is_gone_is_refused(choose, monkeypatch):
 
 def test_a_damaged_record_is_explained(choose, tmp_path):
     choose()
-    (tmp_path / "cell" / "float.json").write_text("{")
+    (tmp_path / "task" / "float.json").write_text("{")
     with pytest.raises(UserError, match=r"float.json: cannot be read .*; move the file away"):
         choose()
-    write_json(tmp_path / "cell" / "float.json", [])
+    write_json(tmp_path / "task" / "float.json", [])
     with pytest.raises(UserError, match=r"float\.json"):
         choose()

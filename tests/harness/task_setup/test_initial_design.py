@@ -68,7 +68,7 @@ def written(folder, name, initial, baselines="[all]"):
 
 
 def seeding(folder, model, space, initial, foreign=(), observer=None):
-    """The placements of what an experiment's only cell starts from."""
+    """The placements of what an experiment's only task starts from."""
     text = EXPERIMENT.replace("INITIAL", initial).replace("BASELINES", "[all]")
     experiment = parse_experiment(text, "starts.yaml", folder)
     made = InitialDesign(
@@ -135,8 +135,8 @@ def test_an_imported_model_gives_its_own_placement(folder, model, space):
     foreign = {"mine": ExternalModel(name="mine", path=folder / "mine.onnx", pairs=1)}
     found = seeding(folder, model, space, initial, foreign)
     assert space.digest(found["mine"]["mine"]) == space.digest(mine)
-    cell = run(written(folder, "imported.yaml", initial, "[mine, linear]"), folder / "imported")
-    rows = {row["id"]: row for row in read_json(cell / "rows.json")["rows"]}
+    task = run(written(folder, "imported.yaml", initial, "[mine, linear]"), folder / "imported")
+    rows = {row["id"]: row for row in read_json(task / "rows.json")["rows"]}
     assert rows["mine"]["choices"] is None, "as a baseline it is timed as it is"
 
 
@@ -154,8 +154,8 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
     found = seeding(folder, model, space, initial, observer=listening)
     assert space.digest(found["pattern_cache"]["pattern_cache"]) == space.digest(best)
     assert any("measured with backend 'elsewhere'" in sentence for sentence in listening.said)
-    cell = run(written(folder, "cached.yaml", initial), folder / "cached")
-    marked = read_json(cell / "cell.json")["cache_remarks"]
+    task = run(written(folder, "cached.yaml", initial), folder / "cached")
+    marked = read_json(task / "task.json")["cache_remarks"]
     assert marked == [
         "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated': "
         "good starts at best"
@@ -167,11 +167,11 @@ def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
     first = run(written(folder, "first.yaml", "[float, all]"), folder / "first")
     initial = "[float, {use: pattern_cache, params: {path: first/net-simulated-int8/patterns.yaml, limit: 2}}]"
     assert (first / "patterns.yaml").exists()
-    cell = run(written(folder, "second.yaml", initial), folder / "second")
-    entries = list(read_journal(cell / "runs" / "random-0.jsonl"))
-    assert [entry.proposal.origin for entry in entries[:2]] == ["seed:float", "seed:pattern_cache"]
+    task = run(written(folder, "second.yaml", initial), folder / "second")
+    entries = list(read_journal(task / "runs" / "random-0.jsonl"))
+    assert [entry.proposal.origin for entry in entries[:2]] == ["initial:float", "initial:pattern_cache"]
     assert any(entries[1].proposal.choices)
-    assert read_json(cell / "cell.json")["cache_remarks"] == []
+    assert read_json(task / "task.json")["cache_remarks"] == []
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,9 @@ def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder)
         for journal in run(written(folder, f"{name}.yaml", initial), folder / name).glob("runs/*.jsonl*"):
             entries = list(read_journal(journal))
             seeds = [entry.proposal.origin for entry in entries if entry.proposal.origin != "searcher"]
-            assert seeds == ([] if name == "cold" else ["seed:float", "seed:linear", "seed:movers"]), journal.name
+            assert seeds == ([] if name == "cold" else ["initial:float", "initial:linear", "initial:movers"]), (
+                journal.name
+            )
             assert len({entry.proposal.digest for entry in entries}) == 6, f"{journal.name}: the seeds count"
 
 

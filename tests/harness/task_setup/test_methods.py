@@ -1,4 +1,4 @@
-"""Methods that do without a part of the harness, and peers, on simulated runtimes: what a user sees."""
+"""Methods that do without a part of the harness, and external searchers, on simulated runtimes: what a user sees."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ models: [{use: net.onnx, calibration: {samples: 2}}]
 backends: [{use: simulated, params: {seed: 5, noise: 0.05, noise_seed: 1}}]
 searchers:
   - random
-  - {use: random, label: cold, without: [seeds]}
+  - {use: random, label: cold, without: [initial]}
   - {use: random, label: unshared, without: [sharing]}
-  - {use: random, label: hasty, without: [racing, retakes]}
+  - {use: random, label: hasty, without: [racing, rebuilds]}
 initial: [float, all, linear]
 baselines: [all]
 budget: {evaluations: [12]}
@@ -53,13 +53,13 @@ def parts(folder) -> Path:
     return run(folder, EXPERIMENT, "parts") / "net-simulated-int8"
 
 
-def journal(cell: Path, run_name: str):
-    return list(read_journal(cell / "runs" / f"{run_name}.jsonl"))
+def journal(task: Path, run_name: str):
+    return list(read_journal(task / "runs" / f"{run_name}.jsonl"))
 
 
-def test_without_seeds_a_search_is_told_nothing_first(parts):
+def test_without_initial_placements_a_search_is_told_nothing_first(parts):
     assert {entry.proposal.origin for entry in journal(parts, "cold-0")} == {"searcher"}
-    assert "seed:linear" in {entry.proposal.origin for entry in journal(parts, "random-0")}
+    assert "initial:linear" in {entry.proposal.origin for entry in journal(parts, "random-0")}
 
 
 def test_without_sharing_every_region_has_choices_of_its_own(parts):
@@ -75,17 +75,17 @@ def test_without_sharing_every_region_has_choices_of_its_own(parts):
     assert row in {entry.proposal.digest for entry in journal(parts, "unshared-0")}
 
 
-def test_without_racing_and_retakes_engines_are_timed_to_the_end_and_believed_at_once(parts):
+def test_without_racing_and_rebuilds_engines_are_timed_to_the_end_and_believed_at_once(parts):
     measured = [entry.result.outcome for entry in journal(parts, "hasty-0") if entry.result is not None]
-    assert all(outcome.saved == 0 and outcome.retaken_ms == () for outcome in measured)
+    assert all(outcome.saved == 0 and outcome.rebuilt_ms == () for outcome in measured)
     with_care = [entry.result.outcome for entry in journal(parts, "random-0") if entry.result is not None]
-    assert any(outcome.saved or outcome.retaken_ms for outcome in with_care)
+    assert any(outcome.saved or outcome.rebuilt_ms for outcome in with_care)
 
 
 def test_a_method_with_all_its_parts_has_the_fingerprint_that_it_always_had(parts):
     headers = {p.name.partition(".")[0]: read_records(p)[0] for p in (parts / "runs").glob("*.gz")}
     assert "without" not in str(headers["random-0"])
-    assert "'without': ['seeds']" in str(headers["cold-0"])
+    assert "'without': ['initial']" in str(headers["cold-0"])
 
 
 TRANSFER = """
@@ -103,13 +103,13 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-def test_what_one_cell_finds_is_a_row_of_its_siblings(folder):
+def test_what_one_task_finds_is_a_row_of_its_siblings(folder):
     out = run(folder, TRANSFER, "transfer")
     found = {}
-    for cell in ("net-one-int8", "net-two-int8", "bigger-one-int8"):
-        rows, picks = read_finalists(out / cell)
-        found[cell] = {pick.method: pick for pick in picks}
-        assert (out / cell / "patterns.yaml").exists()
+    for task in ("net-one-int8", "net-two-int8", "bigger-one-int8"):
+        rows, picks = read_finalists(out / task)
+        found[task] = {pick.method: pick for pick in picks}
+        assert (out / task / "patterns.yaml").exists()
         assert all(pick.row in {row.id for row in rows} for pick in picks if pick.row)
     assert found["net-one-int8"]["from_two"].row == found["net-two-int8"]["random"].row
     assert found["net-two-int8"]["from_one"].row == found["net-one-int8"]["random"].row
@@ -121,16 +121,19 @@ def test_what_one_cell_finds_is_a_row_of_its_siblings(folder):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("searchers: [modelot]", "no searcher or peer is called 'modelot'; did you mean 'modelopt'?"),
-        ("searchers: [{use: modelopt, params: {schemes: 3}}]", "peer 'modelopt' has no parameter 'schemes'"),
+        ("searchers: [modelot]", "no searcher or external searcher is called 'modelot'; did you mean 'modelopt'?"),
+        (
+            "searchers: [{use: modelopt, params: {schemes: 3}}]",
+            "external searcher 'modelopt' has no parameter 'schemes'",
+        ),
         ("searchers: [{use: modelopt, params: {task: 3}}]", "'task' is set by the harness"),
-        ("searchers: [{use: modelopt, without: [seeds]}]", "there are no seeds that it could do without"),
+        ("searchers: [{use: modelopt, without: [initial]}]", "has no effect on it"),
         ("searchers: [{use: modelopt, params: {schemes_per_region: 0}}]", "schemes_per_region is at least 1"),
         ("searchers: [{use: modelopt, params: {qdq_baseline: ort_static}}]", "add it there"),
         ("searchers: [{use: modelopt, params: {qdq_baseline: nowhere.onnx}}]", "no such file"),
-        ("searchers: [{use: auto, without: [seed]}]", "Input should be 'seeds', 'sharing', 'racing' or 'retakes'"),
-        ("searchers: [{use: auto, without: [seeds, seeds]}]", "'seeds' appears twice"),
-        ("searchers: [{use: auto, with: [seeds]}]", "unknown key; did you mean 'without'"),
+        ("searchers: [{use: auto, without: [seed]}]", "Input should be 'initial', 'sharing', 'racing' or 'rebuilds'"),
+        ("searchers: [{use: auto, without: [initial, initial]}]", "'initial' appears twice"),
+        ("searchers: [{use: auto, with: [initial]}]", "unknown key; did you mean 'without'"),
         ("searchers: [auto]\ntransfer: [backend]", "transfer.0: Input should be 'backends' or 'models'"),
     ],
 )
@@ -172,7 +175,7 @@ class Scales:
 class Bringer:
     """Brings one model a channel count; breaks at the last."""
 
-    kind = "peer"
+    kind = "external searcher"
 
     def __init__(self, task, *, channels):
         self._task, self._left = task, list(channels)
@@ -211,34 +214,36 @@ class Leaves(Bringer):
 '''
 
 
-def test_a_peer_is_journalled_counted_and_resumed_like_any_search(folder, capsys):
+def test_an_external_searcher_is_journalled_counted_and_resumed_like_any_search(folder, capsys):
     (folder / "bringing.py").write_text(PEER)
     text = "experiment: peer\nmodels: [{use: net.onnx, calibration: {samples: 2}}]\n"
     text += "backends: [{use: 'bringing:Scales', label: scales}]\nsearchers:\n"
     text += "  - {use: 'bringing:Bringer', label: peer, params: {channels: [4, 5, 4, 6, 0, 7]}}\n"
     text += "  - {use: 'bringing:Bringer', label: broken, params: {channels: [0]}}\n"
     text += "initial: [float]" + EXPERIMENT.partition("initial: [float, all, linear]")[2]
-    cell = run(folder, text, "peer") / "net-scales-int8"
-    entries = journal(cell, "peer-0")
+    task = run(folder, text, "peer") / "net-scales-int8"
+    entries = journal(task, "peer-0")
     assert [entry.proposal.choices for entry in entries] == [(0,), (1,), (2,), (3,), (4,)]
     assert [entry.proposal.duplicate_of for entry in entries] == [None, None, 0, None, None]
     assert entries[4].result.outcome.reason == "no channels, no model"
-    picks = {pick.method: pick for pick in read_finalists(cell)[1]}
+    picks = {pick.method: pick for pick in read_finalists(task)[1]}
     assert picks["broken"].reason == "nothing measured; build: no channels, no model"
     assert picks["peer"].row == "float", "none of them has a Q/DQ pair"
     before = (folder / "told.txt").read_text()
     capsys.readouterr()
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
     assert "net-scales-int8: nothing is left to do" in capsys.readouterr().err
-    assert (folder / "told.txt").read_text() == before, "a cell that is through does not ask its peers again"
-    (cell / "confirm.jsonl.gz").unlink()
+    assert (folder / "told.txt").read_text() == before, (
+        "a task that is through does not ask its external searchers again"
+    )
+    (task / "confirmation.jsonl.gz").unlink()
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
-    assert has_lines(cell / "confirm.jsonl")
-    assert journal(cell, "peer-0") == entries
-    assert (folder / "told.txt").read_text() == 2 * before, "a resumed peer is told the same again"
+    assert has_lines(task / "confirmation.jsonl")
+    assert journal(task, "peer-0") == entries
+    assert (folder / "told.txt").read_text() == 2 * before, "a resumed external searcher is told the same again"
 
 
-def test_a_peer_that_breaks_on_being_told_or_on_leaving_ends_alone(folder, capsys):
+def test_an_external_searcher_that_breaks_on_being_told_or_on_leaving_ends_alone(folder, capsys):
     (folder / "bringing.py").write_text(PEER)
     text = "experiment: leaving\nmodels: [{use: net.onnx, calibration: {samples: 2}}]\n"
     text += "backends: [{use: 'bringing:Scales', label: scales}]\nsearchers:\n"
@@ -247,19 +252,19 @@ def test_a_peer_that_breaks_on_being_told_or_on_leaving_ends_alone(folder, capsy
     text += "initial: [float]" + EXPERIMENT.partition("initial: [float, all, linear]")[2]
     (folder / "leaving.yaml").write_text(text)
     assert qdq("run", str(folder / "leaving.yaml"), "--out", str(folder / "leaving")) == 2
-    cell = folder / "leaving" / "net-scales-int8"
-    told, left = (cell / "runs" / f"{name}-0.jsonl" for name in ("Tells", "Leaves"))
-    assert [len(journal(cell, f"{name}-0")) for name in ("Tells", "Leaves", "Bringer")] == [1, 3, 3]
-    assert {pick.method: pick.row for pick in read_finalists(cell)[1]}["Leaves"], "what it found by then is compared"
-    assert read_termination(told) == Termination(reason="broke at 1 of 12: its process is gone", failed=True)
-    assert told.with_suffix(".broken.txt").read_text() == "broke at 1 of 12: its process is gone\n"
-    trace = left.with_suffix(".broken.txt")
-    said = "broke at 3 of 12: on leaving: RuntimeError: its process stays"
+    task = folder / "leaving" / "net-scales-int8"
+    told, left = (task / "runs" / f"{name}-0.jsonl" for name in ("Tells", "Leaves"))
+    assert [len(journal(task, f"{name}-0")) for name in ("Tells", "Leaves", "Bringer")] == [1, 3, 3]
+    assert {pick.method: pick.row for pick in read_finalists(task)[1]}["Leaves"], "what it found by then is compared"
+    assert read_termination(told) == Termination(reason="failed at 1 of 12: its process is gone", failed=True)
+    assert told.with_suffix(".failed.txt").read_text() == "failed at 1 of 12: its process is gone\n"
+    trace = left.with_suffix(".failed.txt")
+    said = "failed at 3 of 12: on leaving: RuntimeError: its process stays"
     assert read_termination(left) == Termination(reason=said, failed=True, traceback_file=trace)
     assert "in __exit__" in trace.read_text()
     last = capsys.readouterr().err.rpartition("qdq: ")[2]
-    assert last.startswith("net-scales-int8 Tells-0 broke at 1 of 12: its process is gone\n"), "there is no traceback"
+    assert last.startswith("net-scales-int8 Tells-0 failed at 1 of 12: its process is gone\n"), "there is no traceback"
     assert f"net-scales-int8 Leaves-0 {said} (traceback: {trace}); all else was done" in last
     report = (folder / "leaving" / "report" / "main.md").read_text().replace("\\", "")
-    assert "Tells-0 broke at 1 of 12: its process is gone." in report
-    assert f"Leaves-0 {said}; traceback: net-scales-int8/runs/Leaves-0.broken.txt." in report
+    assert "Tells-0 failed at 1 of 12: its process is gone." in report
+    assert f"Leaves-0 {said}; traceback: net-scales-int8/runs/Leaves-0.failed.txt." in report

@@ -386,7 +386,7 @@ def test_the_outlook_counts_what_is_to_be_done() -> None:
     text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
     text += "budget: {evaluations: [20, 40]}\n"
     said = describe_workload(parse_experiment(text, "e"))
-    assert said.startswith("ok: 2 cells, 8 searches, 320 evaluations at most; roughly ")
+    assert said.startswith("ok: 2 tasks, 8 searches, 320 evaluations at most; roughly ")
     assert re.search(r"\d+ to \d+ minutes$", said)
     slow = describe_workload(parse_experiment(text + "backends: [tensorrt]\n", "e"))
     assert "hours" in slow

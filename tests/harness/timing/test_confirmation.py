@@ -14,7 +14,7 @@ from harness.api import Candidate
 from harness.config.sections import Confirmation, Sampling
 from harness.errors import UserError
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.confirmation import ConfirmationSummary, TimedRow, confirm, summarize_turns
 from harness.timing.sampling import Samples
 from harness.timing.turn_log import (
     TWIN,
@@ -103,11 +103,11 @@ class Worker:
         return Failed(stage=stage, reason="because")
 
 
-def row(name: str, benchmarker: str = MAIN_BENCHMARKER) -> Contender:
+def row(name: str, benchmarker: str = MAIN_BENCHMARKER) -> TimedRow:
     def source() -> Path:
         raise AssertionError("the worker asks for the file, not the confirmation")
 
-    return Contender(name=name, candidate=Candidate(digest=name, edges=(), source=source), benchmarker=benchmarker)
+    return TimedRow(name=name, candidate=Candidate(digest=name, edges=(), source=source), benchmarker=benchmarker)
 
 
 def run(bench: Bench, *names: str, done: Collection[TurnEvent] = (), seed: int = 0) -> list[TurnEvent]:
@@ -116,8 +116,8 @@ def run(bench: Bench, *names: str, done: Collection[TurnEvent] = (), seed: int =
     return list(confirm(rows, row("float"), open_engines=bench.open, schedule=SCHEDULE, rng=rng, done=done))
 
 
-def summary_of(bench: Bench, *names: str, floor: float = 0.0) -> ConfirmationSummary:
-    return summarize_turns(run(bench, *names), "float", floor)
+def summary_of(bench: Bench, *names: str, noise_floor: float = 0.0) -> ConfirmationSummary:
+    return summarize_turns(run(bench, *names), "float", noise_floor)
 
 
 def test_every_row_gets_its_turns_in_every_build() -> None:
@@ -157,7 +157,7 @@ def test_summary_gives_speedups_verdicts_and_the_floor() -> None:
     assert fast.latency_ms.value == pytest.approx(5.0, rel=0.02)
     assert fast.speedup.low < fast.speedup.value < fast.speedup.high
     assert summary.rows["float"].speedup.value == 1.0
-    assert 0 < summary.floor < 0.01
+    assert 0 < summary.noise_floor < 0.01
     assert (fast.builds, fast.builds_ok, summary.builds) == (3, 3, 3)
     assert fast.shrinkage(2.3) == pytest.approx(0.3, abs=0.03)
     assert fast.shrinkage(1.9) < 0
@@ -165,16 +165,16 @@ def test_summary_gives_speedups_verdicts_and_the_floor() -> None:
 
 def test_the_same_model_on_another_benchmarker_is_a_row() -> None:
     bench, rng = Bench({"float": 10.0, "float@fp32": 20.0}), np.random.default_rng(0)
-    rows = [Contender(name="fp32", candidate=row("float").candidate, benchmarker="fp32")]
+    rows = [TimedRow(name="fp32", candidate=row("float").candidate, benchmarker="fp32")]
     events = confirm(rows, row("float"), open_engines=bench.open, schedule=SCHEDULE, rng=rng)
     assert summarize_turns(events, "float").rows["fp32"].verdict == "slower"
 
 
 def test_builds_that_differ_raise_the_floor_above_small_gains() -> None:
     summary = summary_of(Bench({"float": 10.0, "a": 9.7}, build_noise=0.1), "a")
-    assert summary.floor > 0.03
+    assert summary.noise_floor > 0.03
     assert summary.rows["a"].verdict == "tie"
-    assert summary_of(Bench({"float": 10.0, "a": 9.0}), "a", floor=0.2).rows["a"].verdict == "tie"
+    assert summary_of(Bench({"float": 10.0, "a": 9.0}), "a", noise_floor=0.2).rows["a"].verdict == "tie"
 
 
 def test_no_gain_is_claimed_between_equal_rows() -> None:

@@ -1,4 +1,4 @@
-"""A race ends with one of the best contenders, and continues while noise may decide."""
+"""A race ends with one of the best candidates, and continues while noise may decide."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RNG = np.random.default_rng(0)
 
 
 def timed(latencies_ms: list[float], noise: float, races: int = 1, turns: int = TURNS) -> np.ndarray:
-    """[race, contender, turn]."""
+    """[race, candidate, turn]."""
     return np.log(latencies_ms)[:, None] + noise * RNG.standard_normal((races, len(latencies_ms), turns))
 
 
-def test_effects_of_a_turn_on_all_contenders_cancel() -> None:
+def test_effects_of_a_turn_on_all_candidates_cancel() -> None:
     effect = 0.5 * RNG.standard_normal((1, 1, 8))
     log_ms = timed([1.0, 1.02, 1.04], 0.001, turns=8) + effect
     assert surviving(log_ms)[0].tolist() == [True, False, False]
@@ -57,7 +57,7 @@ def test_missing_turns_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_a_contender_without_readings_never_wins(noise: float) -> None:
+def test_a_candidate_without_readings_never_wins(noise: float) -> None:
     log_ms = timed([3.0, 1.0, 2.0], noise, races=50)
     log_ms[:, 1] = np.inf
     assert set(race_winner(log_ms).tolist()) == {2}

@@ -61,8 +61,8 @@ def test_a_difference_of_five_percent_is_seen() -> None:
 
 def test_readings_of_the_clock_are_recorded() -> None:
     samples = paired(Machine(3), 4.0, reference_ms=8.0, level_ms=20.0)
-    assert len(samples.beside_ms) == len(samples.raw_ms) + 1 == len(samples.latency_ms) + 1
-    beside = np.array(samples.beside_ms)
+    assert len(samples.reference_ms) == len(samples.raw_ms) + 1 == len(samples.latency_ms) + 1
+    beside = np.array(samples.reference_ms)
     assert samples.latency_ms == pytest.approx(np.array(samples.raw_ms) * 20.0 / (0.5 * (beside[:-1] + beside[1:])))
     assert np.median(samples.latency_ms) == pytest.approx(10.0, rel=0.03), "on the reference's scale"
     assert samples.stable
@@ -135,6 +135,6 @@ def test_disturbed_turns_are_repeated_once(attempts: int, stable: bool) -> None:
     found = paired(Machine(7), 4.0, reference_ms=8.0, level_ms=8.0, machine=Crowded(attempts))
     assert found.stable is stable
     assert bool(found.discarded_ms) is (attempts > 0)
-    assert found.disturbed == ("" if stable else found.trouble)
-    assert found.trouble.startswith("waited for a core 50% of the time" if attempts else "")
-    assert bool(found.trouble) is (attempts > 0)
+    assert found.disturbed == ("" if stable else found.disturbance)
+    assert found.disturbance.startswith("waited for a core 50% of the time" if attempts else "")
+    assert bool(found.disturbance) is (attempts > 0)

@@ -90,7 +90,7 @@ def test_warm_up_continues_until_the_engine_is_steady(
 def test_readings_that_drift_are_repeated() -> None:
     found = sample(lambda n: 1.0 if n < 5 else 1.5, target=0.9)
     assert found.discarded_ms == (1.0,) * 5 + (1.5,) * 6
-    assert found.trouble == "drift: the first half took 1 ms, the second 1.5 ms"
+    assert found.disturbance == "drift: the first half took 1 ms, the second 1.5 ms"
     assert found.latency_ms == (1.5,) * 11
     assert found.stable
     assert not sample(lambda n: 1.0 + 0.02 * n, max_samples=40).stable
@@ -179,8 +179,8 @@ class Throttled(MachineMonitor):
 def test_readings_of_a_throttled_machine_are_repeated_once(times: int, stable: bool) -> None:
     found = sample_engine(Script(lambda _: 2.0), QUIET, machine=Throttled(times))
     assert found.discarded_ms == found.latency_ms == (2.0,) * 11
-    assert found.trouble == "throttled 1 times, by heat or by the container's CPU quota"
-    assert (found.stable, found.disturbed) == (stable, "" if stable else found.trouble)
+    assert found.disturbance == "throttled 1 times, by heat or by the container's CPU quota"
+    assert (found.stable, found.disturbed) == (stable, "" if stable else found.disturbance)
     assert found.conditions == {"mhz": 3000.0, "load": 0.5}
 
 

@@ -67,7 +67,7 @@ baselines: [all]
 budget: {evaluations: [12]}
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-CELL = "net-bench-int8"
+TASK = "net-bench-int8"
 
 
 @pytest.fixture(scope="module")
@@ -96,58 +96,60 @@ def test_a_wrong_row_has_its_own_verdict_and_is_never_shipped(folder):
 
 
 def test_the_next_right_placement_is_the_choice_of_the_search(folder):
-    rows, picks = read_finalists(folder / "out" / CELL)
+    rows, picks = read_finalists(folder / "out" / TASK)
     chosen = next(pick.row for pick in picks if pick.kind == "search")
-    cell = load(folder / "out").cell(CELL)
-    assert cell.checks[chosen].verdict == "right"
-    assert cell.summaries[chosen].verdict == "faster"
-    assert sum(search.successes for search in cell.searches) > 3
-    assert chosen != next(row.id for row in rows if cell.wrong(row.id))
+    task = load(folder / "out").task(TASK)
+    assert task.checks[chosen].verdict == "right"
+    assert task.summaries[chosen].verdict == "faster"
+    assert sum(search.successes for search in task.searches) > 3
+    assert chosen != next(row.id for row in rows if task.wrong(row.id))
 
 
 def test_a_model_of_few_operators_shows_the_fault(folder):
-    cell = load(folder / "out").cell(CELL)
-    (found,) = [check for row, check in cell.checks.items() if cell.wrong(row)]
+    task = load(folder / "out").task(TASK)
+    (found,) = [check for row, check in task.checks.items() if task.wrong(row)]
     assert found.operator == "Conv 'BAD'"
     assert found.engine_db < found.file_db - 6
-    model = onnx.load(folder / "out" / CELL / found.model)
+    model = onnx.load(folder / "out" / TASK / found.model)
     operators = [node for node in model.graph.node if node.op_type not in ("QuantizeLinear", "DequantizeLinear")]
     assert [node.name for node in operators] == ["BAD"]
-    arrays = np.load((folder / "out" / CELL / found.model).with_suffix(".npz"))
+    arrays = np.load((folder / "out" / TASK / found.model).with_suffix(".npz"))
     assert {key.partition(":")[0] for key in arrays} == {"input", "expected", "found"}
-    text = (folder / "out" / CELL / found.model).with_suffix(".txt").read_text()
+    text = (folder / "out" / TASK / found.model).with_suffix(".txt").read_text()
     assert "Conv 'BAD'" in text
     assert "faulty" in text
 
 
 def test_verify_says_so(folder, capsys):
-    rows, _ = read_finalists(folder / "out" / CELL)
-    cell = load(folder / "out").cell(CELL)
+    rows, _ = read_finalists(folder / "out" / TASK)
+    task = load(folder / "out").task(TASK)
     for wrong, status in ((True, 1), (False, 0)):
-        row = next(row for row in rows if cell.wrong(row.id) == wrong and row.pairs)
-        file = folder / "out" / CELL / "models" / row.file
+        row = next(row for row in rows if task.wrong(row.id) == wrong and row.pairs)
+        file = folder / "out" / TASK / "models" / row.file
         assert qdq("verify", str(file), "--base", str(folder)) == status
         assert ("wrong result" in capsys.readouterr().out) == wrong
 
 
 def test_a_run_that_goes_on_has_the_same_winners_and_times_nothing_again(folder):
-    cell = folder / "out" / CELL
-    kept = {name: (cell / name).read_bytes() for name in ("rows.json", "runoff.jsonl.gz", "runtime_check.json")}
-    reopen_task(cell)
+    task = folder / "out" / TASK
+    kept = {
+        name: (task / name).read_bytes() for name in ("rows.json", "final_selection.jsonl.gz", "runtime_check.json")
+    }
+    reopen_task(task)
     assert qdq("run", str(folder / "faulty.yaml"), "--out", str(folder / "out")) == 0
-    assert {name: (cell / name).read_bytes() for name in kept} == kept
-    assert read_manifest(cell.parent)["complete"]
+    assert {name: (task / name).read_bytes() for name in kept} == kept
+    assert read_manifest(task.parent)["complete"]
 
 
 def test_results_of_before_the_check_are_read_as_they_were(folder, tmp_path):
     import shutil
 
     shutil.copytree(folder / "out", tmp_path / "out")
-    reopen_task(tmp_path / "out" / CELL)
-    (tmp_path / "out" / CELL / "runtime_check.json").unlink()
-    cell = load(tmp_path / "out").cell(CELL)
-    assert not cell.checks
-    assert cell.summaries["all" if "all" in cell.summaries else next(iter(cell.summaries))].verdict
+    reopen_task(tmp_path / "out" / TASK)
+    (tmp_path / "out" / TASK / "runtime_check.json").unlink()
+    task = load(tmp_path / "out").task(TASK)
+    assert not task.checks
+    assert task.summaries["all" if "all" in task.summaries else next(iter(task.summaries))].verdict
 
 
 def noisy(rng, arrays, db):

@@ -1,4 +1,4 @@
-"""What a reader of results finds about the calibration of a cell."""
+"""What a reader of results finds about the calibration of a task."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float
 
     experiment = parse_experiment(EXPERIMENT, "odd.yaml", tmp_path)
     run_experiment(experiment, out=tmp_path / "out", observer=Ears())
-    facts = json.loads((tmp_path / "out" / "odd-simulated-int8" / "cell.json").read_text())
+    facts = json.loads((tmp_path / "out" / "odd-simulated-int8" / "task.json").read_text())
     assert facts["calibrated_on"] == "random data"
     broken, quiet = facts["calibration_remarks"]
     assert broken.startswith("NaN, infinite or huge on calibration data, so they stay float: ")

@@ -98,7 +98,7 @@ def test_files_that_do_not_fit_are_refused_before_anything_is_timed(folder, tune
     assert re.search(says, tune(*arguments, code=2))
 
 
-@pytest.mark.parametrize(("output", "theirs"), [("results", "experiment.yaml"), ("results/cell", "cell.json")])
+@pytest.mark.parametrize(("output", "theirs"), [("results", "experiment.yaml"), ("results/task", "task.json")])
 def test_the_results_of_an_experiment_are_not_written_into(folder, tune, output, theirs):
     (folder / output).mkdir(parents=True)
     (folder / output / theirs).write_text("")

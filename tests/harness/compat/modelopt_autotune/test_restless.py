@@ -76,7 +76,7 @@ def test_on_a_restless_machine_models_are_timed_beside_the_float_model(machine, 
     said = capsys.readouterr().err
     kept = read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)
     scale = kept["baseline_latency_ms"]
-    assert kept["beside_float"] is True
+    assert kept["interleaved"] is True
     assert f"timed in turns with the float model, whose {scale:.3f} ms set the scale" in said
     logs = [path.read_text() for path in sorted((machine / "out/logs").glob("[rs]*.log"))]
     assert len(logs) == 5
@@ -84,7 +84,7 @@ def test_on_a_restless_machine_models_are_timed_beside_the_float_model(machine, 
         found = float(log.split()[1])
         truth = float(log.split('"truth_ms": ')[1].split("}")[0])
         assert found / scale == pytest.approx(truth / 10.0, rel=0.25), "whatever the machine did meanwhile"
-        assert "beside_ms: [" in log
+        assert "reference_ms: [" in log
     assert re.search(rf"^baseline {scale:.3f} ms; starts: linear \d+\.\d+ ms \(0\.\d+x\), ", said, re.M)
     run("--max_evals", "8")
     assert f"whose {scale:.3f} ms set the scale" in capsys.readouterr().err, "going on keeps to it"
@@ -93,10 +93,10 @@ def test_on_a_restless_machine_models_are_timed_beside_the_float_model(machine, 
 def test_what_is_timed_after_the_workflow_is_timed_alone_again(machine):
     with closing(init_benchmark_instance(backend="restless:Restless")) as benchmark:
         region_pattern_autotuning_workflow("model.onnx", "out", num_schemes_per_region=1)
-        assert read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)["beside_float"] is True
+        assert read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)["interleaved"] is True
         benchmark.run("model.onnx", machine / "after.log")
-    assert "beside_ms: [" in next((machine / "out/logs").glob("start_*.log")).read_text()
-    assert "beside_ms: [" not in (machine / "after.log").read_text()
+    assert "reference_ms: [" in next((machine / "out/logs").glob("start_*.log")).read_text()
+    assert "reference_ms: [" not in (machine / "after.log").read_text()
 
 
 def measured(*samples_ms: float, stable: bool = True) -> Measured:

@@ -17,7 +17,7 @@ from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
-from harness.timing.confirmation import ConfirmationSummary, ContenderSummary
+from harness.timing.confirmation import ConfirmationSummary, RowSummary
 
 
 def edges_in(path):
@@ -162,7 +162,7 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, tune):
 
 def test_the_fastest_meet_before_one_is_delivered(folder, tune, confirmed):
     """The search likes every pair; fresh builds know better."""
-    runtime, log = tune.runtime, folder / "out/logs/runoff.jsonl"
+    runtime, log = tune.runtime, folder / "out/logs/final_selection.jsonl"
     runtime.generous = True
     tune("--max_evals", "12")
     met = json.loads(log.read_text().splitlines()[0])["rows"]
@@ -212,13 +212,13 @@ def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmar
 )
 def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
     one = Interval(value=1.0, low=0.9, high=1.1)
-    row = ContenderSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
-    summary = ConfirmationSummary(floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
+    row = RowSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
+    summary = ConfirmationSummary(noise_floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
     kept = Path("out/kept.onnx") if pairs and verdict != "faster" else None
     file = Path("out/final.onnx")
     told = AutotuneResult(file=file, kept=kept, pairs=pairs, read=None, options="", calibrated=calibrated)
     said = list(summary_lines(summary, told))
-    figures = f"{verdict}; 3 fresh builds in turns with the baseline, A/A floor 1.2 %), {pairs} Q/DQ pairs"
+    figures = f"{verdict}; 3 fresh builds in turns with the baseline, noise floor 1.2 %), {pairs} Q/DQ pairs"
     assert (figures in said[1]) == (pairs > 0), "the float model has no speedup over itself"
     assert any(line.startswith(says) for line in said)
 

@@ -52,7 +52,7 @@ def test_the_recipe_ends_in_a_table_of_map_and_latency(detector: Path, coco: Pat
         "searchers": ["random"],
         "budget": {"evaluations": [2]},
         "sampling": {"warmup_ms": 5.0, "min_samples": 3, "max_ms": 50.0},
-        "confirmation": {"builds": 3, "rounds": 2, "samples": 3, "contenders": 1},
+        "confirmation": {"builds": 3, "rounds": 2, "samples": 3, "candidates": 1},
     }
     short = type(config).model_validate({**config.model_dump(), **changes})
     (tmp_path / "recipe.yaml").write_text(to_yaml(short), encoding="utf-8")

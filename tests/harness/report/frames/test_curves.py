@@ -6,7 +6,7 @@ import shutil
 
 import pandas as pd
 import pytest
-from small_results import CELL, edit_json, measured, write_search
+from small_results import TASK, edit_json, measured, write_search
 from stored import write_records
 
 from harness.records import Failed, Measured
@@ -33,9 +33,9 @@ def read(latency_ms: float, top1: float | None = 0.8) -> Measured:
 @pytest.fixture
 def runs(folder):
     """The folder of the journals, empty."""
-    shutil.rmtree(folder / CELL / "runs")
-    (folder / CELL / "runs").mkdir()
-    return folder / CELL / "runs"
+    shutil.rmtree(folder / TASK / "runs")
+    (folder / TASK / "runs").mkdir()
+    return folder / TASK / "runs"
 
 
 def test_an_initial_placement_has_one_latency_in_all_searches(folder, runs):
@@ -43,7 +43,7 @@ def test_an_initial_placement_has_one_latency_in_all_searches(folder, runs):
     write_search(runs / "random-1.jsonl", ("float", read(9.0)), ("start", read(5.0)), ("none", FAILED))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.5)), ("start", read(4.6)), ("none", FAILED))
     results = load(folder)
-    curves = curve_frame(results.cells).set_index(["searcher", "seed", "evaluations"])["speedup"]
+    curves = curve_frame(results.tasks).set_index(["searcher", "seed", "evaluations"])["speedup"]
     starts = curves.xs(2, level="evaluations")
     assert starts.tolist() == pytest.approx([8.5 / 4.6] * 3), "the median of three readings, over the float model's"
     assert curves["random", 0, 3] == pytest.approx(8.5 / 3.0)
@@ -62,7 +62,7 @@ def test_the_best_placement_is_reached_whatever_its_readings(folder, runs):
 def test_a_curve_falls_if_a_lucky_reading_displaced_a_better_placement(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(3.9)))
     write_search(runs / "random-1.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(6.1)))
-    curves = curve_frame(load(folder).cells).set_index(["seed", "evaluations"])["speedup"]
+    curves = curve_frame(load(folder).tasks).set_index(["seed", "evaluations"])["speedup"]
     assert curves.loc[0].tolist() == pytest.approx([1.0, 2.0, 8.0 / 5.0])
     assert curves.loc[1].tolist() == pytest.approx([1.0, 2.0, 2.0])
 
@@ -86,20 +86,20 @@ def test_other_placements_have_their_speedup_in_the_final_selection(folder, runs
         for number in range(3)
         for row, latency_ms in (("float", 8.0), ("lucky", 7.0), (TWIN, 8.1))
     ]
-    write_records(folder / CELL / "runoff.jsonl", ("{}", *map(encode_turn_event, turns)))
+    write_records(folder / TASK / "final_selection.jsonl", ("{}", *map(encode_turn_event, turns)))
     results = load(folder)
-    assert results.cells[0].selection_speedups == {"lucky": pytest.approx(8 / 7)}
+    assert results.tasks[0].selection_speedups == {"lucky": pytest.approx(8 / 7)}
     reached = target_frame(results).set_index(["searcher", "share"])["reached"]
     assert (reached["tpe", 0.95], reached["random", 0.95]) == (0, 1)
     table = next(table for table in build_tables(results) if table.name == "targets")
     told = [head for source in trace_cell(results, "tpe:reached 95%", "targets").sources for head in source.head]
-    assert any("runoff.jsonl: lucky has a speedup of 1.1429 over float" in head for head in told), table.cells
+    assert any("final_selection.jsonl: lucky has a speedup of 1.1429 over float" in head for head in told), table.cells
 
 
 def test_a_task_without_a_gain_beyond_the_noise_has_no_target(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
     assert len(target_frame(load(folder)))
-    edit_json(folder / CELL / "floor.json", floor=1.5)
+    edit_json(folder / TASK / "noise_floor.json", noise_floor=1.5)
     assert target_frame(load(folder)).empty
     assert "targets" not in {table.name for table in build_tables(load(folder))}
 
@@ -116,7 +116,7 @@ def test_failed_evaluations_are_counted_by_stage(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("a", FAILED), ("b", FAILED), ("c", slow))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)))
     table = next(table for table in build_tables(load(folder)) if table.name == "cost")
-    assert f"Failed evaluations, {CELL}: random-0 2 at build, 1 at measure." in table.lines
+    assert f"Failed evaluations, {TASK}: random-0 2 at build, 1 at measure." in table.lines
 
 
 def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):
@@ -124,7 +124,7 @@ def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0, 0.79)), *more, ("none", FAILED))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("bad", read(3.0, 0.7)))
     results = load(folder)
-    found = hypervolume_frame(results.cells)
+    found = hypervolume_frame(results.tasks)
     own = found[found["searcher"] == "random"]
     assert own["evaluations"].tolist() == [1, 2, 6]
     assert own["minutes"].tolist() == [1.0, 2.0, 6.0]
@@ -134,7 +134,7 @@ def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):
     scored = pd.read_csv(folder / "report" / "volume.csv").groupby("searcher")["scored"].max()
     assert scored.to_dict() == {"random": 2, "tpe": 2}, "what was not scored is not counted"
     assert (folder / "report" / "volume.md").read_text().count("| 2 ") == 2
-    cell, main = results.cells[0], main_frame(results)
-    charts = build_charts(cell, main, budget_frame(results), sample_frame(results), row_labels(cell, main))
+    task, main = results.tasks[0], main_frame(results)
+    charts = build_charts(task, main, budget_frame(results), sample_frame(results), row_labels(task, main))
     drawn = next(chart for chart in charts if chart["title"].startswith("Hypervolume"))
     assert max(trace["x"][-1] for trace in drawn["data"]) == 6.0

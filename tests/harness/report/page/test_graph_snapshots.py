@@ -3,19 +3,19 @@
 import logging
 
 import pytest
-from small_results import CELL, edit_json
+from small_results import TASK, edit_json
 
 from harness.report.load.results import load
 from harness.report.page.graph_snapshots import load_task_graph
 
 
 def points(folder) -> int:
-    scene = load_task_graph(load(folder).cells[0])["scene"]
+    scene = load_task_graph(load(folder).tasks[0])["scene"]
     return sum(len(pattern["points"]) for pattern in scene["patterns"])
 
 
 def change(folder, **facts) -> None:
-    edit_json(folder / CELL / "cell.json", **facts)
+    edit_json(folder / TASK / "task.json", **facts)
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def test_a_dialect_of_another_package_is_not_imported_and_leaves_out_the_points(
     change(custom, dialect_use="my_module:DIALECT")
     with caplog.at_level(logging.WARNING):
         assert points(custom) == 0
-    assert f"{CELL}: no insertion points on the page: my_module:DIALECT is not a dialect of qdq-bench" in caplog.text
+    assert f"{TASK}: no insertion points on the page: my_module:DIALECT is not a dialect of qdq-bench" in caplog.text
 
 
-def test_points_of_a_mixed_cell_are_shown(with_models):
+def test_points_of_a_mixed_task_are_shown(with_models):
     change(with_models, precision="mixed", dialect_use="openvino")
     assert points(with_models) > 0

@@ -5,12 +5,12 @@ import re
 import shutil
 
 import pytest
-from small_results import CELL, edit_json, write_cell
+from small_results import TASK, edit_json, write_task
 from stored import read_records, replace_text, write_records
 
 from harness.report import render
-from harness.report.load.cell_files import AttributionReport, PartEffect, write_attribution
 from harness.report.load.results import load
+from harness.report.load.task_files import AttributionReport, PartEffect, write_attribution
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.tables.catalog import build_tables
@@ -23,7 +23,7 @@ def page_of(folder):
     """Write the page alone."""
     results = load(folder)
     path = folder / "index.html"
-    graphs = {cell.name: graph for cell in results.cells if (graph := load_task_graph(cell)) is not None}
+    graphs = {task.name: graph for task in results.tasks if (graph := load_task_graph(task)) is not None}
     path.write_text(render_index(results, list(build_tables(results)), graphs), encoding="utf-8")
     return path
 
@@ -47,27 +47,27 @@ def test_the_verdict_stands_first_with_its_uncertainty(folder):
 
 
 def test_where_the_float_model_is_the_best_nothing_is_called_faster(folder):
-    edit_json(folder / CELL / "cell.json", lambda body: body["goal"].update(max_drop=0.001))
+    edit_json(folder / TASK / "task.json", lambda body: body["goal"].update(max_drop=0.001))
     assert "no method within the bound is faster than float, 8.000 [8.000, 8.000] ms" in page_of(folder).read_text()
 
 
 def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
     def key_of_the_cloud() -> str:
-        charts = data_of(page_of(folder).read_text())["cells"][0]["charts"]
+        charts = data_of(page_of(folder).read_text())["tasks"][0]["charts"]
         chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
         assert chart["data"][0]["name"] in chart["title"]
         return chart["data"][0]["name"]
 
     assert key_of_the_cloud() == "scored in the searches"
-    edit_json(folder / CELL / "cell.json", halves=True)
+    edit_json(folder / TASK / "task.json", halves=True)
     assert key_of_the_cloud() == "scored in the searches, on their half of the data"
 
 
 def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):
     assert "Noisy machine" not in page_of(folder).read_text()
-    edit_json(folder / CELL / "floor.json", floor=0.337)
+    edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
     verdicts = page_of(folder).read_text().partition('id="tables"')[0]
-    said = f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat."
+    said = f"Noisy machine, {TASK}: the noise floor is 33.7%. Close other work and repeat."
     assert f'<p class="warn">{said}</p>' in verdicts
 
 
@@ -76,7 +76,7 @@ def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, bro
     heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
     browser.run(f"document.querySelectorAll('#table-main th button')[{heads.index('top-1')}].click()")
     column = (
-        f"[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{heads.index('top-1')}].textContent)"
+        f"[...document.querySelectorAll('#table-main tbody tr')].map(r => r.tasks[{heads.index('top-1')}].textContent)"
     )
     assert browser.run(column)[:3] == ["top-1 0.7000", "top-1 0.7900", "top-1 0.8000"]
 
@@ -84,40 +84,40 @@ def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, bro
 def test_without_models_the_page_says_so(folder):
     text = page_of(folder).read_text()
     assert "Neither the exported models nor graph.json are in this folder" in text
-    assert data_of(text)["cells"][0]["graph"] is None
+    assert data_of(text)["tasks"][0]["graph"] is None
 
 
 def test_edges_are_those_of_the_exported_files(with_models):
-    marks = data_of(page_of(with_models).read_text())["cells"][0]["graph"]["marks"]
+    marks = data_of(page_of(with_models).read_text())["tasks"][0]["graph"]["marks"]
     assert marks["float"] == []
     assert {tuple(mark) for mark in marks["aa"]} < {tuple(mark) for mark in marks["all"]}
 
 
-@pytest.mark.parametrize("gone", ["rows.json", "confirm.jsonl", "accuracy.json", "runs", "env.json", "cell.json"])
+@pytest.mark.parametrize("gone", ["rows.json", "confirmation.jsonl", "accuracy.json", "runs", "env.json", "task.json"])
 def test_a_run_still_going_is_partial(with_models, gone):
-    path = with_models / CELL / gone
+    path = with_models / TASK / gone
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
     text = page_of(with_models).read_text()
-    assert ('class="badge partial"' in text) == (gone in ("rows.json", "confirm.jsonl", "cell.json"))
+    assert ('class="badge partial"' in text) == (gone in ("rows.json", "confirmation.jsonl", "task.json"))
     assert "NaN" not in json.dumps(data_of(text))
 
 
 def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
-    path = folder / CELL / "confirm.jsonl"
+    path = folder / TASK / "confirmation.jsonl"
     write_records(path, (line for line in read_records(path) if line.get("build", 0) == 0))
     data = data_of(page_of(folder).read_text())
-    pareto = next(chart for chart in data["cells"][0]["charts"] if chart["title"].startswith("Latency against"))
+    pareto = next(chart for chart in data["tasks"][0]["charts"] if chart["title"].startswith("Latency against"))
     assert pareto["data"][2]["customdata"][0][1] == pytest.approx(8.0)
     render(folder)
 
 
 def test_hostile_names_are_only_text(folder, browser):
     evil = "<script>document.title='owned'</script>"
-    edit_json(folder / CELL / "cell.json", model=evil)
-    rows = folder / CELL / "rows.json"
+    edit_json(folder / TASK / "task.json", model=evil)
+    rows = folder / TASK / "rows.json"
     replace_text(rows, '"tpe"', json.dumps(f"{evil}<img src=x onerror=alert(1)>"))
     (folder / "experiment.yaml").write_text(
         f'experiment: "{evil}"\ndescription: "</pre>{evil}"\nmodels: ["{evil}.onnx"]\n'
@@ -135,7 +135,7 @@ def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
     browser.open(page_of(folder))
     heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
     method, speedup = heads.index("method"), heads.index("speedup [CI]")
-    column = "[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{}].textContent)"
+    column = "[...document.querySelectorAll('#table-main tbody tr')].map(r => r.tasks[{}].textContent)"
     before = browser.run(column.format(method))
     head = "document.querySelectorAll('#table-main th button')[{}].click()"
     browser.run(head.format(speedup))
@@ -154,7 +154,7 @@ def test_what_all_rows_share_is_said_once_above_the_table(folder):
     assert "All rows: model: net, device: A CPU, 2 threads" in text
     table = text.partition('id="table-main"')[2].partition("</table>")[0]
     assert "A CPU" not in table
-    write_cell(folder, "other-openvino-int8", model="other")
+    write_task(folder, "other-openvino-int8", model="other")
     text = page_of(folder).read_text()
     assert "All rows: device: A CPU, 2 threads" in text
     assert ">other<" in text.partition('id="table-main"')[2].partition("</table>")[0]
@@ -165,13 +165,13 @@ def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser,
     browser.open(page_of(with_models), width=width)
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.run(f"{CHARTS}.length") == 5
-    assert "</script><script>" in json.dumps(browser.run("cells[0].graph.scene.nodes.map(n => n[6])"))
+    assert "</script><script>" in json.dumps(browser.run("tasks[0].graph.scene.nodes.map(n => n[6])"))
     choose = (
         "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change')); }})(document.querySelectorAll('select')[{}])"
     )
     browser.run(choose.format("all", 0))
     alone = browser.run("document.querySelector('.diff').textContent")
-    marks = browser.run("cells[0].graph.marks")
+    marks = browser.run("tasks[0].graph.marks")
     assert f"{len(marks['all'])} inputs at int8" in alone
     browser.run(choose.format("aa", 1))
     text = browser.run("document.querySelector('.diff').textContent")
@@ -218,27 +218,27 @@ def test_no_button_uploads_a_chart(folder, browser):
 
 
 def test_names_in_charts_are_no_markup(folder):
-    rows = folder / CELL / "rows.json"
+    rows = folder / TASK / "rows.json"
     replace_text(rows, '"random"', '"<a href=x>random</a>"')
-    charts = json.dumps(data_of(page_of(folder).read_text())["cells"][0]["charts"])
+    charts = json.dumps(data_of(page_of(folder).read_text())["tasks"][0]["charts"])
     assert "&lt;a href=x&gt;random&lt;/a&gt;" in charts
     assert "<a href" not in charts.replace('"legendgroup": "<a href', "")
 
 
 def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
-    scene = load_task_graph(load(with_models).cells[0])["scene"]
+    scene = load_task_graph(load(with_models).tasks[0])["scene"]
     place, pattern = next((i, p) for i, p in enumerate(scene["patterns"]) if p["points"])
     known = {"pattern": pattern["signature"], "operators": "Conv", "pairs": 2}
     ratio = Interval(value=1.25, low=1.2, high=1.3)
     found = AttributionReport(
-        row="aa", sha256="sha of aa", method="random", pairs=5, speedup=ratio, floor=0.01, minimal=None,
+        row="aa", sha256="sha of aa", method="random", pairs=5, speedup=ratio, noise_floor=0.01, minimal=None,
         patterns=(PartEffect(part=pattern["signature"], ratio=ratio, **known),),
         points=(PartEffect(part=pattern["points"][0]["name"], ratio=None, reason="<b>gone</b>", **known),),
     )  # fmt: skip
-    write_attribution(found, with_models / CELL)
+    write_attribution(found, with_models / TASK)
     browser.open(page_of(with_models))
     region = next(i for i, region in enumerate(scene["regions"]) if region[4] == place)
-    facts = f"regionFacts(cells[0].graph.scene, {region}, cells[0].graph.marks.{{0}}, cells[0].effects.{{0}})"
+    facts = f"regionFacts(tasks[0].graph.scene, {region}, tasks[0].graph.marks.{{0}}, tasks[0].effects.{{0}})"
     said = browser.run(f"{facts.format('aa')}.map(e => e.textContent).join(' | ')")
     assert "Effect: without it +25.0 % [+20.0, +30.0] time" in said
     assert "not measured: <b>gone</b>" in said
@@ -281,7 +281,7 @@ def test_the_graph_is_zoomed_dragged_and_clicked_with_a_mouse(with_models, brows
     browser.run("[...document.querySelectorAll('.tools button')].at(-1).click()")
     settled(browser)
     assert browser.run(f"{canvas}.toDataURL()") == drawn[0], "the whole graph again"
-    scene = browser.run("cells[0].graph.scene")
+    scene = browser.run("tasks[0].graph.scene")
     width, height = scene["size"]
     scale = min(1.5, (box[2] - 20) / width, (box[3] - 20) / height)
     node = scene["nodes"][0]

@@ -5,7 +5,7 @@ import subprocess
 
 import pandas as pd
 import pytest
-from small_results import CELL, edit_samples
+from small_results import TASK, edit_samples
 
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.curves import pareto_front
@@ -86,16 +86,16 @@ def test_latex_compiles_hostile_names_included(folder, tmp_path):
 
 
 def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch):
-    edit_samples(folder / CELL, "aa", lambda samples_ms, build: [16.0] * 3 if build == 2 else samples_ms)
+    edit_samples(folder / TASK, "aa", lambda samples_ms, build: [16.0] * 3 if build == 2 else samples_ms)
     results = load(folder)
-    cell, main = results.cells[0], main_frame(results)
+    task, main = results.tasks[0], main_frame(results)
     table_ms = main.set_index("method").loc["random", "latency_ms"]
     assert table_ms == pytest.approx(4 ** (2 / 3) * 16 ** (1 / 3)), "the median of all samples is 4"
     drawn = {}
     monkeypatch.setattr(result_plots, "draw_latencies", lambda samples, table_ms, *_: drawn.update(table_ms))
     draw_plots(results, folder / "report")
     assert drawn["random"] == pytest.approx(table_ms)
-    charts = build_charts(cell, main, budget_frame(results), sample_frame(results), row_labels(cell, main))
+    charts = build_charts(task, main, budget_frame(results), sample_frame(results), row_labels(task, main))
     chart = next(chart for chart in charts if chart["title"].startswith("Latency of the confirmation"))
     marks = next(trace for trace in chart["data"] if trace["name"] == "latency as in the tables")
     assert marks["x"][marks["text"].index("random")] == pytest.approx(table_ms, rel=1e-5)
@@ -103,8 +103,8 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
 
 def test_marks_that_lie_together_show_each_other(folder):
     results = load(folder)
-    cell, main = results.cells[0], main_frame(results)
-    charts = build_charts(cell, main, budget_frame(results), sample_frame(results), row_labels(cell, main))
+    task, main = results.tasks[0], main_frame(results)
+    charts = build_charts(task, main, budget_frame(results), sample_frame(results), row_labels(task, main))
     chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
     rows = [trace for trace in chart["data"] if "error_x" in trace]
     assert len(rows) == 4

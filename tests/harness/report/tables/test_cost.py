@@ -5,7 +5,7 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from small_results import CELL, edit_json, measured, write_search
+from small_results import TASK, edit_json, measured, write_search
 
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult, encode_line
@@ -31,14 +31,14 @@ def once_more(path, outcome, elapsed_s):
 
 def test_a_retry_is_no_evaluation_but_its_time_and_result_count(folder):
     before = cost_frame(load(folder)).set_index(["searcher", "seed"]).loc[("random", 0)]
-    once_more(folder / CELL / "runs" / "random-0.jsonl", measured(2.0, top1=0.8), 90.0)
+    once_more(folder / TASK / "runs" / "random-0.jsonl", measured(2.0, top1=0.8), 90.0)
     results = load(folder)
     line = main_frame(results).set_index("method").loc["random"]
     assert (line["builds_ok"], line["builds"]) == (2, 3)
     cost = cost_frame(results).set_index(["searcher", "seed"]).loc[("random", 0)]
     assert (cost["evaluations"], cost["total_s"]) == (3, 90.0)
     assert cost["build_s"] == before["build_s"] + 1.0
-    curve = curve_frame(results.cells)
+    curve = curve_frame(results.tasks)
     own = curve[(curve["searcher"] == "random") & (curve["seed"] == 0)]
     assert own["evaluations"].tolist() == [1, 2, 3]
     assert own["minutes"].tolist() == pytest.approx([10 / 60, 20 / 60, 1.5])
@@ -67,17 +67,17 @@ def test_limits_of_few_seeds_cover_those_of_all(ratios, expected):
 
 
 def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
-    runs = folder / CELL / "runs"
+    runs = folder / TASK / "runs"
     write_search(runs / "tpe-0.jsonl", ("1", Failed(stage="build", reason="no", wall_s=3.0)), step_s=4.0)
     results = load(folder)
-    assert set(curve_frame(results.cells)["searcher"]) == {"random"}
+    assert set(curve_frame(results.tasks)["searcher"]) == {"random"}
     cost = cost_frame(results).set_index("searcher").loc["tpe"]
     assert (cost["evaluations"], cost["failures_s"], cost["readings"], cost["harness_s"]) == (1, 3.0, 0, 1.0)
 
 
 def test_release_of_engines_counts_with_their_builds(folder):
     outcome = replace(measured(2.0, top1=0.8), build_s=2.0, measure_s=3.0, release_s=0.5)
-    write_search(folder / CELL / "runs" / "tpe-0.jsonl", ("1", outcome), step_s=6.0 + outcome.evaluate_s)
+    write_search(folder / TASK / "runs" / "tpe-0.jsonl", ("1", outcome), step_s=6.0 + outcome.evaluate_s)
     cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
     assert (cost["build_s"], cost["sampling_s"], cost["harness_s"]) == (2.5, 3.0, 0.5)
 
@@ -86,7 +86,7 @@ def test_the_time_of_the_searcher_is_a_part_of_the_harness(folder):
     """Its time over duplicates is in it, which are no evaluations."""
     (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
     assert "search" not in table.cells, "a run of a version that did not record it"
-    with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
+    with Journal(folder / TASK / "runs" / "tpe-0.jsonl", {}) as journal:
         journal.append(Proposal(number=0, choices=(0,), digest="0", origin="searcher", searcher_s=0.25))
         journal.append(TrialResult(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
         journal.append(Proposal(number=1, choices=(0,), digest="0", origin="searcher", duplicate_of=0, searcher_s=0.25))
@@ -103,7 +103,7 @@ def test_the_time_of_the_searcher_is_a_part_of_the_harness(folder):
 def test_replayed_builds_have_no_share_of_the_time(folder):
     plain = cost_frame(load(folder))
     recorded = {"name": "onnxruntime"}
-    edit_json(folder / CELL / "cell.json", lambda body: body["backend"]["options"].update(recorded_on=recorded))
+    edit_json(folder / TASK / "task.json", lambda body: body["backend"]["options"].update(recorded_on=recorded))
     cost = cost_frame(load(folder))
     assert cost["build_s"].isna().all()
     assert cost["harness_s"].tolist() == pytest.approx((plain["harness_s"] + plain["build_s"]).tolist())
@@ -114,8 +114,8 @@ def test_replayed_builds_have_no_share_of_the_time(folder):
 
 
 def test_a_damaged_goal_is_named_with_its_file(folder):
-    edit_json(folder / CELL / "cell.json", goal=["x"])
-    with pytest.raises(UserError, match=r"cell.json: damaged \(.*move it away"):
+    edit_json(folder / TASK / "task.json", goal=["x"])
+    with pytest.raises(UserError, match=r"task.json: damaged \(.*move it away"):
         load(folder)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
-from small_results import CELL, edit_json, read_note, read_table, write_cell, write_confirmation
+from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_task
 from stored import replace_text
 
 from harness.report.frames.main_frame import main_frame
@@ -38,12 +38,12 @@ def edit_scores(folder, change) -> None:
         for score in body.values():
             change(score)
 
-    edit_json(folder / CELL / "accuracy.json", edit)
+    edit_json(folder / TASK / "accuracy.json", edit)
 
 
 def rename_metric(folder, name: str, *replacements: tuple[str, str]) -> None:
-    edit_json(folder / CELL / "cell.json", metric=name, goal=asdict(Goal()))
-    path = folder / CELL / "accuracy.json"
+    edit_json(folder / TASK / "task.json", metric=name, goal=asdict(Goal()))
+    path = folder / TASK / "accuracy.json"
     for old, new in (('"top1"', f'"{name}"'), *replacements):
         replace_text(path, old, new)
 
@@ -52,7 +52,7 @@ def edit_picks(folder, change) -> None:
     def edit(body):
         body["picks"] = [new for pick in body["picks"] if (new := change(pick)) is not None]
 
-    edit_json(folder / CELL / "rows.json", edit)
+    edit_json(folder / TASK / "rows.json", edit)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def edit_picks(folder, change) -> None:
     ],
 )
 def test_note_names_the_baseline_builds_and_bound(folder, measured, precisions, expected):
-    edit_json(folder / CELL / "cell.json", lambda body: body["backend"].update(float_params=precisions))
+    edit_json(folder / TASK / "task.json", lambda body: body["backend"].update(float_params=precisions))
     if measured:
-        edit_json(folder / CELL / "float.json", strongest="f32")
+        edit_json(folder / TASK / "float.json", fastest="f32")
     note = main_note(folder)
     assert all(words in note for words in (expected, "3 fresh builds", "Student's t", "at most 0.02"))
 
@@ -75,7 +75,7 @@ def test_note_names_the_baseline_builds_and_bound(folder, measured, precisions, 
 def test_a_drop_is_positive_if_worse_in_the_direction_of_the_metric(folder, higher):
     """Results without the direction take that of the goal."""
     goal = asdict(Goal() if higher is False else Goal(**BOUND, max_drop=0.02, higher_is_better=False))
-    edit_json(folder / CELL / "cell.json", higher_is_better=higher, goal=goal)
+    edit_json(folder / TASK / "task.json", higher_is_better=higher, goal=goal)
     raw = raw_main(folder)
     assert raw.loc["all", "drop"] == pytest.approx(-0.1)
     assert raw.index[raw["best"]].tolist() == ["all"]
@@ -111,15 +111,15 @@ def test_a_faster_row_beyond_the_bound_is_not_recommended(folder):
     assert (raw.loc["all", "verdict"], raw.loc["all", "beyond"]) == ("faster", True)
     assert not raw.drop("all")["beyond"].any()
     assert '"faster, beyond the bound"' in read_note(folder, "main")
-    edit_json(folder / CELL / "cell.json", goal=asdict(Goal()))
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
     assert "beyond the bound" not in main_note(folder)
 
 
 def test_a_faster_row_without_finite_outputs_is_not_recommended(folder):
     reason = "output 'y' has NaN or infinite values on image '7'"
-    edit_json(folder / CELL / "accuracy.json", **{"sha of aa main": {"failed": "evaluate", "reason": reason}})
+    edit_json(folder / TASK / "accuracy.json", **{"sha of aa main": {"failed": "evaluate", "reason": reason}})
     for goal in (Goal(**BOUND, max_drop=0.02), Goal()):
-        edit_json(folder / CELL / "cell.json", goal=asdict(goal))
+        edit_json(folder / TASK / "task.json", goal=asdict(goal))
         raw = raw_main(folder)
         assert not raw.loc["random", "best"]
         assert raw.loc["random", "decision"] == f"not shipped: not scored ({reason})"
@@ -133,20 +133,20 @@ def test_a_faster_row_without_finite_outputs_is_not_recommended(folder):
 
 
 def test_a_tool_that_calibrated_by_another_method_is_named(folder):
-    edit_json(folder / CELL / "cell.json", tool_methods={"linear": "entropy"}, calibration={"method": "mse"})
-    assert re.search(rf"Baselines of {CELL}: calibrated linear by entropy.* mse\.", main_note(folder))
+    edit_json(folder / TASK / "task.json", tool_methods={"linear": "entropy"}, calibration={"method": "mse"})
+    assert re.search(rf"Baselines of {TASK}: calibrated linear by entropy.* mse\.", main_note(folder))
     assert "linear (entropy)" in [row["method"] for row in read_table(folder, "main")]
 
 
 def test_random_data_and_few_images_are_noted_below_every_table(folder):
     assert "only" not in main_note(folder)
-    edit_json(folder / CELL / "cell.json", calibrated_on="random data")
+    edit_json(folder / TASK / "task.json", calibrated_on="random data")
     edit_scores(folder, lambda score: score.update(metrics={"top1": 1.0}, per_item=[1.0] * 19))
     raw_main(folder)
     for file in (folder / "report").glob("*.md"):
         note = read_note(folder, file.stem)
         assert "Calibrated on random data (no accuracy): net." in note, file.name
-        assert f"Accuracy of {CELL}: only 19 images" in note, file.name
+        assert f"Accuracy of {TASK}: only 19 images" in note, file.name
 
 
 @pytest.mark.parametrize(
@@ -160,19 +160,19 @@ def test_random_data_and_few_images_are_noted_below_every_table(folder):
     ids=["no VNNI", "7-bit weights", "VNNI", "another device"],
 )
 def test_scores_of_a_processor_that_saturates_are_noted(folder, model, flags, dialect, words):
-    edit_json(folder / CELL / "env.json", cpu={"model": model, "flags": flags})
-    edit_json(folder / CELL / "cell.json", lambda body: body["backend"].update(dialect=dialect))
+    edit_json(folder / TASK / "env.json", cpu={"model": model, "flags": flags})
+    edit_json(folder / TASK / "task.json", lambda body: body["backend"].update(dialect=dialect))
     raw_main(folder)
     for file in (folder / "report").glob("*.md"):
         assert ("without VNNI" in file.read_text()) == (words is not None), file.name
-    assert words is None or f"Accuracy of {CELL}: measured on a processor without VNNI, {words}" in main_note(folder)
+    assert words is None or f"Accuracy of {TASK}: measured on a processor without VNNI, {words}" in main_note(folder)
 
 
 def test_no_row_is_shipped_if_the_float_model_scores_nothing(folder):
     edit_scores(folder, lambda score: score.update(metrics={"top1": 0.0}, per_item=[0.0] * 100))
     decisions = raw_main(folder)["decision"]
     for file in (folder / "report").glob("*.md"):
-        assert f"Accuracy of {CELL}: the float model itself scores 0.0000" in file.read_text(), file.name
+        assert f"Accuracy of {TASK}: the float model itself scores 0.0000" in file.read_text(), file.name
     assert not decisions.str.startswith("ship").any()
     assert decisions.str.startswith("not shipped: the float model scores nothing").any()
 
@@ -180,7 +180,7 @@ def test_no_row_is_shipped_if_the_float_model_scores_nothing(folder):
 def test_the_score_of_the_float_model_has_an_interval_over_images(folder):
     hits = [1.0, 1.0, 1.0, 0.0] * 25
     edit_scores(folder, lambda score: score.update(metrics={"top1": 0.75}, per_item=hits))
-    found = re.search(rf"{CELL} top-1 0\.7500 \[(0\.\d+), (0\.\d+)\] \(100 images\)", main_note(folder))
+    found = re.search(rf"{TASK} top-1 0\.7500 \[(0\.\d+), (0\.\d+)\] \(100 images\)", main_note(folder))
     low, high = map(float, found.groups())
     assert 0.6 < low < 0.75 < high < 0.9
 
@@ -202,27 +202,27 @@ def test_full_evaluations_are_counted(folder, scored, agreement, removed, expect
         )
 
     edit_picks(folder, score)
-    journal = folder / CELL / "runs" / "random-1.jsonl"
+    journal = folder / TASK / "runs" / "random-1.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join(lines[: len(lines) - removed]))
-    assert f"Full evaluations of {CELL}: {expected}" in main_note(folder)
+    assert f"Full evaluations of {TASK}: {expected}" in main_note(folder)
 
 
 def test_a_noisy_machine_is_the_first_note_below_tables_of_latencies(folder):
     assert "Noisy" not in main_note(folder)
-    edit_json(folder / CELL / "floor.json", floor=0.337)
+    edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
     raw_main(folder)
     timed = [path.stem for path in (folder / "report").glob("*.md") if SPECS[path.stem].timed]
     assert {"main", "budget", "fixed", "decision", "finalists", "targets"} <= set(timed)
     for name in timed:
         first, _, rest = read_note(folder, name).partition("\n")
-        assert first == f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat.", name
-        assert "A/A floor" in rest, name
+        assert first == f"Noisy machine, {TASK}: the noise floor is 33.7%. Close other work and repeat.", name
+        assert "noise floor" in rest.lower(), name
 
 
 def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
-    write_confirmation(folder / CELL, CONFIRMED_MS, disturbed="waited for a core 50% of the time")
-    assert main_note(folder).startswith(f"Noisy machine, {CELL}: 100% of the turns were disturbed")
+    write_confirmation(folder / TASK, CONFIRMED_MS, disturbed="waited for a core 50% of the time")
+    assert main_note(folder).startswith(f"Noisy machine, {TASK}: 100% of the turns were disturbed")
     decisions = {row["decision"] for row in read_table(folder, "precision")}
     shipped = {text for text in decisions if text.startswith("ship")}
     assert shipped
@@ -232,21 +232,21 @@ def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
 def test_disturbed_searches_are_noted(folder):
     assert "stayed disturbed" not in main_note(folder)
     count = 0
-    for path in (folder / CELL / "runs").glob("random-*.jsonl"):
+    for path in (folder / TASK / "runs").glob("random-*.jsonl"):
         replace_text(path, '"stable":true', '"stable":false')
         count += path.read_text().count('"stable":false')
-    assert re.match(rf"Noisy machine, {CELL}: {count} of \d+ evaluations stayed disturbed", main_note(folder))
+    assert re.match(rf"Noisy machine, {TASK}: {count} of \d+ evaluations stayed disturbed", main_note(folder))
 
 
 def test_an_uncertain_latency_of_the_float_model_is_noted(folder):
-    write_confirmation(folder / CELL, CONFIRMED_MS, paces=(1.0, 1.5, 2.0))
+    write_confirmation(folder / TASK, CONFIRMED_MS, paces=(1.0, 1.5, 2.0))
     assert re.match(r"Noisy machine, .*: the float model took 11\.5\d\d \[.*\] ms", main_note(folder))
     assert "4.00 [4.00, 4.00]" in (folder / "report" / "main.md").read_text(), "paired figures are as certain as before"
 
 
 def test_the_larger_of_the_two_floors_counts(folder):
-    edit_json(folder / CELL / "floor.json", floor=1.5)
-    assert f"{CELL} 150.0%." in main_note(folder)
+    edit_json(folder / TASK / "noise_floor.json", noise_floor=1.5)
+    assert f"{TASK} 150.0%." in main_note(folder)
     rows = {row["method"]: row["verdict"] for row in read_table(folder, "main")}
     assert (rows["random"], rows["all"]) == ("tie: use float", "faster, beyond the bound")
 
@@ -260,18 +260,18 @@ def test_expected_rows_without_a_choice_are_missing(folder):
 def test_versions_of_the_code_that_differ_are_noted(folder):
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
-    other = write_cell(folder, "other-openvino-int8", model="other")
+    other = write_task(folder, "other-openvino-int8", model="other")
     for commit, differ in (("a" * 40, False), ("b" * 40, True)):
-        edit_json(folder / CELL / "env.json", git_commit="a" * 40)
+        edit_json(folder / TASK / "env.json", git_commit="a" * 40)
         edit_json(other / "env.json", git_commit=commit)
-        expected = f"different versions of this code: {'b' * 12} other-openvino-int8; {'a' * 12} {CELL}."
+        expected = f"different versions of this code: {'b' * 12} other-openvino-int8; {'a' * 12} {TASK}."
         assert (expected in main_note(folder)) == differ
 
 
 def test_an_experiment_without_accuracy_has_no_note_on_drops(folder):
     assert "Drop: loss" in main_note(folder)
-    (folder / CELL / "accuracy.json").unlink()
-    edit_json(folder / CELL / "cell.json", metric=None, goal=asdict(Goal()))
+    (folder / TASK / "accuracy.json").unlink()
+    edit_json(folder / TASK / "task.json", metric=None, goal=asdict(Goal()))
     assert "Drop:" not in main_note(folder)
 
 
@@ -296,7 +296,7 @@ def test_a_drop_has_an_interval_if_the_record_has_single_images(folder):
         for name, hits in images.items():
             body[name]["per_item"] = [1.0] * hits + [0.0] * (100 - hits)
 
-    edit_json(folder / CELL / "accuracy.json", add_images)
+    edit_json(folder / TASK / "accuracy.json", add_images)
     raw = raw_main(folder)
     assert 0.02 < raw.loc["all", "drop_low"] < 0.1 < raw.loc["all", "drop_high"] < 0.2
     assert pd.isna(raw.loc["random", "drop_low"])
@@ -310,7 +310,7 @@ def test_different_images_cost_the_interval_only(folder, caplog):
         body["sha of float main"]["per_item"] = [1.0] * 64 + [0.0] * 16
         body["sha of all main"]["per_item"] = [1.0] * 49 + [0.0] * 21
 
-    edit_json(folder / CELL / "accuracy.json", add_images)
+    edit_json(folder / TASK / "accuracy.json", add_images)
     assert raw_main(folder).loc["all", "drop"] == pytest.approx(0.1)
     assert "no interval of the drop of all: a paired interval needs the same images" in caplog.text
 
@@ -325,9 +325,9 @@ def test_different_images_cost_the_interval_only(folder, caplog):
     ],
 )
 def test_only_rows_with_a_bound_on_accuracy_are_shipped(folder, goal, scores, decisions):
-    edit_json(folder / CELL / "cell.json", goal=asdict(goal))
+    edit_json(folder / TASK / "task.json", goal=asdict(goal))
     if scores is not None:
-        write_json(folder / CELL / "accuracy.json", scores)
+        write_json(folder / TASK / "accuracy.json", scores)
     raw = raw_main(folder)["decision"]
     assert (raw["all"], raw["random"]) == decisions
     assert not list(describe_next_steps(load(folder), main_frame(load(folder))))
@@ -344,7 +344,7 @@ def test_every_baseline_has_a_decision(folder):
             {**transferred, "method": name, "row": row} for name, row in (("movers", "bb"), ("from_o", "aa"))
         ]
 
-    edit_json(folder / CELL / "rows.json", add_rows)
+    edit_json(folder / TASK / "rows.json", add_rows)
     raw_main(folder)
     assert [row["row"] for row in read_table(folder, "decision")] == [
         "FP32", "BF16", "default PTQ, ort_static", "all operators", "linear operators", "movers", "best found",
@@ -352,7 +352,7 @@ def test_every_baseline_has_a_decision(folder):
 
 
 def test_precisions_are_side_by_side(folder):
-    write_cell(folder, "net-openvino-fp8", precision="fp8")
+    write_task(folder, "net-openvino-fp8", precision="fp8")
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("precision:\n- int8", "precision:\n- int8\n- fp8"))
     assert "UNFINISHED" not in main_note(folder)
@@ -379,8 +379,8 @@ def add_tpe_choice(folder, change=lambda pick: pick, **facts) -> None:
         "rank": 0,
         **facts,
     }
-    edit_json(folder / CELL / "rows.json", lambda body: body["picks"].append(lucky))
-    shutil.copy(folder / CELL / "runs" / "random-0.jsonl", folder / CELL / "runs" / "tpe-0.jsonl")
+    edit_json(folder / TASK / "rows.json", lambda body: body["picks"].append(lucky))
+    shutil.copy(folder / TASK / "runs" / "random-0.jsonl", folder / TASK / "runs" / "tpe-0.jsonl")
     raw_main(folder)
 
 
@@ -391,9 +391,9 @@ def add_tpe_choice(folder, change=lambda pick: pick, **facts) -> None:
 )
 def test_the_best_found_is_selected_before_the_confirmation(folder, random_selected, tpe_selected, decision):
     def select(pick):
-        return {**pick, "runoff": random_selected} if pick["kind"] == "search" else pick
+        return {**pick, "final_selection": random_selected} if pick["kind"] == "search" else pick
 
-    add_tpe_choice(folder, select, runoff=tpe_selected)
+    add_tpe_choice(folder, select, final_selection=tpe_selected)
     best = read_table(folder, "decision")[-1]
     assert best["decision"] == decision
     if random_selected is None:
@@ -421,7 +421,7 @@ def test_the_decision_note_defines_the_best_found(folder):
     assert "Best found: among the searchers whose choice keeps the bound" in note
     assert "If no searcher's choice keeps the bound" not in note
     assert "not finite" not in note
-    edit_json(folder / CELL / "cell.json", goal=asdict(Goal(**BOUND, max_drop=0.001)))
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal(**BOUND, max_drop=0.001)))
     raw_main(folder)
     assert read_table(folder, "decision")[-1]["decision"] == "not shipped: accuracy (random)"
-    assert f"If no searcher's choice keeps the bound ({CELL})" in read_note(folder, "decision")
+    assert f"If no searcher's choice keeps the bound ({TASK})" in read_note(folder, "decision")

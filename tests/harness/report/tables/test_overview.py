@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
-from small_results import CELL, edit_json, read_note, read_table, write_cell, write_confirmation
+from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_task
 
 import harness.report
 from harness.report.load.results import load
@@ -38,8 +38,8 @@ def models(folder):
     """Two models: random's seeds are 2.0 and 1.6, 4.5 and 1.8 times as fast as float, "linear" builds nowhere."""
     yaml = folder / "experiment.yaml"
     yaml.write_text(yaml.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
-    cell = write_cell(folder, OTHER, model="other")
-    write_confirmation(cell, {TWIN: 9.0, "float": 9.0, "float-bf16": 10.0, "all": 4.5, "aa": 2.0, "bb": 5.0})
+    task = write_task(folder, OTHER, model="other")
+    write_confirmation(task, {TWIN: 9.0, "float": 9.0, "float-bf16": 10.0, "all": 4.5, "aa": 2.0, "bb": 5.0})
     return folder
 
 
@@ -81,13 +81,13 @@ def test_means_and_plots_are_by_backend(tmp_path):
     (tmp_path / "experiment.yaml").write_text(TWO_BACKENDS)
     for model in ("net", "other"):
         for label, latency_ms in (("one", 2.0), ("two", 4.0)):
-            cell = write_cell(tmp_path, f"{model}-{label}-int8", model=model)
-            write_confirmation(cell, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
+            task = write_task(tmp_path, f"{model}-{label}-int8", model=model)
+            write_confirmation(task, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
     frame = harness.report.load(tmp_path).overview
     means = frame[(frame["model"] == MEAN_LABEL) & (frame["column"] == "all")].set_index("device")["speedup"]
     devices = ["one on A CPU, 2 threads", "two on A CPU, 2 threads"]
     assert means.to_dict() == pytest.approx(dict(zip(devices, (4.0, 2.0), strict=True)))
-    titles = [picture.title for picture in draw_plots(load(tmp_path), tmp_path / "report") if not picture.cell]
+    titles = [picture.title for picture in draw_plots(load(tmp_path), tmp_path / "report") if not picture.task]
     assert [title for title in titles if "glance" in title] == [
         f"Speedups at a glance, int8, {device}" for device in devices
     ]
@@ -96,7 +96,7 @@ def test_means_and_plots_are_by_backend(tmp_path):
 def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
     limits = [(1.4, 1.6), (0.0, math.inf), (None, None)]
     lines = [
-        {"cell": str(n), "model": "m", "column": "all", "speedup": 1.5, "speedup_low": low, "speedup_high": high}
+        {"task": str(n), "model": "m", "column": "all", "speedup": 1.5, "speedup_low": low, "speedup_high": high}
         for n, (low, high) in enumerate(limits)
     ]
     draw_speedups(pd.DataFrame(lines).assign(beyond=False), "t", tmp_path / "picture")
@@ -115,12 +115,12 @@ def test_figures_are_traced(models):
     assert f"{OTHER}, random, seed 0 at 3 evaluations: aa" in seeds.lines
     assert f"{OTHER}, random, seed 1 at 3 evaluations: bb" in seeds.lines
     both = trace_cell(results, "geometric mean:all", "overview")
-    assert [CELL in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
+    assert [TASK in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
 
 
 def test_the_median_of_seeds_is_compared_and_the_note_counts_them(models):
-    write_confirmation(models / CELL, {TWIN: 8.0, "float": 8.0, "all": 4.4, "aa": 4.0, "bb": 8.0})
-    edit_json(models / CELL / "cell.json", goal=asdict(Goal()))
+    write_confirmation(models / TASK, {TWIN: 8.0, "float": 8.0, "all": 4.4, "aa": 4.0, "bb": 8.0})
+    edit_json(models / TASK / "task.json", goal=asdict(Goal()))
     found = shown(models)["net"]
     assert found["random"] == "<u>1.50 [1.00, 2.00]</u>", "its best seed alone would be 2.0, and bold"
     assert found["all"] == "**1.82 [1.82, 1.82]**"
@@ -130,9 +130,9 @@ def test_the_median_of_seeds_is_compared_and_the_note_counts_them(models):
 
 
 def test_the_interval_of_one_search_is_not_over_searches(models):
-    for cell in (CELL, OTHER):
-        picks = read_json(models / cell / "rows.json")["picks"]
-        edit_json(models / cell / "rows.json", picks=[pick for pick in picks if pick["seed"] != 1])
+    for task in (TASK, OTHER):
+        picks = read_json(models / task / "rows.json")["picks"]
+        edit_json(models / task / "rows.json", picks=[pick for pick in picks if pick["seed"] != 1])
     found = shown(models)
     assert found["net"]["random"] == "**2.00 [2.00, 2.00]**"
     assert found["geometric mean"]["random"] == "3.00 [3.00, 3.00]"
@@ -140,7 +140,7 @@ def test_the_interval_of_one_search_is_not_over_searches(models):
     assert "the choice of their one search after 3 evaluations [95 % interval over fresh builds" in note
 
 
-def test_one_cell_needs_no_overview(folder):
+def test_one_task_needs_no_overview(folder):
     write_tables(load(folder), folder / "report")
     assert not (folder / "report" / "overview.md").exists()
     assert harness.report.load(folder).overview.empty
@@ -150,4 +150,4 @@ def test_the_frame_has_the_figures_unrounded(models):
     frame = harness.report.load(models).overview
     mean = frame[(frame["model"] == "geometric mean") & (frame["column"] == "random")].iloc[0]
     assert mean["speedup"] == pytest.approx((1.8 * 3.15) ** 0.5)
-    assert pd.isna(mean["cell"])
+    assert pd.isna(mean["task"])

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from small_results import CELL, edit_json, read_note, read_table, write_choices, write_confirmation
+from small_results import TASK, edit_json, read_note, read_table, write_choices, write_confirmation
 from stored import read_records, write_records
 
 from harness.report.load.results import load
@@ -38,10 +38,10 @@ def fixed(tmp_path):
     """Writes a task without a bound on accuracy, with choices of `auto` by budget or of searchers and budgets."""
     (tmp_path / "experiment.yaml").write_text(YAML)
 
-    def write(choices, cell=CELL, baselines=FIXED, latency_ms=LATENCY_MS, goal=FREE):
+    def write(choices, task=TASK, baselines=FIXED, latency_ms=LATENCY_MS, goal=FREE):
         keyed = {key if isinstance(key, tuple) else ("auto", key): rows for key, rows in choices.items()}
-        facts = {"model": cell.partition("-")[0], **({} if goal is None else {"goal": goal})}
-        return write_choices(tmp_path, cell, baselines, keyed, latency_ms, **facts)
+        facts = {"model": task.partition("-")[0], **({} if goal is None else {"goal": goal})}
+        return write_choices(tmp_path, task, baselines, keyed, latency_ms, **facts)
 
     return write
 
@@ -49,24 +49,24 @@ def fixed(tmp_path):
 def shown(folder) -> dict[tuple[str, str], dict[str, str]]:
     """Write the tables; return the rows of the fixed table by task and searcher."""
     write_tables(load(folder), folder / "report")
-    return {(row["cell"], row["searcher"]): row for row in read_table(folder, "fixed")}
+    return {(row["task"], row["searcher"]): row for row in read_table(folder, "fixed")}
 
 
 def test_choices_are_compared_with_the_fastest_fixed_row(tmp_path, fixed):
     latency_ms = {"all": 5.0, "bb": 4.0, "aa": 2.0, "cc": 4.02}
-    cell = fixed({10: ["all"], 25: ["bb"], 50: ["aa"], ("tpe", 50): ["cc"]}, latency_ms=latency_ms)
+    task = fixed({10: ["all"], 25: ["bb"], 50: ["aa"], ("tpe", 50): ["cc"]}, latency_ms=latency_ms)
     frame = fixed_frame(load(tmp_path))
     assert set(frame["fixed"]) == {"movers"}
     assert frame["ratio"].tolist() == pytest.approx([0.8, 1.0, 2.0, 4 / 4.02])
     assert frame["verdict"].tolist() == ["slower", "the same placement", "faster", "tie"]
     rows = shown(tmp_path)
-    assert rows[CELL, "auto"] == {
-        "cell": CELL, "best fixed row": "movers", "A/A floor": "0.0%", "searcher": "auto",
+    assert rows[TASK, "auto"] == {
+        "task": TASK, "best fixed row": "movers", "noise floor": "0.0%", "searcher": "auto",
         "10 evaluations": "0.80 [0.80, 0.80] slower", "25 evaluations": "the same placement",
         "50 evaluations": "2.00 [2.00, 2.00] faster", "seeds": "1",
     }  # fmt: skip
-    assert rows[CELL, "tpe"]["10 evaluations"] == "-"
-    edit_json(cell / "floor.json", floor=0.3)
+    assert rows[TASK, "tpe"]["10 evaluations"] == "-"
+    edit_json(task / "noise_floor.json", noise_floor=0.3)
     assert fixed_frame(load(tmp_path))["verdict"].tolist() == ["tie", "the same placement", "faster", "tie"]
 
 
@@ -78,23 +78,23 @@ def test_seeds_have_a_median_and_the_widest_limits(tmp_path, fixed):
 
 
 def test_turns_are_paired_and_a_single_turn_gives_no_verdict(tmp_path, fixed):
-    cell = fixed({10: ["aa"]})
-    write_confirmation(cell, {"A/A twin": 8.0, "float": 8.0, **LATENCY_MS}, paces=(1.0, 2.0, 3.0))
-    assert shown(tmp_path)[CELL, "auto"]["10 evaluations"] == "2.00 [2.00, 2.00] faster"
-    path = cell / "confirm.jsonl"
+    task = fixed({10: ["aa"]})
+    write_confirmation(task, {"A/A twin": 8.0, "float": 8.0, **LATENCY_MS}, paces=(1.0, 2.0, 3.0))
+    assert shown(tmp_path)[TASK, "auto"]["10 evaluations"] == "2.00 [2.00, 2.00] faster"
+    path = task / "confirmation.jsonl"
     header, *events = read_records(path)
     write_records(path, [header, *(event for event in events if event.get("round") == 0 == event["build"])])
-    assert shown(tmp_path)[CELL, "auto"]["10 evaluations"] == "2.00 tie"
+    assert shown(tmp_path)[TASK, "auto"]["10 evaluations"] == "2.00 tie"
 
 
 def test_rows_beyond_the_bound_are_no_best_fixed_row_and_are_counted_among_choices(tmp_path, fixed):
     choices, latency_ms = {10: ["aa", "all"]}, {"all": 2.0, "bb": 4.0, "aa": 4.0}
     fixed(choices, latency_ms=latency_ms, goal=None)
-    row = shown(tmp_path)[CELL, "auto"]
+    row = shown(tmp_path)[TASK, "auto"]
     assert row["best fixed row"] == "movers"
     assert row["10 evaluations"].endswith(", 1/2 not to ship")
     fixed(choices, OTHER, {"all": "all"}, latency_ms, goal=None)
-    assert fixed_frame(load(tmp_path)).set_index("cell").loc[OTHER, "row"] == ""
+    assert fixed_frame(load(tmp_path)).set_index("task").loc[OTHER, "row"] == ""
     row = shown(tmp_path)[OTHER, "auto"]
     assert (row["best fixed row"], row["10 evaluations"]) == ("none to ship", "-")
 
@@ -110,11 +110,11 @@ def test_without_fixed_rows_or_searchers_there_is_no_table(tmp_path, fixed, base
 
 def test_baselines_with_one_placement_are_named_together(tmp_path, fixed):
     fixed({10: ["aa"]}, baselines={"all": "bb", "movers": "bb"})
-    assert shown(tmp_path)[CELL, "auto"]["best fixed row"] == "all, movers"
+    assert shown(tmp_path)[TASK, "auto"]["best fixed row"] == "all, movers"
 
 
 @pytest.mark.parametrize(
-    ("choices", "others", "latency_ms", "floor", "tally"),
+    ("choices", "others", "latency_ms", "noise_floor", "tally"),
     [
         (
             {25: ["aa"], 50: ["aa"]}, {25: ["all"], 50: ["bb"]}, LATENCY_MS, 0.0,
@@ -123,20 +123,20 @@ def test_baselines_with_one_placement_are_named_together(tmp_path, fixed):
         ),
         (
             {25: ["all", "all", "bb"]}, {25: ["all", "bb", "all"]}, LATENCY_MS, 0.26,
-            f"auto: after 25 evaluations 2 tie, least 0.80 (ties by their intervals alone: {CELL} 0.80).",
+            f"auto: after 25 evaluations 2 tie, least 0.80 (ties by their intervals alone: {TASK} 0.80).",
         ),
         (
             {25: ["aa"]}, {25: ["aa"]}, {**LATENCY_MS, "aa": 3.9}, 0.05,
-            f"auto: after 25 evaluations 1 faster, 1 tie, least 1.03 (ties by the floor alone: {OTHER} 1.03).",
+            f"auto: after 25 evaluations 1 faster, 1 tie, least 1.03 (ties by the noise floor alone: {OTHER} 1.03).",
         ),
     ],
 )  # fmt: skip
-def test_several_tasks_have_a_tally(fixed, choices, others, latency_ms, floor, tally):
+def test_several_tasks_have_a_tally(fixed, choices, others, latency_ms, noise_floor, tally):
     folder = fixed(choices, latency_ms=latency_ms).parent
     shown(folder)
     assert "favours the fixed row" in read_note(folder, "fixed")
     assert "auto: after" not in read_note(folder, "fixed")
-    edit_json(fixed(others, OTHER, latency_ms=latency_ms) / "floor.json", floor=floor)
+    edit_json(fixed(others, OTHER, latency_ms=latency_ms) / "noise_floor.json", noise_floor=noise_floor)
     shown(folder)
     assert tally in read_note(folder, "fixed")
 
@@ -151,24 +151,24 @@ def test_several_tasks_have_a_geometric_mean_with_an_interval_from_three(tmp_pat
     assert shown(tmp_path)["geometric mean", "auto"]["10 evaluations"] == "1.41 of 2"
     fixed({10: ["all"]}, third)
     mean = shown(tmp_path)["geometric mean", "auto"]
-    assert (mean["best fixed row"], mean["A/A floor"]) == ("-", "-")
+    assert (mean["best fixed row"], mean["noise floor"]) == ("-", "-")
     assert mean["10 evaluations"].startswith("1.17 [0.3")
     assert mean["10 evaluations"].endswith("] of 3"), "no verdict without a floor"
     frame = fixed_frame(load(tmp_path))
-    assert frame[frame["cell"].isna()]["ratio"].tolist() == pytest.approx([(2.0 * 1.0 * 0.8) ** (1 / 3)])
+    assert frame[frame["task"].isna()]["ratio"].tolist() == pytest.approx([(2.0 * 1.0 * 0.8) ** (1 / 3)])
     sources = trace_cell(load(tmp_path), "geometric mean/auto:10", "fixed").lines
     assert f"{third}, auto, seed 0 at 10 evaluations: all" in sources
 
 
 def test_it_is_on_the_page_has_warnings_and_can_be_traced(tmp_path, fixed):
-    edit_json(fixed({10: ["aa"]}) / "floor.json", floor=0.337)
+    edit_json(fixed({10: ["aa"]}) / "noise_floor.json", noise_floor=0.337)
     results = load(tmp_path)
     tables = write_tables(results, tmp_path / "report")
     assert "What a search adds to the best fixed row" in render_index(results, tables, {})
-    assert read_note(tmp_path, "fixed").startswith(f"Noisy machine, {CELL}: the A/A floor is 33.7%")
+    assert read_note(tmp_path, "fixed").startswith(f"Noisy machine, {TASK}: the noise floor is 33.7%")
     lines = trace_cell(results, "auto:10 evaluations", "fixed").lines
-    assert f"{CELL}, auto, seed 0 at 10 evaluations: aa" in lines
-    assert f"{CELL}, the best fixed row: bb" in lines
+    assert f"{TASK}, auto, seed 0 at 10 evaluations: aa" in lines
+    assert f"{TASK}, the best fixed row: bb" in lines
     assert sum(line.startswith("geometric mean of the median ratios") for line in lines) == 2
 
 
@@ -203,7 +203,7 @@ def ablation(tmp_path):
 
 def test_there_is_a_row_for_the_mean_and_each_task_by_budget(ablation):
     frame = ablation_frame(ablation(2))
-    bare = frame[frame["variant"] == "bare"].fillna({"cell": "mean"}).set_index(["budget", "cell"])
+    bare = frame[frame["variant"] == "bare"].fillna({"task": "mean"}).set_index(["budget", "task"])
     assert bare["ratio"].to_dict() == pytest.approx(
         {
             (10, "mean"): np.sqrt(4 / 5 * 4 / 8), (10, "net-0-int8"): 4 / 5, (10, "net-1-int8"): 4 / 8,
@@ -214,12 +214,12 @@ def test_there_is_a_row_for_the_mean_and_each_task_by_budget(ablation):
     assert (one["low"], one["high"], one["seeds"]) == (pytest.approx(4 / 5), 1.0, 3), "the limits of all seeds"
     assert one["chance"] == pytest.approx(1 / 6)
     above = np.exp(np.hypot(np.log(5 / 4), np.log(8 / 4)) / 2)
-    assert (mean["low"], mean["high"], mean["cells"]) == pytest.approx((mean["ratio"], mean["ratio"] * above, 2))
+    assert (mean["low"], mean["high"], mean["tasks"]) == pytest.approx((mean["ratio"], mean["ratio"] * above, 2))
 
 
 def test_many_tasks_have_only_the_mean_with_an_interval_over_them(ablation):
     frame = ablation_frame(ablation(6))
-    assert frame["cell"].isna().all()
+    assert frame["task"].isna().all()
     mean = frame[(frame["variant"] == "bare") & (frame["budget"] == 10)].iloc[0]
     expected = block_ci([[4 / 5], *[[4 / 8]] * 5])
     assert (mean["ratio"], mean["low"], mean["high"]) == pytest.approx((expected.value, expected.low, expected.high))
@@ -227,7 +227,7 @@ def test_many_tasks_have_only_the_mean_with_an_interval_over_them(ablation):
 
 def test_one_task_has_no_mean_and_the_only_searcher_of_a_plug_in_is_a_variant(ablation):
     frame = ablation_frame(ablation(1))
-    assert set(frame["cell"]) == {"net-0-int8"}
+    assert set(frame["task"]) == {"net-0-int8"}
     assert len(frame) == 2 * 2
     rows = frame.set_index(["variant", "budget"])
     assert rows.loc[("model_alone", 10), "ratio"] == pytest.approx(4 / 5)

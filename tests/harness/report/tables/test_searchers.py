@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pandas as pd
 import pytest
-from small_results import CELL, edit_json, measured, write_cell, write_confirmation
+from small_results import TASK, edit_json, measured, write_confirmation, write_task
 
 from harness.api import Layer
 from harness.records import Proposal, TrialResult
@@ -30,7 +30,7 @@ YAML = """
 experiment: small
 models: [{use: net.onnx, label: net}]
 backends: [{use: openvino, label: one}, {use: openvino, label: two}]
-searchers: [random, tpe, {use: tpe, label: bare, params: {n_startup_trials: 3}, without: [racing, retakes]}]
+searchers: [random, tpe, {use: tpe, label: bare, params: {n_startup_trials: 3}, without: [racing, rebuilds]}]
 baselines: [all]
 budget: {evaluations: [3]}
 seeds: [0, 1]
@@ -42,7 +42,7 @@ CHOSEN = {"random": ("bb", "bb"), "tpe": ("aa", "aa"), "bare": ("aa", "bb")}
 def write_curve(path, latencies_ms):
     with Journal(path, {}) as journal:
         for number, ms in enumerate(latencies_ms):
-            origin = "seed:float" if not number else "searcher"
+            origin = "initial:float" if not number else "searcher"
             outcome = measured(ms, top1=0.8 - 0.01 * number)
             digest = f"{number} at {ms:g}"  # another placement in each curve, except for the float model
             journal.append(Proposal(number=number, choices=(number,), digest=digest, origin=origin))
@@ -51,56 +51,56 @@ def write_curve(path, latencies_ms):
 
 @pytest.fixture
 def study(tmp_path):
-    """Two cells of one model: tpe is best everywhere; what is best on one is second on two."""
+    """Two tasks of one model: tpe is best everywhere; what is best on one is second on two."""
     (tmp_path / "experiment.yaml").write_text(YAML)
     latency_ms = {
         "one": {"A/A twin": 8.0, "float": 8.0, "all": 5.0, "aa": 4.0, "bb": 6.0, "cc": 7.0},
         "two": {"A/A twin": 8.0, "float": 8.0, "all": 4.0, "aa": 2.0, "bb": 4.5, "cc": 7.5},
     }
     for label, confirmed in latency_ms.items():
-        cell = write_cell(tmp_path, f"net-{label}-int8", precision="int8")
-        shutil.rmtree(cell / "runs")
-        (cell / "runs").mkdir()
+        task = write_task(tmp_path, f"net-{label}-int8", precision="int8")
+        shutil.rmtree(task / "runs")
+        (task / "runs").mkdir()
         picks = [Choice(method="float", kind="float", row="float"), Choice(method="all", kind="baseline", row="all")]
         for method, rows in CHOSEN.items():
             for seed, row in enumerate(rows):
                 curve = [8.0, 7.0, 6.0, 5.0] if method == "random" else [8.0, 4.0, 4.0, 4.0]
-                write_curve(cell / "runs" / f"{method}-{seed}.jsonl", curve)
+                write_curve(task / "runs" / f"{method}-{seed}.jsonl", curve)
                 search_ms = 5.0 if method == "random" else 4.0
                 picks.append(
                     Choice(method=method, kind="search", row=row, seed=seed, budget=3, search_ms=search_ms, minutes=1.0)
                 )
-        body = read_json(cell / "rows.json")
+        body = read_json(task / "rows.json")
         extra = {**body["rows"][-1], "id": "cc", "file": "cc.onnx", "sha256": "sha of cc"}
-        write_json(cell / "rows.json", {"rows": [*body["rows"], extra], "picks": [asdict(pick) for pick in picks]})
-        write_confirmation(cell, confirmed)
+        write_json(task / "rows.json", {"rows": [*body["rows"], extra], "picks": [asdict(pick) for pick in picks]})
+        write_confirmation(task, confirmed)
     return tmp_path
 
 
 def minimize(study, one: str, two: str) -> None:
     for label, objective in (("one", one), ("two", two)):
         edit_json(
-            study / f"net-{label}-int8" / "cell.json", lambda body, to=objective: body["goal"].update(minimize=to)
+            study / f"net-{label}-int8" / "task.json", lambda body, to=objective: body["goal"].update(minimize=to)
         )
 
 
 def test_scores_are_shares_of_the_improvement_that_random_search_leaves(study):
-    found = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
+    found = score_frame(load(study)).set_index(["task", "searcher"])["score"]
     assert found["net-one-int8", "tpe"] == pytest.approx(1.0)
     assert "random" not in found.index.get_level_values("searcher")
 
 
-@pytest.mark.parametrize("told", [[], ["searcher"], ["seed:float", "seed:all", "searcher"]])
+@pytest.mark.parametrize("told", [[], ["searcher"], ["initial:float", "initial:all", "searcher"]])
 def test_a_searcher_with_other_initial_placements_has_no_score_and_changes_no_other(study, told):
     """A peer is told nothing, and one that broke when it was made has an empty journal."""
-    before = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
-    for cell in ("net-one-int8", "net-two-int8"):
-        with Journal(study / cell / "runs" / "peer-0.jsonl", {}) as journal:
+    before = score_frame(load(study)).set_index(["task", "searcher"])["score"]
+    for task in ("net-one-int8", "net-two-int8"):
+        with Journal(study / task / "runs" / "peer-0.jsonl", {}) as journal:
             for number, origin in enumerate(told):
                 outcome = measured(6.0 - number)
                 journal.append(Proposal(number=number, choices=(number,), digest=f"peer's {number}", origin=origin))
                 journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=10.0))
-    assert score_frame(load(study)).set_index(["cell", "searcher"])["score"].to_dict() == before.to_dict()
+    assert score_frame(load(study)).set_index(["task", "searcher"])["score"].to_dict() == before.to_dict()
 
 
 def test_tasks_with_another_objective_are_not_compared_by_speed(study):
@@ -152,23 +152,23 @@ def test_pairs_and_ranks_are_over_tasks(study):
 
 
 def test_variants_are_compared_with_the_plain_searcher(study):
-    row, *cells = ablation_frame(load(study)).to_dict("records")
-    assert (row["reference"], row["variant"], row["cells"]) == ("tpe", "bare", 2)
-    assert row["params"] == "n_startup_trials=3, without=racing and retakes"
+    row, *tasks = ablation_frame(load(study)).to_dict("records")
+    assert (row["reference"], row["variant"], row["tasks"]) == ("tpe", "bare", 2)
+    assert row["params"] == "n_startup_trials=3, without=racing and rebuilds"
     assert row["ratio"] < 1
     assert row["chance"] == pytest.approx(0.25)
-    assert [cell["cell"] for cell in cells] == ["net-one-int8", "net-two-int8"]
+    assert [task["task"] for task in tasks] == ["net-one-int8", "net-two-int8"]
 
 
 def test_a_backend_with_a_note_is_not_pooled_with_others(study):
     note = "experimental; never pooled with TensorRT's"
     facts = {"name": "tensorrt_rtx", "note": note}
-    edit_json(study / "net-two-int8" / "cell.json", lambda body: body["backend"].update(facts))
+    edit_json(study / "net-two-int8" / "task.json", lambda body: body["backend"].update(facts))
     results = load(study)
     pairs = pair_frame(results).set_index(["first", "second"])
     assert pairs.loc[("random", "tpe"), "blocks"] == 1
     assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(4 / 6)
-    assert ablation_frame(results)["cells"].tolist() == [1]
+    assert ablation_frame(results)["tasks"].tolist() == [1]
     for table in build_tables(results):
         assert table.note.splitlines().count(f"tensorrt_rtx: {note}.") == 1, table.name
 
@@ -221,21 +221,21 @@ def test_a_gain_within_the_noise_has_no_share(study):
 
 
 def test_a_placement_that_was_brought_over_by_name_is_found(study):
-    cell = study / "net-two-int8"
-    body = read_json(cell / "rows.json")
+    task = study / "net-two-int8"
+    body = read_json(task / "rows.json")
     body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
     picks = [pick for pick in body["picks"] if pick["row"] != "aa"]
     assert transfer_frame(load(study)).set_index(["source", "target"]).loc[("one", "two"), "row"] == "aa"
     brought = asdict(Choice(method="from_one", kind="baseline", row="cc"))
-    write_json(cell / "rows.json", {"rows": body["rows"], "picks": [*picks, brought]})
+    write_json(task / "rows.json", {"rows": body["rows"], "picks": [*picks, brought]})
     found = transfer_frame(load(study)).set_index(["source", "target"])
     assert found.loc[("one", "two"), "row"] == "cc"
     assert found.loc[("one", "two"), "speedup"] == pytest.approx(8 / 7.5)
 
 
 def test_the_front_grows_and_stays_a_share_of_its_box(study):
-    found = hypervolume_frame(load(study).cells)
-    part = found[(found["cell"] == "net-one-int8") & (found["searcher"] == "random") & (found["seed"] == 0)]
+    found = hypervolume_frame(load(study).tasks)
+    part = found[(found["task"] == "net-one-int8") & (found["searcher"] == "random") & (found["seed"] == 0)]
     assert part["volume"].is_monotonic_increasing
     assert part["volume"].tolist() == pytest.approx([0.0, 1 / 8 * 2 / 3, 1 / 8 * 2 / 3 + 1 / 8 * 1 / 3, 1 / 8])
     assert found["volume"].between(0, 1).all()
@@ -260,22 +260,22 @@ def test_every_table_and_picture_of_a_study_is_written(study):
 def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
     render(with_models)
     page = (with_models / "report" / "index.html").read_text()
-    kept = (with_models / CELL / "graph.json").read_bytes()
-    shutil.rmtree(with_models / CELL / "models")
+    kept = (with_models / TASK / "graph.json").read_bytes()
+    shutil.rmtree(with_models / TASK / "models")
     render(with_models)
     assert (with_models / "report" / "index.html").read_text() == page
-    assert (with_models / CELL / "graph.json").read_bytes() == kept
+    assert (with_models / TASK / "graph.json").read_bytes() == kept
     body = json.loads(kept)
     body["rows"]["all"] = "of another file"
-    write_json(with_models / CELL / "graph.json", body)
+    write_json(with_models / TASK / "graph.json", body)
     render(with_models)
     assert '"all":[[' not in (with_models / "report" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
 def test_a_damaged_graph_is_left_out(folder, text):
-    (folder / CELL / "graph.json").write_text(text)
-    assert load_task_graph(load(folder).cells[0]) is None
+    (folder / TASK / "graph.json").write_text(text)
+    assert load_task_graph(load(folder).tasks[0]) is None
 
 
 def layer(name, time_ms, *origin, kind="Convolution"):
@@ -337,10 +337,10 @@ def test_frames_of_a_study_are_there_in_python(study):
 def test_schemes_of_a_model_are_compared_in_another_model(study):
     path = study / "experiment.yaml"
     path.write_text(path.read_text().replace("label: net}]", "label: net}, {use: big.onnx, label: big}]"))
-    cell = write_cell(study, "big-one-int8", model="big")
-    body = read_json(cell / "rows.json")
+    task = write_task(study, "big-one-int8", model="big")
+    body = read_json(task / "rows.json")
     brought = asdict(Choice(method="from_net", kind="baseline", row="bb"))
-    write_json(cell / "rows.json", {**body, "picks": [*body["picks"], brought]})
+    write_json(task / "rows.json", {**body, "picks": [*body["picks"], brought]})
     found = transfer_frame(load(study))
     found = found[found["across"] == "models"].set_index(["source", "target"])
     assert found.loc[("net", "big"), "speedup"] == pytest.approx(8 / 5)

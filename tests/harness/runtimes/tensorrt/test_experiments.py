@@ -34,8 +34,8 @@ def test_experiments_at_batch_1_8_and_32(name: str) -> None:
     experiment = read(f"{name}.yaml")
     check_experiment(experiment)
     assert {use.params["precision"] for use in experiment.backends} == {"f16"}, "FP16 is the denominator"
-    cells = plan_tasks(experiment)
-    assert {precision for cell in cells for precision in cell.precisions} == {"int8", "fp8"}
+    tasks = plan_tasks(experiment)
+    assert {precision for task in tasks for precision in task.precisions} == {"int8", "fp8"}
     batches: dict[str, set[int]] = {}
     for model in experiment.models:
         for shape in model.shapes.values():

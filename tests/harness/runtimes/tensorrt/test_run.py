@@ -40,7 +40,7 @@ confirmation: {{builds: 3, rounds: 2, samples: 3}}
 
 
 def run(folder: Path, **choices: str) -> Path:
-    """The folder of the only cell of an experiment that was run."""
+    """The folder of the only task of an experiment that was run."""
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
     builder.output(builder.conv(x, 2, 1), name="y")
@@ -49,25 +49,25 @@ def run(folder: Path, **choices: str) -> Path:
     out.mkdir(exist_ok=True)
     (out / "experiment.yaml").write_text(text)
     run_experiment(parse_experiment(text, "test", folder), out=out, observer=NullProgress())
-    (cell,) = [path for path in out.iterdir() if (path / "rows.json").exists()]
-    return cell
+    (task,) = [path for path in out.iterdir() if (path / "rows.json").exists()]
+    return task
 
 
-def rows_of(cell: Path) -> dict[str, Any]:
-    return {row["id"]: row for row in json.loads((cell / "rows.json").read_text())["rows"]}
+def rows_of(task: Path) -> dict[str, Any]:
+    return {row["id"]: row for row in json.loads((task / "rows.json").read_text())["rows"]}
 
 
 @pytest.mark.parametrize("major", [10, 11])
 def test_a_whole_experiment(major: int, tmp_path: Path) -> None:
-    cell = run(tmp_path, backend=f"TensorRT{major}", precision="f32", baselines="all, linear")
-    facts = json.loads((cell / "cell.json").read_text())
+    task = run(tmp_path, backend=f"TensorRT{major}", precision="f32", baselines="all, linear")
+    facts = json.loads((task / "task.json").read_text())
     assert facts["backend"]["version"].startswith(f"{major}.")
-    events = [json.loads(line) for _, line in read_lines(cell / "confirm.jsonl")]
+    events = [json.loads(line) for _, line in read_lines(task / "confirmation.jsonl")]
     assert not [event for event in events if "failed" in json.dumps(event).lower()]
-    files = {row["file"] for row in rows_of(cell).values()}
+    files = {row["file"] for row in rows_of(task).values()}
     assert len(files) > 1
     for name in files:
-        proto = onnx.load(cell / "models" / name)
+        proto = onnx.load(task / "models" / name)
         zeros = {t.data_type for t in proto.graph.initializer if t.name.startswith("@qdq.zero")}
         assert zeros <= {onnx.TensorProto.INT8}
 
@@ -97,14 +97,14 @@ def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
         return call_in_helper_process(what, work, path, precision, **limits)
 
     monkeypatch.setattr(model_checks, "call_in_helper_process", counting)
-    cell = run(tmp_path, backend=f"HalfAndFull{major}", precision="f16", baselines="all, linear, ort_static")
+    task = run(tmp_path, backend=f"HalfAndFull{major}", precision="f16", baselines="all, linear, ort_static")
     assert casts == ["f16"] * 2  # the float model and the PTQ tool's; no candidate
-    rows = rows_of(cell)
+    rows = rows_of(task)
     assert {"float", "float-f32", "ort_static"} < rows.keys()
-    confirmed = {digest for path, digest in parsed if path.parent == cell / "models"}
+    confirmed = {digest for path, digest in parsed if path.parent == task / "models"}
     assert confirmed == {row["sha256"] for row in rows.values()}
     for name, row in rows.items():
-        file = cell / "models" / row["file"]
+        file = task / "models" / row["file"]
         assert digest_file(file) == row["sha256"]
         proto = read_structure(file)
         kinds = {t.data_type for t in proto.graph.initializer} - {onnx.TensorProto.INT8, onnx.TensorProto.INT64}
@@ -114,9 +114,9 @@ def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
 
 
 def test_a_delivered_fp16_file_can_be_verified(tmp_path: Path) -> None:
-    cell = run(tmp_path, backend="TensorRT11", precision="f16", baselines="all")
-    row = next(row for row in rows_of(cell).values() if row["choices"] and any(row["choices"]))
-    checks = verify(cell / "models" / row["file"], NullProgress(), base=tmp_path)
+    task = run(tmp_path, backend="TensorRT11", precision="f16", baselines="all")
+    row = next(row for row in rows_of(task).values() if row["choices"] and any(row["choices"]))
+    checks = verify(task / "models" / row["file"], NullProgress(), base=tmp_path)
     assert {check.what: check.holds for check in checks} == dict.fromkeys([c.what for c in checks], True), checks
     assert {"file", "edges", "accuracy"} <= {check.what for check in checks}
 

@@ -1,0 +1,236 @@
+"""Stored files of reports in the folder of a task: attributions of rows (`explain/`) and the graph (`graph.json`).
+
+Exported models are large and not in version control; with `graph.json` a fresh clone renders the same page.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.api import Layer
+from harness.errors import UserError
+from harness.records import from_json
+from harness.report.load.results import TaskResults
+from harness.results_dir.artifacts import ExportedModel
+from harness.results_dir.fingerprint import json_equal
+from harness.results_dir.io import read_json, write_json
+from harness.results_dir.manifest import record_files
+from harness.statistics import Interval
+
+__all__ = [
+    "GRAPH_FILE", "AttributionReport", "EdgeFusion", "MinimalPlacement", "PartEffect", "exported", "read_attribution",
+    "read_attributions", "read_graph", "sizes_of", "write_attribution", "write_graph",
+]  # fmt: skip
+
+GRAPH_FILE = "graph.json"
+ATTRIBUTION_SCHEMA = GRAPH_SCHEMA = 1
+MAX_ATTRIBUTION_BYTES, MAX_GRAPH_BYTES = 20_000_000, 50_000_000
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartEffect:
+    """Effect of a part of a placement: the placement without it, compared with the whole placement.
+
+    Attributes:
+        part: Name of a pattern or an insertion point.
+        pattern: The pattern.
+        operators: Operators of the pattern's regions.
+        pairs: Number of Q/DQ pairs of the part.
+        ratio: Latency without the part over latency of the whole placement; above 1 the part saves time.
+        alone: Latency of the float model over latency with the part alone; None if not measured.
+        reason: Why there is no ratio, or "".
+        drop: Accuracy that the part costs: loss of the whole placement against the placement without the part, in the
+            unit of the metric; unknown limits are NaN. None if not measured.
+    """
+
+    part: str
+    pattern: str
+    operators: str
+    pairs: int
+    ratio: Interval | None = None
+    alone: Interval | None = None
+    reason: str = ""
+    drop: Interval | None = None
+
+    def gain_us(self, latency_ms: float) -> Interval | None:
+        """Return the microseconds that the part saves per inference of the whole placement, of latency `latency_ms`."""
+        if self.ratio is None:
+            return None
+        low, value, high = (1000 * latency_ms * (x - 1) for x in (self.ratio.low, self.ratio.value, self.ratio.high))
+        return Interval(value=value, low=low, high=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinimalPlacement:
+    """Placement with the fewest pairs found that keeps the gain within the noise.
+
+    Attributes:
+        points: Names of its insertion points.
+        ratio: Latency of the minimal placement over that of the whole one.
+        speedup: Speedup over the float model.
+        tests: Number of placements that were built to find it.
+    """
+
+    points: tuple[str, ...]
+    pairs: int
+    ratio: Interval
+    speedup: Interval
+    tests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeFusion:
+    """Fate of one quantized edge in the engine.
+
+    Attributes:
+        fate: "fused" (the consumer computes on quantized data), "alone" (the pair is an operation of its own and the
+            consumer computes in float), or "unknown".
+        layer: Layer of the consumer in the engine.
+    """
+
+    tensor: str
+    consumer: str
+    slot: int
+    precision: str
+    fate: str
+    layer: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttributionReport:
+    """Explanation of the latency of a row.
+
+    Attributes:
+        row: Id of the row.
+        sha256: Digest of its file.
+        method: Its label in the tables.
+        speedup: Speedup over the float model in this measurement.
+        noise_floor: Relative noise floor; smaller differences count as none.
+        patterns: Effects of the patterns that the placement quantizes, the most valuable first.
+        points: Effects of insertion points, in the same order.
+        minimal: None if the row is no faster than float.
+        before: Layers of the float engine with their times; empty if the runtime does not report them.
+        after: Layers of the row's engine.
+        fates: Fate of each quantized edge.
+        latency_ms: Latency of the row in this measurement; None in older files.
+        metric: Metric of the drops; None if nothing was scored.
+        drop: Loss of accuracy of the row against the float model, as in `PartEffect`.
+    """
+
+    row: str
+    sha256: str
+    method: str
+    pairs: int
+    speedup: Interval
+    noise_floor: float
+    patterns: tuple[PartEffect, ...]
+    points: tuple[PartEffect, ...]
+    minimal: MinimalPlacement | None
+    before: tuple[Layer, ...] = ()
+    after: tuple[Layer, ...] = ()
+    fates: tuple[EdgeFusion, ...] = ()
+    latency_ms: float | None = None
+    metric: str | None = None
+    drop: Interval | None = None
+
+
+def write_attribution(report: AttributionReport, task: Path) -> Path:
+    """Write an attribution into the folder of a task and return its path.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    path = task / "explain" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', report.row)}.json"
+    write_json(path, {"schema": ATTRIBUTION_SCHEMA, **_nan_to_none(asdict(report))})
+    record_files(task, [path])
+    return path
+
+
+def _nan_to_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _nan_to_none(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_nan_to_none(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_attributions(task: TaskResults) -> Iterator[AttributionReport]:
+    """Yield the attributions of the rows of a task whose file is unchanged.
+
+    Raises:
+        UserError: An attribution is damaged.
+    """
+    digests = {row: exported_row.sha256 for row, exported_row in task.rows.items()}
+    for path in sorted((task.folder / "explain").glob("*.json")):
+        report = read_attribution(path)
+        if digests.get(report.row) == report.sha256:
+            yield report
+
+
+def read_attribution(path: Path) -> AttributionReport:
+    """Read what `write_attribution` wrote.
+
+    Raises:
+        UserError: The file is damaged or has another schema.
+    """
+    try:
+        if path.stat().st_size > MAX_ATTRIBUTION_BYTES:
+            raise ValueError(f"larger than {MAX_ATTRIBUTION_BYTES} bytes")
+        body = json.loads(json.dumps(read_json(path)), object_hook=_restore_nan)
+        if body.pop("schema") != ATTRIBUTION_SCHEMA:
+            raise ValueError(f"not of schema {ATTRIBUTION_SCHEMA}")
+        return from_json(AttributionReport, body)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged ({error}); move it away and explain the row again") from error
+
+
+def _restore_nan(body: dict[str, Any]) -> dict[str, Any]:
+    is_interval = body.keys() == {"value", "low", "high"}
+    return {key: math.nan if is_interval and value is None else value for key, value in body.items()}
+
+
+def exported(task: TaskResults, row: ExportedModel) -> Path:
+    """Return the path of a row's exported model, which may be absent."""
+    return task.folder / "models" / row.file
+
+
+def read_graph(task: TaskResults) -> dict[str, Any] | None:
+    """Return the stored graph of a task, with the marks of rows whose file is unchanged; None if there is none."""
+    path = task.folder / GRAPH_FILE
+    try:
+        if not path.exists() or path.stat().st_size > MAX_GRAPH_BYTES:
+            return None
+        body = read_json(path)
+        if body["schema"] != GRAPH_SCHEMA:
+            return None
+        digests = {row: exported_row.sha256 for row, exported_row in task.rows.items()}
+        current = [row for row in body["marks"] if row in digests and body["rows"][row] == digests[row]]
+        sizes = {row: int(size) for row, size in body.get("bytes", {}).items() if row in current}
+        return {"scene": dict(body["scene"]), "marks": {row: body["marks"][row] for row in current}, "bytes": sizes}
+    except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s: damaged, so there is no graph: %s", path, error)
+        return None
+
+
+def write_graph(task: TaskResults, graph: Mapping[str, Any]) -> None:
+    """Write `graph.json` unless it is up to date."""
+    rows = {row: task.rows[row].sha256 for row in graph["marks"] if row in task.rows}
+    body = {"schema": GRAPH_SCHEMA, "rows": rows, **graph}
+    path = task.folder / GRAPH_FILE
+    if not path.exists() or not json_equal(read_json(path), json.loads(json.dumps(body))):
+        write_json(path, body)
+        record_files(task.folder, [path])
+
+
+def sizes_of(task: TaskResults) -> Mapping[str, int]:
+    """Return the size of each exported file in bytes by row id, as `write_graph` stored it; empty without a graph."""
+    graph = read_graph(task)
+    return {} if graph is None else graph["bytes"]
