@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from harness.text import printable_lines
 
 __all__ = [
-    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "describe_type", "install_hint",
-    "prefix_file", "prefix_key", "suggest_names",
+    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "WorkerUnusable",
+    "describe_type", "install_hint", "prefix_file", "prefix_key", "suggest_names",
 ]  # fmt: skip
 
 
@@ -50,6 +50,10 @@ class EvaluationFailed(CandidateError):
     """The evaluator raised, or its score is not finite."""
 
     stage = "evaluate"
+
+
+class WorkerUnusable(SystemExit):
+    """Error after which every later candidate would fail in this process; it ends the worker, which is replaced."""
 
 
 def install_hint(extra: str) -> str:

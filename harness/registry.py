@@ -208,7 +208,7 @@ def call_plugin(label: str, call: Callable[[], T]) -> T:
         return call()
     except (UserError, CandidateError):
         raise
-    except Exception as error:  # plug-ins raise anything, and must not end other searches
+    except (Exception, SystemExit) as error:  # plug-ins raise anything, and must not end other searches
         raise UserError(f"{label}: {type(error).__name__}: {error}") from error
 
 

@@ -132,7 +132,9 @@ def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
 
 def _parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
     """Return --param as a mapping; values are YAML, as in an experiment file."""
-    import yaml
+    from yaml import YAMLError
+
+    from harness.config.yaml_loader import parse_yaml
 
     params = {}
     for text in texts or ():
@@ -140,8 +142,8 @@ def _parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
         try:
             if not equals:
                 raise ValueError("no '='")
-            params[name] = yaml.safe_load(value)
-        except (ValueError, yaml.YAMLError) as error:
+            params[name] = parse_yaml(value)
+        except (ValueError, YAMLError) as error:
             raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
     return params
 

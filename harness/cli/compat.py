@@ -13,6 +13,8 @@ from harness.errors import prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
 
+HELP_OPTIONS = frozenset({"-h", "--help"})
+
 
 def autotune(context: typer.Context) -> None:
     """Optimize one model with the command line, files and defaults of ModelOpt's autotune; no GPU is needed.
@@ -20,8 +22,12 @@ def autotune(context: typer.Context) -> None:
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
     """
     from harness.compat.modelopt_autotune.__main__ import autotune as run
+    from harness.compat.modelopt_autotune.settings import get_parser
     from harness.terminal_progress import TerminalProgress
 
+    if not HELP_OPTIONS.isdisjoint(context.args):
+        get_parser("qdq autotune").print_help()
+        return
     with TerminalProgress() as terminal:
         try:
             run(context.args, "qdq autotune", terminal)
@@ -53,8 +59,11 @@ def ptq(context: typer.Context) -> None:
 
     Example: `qdq ptq --onnx_path model.onnx --calibration_data calib.npy --output_path model-int8.onnx`
     """
-    from harness.compat.tao_specs.ptq import run_ptq
+    from harness.compat.tao_specs.ptq import get_parser, run_ptq
 
+    if not HELP_OPTIONS.isdisjoint(context.args):
+        get_parser("qdq ptq").print_help()
+        return
     done = run_ptq(context.args)
     if isinstance(done, list):
         echo("\n".join(done))

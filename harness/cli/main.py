@@ -155,7 +155,11 @@ def _global_options(
 
 @contextmanager
 def _report_interrupt(command: str | None) -> Iterator[None]:
-    """Print after Ctrl-C whether the work can be continued; typer prints nothing."""
+    """Print after Ctrl-C whether the work can be continued, and report plug-ins that end the process as if in success.
+
+    Raises:
+        UserError: Code below the command called `sys.exit(0)`; typer itself ends commands in another way.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -164,6 +168,10 @@ def _report_interrupt(command: str | None) -> Iterator[None]:
         )
         echo(f"qdq: interrupted{kept}", err=True)
         raise
+    except SystemExit as end:
+        if end.code:
+            raise
+        raise UserError("a plug-in or a library called sys.exit(0) before the command was finished") from end
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from harness.config.initial import (
@@ -33,7 +32,7 @@ from harness.config.sections import (
     require_distinct,
 )
 from harness.config.validation_errors import to_user_error
-from harness.config.yaml_loader import read_experiment_yaml, read_text_file
+from harness.config.yaml_loader import dump_yaml, read_experiment_yaml, read_text_file
 
 __all__ = ["Experiment", "load_experiment", "parse_experiment", "to_yaml"]
 
@@ -154,4 +153,4 @@ def parse_experiment(text: str, source: str, base_dir: Path | None = None) -> Ex
 
 def to_yaml(experiment: Experiment) -> str:
     """Return the experiment as YAML, with every default written out."""
-    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(experiment.model_dump(mode="json"))

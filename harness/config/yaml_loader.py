@@ -1,4 +1,4 @@
-"""Strict reader of YAML mappings, and expansion of `matrix` in experiment files."""
+"""Strict reader and writer of YAML 1.2, and expansion of `matrix` in experiment files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ import yaml
 
 from harness.errors import UserError, describe_type
 
-__all__ = ["read_experiment_yaml", "read_text_file", "read_yaml_mapping"]
+__all__ = ["dump_yaml", "parse_yaml", "read_experiment_yaml", "read_text_file", "read_yaml_mapping"]
 
 MATRIX_LISTS = ("models", "backends", "searchers")
 MAX_FILE_BYTES = 4_000_000
 MAX_NESTING_LEVELS = 50
 MAX_MATRIX_ENTRIES = 10_000  # a few lines could ask for more entries than fit into memory
-#: Numbers that YAML 1.1 reads as text, because it needs a dot before the exponent and a sign in it.
-EXPONENT_NUMBER = re.compile(r"([-+]?\d+)\.?(\d*)[eE]([-+]?)(\d+)")
+#: Plain scalars that are no text: tag, pattern and possible first characters (YAML 1.2.2, section 10.3.2, core schema).
+CORE_SCHEMA = (
+    ("null", r"null|Null|NULL|~|", "nN~"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+)
 
 
 def read_text_file(path: Path, kind: str) -> str:
@@ -67,7 +76,7 @@ def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
         UserError: The text is not YAML, not a mapping, too deeply nested, or has an alias or a duplicate key.
     """
     try:
-        raw = yaml.load(text, Loader=_StrictLoader)
+        raw = parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
@@ -80,12 +89,29 @@ def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
     return raw
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that rejects mistakes and attacks which YAML allows.
+def parse_yaml(text: str) -> Any:
+    """Return the value of YAML 1.2 text.
 
-    These are duplicate keys, aliases (which allow exponential expansion), deep nesting, keys that are no scalars, and
-    numbers that YAML 1.1 reads as text.
+    Raises:
+        yaml.YAMLError: The text is not YAML, or has an alias, a duplicate key or too many levels.
+        ValueError: A number has too many digits.
     """
+    return yaml.load(text, Loader=_StrictLoader)
+
+
+def dump_yaml(value: Any) -> str:
+    """Return YAML text that both YAML 1.1 and YAML 1.2 read as the value; keys keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader for the core schema of YAML 1.2 that rejects mistakes and attacks which YAML allows.
+
+    These are duplicate keys, aliases (which allow exponential expansion), deep nesting, and keys that are no scalars.
+    PyYAML itself implements YAML 1.1, in which `1:30` is 90, `010` is 8, `no` is false and `1e-3` is text.
+    """
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # declared so by PyYAML
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -113,17 +139,19 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
-    def construct_text(self, node: Any) -> Any:
-        match = EXPONENT_NUMBER.fullmatch(node.value)
-        if node.style is None and match is not None:
-            whole, fraction, sign, exponent = match.groups()
-            number = f"{whole}.{fraction or 0}e{sign or '+'}{exponent}"
-            problem = f"YAML reads {node.value} as text, not as a number; quote it, or write {number}"
-            raise _problem(problem, node.start_mark)
-        return self.construct_yaml_str(node)
+    def construct_integer(self, node: Any) -> int:
+        text = self.construct_scalar(node)
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
-_StrictLoader.add_constructor("tag:yaml.org,2002:str", _StrictLoader.construct_text)
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes text which YAML 1.1 or YAML 1.2 would read as another type."""
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_integer)
+for _tag, _pattern, _first in CORE_SCHEMA:
+    for _class in (_StrictLoader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), [*_first, ""])
 
 
 def _problem(text: str, mark: yaml.Mark) -> yaml.constructor.ConstructorError:

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.config.experiment import Experiment, load_experiment, parse_experiment
 from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.yaml_loader import dump_yaml
 from harness.errors import UserError
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
@@ -134,7 +133,7 @@ def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[T
 
 
 def _parse_experiment(described: Mapping[str, Any], base_dir: Path | None = None) -> Experiment:
-    return parse_experiment(yaml.safe_dump(dict(described)), "study", base_dir)
+    return parse_experiment(dump_yaml(dict(described)), "study", base_dir)
 
 
 def _model_label(text: str) -> str:

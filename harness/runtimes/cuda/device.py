@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import MeasureFailed, UserError, install_hint
+from harness.errors import MeasureFailed, UserError, WorkerUnusable, install_hint
 
 __all__ = ["CudaRuntime", "Device", "GpuConditions", "GpuMonitor", "import_runtime", "open_device"]
 
@@ -62,15 +62,14 @@ class CudaRuntime:
 
         Raises:
             MeasureFailed: With the function, CUDA's name of the error and its text.
-            SystemExit: The error leaves the process without a usable GPU. The sandbox then starts a fresh worker; what
-                continues with this one would fail for every later candidate.
+            WorkerUnusable: The error leaves the process without a usable GPU.
         """
         status, *results = getattr(self.api, function)(*args)
         if int(status):
             self.api.cudaGetLastError()  # or a later launch, of TensorRT for instance, would take it for its own
             text = f"{function}: {_format_error(self.api, status)}"
             if int(status) in STICKY_ERROR_CODES:
-                raise SystemExit(f"CUDA: {text}; this process can use the GPU no more")
+                raise WorkerUnusable(f"CUDA: {text}; this process can use the GPU no more")
             raise MeasureFailed(f"CUDA: {text}")
         return None if not results else results[0] if len(results) == 1 else results
 

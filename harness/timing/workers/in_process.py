@@ -31,7 +31,7 @@ from harness.api import (
     capabilities_of,
 )
 from harness.config.sections import Sampling
-from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.errors import CandidateError, EvaluationFailed, UserError, WorkerUnusable
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
@@ -96,7 +96,9 @@ class InProcess(Engines):
         started_s = time.perf_counter()
         try:
             return getattr(self, f"_{method}")(*args, *extra)
-        except Exception as error:  # plug-ins and runtimes may raise anything
+        except WorkerUnusable:
+            raise
+        except (Exception, SystemExit) as error:  # plug-ins and runtimes may raise anything
             return _to_failed(error, _STAGES.get(method, method), started_s)
 
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
@@ -234,11 +236,11 @@ def as_outcome(stage: str, work: Callable[[], T]) -> T | Failed:
     started_s = time.perf_counter()
     try:
         return work()
-    except Exception as error:  # plug-ins and runtimes may raise anything
+    except (Exception, SystemExit) as error:  # plug-ins and runtimes may raise anything
         return _to_failed(error, stage, started_s)
 
 
-def _to_failed(error: Exception, stage: str, started_s: float) -> Failed:
+def _to_failed(error: Exception | SystemExit, stage: str, started_s: float) -> Failed:
     """Return the exception of a plug-in call as a `Failed`; raise it again if it does not depend on the candidate."""
     if isinstance(error, UserError):
         raise error

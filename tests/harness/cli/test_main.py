@@ -254,3 +254,21 @@ def test_the_list_shows_the_purpose_of_each_plug_in(capsys, monkeypatch, tmp_pat
     assert {row[0] for row in rows} >= {"searcher", "benchmarker", "evaluator", "dialect", "zoo model"}
     assert [row for row in rows if not row[-1]] == []
     assert any("7 bits" in row[-1] for row in rows if row[1] == "openvino_7bit")
+
+
+@pytest.mark.parametrize(
+    "exit_in",
+    [
+        "import sys\nsys.exit(0)\n",
+        "def __init__(self, space, *, seed):",
+        "def ask(self, n):",
+        "def tell(self, observation):",
+    ],
+    ids=["import", "constructor", "ask", "tell"],
+)
+def test_a_plug_in_that_ends_the_process_is_a_failed_plug_in(folder, capsys, exit_in):
+    body = SEARCHER.replace(exit_in, f"{exit_in}\n        raise SystemExit(0)", 1) if "def" in exit_in else exit_in
+    (folder / "my_searcher_of_cli.py").write_text(body)
+    (folder / "e.yaml").write_text(EXPERIMENT.replace("[random]", "['my_searcher_of_cli:Mine']"))
+    assert qdq("run", str(folder / "e.yaml"), "--out", str(folder / "out")) != 0
+    assert "SystemExit" in capsys.readouterr().err
