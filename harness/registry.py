@@ -257,8 +257,7 @@ def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:
 def _check_type(path: str, annotation: Any, value: Any) -> None:
     """Check a value as JSON, so that a list is accepted for any sequence, but text for no number."""
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
-        adapter.validate_json(json.dumps(value, default=str, skipkeys=True), strict=True)
+        _type_adapter(annotation).validate_json(json.dumps(value, default=str, skipkeys=True), strict=True)
     except PydanticUserError:  # pydantic has no check for this annotation
         return
     except ValidationError as error:
@@ -270,6 +269,11 @@ def _check_type(path: str, annotation: Any, value: Any) -> None:
         expected = str(first["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
         expected = _YAML_TERMS.get(expected, expected)
         raise UserError(f"{path}: {expected}, but got {value!r}") from error
+
+
+@functools.cache  # takes longer than the making of most plug-ins
+def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
 
 
 def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapping[str, Any] | None = None) -> Any:

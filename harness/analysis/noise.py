@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import f as f_distribution
 
 from harness.api import Candidate
 from harness.config.sections import Sampling
@@ -265,6 +264,8 @@ def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int
 
 def _upper_f_quantile(tail: float, n1: float, n2: float) -> float:
     """Return the F quantile that is exceeded with this probability; an infinite n2 is taken as a billion."""
+    from scipy.stats import f as f_distribution  # takes a second
+
     quantile: Any = f_distribution.isf(tail, n1, min(n2, 1e9))
     return float(quantile)
 

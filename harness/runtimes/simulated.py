@@ -167,9 +167,12 @@ class _SimulatedProbe:
 
     def sample(self, n: int) -> Sequence[float]:
         """Draw n readings."""
-        told, place = self._told, np.arange(self._taken, self._taken + n)
+        told = self._told
+        growth: Any = self._machine.next_factors(n)
+        if told.drift or told.warmup:
+            place = np.arange(self._taken, self._taken + n)
+            growth = (1 + told.drift * place) * (1 + told.warmup * 0.9**place) * growth
         self._taken += n
-        growth = (1 + told.drift * place) * (1 + told.warmup * 0.9**place) * self._machine.next_factors(n)
         values = self._latency_ms * growth * np.exp(told.noise * self._rng.standard_normal(n))
         if told.outliers:
             late = self._rng.random(n) < told.outliers

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from harness.report.report_table import ReportTable, format_interval, pluralize
 from harness.report.statistics import (
@@ -288,7 +288,7 @@ def _mean_interval(values: Floats, least: int) -> tuple[float | None, float | No
     mean = float(values.mean())
     if len(values) < least:
         return mean, None, None
-    half = float(student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    half = float(stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / np.sqrt(len(values)))
     return mean, mean - half, mean + half
 
 

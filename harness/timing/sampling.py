@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,7 +172,7 @@ def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
         missing = math.ceil((sampling.warmup_ms - spent_ms) * count / spent_ms) if count else 1
         if missing <= 0 and count > 1:
             width = min(WARMUP_WINDOW_SAMPLES, count // 2)
-            last, previous = np.median(readings[-width:]), np.median(readings[-2 * width : -width])
+            last, previous = statistics.median(readings[-width:]), statistics.median(readings[-2 * width : -width])
             if last >= previous * (1 - STEADY_TOLERANCE):  # a rising latency is no warm-up but drift, checked later
                 break
             if spent_ms >= MAX_WARMUP_FACTOR * sampling.warmup_ms:
@@ -233,7 +234,7 @@ def _describe_drift(readings: list[float]) -> str:
 
 def check_clock_jumps(readings: list[float]) -> None:
     """Raise `MeasureFailed` if only a clock that jumped can have given one of these readings."""
-    median = float(np.median(readings))
+    median = statistics.median(readings)
     low, high = min(readings), max(readings)
     slow = high > max(CLOCK_JUMP_FACTOR * median, MIN_CLOCK_JUMP_MS)
     jumped = low if low < median / CLOCK_JUMP_FACTOR else high if slow else None

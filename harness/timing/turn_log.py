@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from harness.records import Failed
 
@@ -97,7 +96,7 @@ class TurnMatrix:
         if turn.worker > self.workers.setdefault(key, turn.worker):
             self._discard_worker(key)
             self.workers[key] = turn.worker
-        self.turns[turn.row][key][turn.round] = float(np.median(turn.samples_ms))
+        self.turns[turn.row][key][turn.round] = statistics.median(turn.samples_ms)
         self.failed[turn.row].pop(key, None)
         self.disturbed[turn.row][key].pop(turn.round, None)
         if turn.disturbed:

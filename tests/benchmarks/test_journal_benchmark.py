@@ -23,7 +23,7 @@ LINES = int(os.environ.get("QDQ_LINES", "100000"))
 HEAD = """
 import json, resource, sys, time
 from pathlib import Path
-from harness.report import render
+from harness.report.render import render
 from harness.search_loop.objective import Goal
 from harness.results_dir.journal import Journal, read_journal
 from harness.search_loop.journal_reader import state_at_budgets

@@ -83,28 +83,30 @@ VOC = [
 def test_segmentation_reaches_its_miou() -> None:
     engine = session("deeplabv3_mnv2_voc_513")
     labels = {"labels": "assets:coco/panoptic_val2017.json", "masks": "assets:coco/panoptic_val2017"}
-    data = {"use": "images", "images": "assets:coco/val2017", **labels, "classes": VOC}
+    data = {"use": "images", "images": "assets:coco/val2017", **labels, "classes": VOC, "count": 32}
     preprocess = {"use": "tf_imagenet", "params": {"resize": "stretch"}}
     accuracy = evaluator_for(engine, "miou", {"data": data, "preprocess": preprocess}).score(infer_of(engine))
     estimate = metric_estimate(accuracy, "miou")
     assert estimate is not None
     print(accuracy.metrics, estimate)
-    assert accuracy.metrics["miou"] == pytest.approx(0.4706, abs=0.005)
+    # All 100 images take minutes; these 32 scored 0.5781 in the run in which all of them scored the README's 0.4706.
+    assert accuracy.metrics["miou"] == pytest.approx(0.5781, abs=0.005)
     assert estimate.interval.low < accuracy.metrics["miou"] < estimate.interval.high
 
 
 @pytest.mark.parametrize(
-    ("model", "preprocess", "top1", "top5"),
+    ("model", "preprocess", "count", "top1", "top5"),
     [
-        ("squeezenet1.1", "torch_imagenet", 0.6985, 0.9023),
-        ("mobilenet_v1_0.75_224", "tf_imagenet", 0.7808, 0.9462),
-        ("deit_tiny_patch16_224", "torch_imagenet", 0.8062, 0.9423),
+        ("squeezenet1.1", "torch_imagenet", 1300, 0.6985, 0.9023),
+        ("mobilenet_v1_0.75_224", "tf_imagenet", 1300, 0.7808, 0.9462),
+        ("deit_tiny_patch16_224", "torch_imagenet", 200, 0.7850, 0.9350),
     ],
 )
-def test_classifiers_reach_their_accuracy(model: str, preprocess: str, top1: float, top5: float) -> None:
+def test_classifiers_reach_their_accuracy(model: str, preprocess: str, count: int, top1: float, top5: float) -> None:
     engine = session(model)
-    accuracy = evaluator_for(engine, "top1", {"data": VAL227, "preprocess": preprocess}).score(infer_of(engine))
-    # The README's figures are over all 1300 images; experiments evaluate on the first 1000 of them.
+    data = {**VAL227, "count": count}
+    accuracy = evaluator_for(engine, "top1", {"data": data, "preprocess": preprocess}).score(infer_of(engine))
+    # The README's figures are over all 1300 images, which take DeiT minutes (0.8062 and 0.9423 of all of them).
     assert accuracy.metrics["top1"] == pytest.approx(top1, abs=0.005)
     assert accuracy.metrics["top5"] == pytest.approx(top5, abs=0.005)
     assert np.mean(accuracy.per_item) == pytest.approx(accuracy.metrics["top1"])

@@ -26,7 +26,7 @@ EVALUATIONS = 50_000
 REPORT = """
 import json, sys
 from pathlib import Path
-from harness.report import render
+from harness.report.render import render
 text = render(Path(sys.argv[1]))
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(json.dumps({"text": text, "mib": int(peak.split()[1]) / 2**10}))

@@ -13,13 +13,12 @@ from rich.console import Console
 from small_results import LATENCY_MS, TASK, edit_json, edit_samples, read_note, read_table, write_confirmation
 from stored import read_records, write_records
 
-import harness.report
+import harness.report.render
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.cli.report import show_report
 from harness.errors import UserError
-from harness.report import render
 from harness.report.load.results import load as load_results
-from harness.report.render import report_renderable, report_text, write_tables
+from harness.report.render import render, report_renderable, report_text, write_tables
 from harness.report.report_table import ReportTable, render_markdown, write_table
 from harness.results_dir.termination import clear_task_error, write_task_error
 from harness.search_loop.objective import Goal
@@ -112,7 +111,7 @@ def test_a_search_that_continued_after_its_choices_makes_the_task_unfinished(fol
     more = ({**proposal, "number": 3, "choices": [3], "digest": "3"}, {**result, "number": 3, "elapsed_s": 40.0})
     write_records(path, (*read_records(path), *more))
     assert "UNFINISHED" in tables(folder)
-    assert not harness.report.load(folder).complete
+    assert not harness.report.render.load(folder).complete
 
 
 def test_csv_has_unrounded_figures_and_whole_reasons(folder):
@@ -144,7 +143,7 @@ def test_a_hostile_name_is_only_text(tmp_path):
     name = "a_b%<script>|x\n*y* [z](u) \\input{p} `c` \x1b[31m"
     cells = pd.DataFrame([{"model": name, "n": "1"}, {"model": "[q]", "n": "2"}])
     table = ReportTable(name="t", cells=cells, raw=cells, note=f"of {name}")
-    assert r"a_b%\<script>\|x \*y\* [z\](u) \\input{p} \`c\`  [31m" in render_markdown(table)
+    assert r"a_b%\<script>\|x \*y\* [z\](u) \\input{p} \`c\` \\x1b[31m" in render_markdown(table)
     write_table(table, tmp_path)
     tex = (tmp_path / "t.tex").read_text()
     assert r"a\_b\%\textless{}script\textgreater{}\textbar{}x" in tex
@@ -333,7 +332,7 @@ def test_a_tie_with_float_is_not_the_fastest_and_a_slower_row_is_not_tied(folder
 
 
 def test_frames_have_the_figures_of_the_tables(folder):
-    frames = harness.report.load(folder)
+    frames = harness.report.render.load(folder)
     assert frames.complete
     assert frames.main.set_index("method").loc["random", "speedup"] == pytest.approx(2.0)
     assert frames.samples.query("row == 'aa'")["latency_ms"].tolist() == [4.0] * 18
@@ -342,7 +341,7 @@ def test_frames_have_the_figures_of_the_tables(folder):
     assert frames.variance["build"].tolist() == [0.0]
     assert set(frames.curves["seed"]) == {0, 1}
     edit_samples(folder / TASK, "aa", lambda samples_ms, build: [ms * (1 + build / 10) for ms in samples_ms])
-    assert harness.report.load(folder).main.set_index("method").loc["random", "speedup"] < 2.0
+    assert harness.report.render.load(folder).main.set_index("method").loc["random", "speedup"] < 2.0
 
 
 def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
@@ -352,7 +351,7 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
     ]
     path = folder / TASK / "confirmation.jsonl"
     write_records(path, (*read_records(path), *map(encode_turn_event, again)))
-    samples = harness.report.load(folder).samples
+    samples = harness.report.render.load(folder).samples
     assert set(samples.query("row == 'aa' and build == 2")["round"]) == {0}
     assert set(samples.query("row == 'aa' and build == 1")["round"]) == {0, 1}
     assert set(samples.query("row == 'bb'")["build"]) == {0, 1}

@@ -8,11 +8,11 @@ import pytest
 from small_results import TASK, edit_json, write_task
 from stored import read_records, replace_text, write_records
 
-from harness.report import render
 from harness.report.load.results import load
 from harness.report.load.task_files import AttributionReport, PartEffect, write_attribution
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
+from harness.report.render import render
 from harness.report.tables.catalog import build_tables
 from harness.statistics import Interval
 

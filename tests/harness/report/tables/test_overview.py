@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_task
 
-import harness.report
+import harness.report.render
 from harness.report.load.results import load
 from harness.report.plots import study_plots
 from harness.report.plots.plot_files import draw_plots
@@ -83,7 +83,7 @@ def test_means_and_plots_are_by_backend(tmp_path):
         for label, latency_ms in (("one", 2.0), ("two", 4.0)):
             task = write_task(tmp_path, f"{model}-{label}-int8", model=model)
             write_confirmation(task, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
-    frame = harness.report.load(tmp_path).overview
+    frame = harness.report.render.load(tmp_path).overview
     means = frame[(frame["model"] == MEAN_LABEL) & (frame["column"] == "all")].set_index("device")["speedup"]
     devices = ["one on A CPU, 2 threads", "two on A CPU, 2 threads"]
     assert means.to_dict() == pytest.approx(dict(zip(devices, (4.0, 2.0), strict=True)))
@@ -143,11 +143,11 @@ def test_the_interval_of_one_search_is_not_over_searches(models):
 def test_one_task_needs_no_overview(folder):
     write_tables(load(folder), folder / "report")
     assert not (folder / "report" / "overview.md").exists()
-    assert harness.report.load(folder).overview.empty
+    assert harness.report.render.load(folder).overview.empty
 
 
 def test_the_frame_has_the_figures_unrounded(models):
-    frame = harness.report.load(models).overview
+    frame = harness.report.render.load(models).overview
     mean = frame[(frame["model"] == "geometric mean") & (frame["column"] == "random")].iloc[0]
     assert mean["speedup"] == pytest.approx((1.8 * 3.15) ** 0.5)
     assert pd.isna(mean["task"])

@@ -324,9 +324,9 @@ def test_a_layer_with_another_counter_is_the_same_part():
 
 
 def test_frames_of_a_study_are_there_in_python(study):
-    import harness.report
+    import harness.report.render
 
-    frames = harness.report.load(study)
+    frames = harness.report.render.load(study)
     assert isinstance(frames.transfer, pd.DataFrame)
     assert len(frames.pairs) == 3
     assert len(frames.scores) == 4
