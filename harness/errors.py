@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from harness.text import printable_lines
 
 __all__ = [
-    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "WorkerUnusable",
-    "describe_type", "install_hint", "prefix_file", "prefix_key", "suggest_names",
+    "BuildFailed", "CandidateError", "ErrorCollector", "EvaluationFailed", "MeasureFailed", "UserError",
+    "WorkerUnusable", "describe_type", "install_hint", "prefix_file", "prefix_key", "suggest_names",
 ]  # fmt: skip
 
 
@@ -67,6 +67,26 @@ class _KeyedError(UserError):
     def __init__(self, keys: tuple[str, ...], note: str, message: str) -> None:
         super().__init__(f"{'.'.join(keys)}{f' ({note})' if note else ''}: {message}")
         self.keys, self.note, self.message = keys, note, message
+
+
+class ErrorCollector:
+    """Collector of the user errors of several checks, which are raised together."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, None] = {}
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the `UserError` of the body instead of raising it."""
+        try:
+            yield
+        except UserError as error:
+            self._messages[str(error)] = None
+
+    def raise_all(self) -> None:
+        """Raise one `UserError` with all messages, a line each, if there are any."""
+        if self._messages:
+            raise UserError("\n".join(self._messages))
 
 
 @contextmanager

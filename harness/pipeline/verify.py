@@ -318,7 +318,7 @@ class _Reproduction:
             return CheckResult(what="latency", holds=False, found=_failed_result(summary.failed.get(self.row.id)))
         text = (
             f"speedup {_format_interval(recorded)} recorded, {_format_interval(again.speedup)} now; noise "
-            f"floor {summary.noise_floor:.1%}"
+            f"noise floor {summary.noise_floor:.1%}"
         )
         return CheckResult(
             what="latency", holds=_intervals_agree(recorded, again.speedup, summary.noise_floor), found=text

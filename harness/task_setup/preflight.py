@@ -23,8 +23,8 @@ from harness.config.experiment import Experiment
 from harness.config.initial import PTQ_TOOLS
 from harness.config.objective import Objective, check_objective
 from harness.config.plan import plan_tasks, quantized_precisions, with_base_dir
-from harness.config.sections import ModelSpec, PluginSpec, SearcherSpec
-from harness.errors import CandidateError, EvaluationFailed, UserError, prefix_key, suggest_names
+from harness.config.sections import Calibration, ModelSpec, PluginSpec, SearcherSpec
+from harness.errors import CandidateError, ErrorCollector, EvaluationFailed, UserError, prefix_key, suggest_names
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import require_float_model
@@ -51,29 +51,33 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
         Remarks on settings that are allowed but may surprise, one line each.
 
     Raises:
-        UserError: The first thing that does not fit, with what would.
+        UserError: Every setting that cannot be used, a line each, with the allowed values.
     """
     plan_tasks(experiment)
-    precisions = _offered_precisions(experiment)
+    precisions, errors = _offered_precisions(experiment), ErrorCollector()
     for i, method in enumerate(experiment.searchers):
-        with prefix_key(f"searchers.{i}"):
+        with errors.collect(), prefix_key(f"searchers.{i}"):
             if registry.plugin_kind(method.use, ("searcher", "external searcher")) == "external searcher":
                 _check_external_searcher(method, experiment)
             else:
                 _check_searcher(method, precisions)
     for i, backend in enumerate(experiment.backends):
-        with prefix_key(f"backends.{i}"):
+        with errors.collect(), prefix_key(f"backends.{i}"):
             _check_backend(with_base_dir(backend), precisions)
-    with prefix_key("initial"):
+    with errors.collect(), prefix_key("initial"):
         check_files(experiment.initial)
-    data, remarks = DatasetCache(), list(tool_remarks(experiment))
+    data, remarks = DatasetCache(), list[str]()
+    with errors.collect():
+        remarks += tool_remarks(experiment)
     for i, model in enumerate(experiment.models):
-        with prefix_key(f"models.{i}", f"model {model.name!r}"):
-            _check_model(model, data)
-        _check_objective(experiment.objective, model)
-        with prefix_key(f"models.{i}", f"model {model.name!r}"):
-            found = _model_remarks(model, data, experiment.objective)
-            remarks += [f"model {model.name!r}: {remark}" for remark in found]
+        with errors.collect():
+            with prefix_key(f"models.{i}", f"model {model.name!r}"):
+                _check_model(model, data)
+            _check_objective(experiment.objective, model)
+            with prefix_key(f"models.{i}", f"model {model.name!r}"):
+                found = _model_remarks(model, data, experiment.objective)
+                remarks += [f"model {model.name!r}: {remark}" for remark in found]
+    errors.raise_all()
     return tuple(remarks)
 
 
@@ -89,21 +93,17 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
     Raises:
         UserError: What is wrong with each that cannot be used, a line each.
     """
-    wrong, remarks = list[str](), list[str]()
+    errors, remarks = ErrorCollector(), list[str]()
     precisions = _offered_precisions(experiment)
     for i, model in enumerate(experiment.models):
         if model.use.startswith("zoo:"):  # is made by code
             continue
-        try:
-            with prefix_key(f"models.{i}", f"model {model.name!r}"):
-                loaded = open_model(model, Path())
-                require_float_model(loaded)
-                found = [*_cast_remarks(experiment, loaded, precisions), *_ort_remarks(loaded)]
-                remarks += [f"model {model.name!r}: {remark}" for remark in found]
-        except UserError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise UserError("\n".join(wrong))
+        with errors.collect(), prefix_key(f"models.{i}", f"model {model.name!r}"):
+            loaded = open_model(model, Path())
+            require_float_model(loaded)
+            found = [*_cast_remarks(experiment, loaded, precisions), *_ort_remarks(loaded)]
+            remarks += [f"model {model.name!r}: {remark}" for remark in found]
+    errors.raise_all()
     return tuple(remarks)
 
 
@@ -268,11 +268,27 @@ def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) 
         if objective.proxy > there:
             yield f"objective.proxy: {objective.proxy} samples are asked for, but the calibration data have {there}"
     params: Mapping[str, Any] = {} if model.evaluator is None else model.evaluator.params
-    wanted = params.get("samples")
-    if isinstance(wanted, int) and isinstance(params.get("data"), Mapping):
-        there = len(data.open(params["data"], model.base_dir))
-        if wanted > there:
-            yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
+    wanted, scored = params.get("samples"), params.get("data")
+    if not isinstance(scored, Mapping):
+        return
+    there = len(data.open(scored, model.base_dir))
+    if isinstance(wanted, int) and wanted > there:
+        yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
+    if calibration.data is not None and (shared := _count_shared_images(calibration, scored, model.base_dir, data)):
+        yield f"{shared} of the calibration images are also scored, so the accuracy on new images may be lower"
+
+
+def _count_shared_images(
+    calibration: Calibration, scored: Mapping[str, Any], base_dir: Path, data: DatasetCache
+) -> int:
+    """Return how many images of one source are used for calibration and by the evaluator."""
+    used = calibration.data or {}
+    if any(used.get(key) != scored.get(key) for key in ("use", "images", "split")):
+        return 0
+    first, second = (data.open(each, base_dir) for each in (used, scored))
+    if not (isinstance(first, ImageDataset) and isinstance(second, ImageDataset)):
+        return 0
+    return len(set(first.names[: calibration.samples]) & set(second.names))
 
 
 def _check_channels(model: Model) -> None:

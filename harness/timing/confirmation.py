@@ -64,6 +64,7 @@ class RowSummary:
             something else than its file specifies, see `harness.verification.output_comparison`.
         builds: Number of fresh builds.
         builds_ok: Number of builds with readings.
+        fully_disturbed: All turns of the row were disturbed, so its verdict is uncertain.
     """
 
     latency_ms: Interval
@@ -71,6 +72,7 @@ class RowSummary:
     verdict: str
     builds: int
     builds_ok: int
+    fully_disturbed: bool = False
 
     @property
     def recommended(self) -> bool:
@@ -261,6 +263,7 @@ def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: flo
                 verdict=speedup_verdict(speedup, noise_floor),
                 builds=len(own) + len(matrix.failed[name]),
                 builds_ok=len(own),
+                fully_disturbed=matrix.is_fully_disturbed(name),
             )
     return ConfirmationSummary(
         noise_floor=noise_floor,

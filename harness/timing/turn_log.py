@@ -116,6 +116,13 @@ class TurnMatrix:
         )
         return disturbed / turns if turns else 0.0
 
+    def is_fully_disturbed(self, row: str) -> bool:
+        """Return whether a row has turns and all of them were disturbed."""
+        turns = self.turns.get(row, {})
+        return any(turns.values()) and all(
+            self.disturbed.get(row, {}).get(key, {}).keys() >= timed.keys() for key, timed in turns.items()
+        )
+
     def paired_samples(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
         """Return, for each worker that timed both, the base's and the row's readings in their common turns."""
         base_ms, row_ms = [], []

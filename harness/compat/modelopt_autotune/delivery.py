@@ -290,6 +290,8 @@ def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Itera
         f"{row.builds} fresh builds in turns with the baseline, noise floor {100 * summary.noise_floor:.1f} %), "
         f"{result.pairs} Q/DQ pairs"
     )
+    if row.fully_disturbed:
+        yield f"All of its turns were disturbed, so {row.verdict!r} is uncertain: repeat on a quiet machine"
     yield f"Written: {result.file}{f' (timed with {result.options}: deploy it so)' if result.options else ''}"
     if result.kept is not None:
         slower = row.verdict == "slower"

@@ -158,7 +158,8 @@ def _decide(task: TaskResults, line: Mapping[str, Any]) -> str:
     if verdict != "faster":
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
     shipped = _shipping_label(task, line)
-    return f"{shipped}, once confirmed on a quiet machine" if disturbance_note(task.disturbed) else shipped
+    noisy = disturbance_note(task.disturbed) or task.summaries[line["row"]].fully_disturbed
+    return f"{shipped}, once confirmed on a quiet machine" if noisy else shipped
 
 
 def _shipping_label(task: TaskResults, line: Mapping[str, Any]) -> str:

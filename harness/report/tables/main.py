@@ -159,6 +159,11 @@ def main_note(results: Results) -> str:
             *_version_note(tasks),
             *_score_notes(tasks),
             *(line for task in tasks for line in _check_notes(task)),
+            *(
+                f"All turns were disturbed, {c.name}: {names}. Repeat on a quiet machine."
+                for c in tasks
+                if (names := _disturbed_rows(c))
+            ),
             *(f"Calibration of {c.name}: {text}." for c in tasks for text in c.remarks),
             *(f"Initial placements of {c.name}: {text}." for c in tasks for text in c.cache_remarks),
             *(f"Baselines of {c.name}: {text}." for c in tasks if (text := _tool_note(c))),
@@ -272,6 +277,11 @@ def _worst_output_notes(results: Results, main: pd.DataFrame) -> Iterator[str]:
         worst = [f"{labels[row]}: {name}" for row in labels if (name := notes.get(row, "").partition(WORST_PREFIX)[2])]
         if worst:
             yield f"Worst output by fidelity, {task.name}: {'; '.join(worst)}."
+
+
+def _disturbed_rows(task: TaskResults) -> str:
+    rows = task.summaries
+    return ", ".join(name for name, row in _rows_by_label(task).items() if row in rows and rows[row].fully_disturbed)
 
 
 def _check_notes(task: TaskResults) -> Iterator[str]:

@@ -40,9 +40,10 @@ def folder(tmp_path: Path) -> Path:
     x = builder.op("GlobalAveragePool", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
     builder.output(builder.op("Flatten", x), name="logits")
     builder.save(tmp_path / "net.onnx")
-    (tmp_path / "images").mkdir()
-    for i in range(COUNT):
-        Image.new("RGB", (8, 8)).save(tmp_path / "images" / f"{i}.png")
+    for name in ("images", "others"):
+        (tmp_path / name).mkdir()
+        for i in range(COUNT):
+            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{i}.png")
     (tmp_path / "labels.txt").write_text("".join(f"{i}.png 0\n" for i in range(COUNT)))
     return tmp_path
 
@@ -57,11 +58,25 @@ def top1(**data: Any) -> dict[str, Any]:
     return {"use": "top1", "params": {"data": {"use": "images", "images": "images", "labels": "labels.txt", **data}}}
 
 
-IMAGES = {"data": {"use": "images", "images": "images"}}
+IMAGES = {"data": {"use": "images", "images": "others"}}
 
 
 def test_what_is_well_has_no_remarks(folder: Path) -> None:
     assert checked(folder, top1(), IMAGES) == ()
+
+
+def test_calibration_images_that_are_scored_too_are_noted(folder: Path) -> None:
+    scored = {"data": {"use": "images", "images": "images"}}
+    assert [line.split(":")[1][:3] for line in checked(folder, top1(), {**scored, "samples": 5})] == [" 5 "]
+    assert not any("also scored" in line for line in checked(folder, top1(start=5), {**scored, "samples": 2}))
+
+
+def test_all_settings_that_cannot_be_used_are_named_at_once(folder: Path) -> None:
+    text = "experiment: e\nmodels: ['zoo:absent', 'zoo:missing']\nbackends: [absent]\nsearchers: [absent]\n"
+    with pytest.raises(UserError) as caught:
+        check_experiment(parse_experiment(text, "e.yaml", folder))
+    keys = [line.partition(" ")[0].rstrip(":") for line in str(caught.value).splitlines()]
+    assert keys == ["searchers.0", "backends.0", "models.0", "models.1"]
 
 
 def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Main, precision and decision tables: figures, verdicts, decisions and notes of a small results folder."""
 
+import json
 import re
 import shutil
 from dataclasses import asdict
@@ -7,7 +8,7 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_task
-from stored import replace_text
+from stored import read_records, replace_text, write_records
 
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
@@ -227,6 +228,17 @@ def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
     shipped = {text for text in decisions if text.startswith("ship")}
     assert shipped
     assert all(text.endswith(", once confirmed on a quiet machine") for text in shipped)
+
+
+def test_a_row_with_disturbed_turns_alone_is_not_shipped_without_a_remark(folder):
+    path = folder / TASK / "confirmation.jsonl"
+    head, *lines = read_records(path)
+    turns = [{**turn, "disturbed": "drift"} if turn["row"] == "aa" else turn for turn in lines]
+    write_records(path, map(json.dumps, (head, *turns)))
+    rows = main_frame(load(folder)).set_index("row")
+    assert "once confirmed on a quiet machine" in rows.loc["aa", "decision"]
+    assert "quiet" not in rows.loc["all", "decision"]
+    assert f"All turns were disturbed, {TASK}: " in main_note(folder)
 
 
 def test_disturbed_searches_are_noted(folder):
