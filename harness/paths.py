@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,23 @@ class RelativePathMissing(UserError):
     """A relative path that does not exist."""
 
 
+def check_path(path: Path) -> None:
+    """Check that a path can be used; opening a pipe or a device may wait forever.
+
+    Raises:
+        UserError: It is no valid path, or names neither a file nor a folder; it need not exist.
+    """
+    try:
+        path.resolve()
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, RuntimeError, ValueError) as error:  # NUL, lone surrogates, loops of links, long names
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UserError(f"{path}: this is no file, but a pipe or a device")
+
+
 def resolve_path(text: str, base_dir: Path | None = None) -> Path:
     """Return the absolute path of an existing file or folder.
 
@@ -45,15 +63,25 @@ def resolve_path(text: str, base_dir: Path | None = None) -> Path:
         if not root_text:
             raise UserError(f"{text}: set the environment variable QDQ_ASSETS to the folder with models and images")
         root = Path(root_text).resolve()
-        path = (root / text.removeprefix("assets:")).resolve()
-        if not path.is_relative_to(root):
+        path = root / text.removeprefix("assets:")
+        check_path(path)
+        if not path.resolve().is_relative_to(root):
             raise UserError(f"{text}: leads outside of the folder that QDQ_ASSETS names")
     else:
-        path = ((base_dir or Path.cwd()) / Path(text).expanduser()).resolve()
+        path = (base_dir or Path.cwd()) / _expand_user(text)
+    check_path(path)
+    path = path.resolve()
     if not path.exists():
-        relative = not (text.startswith("assets:") or Path(text).expanduser().is_absolute())
+        relative = not (text.startswith("assets:") or _expand_user(text).is_absolute())
         raise (RelativePathMissing if relative else UserError)(f"{text}: no such file or folder ({path})")
     return path
+
+
+def _expand_user(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{text}: {error}") from error
 
 
 def cache_dir() -> Path:

@@ -23,7 +23,7 @@ from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, replay, sensitivity, study
 from harness.errors import UserError
-from harness.paths import HOST_VARIABLE, trust_plugins
+from harness.paths import HOST_VARIABLE, check_path, trust_plugins
 
 __all__ = ["app", "main"]
 
@@ -104,10 +104,19 @@ HostOption = Annotated[
 
 
 def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return a command with flags whose callbacks do all; `options` has their annotations by parameter name."""
+    """Return a command that checks its paths, with flags whose callbacks do all.
+
+    Args:
+        command: The command.
+        options: Annotations of the flags by parameter name.
+    """
 
     @functools.wraps(command)
     def with_options(**arguments: Any) -> Any:
+        for value in arguments.values():
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, Path):
+                    check_path(path)
         return command(**{name: value for name, value in arguments.items() if name not in options})
 
     signature = inspect.signature(command, eval_str=True)
@@ -128,7 +137,7 @@ def _shared_options(name: str) -> dict[str, Any]:
 
 for _name, _function in COMMANDS.items():
     app.command(name=_name, context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS)(
-        _with_options(_function, _options) if (_options := _shared_options(_name)) else _function
+        _with_options(_function, _shared_options(_name))
     )
 
 

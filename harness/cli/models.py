@@ -24,6 +24,7 @@ from harness.cli.common import (
     short_path,
 )
 from harness.errors import UserError
+from harness.paths import check_path
 
 __all__ = ["explain", "regions", "zoo"]
 
@@ -90,6 +91,7 @@ def explain(
 
     Example: `qdq explain out/mine/TASK/models/float.onnx --against out/mine/TASK/models/DIGEST.onnx`
     """
+    check_path(Path(model))
     if row is not None or Path(model).is_dir():
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve())
         return

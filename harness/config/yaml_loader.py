@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from harness.errors import UserError, describe_type
+from harness.paths import check_path
 
 __all__ = ["dump_yaml", "parse_yaml", "read_experiment_yaml", "read_text_file", "read_yaml_mapping"]
 
@@ -35,6 +36,7 @@ CORE_SCHEMA = (
 
 def read_text_file(path: Path, kind: str) -> str:
     """Return the text of a file of at most `MAX_FILE_BYTES`; errors name its kind, such as "an experiment file"."""
+    check_path(path)
     try:
         if path.suffix == ".onnx" and path.is_file():
             raise UserError(f"{path}: this is an ONNX model, not {kind}; {kind} names the model by a key")

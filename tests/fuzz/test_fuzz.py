@@ -40,6 +40,7 @@ from PIL import Image
 from harness import registry
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.datasets import open_data
+from harness.cli.main import app
 from harness.compat.modelopt_autotune.storage import read_state
 from harness.config.experiment import load_experiment
 from harness.errors import CandidateError, UserError
@@ -277,3 +278,45 @@ def test_mutated_files_are_used_or_refused(kind: str, tmp_path: Path) -> None:
     assert not findings, [*findings][:5]
     assert found["refused"]
     assert used_gb < ALLOWED_GB
+
+
+PATH_PARTS = ("a", "..", "\0", "\n", "\ud800", "x" * 300, "", "con", "-", "%s", "a b", "$H", "*", "\u202e", "d.onnx")
+COMMANDS = (
+    "run {} --check", "regions {}", "explain {}", "report {}", "compare {} {}", "verify {}", "trace {} 1:speedup",
+    "evaluate {}", "quantize {}", "gen-trt-engine {}", "calib-data {} --output {}", "replay {}", "reproduce {}",
+)  # fmt: skip
+
+
+def odd_path(folder: Path, rng: random.Random) -> str:
+    """A path to nothing, a folder, a file of another kind, a pipe or a device."""
+    made = [folder, folder / "d.onnx", folder / "pipe", folder / "loop", "/dev/zero", "/dev/null", "zoo:", "zoo:../x"]
+    if rng.random() < 0.4:
+        return str(rng.choice(made))
+    name = "/".join(rng.choice(PATH_PARTS) for _ in range(rng.randint(1, 4)))
+    return rng.choice(["", "assets:", f"{folder}/", "/", "zoo:"]) + name + rng.choice(["", ".onnx", ".yaml", ".npz"])
+
+
+@pytest.mark.slow
+def test_odd_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QDQ_ASSETS", str(tmp_path))
+    (tmp_path / "d.onnx").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    findings: Counter[str] = Counter()
+    for number in range(FUZZ):
+        rng = random.Random(f"{SEED} path {number}")
+        words, path = rng.choice(COMMANDS).split(), odd_path(tmp_path, rng)
+        arguments = [path if word == "{}" else word for word in words]
+
+        def call(arguments: list[str] = arguments) -> None:
+            try:
+                app(args=arguments)
+            except SystemExit:  # typer's own refusal
+                return
+
+        said = outcome_of(call, "")
+        if said not in ("used", "refused"):
+            findings[f"{said}: {ascii(arguments)[:200]}"] += 1
+    print(*findings.items(), sep="\n")
+    assert not findings
