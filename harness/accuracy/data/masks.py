@@ -21,6 +21,7 @@ VOID_CLASS = -1
 """Pixels of no class: they count for nothing."""
 BORDER_PIXEL = 255  # PASCAL VOC and most others mark undecided pixels so
 PICTURE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # EPS would start Ghostscript
+MAX_PICTURE_PIXELS = 50_000_000
 Mask = npt.NDArray[np.int64]
 
 
@@ -125,6 +126,8 @@ def open_picture(path: Path, what: str) -> Iterator[Image.Image]:
     """
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as image:
+            if image.width * image.height > MAX_PICTURE_PIXELS:
+                raise UserError(f"{path}: {image.width}x{image.height} pixels, but at most {MAX_PICTURE_PIXELS:,}")
             yield image
     except UserError:
         raise

@@ -146,8 +146,8 @@ def test_no_file_of_the_report_is_more_than_text(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["=1+2", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3", "\t=1", f"=A{CODES}", "a|b`<i>"])
 def test_a_table_is_text_in_every_form(name: str, tmp_path: Path) -> None:
-    tasks = pd.DataFrame({"model": [name], name: ["1"], "change": ["-1.5"]})
-    write_table(ReportTable(name="t", tasks=tasks, raw=tasks.assign(ms=[-2.5]), note=name), tmp_path)
+    cells = pd.DataFrame({"model": [name], name: ["1"], "change": ["-1.5"]})
+    write_table(ReportTable(name="t", cells=cells, raw=cells.assign(ms=[-2.5]), note=name), tmp_path)
     head, row = csv.reader((tmp_path / "t.csv").read_text(encoding="utf-8").splitlines())
     assert not [task for task in head + row if task.lstrip()[:1] in "=@+" or task.startswith("-2+")]
     assert row[-2:] == ["-1.5", "-2.5"]
