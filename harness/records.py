@@ -15,14 +15,19 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from harness.paths import hide_paths
 
-__all__ = ["MAIN_BENCHMARKER", 
-    "SCHEMA_VERSION", "Failed", "JournalLine", "Measured", "Outcome", "Proposal", "TrialResult", "decode_line",
-    "encode_line", "field_values", "from_json",
+__all__ = [
+    "MAIN_BENCHMARKER", "SCHEMA_VERSION", "Count", "Failed", "Finite", "JournalLine", "LatencyMs", "Measured",
+    "Outcome", "Proposal", "Seconds", "TrialResult", "decode_line", "encode_line", "field_values", "from_json",
 ]  # fmt: skip
 
 MAIN_BENCHMARKER = "main"  # name of the default benchmarker and of the default evaluator
 
 SCHEMA_VERSION = 2
+#: Types of values in records; readers refuse other values, also text that could be converted.
+LatencyMs = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
 T = TypeVar("T")
 
 
@@ -54,23 +59,23 @@ class Measured:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     status: Literal["measured"] = "measured"
-    samples_ms: tuple[float, ...]
-    build_s: float
-    measure_s: float
-    release_s: float = 0.0
-    evaluate_s: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    per_item: tuple[float, ...] = ()
+    samples_ms: tuple[LatencyMs, ...]
+    build_s: Seconds
+    measure_s: Seconds
+    release_s: Seconds = 0.0
+    evaluate_s: Seconds = 0.0
+    metrics: Mapping[str, Finite] = field(default_factory=dict)
+    per_item: tuple[Finite, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
-    discarded_ms: tuple[float, ...] = ()
+    discarded_ms: tuple[LatencyMs, ...] = ()
     disturbance: str = ""
-    rebuilt_ms: tuple[tuple[float, ...], ...] = ()
-    warmup: int = 0
+    rebuilt_ms: tuple[tuple[LatencyMs, ...], ...] = ()
+    warmup: Count = 0
     stable: bool = True
-    saved: int = 0
-    conditions: Mapping[str, float] = field(default_factory=dict)
-    raw_ms: tuple[float, ...] = ()
-    reference_ms: tuple[float, ...] = ()
+    saved: Count = 0
+    conditions: Mapping[str, Finite] = field(default_factory=dict)
+    raw_ms: tuple[LatencyMs, ...] = ()
+    reference_ms: tuple[LatencyMs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,7 @@ class Failed:
     stage: str
     reason: str
     log_tail: str = ""
-    wall_s: float = 0.0
+    wall_s: Seconds = 0.0
 
     def without_paths(self) -> Failed:
         """Return the failure as results keep it; see `harness.paths.hide_paths`."""
@@ -113,12 +118,12 @@ class Proposal:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     kind: Literal["proposal"] = "proposal"
-    number: int
-    choices: tuple[int, ...]
+    number: Count
+    choices: tuple[Count, ...]
     digest: str
     origin: str
-    duplicate_of: int | None = None
-    searcher_s: float | None = field(default=None, compare=False)
+    duplicate_of: Count | None = None
+    searcher_s: Seconds | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +137,9 @@ class TrialResult:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     kind: Literal["result"] = "result"
-    number: int
+    number: Count
     outcome: Annotated[Outcome, Field(discriminator="status")]
-    elapsed_s: float
+    elapsed_s: Seconds
 
 
 JournalLine = Proposal | TrialResult

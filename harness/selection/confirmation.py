@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import numpy as np
 from harness import registry
 from harness.api import Candidate, capabilities_of
 from harness.config.sections import Confirmation, PluginSpec
+from harness.errors import UserError
 from harness.graph.io.files import digest_file
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW, FinalistSet
@@ -86,9 +88,16 @@ def measure_noise_floor(
 
 
 def read_noise_floor(folder: Path) -> float:
-    """Return the floor that was measured before the searches of a task; 0 without one."""
+    """Return the floor that was measured before the searches of a task; 0 without one.
+
+    Raises:
+        UserError: The file is damaged, or its floor is no number of at least 0.
+    """
     path = folder / NOISE_FLOOR_FILE_NAME
-    return float(read_json(path).get("noise_floor", 0.0)) if path.exists() else 0.0
+    floor = read_json(path).get("noise_floor", 0.0) if path.exists() else 0.0
+    if not isinstance(floor, int | float) or not 0 <= floor < math.inf:
+        raise UserError(f"{path}: noise_floor: a number of at least 0, but got {floor!r}; remove the file to repeat it")
+    return float(floor)
 
 
 def reference_latency_if_noisy(

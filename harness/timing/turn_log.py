@@ -7,9 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from harness.records import Failed
+from pydantic import ConfigDict, Field
+
+from harness.records import Count, Failed, LatencyMs, from_json
 
 __all__ = [
     "TWIN",
@@ -43,22 +45,26 @@ class Turn:
         disturbed: What disturbed `samples_ms` too, or "".
     """
 
-    build: int
-    group: int
-    round: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    build: Count
+    group: Count
+    round: Count
     row: str
-    samples_ms: tuple[float, ...]
-    discarded_ms: tuple[float, ...] = ()
+    samples_ms: Annotated[tuple[LatencyMs, ...], Field(min_length=1)]
+    discarded_ms: tuple[LatencyMs, ...] = ()
     disturbed: str = ""
-    worker: int = 0
+    worker: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFailure:
     """Failure of a row, whose turns in this build do not count."""
 
-    build: int
-    group: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    build: Count
+    group: Count
     row: str
     failed: Failed
 
@@ -146,14 +152,10 @@ def decode_turn_event(text: str | bytes) -> TurnEvent:
     """Return the event in one line of JSON; raise `ValueError` if it is none."""
     body: dict[str, Any] = json.loads(text)
     kind = body.pop("kind", None) if isinstance(body, dict) else None
-    try:
-        if kind == "turn":
-            samples = {name: tuple(body.get(name, ())) for name in ("samples_ms", "discarded_ms")}
-            return Turn(**{**body, **samples})
-        if kind == "failure":
-            return RowFailure(**{**body, "failed": Failed(**body["failed"])})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]!r}") from error
+    if kind == "turn":
+        return from_json(Turn, body)
+    if kind == "failure":
+        return from_json(RowFailure, body)
     raise ValueError(f"not a line of a confirmation: {text[:80]!r}")
 
 

@@ -254,7 +254,7 @@ def test_names_of_tensors_are_only_text(found):
         tensor="<b>|\x1b[31mred", consumer="`x`", slot=0, precision="int8", fate="alone", layer="*Eltwise*"
     )
     text = "\n".join(attribution_lines(replace(found, fates=(evil,))))
-    assert r"- alone: \<b>\| [31mred at input 0 of \`x\`: \*Eltwise\*" in text
+    assert r"- alone: \<b>\|\\x1b[31mred at input 0 of \`x\`: \*Eltwise\*" in text
 
 
 def test_no_gain_leaves_nothing_to_keep(found):

@@ -1,5 +1,6 @@
 """Journals survive truncation at any byte and a full disk, and reject files of other runs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -38,24 +39,28 @@ def write(path, count):
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
+latency_ms = st.floats(0, exclude_min=True, allow_infinity=False)
+duration_s = st.floats(0, allow_infinity=False)
 text = st.text(st.characters(codec="utf-8"))
 outcomes = st.one_of(
     st.builds(
         Measured,
         status=st.just("measured"),
-        samples_ms=st.lists(finite, min_size=1).map(tuple),
-        build_s=finite,
-        measure_s=finite,
+        samples_ms=st.lists(latency_ms, min_size=1).map(tuple),
+        build_s=duration_s,
+        measure_s=duration_s,
         metrics=st.dictionaries(text, finite),
         per_item=st.lists(finite).map(tuple),
-        rebuilt_ms=st.lists(st.lists(finite).map(tuple)).map(tuple),
+        rebuilt_ms=st.lists(st.lists(latency_ms).map(tuple)).map(tuple),
         info=st.dictionaries(text, st.lists(st.none() | st.booleans() | st.integers(0, 9) | text)),
     ),
-    st.builds(Failed, status=st.just("failed"), stage=text, reason=text, log_tail=text, wall_s=finite),
+    st.builds(Failed, status=st.just("failed"), stage=text, reason=text, log_tail=text, wall_s=duration_s),
 )
 
 
-@given(st.builds(TrialResult, kind=st.just("result"), number=st.integers(0, 10**6), outcome=outcomes, elapsed_s=finite))
+@given(
+    st.builds(TrialResult, kind=st.just("result"), number=st.integers(0, 10**6), outcome=outcomes, elapsed_s=duration_s)
+)
 def test_lines_survive_a_round_trip(line):
     assert decode_line(encode_line(line)) == line
 
@@ -71,6 +76,21 @@ def test_lone_surrogates_of_messages_are_replaced():
 def test_foreign_lines_are_rejected(text):
     with pytest.raises(ValueError, match="journal line"):
         decode_line(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("samples_ms", [-1.0]), ("samples_ms", [0.0]), ("samples_ms", ["1.0"]), ("samples_ms", [float("nan")]),
+        ("samples_ms", [float("inf")]), ("samples_ms", 1.0), ("build_s", -1.0), ("build_s", "1"), ("saved", -1),
+        ("warmup", 0.5), ("metrics", {"map": float("nan")}), ("per_item", [None]), ("rebuilt_ms", [[-1.0]]),
+    ],
+)  # fmt: skip
+def test_values_that_no_run_writes_are_rejected_with_their_field(field, value):
+    body = json.loads(encode_line(result(0)))
+    body["outcome"] = {"status": "measured", "samples_ms": [1.0], "build_s": 1.0, "measure_s": 1.0, field: value}
+    with pytest.raises(ValueError, match=field):
+        decode_line(json.dumps(body))
 
 
 def test_everything_before_a_cut_at_any_byte_survives(tmp_path, path):

@@ -300,8 +300,12 @@ def test_events_are_read_as_they_were_written(make: Callable[[], TurnEvent]) -> 
     [
         ("[]", "not a line of a confirmation"),
         ('{"kind":"other"}', "not a line of a confirmation"),
-        ('{"kind":"turn","build":1}', "lacks or adds a field"),
-        ('{"kind":"failure","failed":{"stag":1}}', "lacks or adds a field"),
+        ('{"kind":"turn","build":1}', "group"),
+        ('{"kind":"failure","failed":{"stag":1}}', "build"),
+        (encode_turn_event(make_turn()).replace("1.25", "-1.25"), "samples_ms"),
+        (encode_turn_event(make_turn()).replace("1.25", '"1.25"'), "samples_ms"),
+        (encode_turn_event(make_turn()).replace("1.25", "NaN"), "samples_ms"),
+        (encode_turn_event(make_turn()).replace('"heat"', '"heat","colour":1'), "colour"),
         ("{", "Expecting"),
     ],
 )
