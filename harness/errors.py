@@ -73,7 +73,7 @@ class ErrorCollector:
     """Collector of the user errors of several checks, which are raised together."""
 
     def __init__(self) -> None:
-        self._messages: dict[str, None] = {}
+        self._errors: dict[str, UserError] = {}
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -81,12 +81,12 @@ class ErrorCollector:
         try:
             yield
         except UserError as error:
-            self._messages[str(error)] = None
+            self._errors.setdefault(str(error), error)
 
     def raise_all(self) -> None:
-        """Raise one `UserError` with all messages, a line each, if there are any."""
-        if self._messages:
-            raise UserError("\n".join(self._messages))
+        """Raise one `UserError` with all messages, a line each, if there are any; its cause is the first error."""
+        if self._errors:
+            raise UserError("\n".join(self._errors)) from next(iter(self._errors.values()))
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def test_a_changed_confirmation_starts_anew_and_keeps_the_old_one(copy, folder):
     old = [{**lines[0], "plan": {**lines[0]["plan"], "rounds": 9}}, *lines[1:]]
     write_records(task / "confirmation.jsonl", old)
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
-    assert read_records(task / "confirm.1.jsonl") == old
+    assert read_records(task / "confirmation.1.jsonl") == old
     assert read_records(task / "confirmation.jsonl")[0] == lines[0]
     assert len(read_records(task / "confirmation.jsonl")) == len(lines)
 

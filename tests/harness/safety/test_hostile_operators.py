@@ -148,9 +148,9 @@ def test_operators_that_lie_are_read_or_refused_and_nothing_falls(tmp_path: Path
         (
             (1, 8),
             {},
-            "shape inference was ended by SIGABRT: .* damaged",
+            "shape inference was ended by SIGABRT.* damaged",
         ),
-        ((1, 3, 8, 8), {"strides": [0, 0]}, "shape inference was ended by SIGFPE: .* damaged"),
+        ((1, 3, 8, 8), {"strides": [0, 0]}, "shape inference was ended by SIGFPE.* damaged"),
     ],
 )
 def test_what_onnx_falls_over_is_refused_and_nobody_falls(
