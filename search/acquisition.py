@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
 from search.api import Placement, Score, Space
-from search.archive import Archive
+from search.archive import Archive, ArchiveEntry
 from search.gaussian_process import ADDITIVE_KERNEL_WEIGHTS, GaussianProcess, Regressor
 from search.placement_features import FeatureExtractor, FeatureRows
 
@@ -28,6 +29,11 @@ __all__ = [
 ]  # fmt: skip
 
 Vector = npt.NDArray[np.float64]
+MAX_TRAINING_ROWS = 300
+"""Scores that the models are fitted to at most ("subset of datapoints", Rasmussen and Williams 2006, section 8.3.3), so
+that the cost of a proposal is bounded; fits to all grow with the third power of their number."""
+MAX_TRAINING_FAILURES = 100
+"""Failures that the models are fitted to at most, the latest."""
 REFERENCE_MARGIN_SHARE = 0.1
 """How far the reference point of the hypervolume lies behind the worst of the front, as a share of its range."""
 
@@ -94,15 +100,20 @@ class SurrogateModel:
         self._best: float | None = None
         self._front: ParetoFront | None = None  # None where there is one objective
         self.known: set[bytes] = set()
+        self._seen_count = 0  # of the placements in `known`
 
     def fit(self, archive: Archive) -> None:
-        """Fit all models to an archive with at least one score; pending placements count as evaluated."""
-        entries, pending = list(archive), list(archive.pending.values())
-        failed = [observation.placement for observation in archive.failures.values()]
+        """Fit all models to an archive with at least one score; pending placements count as evaluated.
+
+        Above `MAX_TRAINING_ROWS` scores, the models see a subset (`_select_entries`), and of the failures the latest.
+        """
+        self.known.update(self._features([*islice(archive.seen.values(), self._seen_count, None)]).keys())
+        self._seen_count = len(archive.seen)
+        entries, pending = _select_entries(archive), list(archive.pending.values())
+        failed = [observation.placement for observation in [*archive.failures.values()][-MAX_TRAINING_FAILURES:]]
         scored = [*failed, *(entry.placement for entry in entries)]
         tried = self._features([*scored, *pending])
         rows, awaited = tried[len(failed) : len(scored)], tried[len(scored) :]
-        self.known = set(tried.keys())
         scores = [entry.score for entry in entries]
         values, errors = _log_objectives(scores)
         smooth = self._objective.fit(rows, values, errors)
@@ -172,6 +183,19 @@ class SurrogateModel:
             return _expected_improvement(self._best - mean, deviation)
         second, doubt = self._second.predict(rows)
         return expected_hypervolume_improvement(self._front, np.stack([mean, second]), np.stack([deviation, doubt]))
+
+
+def _select_entries(archive: Archive) -> list[ArchiveEntry]:
+    """Return the entries to train on, in their order: all, or the best half, the latest quarter, and an even sample."""
+    entries = list(archive)
+    if len(entries) <= MAX_TRAINING_ROWS:
+        return entries
+    quarter = MAX_TRAINING_ROWS // 4
+    chosen = {entry.digest for entry in (*archive.base_entries(2 * quarter), *entries[-quarter:])}
+    rest = [entry for entry in entries if entry.digest not in chosen]
+    sample = np.linspace(0, len(rest) - 1, MAX_TRAINING_ROWS - len(chosen)).astype(int)
+    chosen.update(rest[index].digest for index in sample)
+    return [entry for entry in entries if entry.digest in chosen]
 
 
 def signed_violations(scores: Sequence[Score]) -> Vector:

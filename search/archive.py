@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -44,14 +45,18 @@ class Archive:
     """
 
     def __init__(self) -> None:
+        self._seen: dict[str, Placement] = {}
         self._scores: dict[str, list[Score]] = {}
         self._entries: dict[str, ArchiveEntry] = {}
         self._failures: dict[str, Observation] = {}
         self._pending: dict[str, Placement] = {}
-        self._ranked: tuple[ArchiveEntry, ...] | None = None
+        self._positions: dict[str, int] = {}  # in the order of first scores
+        self._ranked: list[ArchiveEntry] = []
+        self._incumbents: tuple[int, float, list[ArchiveEntry]] | None = None  # of the last k and significance
+        self._most_objectives = 1
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self._entries or digest in self._failures or digest in self._pending
+        return digest in self._seen
 
     def __len__(self) -> int:
         """Return the number of scored placements."""
@@ -70,7 +75,8 @@ class Archive:
         """
         asked: list[Placement] = []
         while len(asked) < n and (placement := propose()) is not None:
-            self._pending[space.digest(placement)] = placement
+            digest = space.digest(placement)
+            self._pending[digest] = self._seen[digest] = placement
             asked.append(placement)
         return asked
 
@@ -88,6 +94,7 @@ class Archive:
         does not replace a score.
         """
         digest = observation.digest
+        self._seen.setdefault(digest, observation.placement)
         self._pending.pop(digest, None)
         if isinstance(observation.outcome, Failure):
             if digest not in self._entries:
@@ -99,17 +106,32 @@ class Archive:
             return
         scores.append(observation.outcome)
         known = self._entries.get(digest)
-        self._entries[digest] = ArchiveEntry(
+        self._entries[digest] = entry = ArchiveEntry(
             placement=known.placement if known else observation.placement,
             digest=digest,
             score=_pool_scores(scores),
             tells=len(scores),
         )
-        self._ranked = None
+        self._positions.setdefault(digest, len(self._positions))
+        self._most_objectives = max(self._most_objectives, len(entry.score.values))
+        if known:
+            del self._ranked[bisect_left(self._ranked, self._rank(known), key=self._rank)]
+            self._incumbents = None
+        insort(self._ranked, entry, key=self._rank)
+        if self._incumbents is not None:
+            _insert_incumbent(self._incumbents[2], entry, *self._incumbents[:2])
+
+    def _rank(self, entry: ArchiveEntry) -> tuple[tuple[float, bool, float], int]:
+        return entry.score.rank, self._positions[entry.digest]
 
     def get(self, digest: str) -> ArchiveEntry | None:
         """Return the scored placement with this digest, or None."""
         return self._entries.get(digest)
+
+    @property
+    def seen(self) -> Mapping[str, Placement]:
+        """Return all placements proposed or observed, by digest, in the order of their first appearance."""
+        return self._seen
 
     @property
     def failures(self) -> Mapping[str, Observation]:
@@ -122,30 +144,30 @@ class Archive:
         return self._pending
 
     @property
-    def ranked(self) -> tuple[ArchiveEntry, ...]:
-        """Return all scored placements, best first by `Score.rank`; ties keep the order of their first scores."""
-        if self._ranked is None:
-            self._ranked = tuple(sorted(self._entries.values(), key=lambda entry: entry.score.rank))
+    def ranked(self) -> Sequence[ArchiveEntry]:
+        """Return all scored placements, best first by `Score.rank`; ties keep the order of their first scores.
+
+        The sequence is the archive's own: the next `tell` changes it.
+        """
         return self._ranked
 
     def best(self, k: int) -> tuple[ArchiveEntry, ...]:
         """Return the k best scored placements, or as many as there are."""
-        return self.ranked[:k]
+        return tuple(self._ranked[:k])
 
     @property
     def is_multi_objective(self) -> bool:
         """Return whether some score has more than one objective."""
-        return any(len(entry.score.values) > 1 for entry in self)
+        return self._most_objectives > 1
 
     def nsga_order(self, k: int) -> tuple[ArchiveEntry, ...]:
         """Return up to k scored placements by violation, then front by front, least crowded first within a front.
 
         Among scores of equal violation, those with fewer objectives than others come last: a coordinate is unknown.
         """
-        most = max((len(entry.score.values) for entry in self), default=1)
 
         def standing(entry: ArchiveEntry) -> tuple[float, bool, bool]:
-            return entry.score.violation, entry.score.assumed, len(entry.score.values) < most
+            return entry.score.violation, entry.score.assumed, len(entry.score.values) < self._most_objectives
 
         found: list[ArchiveEntry] = []
         for _, alike in groupby(sorted(self, key=standing), key=standing):
@@ -168,13 +190,18 @@ class Archive:
         the
         noise (`improves`), else appended. So a low reading by chance does not displace an equal, earlier placement.
         """
-        standing: list[ArchiveEntry] = []
-        for entry in self:
-            beaten = (n for n, other in enumerate(standing) if improves(entry.score, other.score, significance))
-            place = next(beaten, len(standing))
-            if place < k:
-                standing[place:] = [entry, *standing[place : k - 1]]
-        return tuple(standing)
+        if self._incumbents is None or self._incumbents[:2] != (k, significance):
+            self._incumbents = (k, significance, [])  # `tell` updates it from then on
+            for entry in self:
+                _insert_incumbent(self._incumbents[2], entry, k, significance)
+        return tuple(self._incumbents[2])
+
+
+def _insert_incumbent(standing: list[ArchiveEntry], entry: ArchiveEntry, k: int, significance: float) -> None:
+    beaten = (n for n, other in enumerate(standing) if improves(entry.score, other.score, significance))
+    place = next(beaten, len(standing))
+    if place < k:
+        standing[place:] = [entry, *standing[place : k - 1]]
 
 
 class ArchiveSearcher(ABC):

@@ -171,8 +171,8 @@ class AutoSearcher(ArchiveSearcher):
         for first, second in combinations(moves, 2):
             yield self._apply(self._apply(base, first), second)
         yield from self._cumulative_moves(base, moves)
-        broken = [entry for entry in self._archive if entry.score.violation > 0]
-        if advisor.constrained and broken:
+        broken = [entry for entry in self._archive if entry.score.violation > 0] if advisor.constrained else []
+        if broken:
             fastest = min(broken, key=lambda entry: entry.score.objective).placement
             yield from self._cumulative_moves(fastest, self._order_by_exchange_rate(fastest, advisor, back=True))
             yield from self._cumulative_moves(base, self._order_by_exchange_rate(base, advisor, back=False))

@@ -67,6 +67,7 @@ class RandomMutationSearcher(ArchiveSearcher):
         self._maximum_mutations = maximum_mutations
         self._attempts = maximum_generation_attempts
         self._foreign: set[str] = set()
+        self._foreign_ranked: list[Placement] | None = None
         self._committed = space.float_placement()
         joint = scope == "joint"
         self._turns = [tuple(range(len(space)))] if joint else _composite_last(space)
@@ -77,6 +78,8 @@ class RandomMutationSearcher(ArchiveSearcher):
     def tell(self, observation: Observation) -> None:
         if observation.digest not in self._archive:
             self._foreign.add(observation.digest)
+        if observation.digest in self._foreign:
+            self._foreign_ranked = None
         self._archive.tell(observation)
         entry = self._archive.get(observation.digest)
         if entry is not None and self._matches_committed(entry):
@@ -102,8 +105,8 @@ class RandomMutationSearcher(ArchiveSearcher):
         for placement in self._warm_start_schemes():
             if self._space.digest(placement) not in self._archive:
                 return placement
-        pool = pool or [self._committed]
-        parents = pool[: max(int(len(pool) * self._top_share), self._minimum_parents)]
+        most = max(int(len(pool) * self._top_share), self._minimum_parents)
+        parents = [entry.placement for entry in pool[:most]] or [self._committed]
         return first_unseen(lambda: self._mutate_parent(parents), self._space, self._archive, self._attempts)
 
     def _mutate_parent(self, parents: Sequence[Placement]) -> Placement:
@@ -112,12 +115,15 @@ class RandomMutationSearcher(ArchiveSearcher):
 
     def _warm_start_schemes(self) -> list[Placement]:
         """Return the schemes that placements from other sources have for the current pattern, best first."""
-        foreign = [entry.placement for entry in self._archive.ranked if entry.digest in self._foreign]
-        return [self._embed(placement) for placement in foreign]
+        if self._foreign_ranked is None:
+            ranked = self._archive.ranked
+            self._foreign_ranked = [entry.placement for entry in ranked if entry.digest in self._foreign]
+        return [self._embed(placement) for placement in self._foreign_ranked]
 
-    def _parent_pool(self) -> list[Placement]:
+    def _parent_pool(self) -> Sequence[ArchiveEntry]:
         """Return the measured placements that equal the committed one outside the current pattern, best first."""
-        return [entry.placement for entry in self._archive.ranked if entry.digest in self._alike]
+        ranked = self._archive.ranked
+        return ranked if len(self._alike) == len(ranked) else [entry for entry in ranked if entry.digest in self._alike]
 
     def _matches_committed(self, entry: ArchiveEntry) -> bool:
         return bool(self._turns) and self._embed(entry.placement) == entry.placement
@@ -130,7 +136,7 @@ class RandomMutationSearcher(ArchiveSearcher):
 
     def _commit(self) -> None:
         pool = self._parent_pool()
-        self._committed = pool[0] if pool else self._committed
+        self._committed = pool[0].placement if pool else self._committed
         self._had = {self._space.digest(self._committed)}
         del self._turns[0]
         if self._turns:

@@ -1,0 +1,62 @@
+"""Cost of a searcher by its number of evaluations, counted and not timed."""
+
+import numpy as np
+import pytest
+
+import search.acquisition
+import search.archive
+from search.acquisition import MAX_TRAINING_ROWS
+from search.algorithms.evolutionary import EvolutionarySearcher
+from search.algorithms.model_based import AutoSearcher
+from search.archive import Archive, improves
+from search.gaussian_process import GaussianProcess
+from search.synthetic_problem import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
+
+
+def search_loop(make, evaluations, dimensions=30):
+    space = synthetic_space(dimensions)
+    initial = common_initial_placements(space)
+    return run_search_loop(make(space, seed=0), SyntheticObjective(space, seed=0), evaluations, initial=initial)
+
+
+def test_models_are_fitted_to_a_bounded_number_of_rows(monkeypatch):
+    monkeypatch.setattr(search.acquisition, "MAX_TRAINING_ROWS", 40)
+    sizes, fit = [], GaussianProcess.fit
+
+    def count(self, rows, values, errors):
+        sizes.append(len(rows))
+        return fit(self, rows, values, errors)
+
+    monkeypatch.setattr(GaussianProcess, "fit", count)
+    found = [observation.digest for observation in search_loop(AutoSearcher, 90)]
+    assert len(found) == len(set(found)) == 90
+    assert max(sizes) == 40
+    assert MAX_TRAINING_ROWS >= 200, "shorter searches use all of their readings"
+
+
+def test_comparisons_of_incumbents_grow_linearly(monkeypatch):
+    counts = []
+
+    def count(*arguments):
+        counts.append(1)
+        return improves(*arguments)
+
+    monkeypatch.setattr(search.archive, "improves", count)
+    search_loop(EvolutionarySearcher, 100)
+    small = len(counts)
+    search_loop(EvolutionarySearcher, 400)
+    assert len(counts) - small <= 5 * small
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_archive_updated_step_by_step_equals_one_asked_at_the_end(seed):
+    space = synthetic_space(6)
+    objective, rng = SyntheticObjective(space, seed=seed), np.random.default_rng(seed)
+    stepwise, at_end = Archive(), Archive()
+    for _ in range(80):  # of 64 placements, so that several are told again
+        observation = objective.observe(space.random(rng))
+        stepwise.tell(observation)
+        at_end.tell(observation)
+        stepwise.incumbents(5)
+    assert stepwise.incumbents(5) == at_end.incumbents(5)
+    assert list(stepwise.ranked) == sorted(stepwise, key=lambda entry: entry.score.rank)
