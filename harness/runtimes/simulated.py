@@ -135,31 +135,31 @@ class _MachineNoise:
     """Noise that all engines of one process share: a constant factor, and a drifting speed.
 
     Args:
-        told: How noisy it is.
+        settings: How noisy it is.
     """
 
-    def __init__(self, told: SimulatedBenchmarker) -> None:
-        self._told = told
-        self._rng = np.random.default_rng(None if told.noise_seed is None else [told.noise_seed])
-        self.process = float(np.exp(told.process_noise * self._rng.standard_normal()))
+    def __init__(self, settings: SimulatedBenchmarker) -> None:
+        self._settings = settings
+        self._rng = np.random.default_rng(None if settings.noise_seed is None else [settings.noise_seed])
+        self.process = float(np.exp(settings.process_noise * self._rng.standard_normal()))
         self._state = float(self._rng.standard_normal())
 
     def next_factors(self, n: int) -> float:
         """Return the factor for the next n readings: a first-order autoregressive process, constant within a call."""
-        if not self._told.wander:
+        if not self._settings.wander:
             return 1.0
-        kept = float(np.exp(-n / self._told.wander_readings))
+        kept = float(np.exp(-n / self._settings.wander_readings))
         self._state = kept * self._state + np.sqrt(1 - kept**2) * float(self._rng.standard_normal())
-        return float(np.exp(self._told.wander * self._state))
+        return float(np.exp(self._settings.wander * self._state))
 
 
 class _SimulatedProbe:
     """Readings around one build's latency."""
 
     def __init__(
-        self, told: SimulatedBenchmarker, latency_ms: float, machine: _MachineNoise, rng: np.random.Generator
+        self, settings: SimulatedBenchmarker, latency_ms: float, machine: _MachineNoise, rng: np.random.Generator
     ) -> None:
-        self._told = told
+        self._settings = settings
         self._latency_ms = latency_ms
         self._machine = machine
         self._rng = rng
@@ -167,16 +167,16 @@ class _SimulatedProbe:
 
     def sample(self, n: int) -> Sequence[float]:
         """Draw n readings."""
-        told = self._told
+        settings = self._settings
         growth: Any = self._machine.next_factors(n)
-        if told.drift or told.warmup:
+        if settings.drift or settings.warmup:
             place = np.arange(self._taken, self._taken + n)
-            growth = (1 + told.drift * place) * (1 + told.warmup * 0.9**place) * growth
+            growth = (1 + settings.drift * place) * (1 + settings.warmup * 0.9**place) * growth
         self._taken += n
-        values = self._latency_ms * growth * np.exp(told.noise * self._rng.standard_normal(n))
-        if told.outliers:
-            late = self._rng.random(n) < told.outliers
-            values += late * self._latency_ms * told.outlier_size * self._rng.standard_exponential(n)
+        values = self._latency_ms * growth * np.exp(settings.noise * self._rng.standard_normal(n))
+        if settings.outliers:
+            late = self._rng.random(n) < settings.outliers
+            values += late * self._latency_ms * settings.outlier_size * self._rng.standard_exponential(n)
         readings: list[float] = values.tolist()
         return readings
 

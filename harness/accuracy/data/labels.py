@@ -16,8 +16,7 @@ from harness.errors import UserError, suggest_names
 
 __all__ = ["LabelFile", "order_coco_categories", "read_labels", "select_coco_images"]
 
-
-MAX_PIXELS = 1e9
+MAX_PIXELS = 1e9  # larger coordinates are refused: no image has them
 MAX_ID = 2**63  # pycocotools keeps ids in NumPy's int64
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
 
 import psutil
@@ -165,7 +166,7 @@ class _LogSender(QueueHandler):
     """Handler that sends records, formatted, to the driver."""
 
     def __init__(self, send: Callable[[logging.LogRecord], None]) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
+        super().__init__(SimpleQueue())  # stays empty: `enqueue` sends at once
         self._send = send
 
     def enqueue(self, record: logging.LogRecord) -> None:
