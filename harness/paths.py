@@ -6,24 +6,29 @@ Results are published, so texts that they keep, such as error messages and trace
 from __future__ import annotations
 
 import functools
+import getpass
 import os
 import socket
 import stat
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from harness.errors import UserError
 
 __all__ = [
-    "HOST_VARIABLE", "TRUST_VARIABLE", "RelativePathMissing", "cache_dir", "hide_paths", "keeps_host",
-    "plugins_trusted", "resolve_path", "trust_plugins",
+    "HOST_VARIABLE", "TRUST_VARIABLE", "WAIT_VARIABLE", "RelativePathMissing", "cache_dir", "describe_process",
+    "hide_paths", "keeps_host", "plugins_trusted", "resolve_path", "trust_plugins",
 ]  # fmt: skip
 
 #: Environment variable that `--with-host` sets: results keep paths and names of this machine.
 HOST_VARIABLE = "QDQ_WITH_HOST"
 #: Environment variable of the trust in `package.module:Class`, which worker processes inherit.
 TRUST_VARIABLE = "QDQ_TRUST_PLUGINS"
+#: Environment variable that `--wait` sets: limit in seconds of a wait for a lock of `harness.timing.workers.locks`.
+WAIT_VARIABLE = "QDQ_WAIT"
 
 
 class RelativePathMissing(UserError):
@@ -105,6 +110,15 @@ def trust_plugins() -> None:
 def keeps_host() -> bool:
     """Return whether results keep paths and names of this machine."""
     return os.environ.get(HOST_VARIABLE) == "1"
+
+
+def describe_process(with_host: bool) -> str:
+    """Return this process's number, with `with_host` its user and host, and the time, for the file of a lock."""
+    owner = ""
+    if with_host:
+        with suppress(KeyError, OSError):  # users of containers may have no name
+            owner = f" of {getpass.getuser()} on {socket.gethostname()}"
+    return f"{os.getpid()}{owner}, since {time.strftime('%F %T %Z')}"
 
 
 def hide_paths(text: str) -> str:

@@ -23,7 +23,7 @@ from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, replay, sensitivity, study
 from harness.errors import UserError
-from harness.paths import HOST_VARIABLE, check_path, trust_plugins
+from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
 
 __all__ = ["app", "main"]
 
@@ -70,21 +70,28 @@ PASSTHROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True
 TRUSTING_COMMANDS = frozenset(COMMANDS) - {"autotune", "compare", "doctor", "list", "ptq", "report", "trace", "zoo"}
 #: Commands that write results.
 RESULTS_COMMANDS = frozenset({"run", "reproduce", "record", "report"})
+#: Commands that time engines; `autotune` parses its own `--wait`.
+TIMING_COMMANDS = frozenset({"run", "reproduce", "verify", "explain", "sensitivity", "record", "noise"})
 
 
-def _trust_plugins(trusted: bool) -> None:
+def _trust_plugins(trusted: bool | None) -> None:
     if trusted:
         trust_plugins()
         add_to_sys_path(Path.cwd())
 
 
-def _keep_host(kept: bool) -> None:
+def _keep_host(kept: bool | None) -> None:
     if kept:
         os.environ[HOST_VARIABLE] = "1"
 
 
+def _limit_wait(seconds: float | None) -> None:
+    if seconds is not None:
+        os.environ[WAIT_VARIABLE] = f"{seconds}"
+
+
 TrustOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--trust-plugins",
         callback=_trust_plugins,
@@ -93,7 +100,7 @@ TrustOption = Annotated[
     ),
 ]
 HostOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--with-host",
         callback=_keep_host,
@@ -101,14 +108,26 @@ HostOption = Annotated[
         help="Keep absolute paths and the names of user and host in the results [environment: QDQ_WITH_HOST=1].",
     ),
 ]
+WaitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--wait",
+        metavar="SECONDS",
+        min=0,
+        callback=_limit_wait,
+        is_eager=True,
+        help="Limit of a wait for other runs that time on this machine [default: none; environment: QDQ_WAIT].",
+        show_default=False,
+    ),
+]
 
 
 def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return a command that checks its paths, with flags whose callbacks do all.
+    """Return a command that checks its paths, with options whose callbacks do all.
 
     Args:
         command: The command.
-        options: Annotations of the flags by parameter name.
+        options: Annotations of the options by parameter name.
     """
 
     @functools.wraps(command)
@@ -121,7 +140,7 @@ def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Calla
 
     signature = inspect.signature(command, eval_str=True)
     flags = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in options.items()
     ]
     parameters = [*signature.parameters.values(), *flags]
@@ -132,7 +151,8 @@ def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 def _shared_options(name: str) -> dict[str, Any]:
     trust = {"trust_plugins": TrustOption} if name in TRUSTING_COMMANDS else {}
-    return trust | ({"with_host": HostOption} if name in RESULTS_COMMANDS else {})
+    wait = {"wait": WaitOption} if name in TIMING_COMMANDS else {}
+    return trust | wait | ({"with_host": HostOption} if name in RESULTS_COMMANDS else {})
 
 
 for _name, _function in COMMANDS.items():

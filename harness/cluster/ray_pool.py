@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence, Set
@@ -18,7 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from harness.cluster.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFiles, RayWorker
 from harness.errors import UserError
 from harness.graph.io.files import model_files
-from harness.paths import plugins_trusted
+from harness.paths import HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE
 from harness.progress import Observer
 from harness.results_dir.fingerprint import diff_leaves
 from harness.timing.provenance import comparability_key
@@ -30,6 +31,7 @@ TASK_LOAD, SEARCH_LOAD = 1, 1000  # weights of engines of a task, which mostly w
 RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
 RAY_SHUTDOWN_LIMIT_S = 5.0  # workers that have not removed their files by then are killed
 RAY_POLL_INTERVAL_S = 1.0  # between two checks whether the pool was closed during a call
+_DRIVER_VARIABLES = (HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE)
 _logger = logging.getLogger(__name__)
 
 
@@ -187,7 +189,8 @@ class RayPool:
             raise UserError(self._explain_no_worker())
 
     def _request_worker(self) -> None:
-        actor = ray.remote(RayWorker).options(**self._options).remote(sys.path, plugins_trusted())
+        variables = {name: os.environ[name] for name in _DRIVER_VARIABLES if name in os.environ}
+        actor = ray.remote(RayWorker).options(**self._options).remote(sys.path, variables)
         self._starting[actor.describe.remote(None)] = actor
 
     def _admit_ready(self, timeout_s: float) -> None:

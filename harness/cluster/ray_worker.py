@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from harness.api import Candidate
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import BuildFailed
-from harness.paths import trust_plugins
 from harness.results_dir.io import explain_write_errors
 from harness.timing.provenance import describe_environment
 from harness.timing.workers.engines import Engines, WorkerSpec
@@ -91,12 +91,11 @@ class RayWorker:
 
     Args:
         path: The driver's module search path: plug-ins of an experiment's folder are found if the folder is shared.
-        trusted: The driver trusts `package.module:Class`.
+        variables: The driver's environment variables that its options set.
     """
 
-    def __init__(self, path: Sequence[str], trusted: bool = False) -> None:
-        if trusted:
-            trust_plugins()
+    def __init__(self, path: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        os.environ.update(variables)
         sys.path.extend(entry for entry in path if entry not in sys.path)
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi, which gives the GPU's name
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import getpass
 import logging
 import math
-import os
-import socket
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -17,7 +13,7 @@ from typing import Any
 
 from harness.config.experiment import Experiment, load_experiment, to_yaml
 from harness.errors import UserError
-from harness.paths import keeps_host
+from harness.paths import describe_process, keeps_host
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch, json_equal
 from harness.results_dir.io import next_backup_path, write_text
 from harness.results_dir.manifest import reopen_results
@@ -107,15 +103,7 @@ def _acquire_lock(lock: FileIO, folder: Path, action: str) -> None:
         return
     with suppress(OSError):  # a full disk is reported when results are written
         lock.truncate(0)
-        lock.write(_describe_process().encode())
-
-
-def _describe_process() -> str:
-    owner = ""
-    if keeps_host():
-        with suppress(KeyError, OSError):  # users of containers may have no name
-            owner = f" of {getpass.getuser()} on {socket.gethostname()}"
-    return f"{os.getpid()}{owner}, since {time.strftime('%F %T %Z')}"
+        lock.write(describe_process(keeps_host()).encode())
 
 
 def _require_own_dir(out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from harness.graph.load import save_to_folder
 from harness.graph.passes.static_shapes import parse_dims
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
-from harness.paths import resolve_path
+from harness.paths import WAIT_VARIABLE, resolve_path
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.registry import find_entry_point
@@ -68,6 +69,8 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
         UserError: An argument cannot be used.
     """
     options = parse_arguments(given, prog)
+    if options.wait is not None:
+        os.environ[WAIT_VARIABLE] = f"{options.wait}"
     preset = select_mode_preset(options)
     fresh = not Path(options.output_dir).exists()
     job = _make_job(options, preset["schemes_per_region"], observer)

@@ -285,6 +285,11 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "metavar": "FILE",
             "help": "libraries with operators of TensorRT",
         },
+        "--wait": {
+            "type": float,
+            "metavar": "SECONDS",
+            "help": "limit of a wait for other runs that time on this machine (default: none)",
+        },
         TRTEXEC_FLAG: {"help": "further arguments of trtexec, as one quoted text"},
     },
 }

@@ -29,8 +29,8 @@ from harness.statistics import Interval
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from harness.timing.workers.in_process import InProcess, as_outcome, last_lines
+from harness.timing.workers.locks import device_lock, timing_lock
 from harness.timing.workers.process import WorkerProcess, die_with_parent
-from harness.timing.workers.timing_policy import device_lock, timing_lock
 from search.space import Resolved
 
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]

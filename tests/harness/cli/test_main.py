@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from small import qdq
 
 from harness import registry
 from harness.cli.list import plugin_purpose
-from harness.cli.main import COMMANDS
+from harness.cli.main import COMMANDS, TIMING_COMMANDS
 from harness.graph.builder import GraphBuilder
+from harness.paths import WAIT_VARIABLE
 from harness.registry import Plugin
 from harness.results_dir.lines import read_lines
 from harness.terminal_progress import TerminalProgress
@@ -272,3 +274,12 @@ def test_a_plug_in_that_ends_the_process_is_a_failed_plug_in(folder, capsys, exi
     (folder / "e.yaml").write_text(EXPERIMENT.replace("[random]", "['my_searcher_of_cli:Mine']"))
     assert qdq("run", str(folder / "e.yaml"), "--out", str(folder / "out")) != 0
     assert "SystemExit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [*TIMING_COMMANDS, "autotune --output_dir out --onnx_path"])
+def test_commands_that_time_limit_their_wait_for_other_runs(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(WAIT_VARIABLE, "1")
+    assert qdq(*command.split(), "none.onnx", "--wait", "7") == 2
+    assert float(os.environ[WAIT_VARIABLE]) == 7
+    assert qdq(*command.split(), "none.onnx", "--wait", "-1") == 2

@@ -24,8 +24,8 @@ from harness.records import Failed
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
+from harness.timing.workers.locks import timing_lock
 from harness.timing.workers.sandbox import InProcess, Sandbox, open_engines
-from harness.timing.workers.timing_policy import timing_lock
 from search.space import Edge
 
 HERE = Path(__file__).parents[1]
