@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from harness.errors import CandidateError, UserError, suggest_names
+from harness.errors import MAX_COUNT, CandidateError, UserError, suggest_names
 from harness.paths import TRUST_VARIABLE, plugins_trusted
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
+MAX_SEARCHER_COUNT = 100_000  # of placements, attempts or models, for which each proposal may pay
 _YAML_TERMS = {"a valid array": "a list", "an object": "a mapping"}
 ENTRY_POINT_PATTERN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -241,9 +242,19 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Colle
     factory = load_plugin(kind, use)
     annotations = _annotations(factory)
     for name, value in params.items():
+        _check_counts(f"{label}: {name}", name, value, MAX_SEARCHER_COUNT if kind == "searcher" else MAX_COUNT)
         if name in annotations:
             _check_type(f"{label}: {name}", annotations[name], value)
     return factory
+
+
+def _check_counts(path: str, name: str, value: Any, most: int) -> None:
+    """Raise `UserError` for a number in parameters above `most`, except for seeds and numbers of bytes."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries:
+        _check_counts(f"{path}.{key}", str(key), inner, most)
+    if isinstance(value, int) and abs(value) > most and not re.search("seed|bytes", name):
+        raise UserError(f"{path}: at most {most:,}, but got {value}")
 
 
 def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:

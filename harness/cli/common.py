@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.errors import UserError
+from harness.errors import MAX_COUNT, UserError
 from harness.paths import RelativePathMissing, plugins_trusted
 from harness.text import printable, printable_lines
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
-    "StudyArgument", "StudyBackendOption", "add_to_sys_path", "backend_spec", "explain_relative_paths", "parse_sizes",
-    "print_rich_or_text", "print_table", "replace_change_advice", "short_path", "study_of",
+    "StudyArgument", "StudyBackendOption", "add_to_sys_path", "backend_spec", "count_option", "explain_relative_paths",
+    "parse_sizes", "print_rich_or_text", "print_table", "replace_change_advice", "short_path", "study_of",
 ]  # fmt: skip
 
 ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.", show_default=False)]
@@ -58,6 +58,11 @@ BaseOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
 OTHER_FOLDER_ADVICE = "use another --out, or move the existing results away to start over"
+
+
+def count_option(help_text: str, *, least: int = 1, most: int = MAX_COUNT) -> Any:
+    """Return the option of a number with limits."""
+    return typer.Option(min=least, max=most, help=help_text)
 
 
 @contextmanager

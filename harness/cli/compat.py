@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import ParamOption, add_to_sys_path, backend_spec, echo, print_table, short_path
+from harness.cli.common import ParamOption, add_to_sys_path, backend_spec, count_option, echo, print_table, short_path
 from harness.errors import prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
@@ -83,7 +83,7 @@ def calib_data(
     preprocess: Annotated[
         str, typer.Option(help="Preprocessing of the model at run time; see qdq list.", show_default=False)
     ],
-    samples: Annotated[int, typer.Option(min=1, help="Maximum number of images; 500 or more are advised.")] = 512,
+    samples: Annotated[int, count_option("Maximum number of images; 500 or more are advised.")] = 512,
     size: Annotated[
         str | None, typer.Option(help="Height and width of the inputs, 640x640 [default: that of PREPROCESS].")
     ] = None,

@@ -18,6 +18,7 @@ from harness.cli.common import (
     ShapeOption,
     add_to_sys_path,
     backend_spec,
+    count_option,
     echo,
     explain_relative_paths,
     parse_sizes,
@@ -34,7 +35,7 @@ def regions(
     shape: ShapeOption = None,
     dim: DimOption = None,
     dialect: Annotated[str, typer.Option(help="Dialect whose rules decide which Q/DQ pairs are legal.")] = "openvino",
-    max_sequence_size: Annotated[int, typer.Option(min=1, help="Length of the longest sequence in one region.")] = 10,
+    max_sequence_size: Annotated[int, count_option("Length of the longest sequence in one region.")] = 10,
     include_all_regions: Annotated[
         bool, typer.Option("--include-all-regions", help="Include regions without quantizable operators.")
     ] = False,
@@ -81,8 +82,8 @@ def explain(
         str | None, typer.Option(help="A second model; show what runs differently in it.", show_default=False)
     ] = None,
     base: BaseOption = None,
-    top: Annotated[int, typer.Option(min=1, help="Maximum length of each list.")] = 10,
-    runs: Annotated[int, typer.Option(min=1, help="Number of inferences that times are averaged over.")] = 50,
+    top: Annotated[int, count_option("Maximum length of each list.")] = 10,
+    runs: Annotated[int, count_option("Number of inferences that times are averaged over.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """Show how a runtime executes a Q/DQ model: quantized layers, unfused pairs, and the reasons.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import ResultsArgument, echo, print_rich_or_text, short_path
+from harness.cli.common import ResultsArgument, count_option, echo, print_rich_or_text, short_path
 
 __all__ = ["compare", "report", "report_afterwards", "show_report", "trace"]
 
@@ -78,7 +78,7 @@ def trace(
     folder: ResultsArgument,
     cell: Annotated[str, typer.Argument(help="ROW:COLUMN of the table.", show_default=False)],
     table: Annotated[str, typer.Option(help="Table, by the name of its files.")] = "main",
-    last: Annotated[int, typer.Option(min=1, help="Number of turns or trials shown of each source, from the end.")] = 5,
+    last: Annotated[int, count_option("Number of turns or trials shown of each source, from the end.")] = 5,
     raw: Annotated[bool, typer.Option("--raw", help="Show each sample of each turn and trial.")] = False,
 ) -> None:
     """Show the samples from which a table cell is computed, the file and line of each, and the computation.

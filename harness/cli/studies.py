@@ -15,6 +15,7 @@ from harness.cli.common import (
     StudyArgument,
     StudyBackendOption,
     add_to_sys_path,
+    count_option,
     echo,
     print_table,
     replace_change_advice,
@@ -41,7 +42,7 @@ def sensitivity(
     precision: Annotated[
         str | None, typer.Option(help="int8, fp8 or mixed [default: int8].", show_default=False)
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of samples that outputs are compared on.")] = 8,
+    samples: Annotated[int, count_option("Number of samples that outputs are compared on.")] = 8,
     out: Annotated[
         Path | None, typer.Option(help="Folder [default: sensitivity-MODEL-BACKEND-PRECISION].", show_default=False)
     ] = None,
@@ -82,7 +83,8 @@ def record(
         bool, typer.Option("--fidelity", help="Compare outputs with those of the float model too.")
     ] = False,
     search: Annotated[
-        int, typer.Option(help="Evaluations of a search first; neighbours of its best are screened too.", min=0)
+        int,
+        count_option("Evaluations of a search first; neighbours of its best are screened too.", least=0),
     ] = 0,
 ) -> None:
     """Measure every placement of a model's most influential dimensions: a table to replay searchers on.
@@ -110,8 +112,8 @@ def record(
 def replay(
     recorded: Annotated[Path, typer.Argument(metavar="TABLE", help="Parquet file of qdq record.", show_default=False)],
     searcher: Annotated[list[str] | None, typer.Option(help="Searcher; repeat to compare.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of searches of each searcher.")] = 100,
-    budget: Annotated[int, typer.Option(min=1, help="Evaluations of each search.")] = 100,
+    seeds: Annotated[int, count_option("Number of searches of each searcher.", most=10_000)] = 100,
+    budget: Annotated[int, count_option("Evaluations of each search.", most=5_000)] = 100,
     initial: Annotated[
         list[str] | None, typer.Option(help="Initial placement of each search (float, all, linear); repeat.")
     ] = None,
@@ -149,15 +151,15 @@ def study(
     ] = None,
     budget: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=5_000, help="Budget in evaluations; repeat to compare. [default: 10 to 200]"),
+        count_option("Budget in evaluations; repeat to compare. [default: 10 to 200]", most=5_000),
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, max=10_000, help="Number of searches of each searcher on each table. [default: 100]"),
+        count_option("Number of searches of each searcher on each table. [default: 100]", most=10_000),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Start searches without an initial design.")] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of replay processes. [default: one per core]")
+        int | None, count_option("Number of replay processes. [default: one per core]", most=1_000)
     ] = None,
 ) -> None:
     """Compare every searcher on every recorded table at every budget, with statistics over seeds and tables.
@@ -205,9 +207,9 @@ def noise(
     shape: ShapeOption = None,
     dim: DimOption = None,
     placement: Annotated[str, typer.Option(help="Measured placement: float, all or linear.")] = "float",
-    processes: Annotated[int, typer.Option(help="Number of fresh processes.")] = 6,
-    builds: Annotated[int, typer.Option(help="Number of fresh builds in each process.")] = 4,
-    readings: Annotated[int, typer.Option(help="Number of inferences of each build.")] = 30,
+    processes: Annotated[int, count_option("Number of fresh processes.", least=2, most=1_000)] = 6,
+    builds: Annotated[int, count_option("Number of fresh builds in each process.", least=2, most=1_000)] = 4,
+    readings: Annotated[int, count_option("Number of inferences of each build.", least=2)] = 30,
     out: Annotated[
         Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT].")
     ] = None,

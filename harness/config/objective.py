@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from harness.config.sections import ConfigSection
-from harness.errors import UserError
+from harness.errors import MAX_COUNT, UserError
 
 __all__ = ["Minimize", "Objective", "absolute_bound", "check_objective", "parse_bound"]
 
@@ -68,7 +68,7 @@ class Objective(ConfigSection):
     metric: str | None = None
     max_latency: Bound | None = None
     halves: bool = False
-    proxy: Annotated[int, Field(ge=0)] = 0
+    proxy: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
 
     @model_validator(mode="before")
     @classmethod

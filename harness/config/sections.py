@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from harness.errors import MAX_COUNT
+
 __all__ = [
     "Budget", "Calibration", "ConfigSection", "Confirmation", "ExecutorSpec", "Limits", "ModelSpec", "PluginSpec",
     "Sampling", "SearcherSpec", "TurnSchedule", "duplicates", "require_distinct",
 ]  # fmt: skip
+
+# Further limits, see MAX_COUNT.
+MAX_DIMENSION = 2**31 - 1
+MAX_BUILDS = 1_000
+MAX_FINALISTS = 1_000  # of one search
+MAX_ROUNDS = 10_000
+MAX_TURN_SAMPLES = 1_000_000
+MAX_PENDING = 100_000
+MAX_SAMPLING_MS = 3_600_000.0
+MAX_LIMIT_S = 604_800.0  # a week
+MAX_MINUTES = 525_600.0  # a year
+MAX_MEMORY_GB = 1e6
 
 AblatedPart = Literal["initial", "sharing", "racing", "rebuilds"]
 
@@ -39,8 +54,7 @@ class ConfigSection(BaseModel):
 
 def duplicates(values: Iterable[Any]) -> list[Any]:
     """Return the values that appear more than once."""
-    listed = list(values)
-    return [value for value in dict.fromkeys(listed) if listed.count(value) > 1]
+    return [value for value, number in Counter(values).items() if number > 1]
 
 
 def require_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,7 +120,7 @@ class Calibration(ConfigSection):
     data: Annotated[dict[str, Any] | None, BeforeValidator(_require_mapping)] = None
     method: Literal["minmax", "max", "entropy", "percentile", "mse"] = "minmax"
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
-    samples: Annotated[int, Field(ge=1)] = 48
+    samples: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 48
 
 
 def _shape_text(shape: Any) -> Any:
@@ -124,7 +138,7 @@ class ModelSpec(ConfigSection):
     use: str
     label: str | None = None
     shapes: dict[str, Annotated[str, BeforeValidator(_shape_text)]] = {}
-    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
+    dims: dict[str, Annotated[int, Field(ge=1, le=MAX_DIMENSION)]] = {}
     preprocess: PluginSpec | None = None
     calibration: Calibration = Calibration()
     evaluator: PluginSpec | None = None
@@ -156,9 +170,11 @@ class Budget(ConfigSection):
     """
 
     evaluations: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False), AfterValidator(require_distinct)
+        tuple[Annotated[int, Field(ge=1, le=MAX_COUNT)], ...],
+        Field(min_length=1, strict=False),
+        AfterValidator(require_distinct),
     ] = (25, 50)
-    minutes: Annotated[float, Field(gt=0)] | None = None
+    minutes: Annotated[float, Field(gt=0, le=MAX_MINUTES)] | None = None
 
 
 class Sampling(ConfigSection):
@@ -174,10 +190,10 @@ class Sampling(ConfigSection):
             doubles the time; "auto": if turns of the float model before the searches scatter by more than 2 %.
     """
 
-    warmup_ms: Annotated[float, Field(ge=0)] = 50.0
-    min_samples: Annotated[int, Field(ge=3)] = 11
-    max_samples: Annotated[int, Field(ge=3)] = 200
-    max_ms: Annotated[float, Field(gt=0)] = 400.0
+    warmup_ms: Annotated[float, Field(ge=0, le=MAX_SAMPLING_MS)] = 50.0
+    min_samples: Annotated[int, Field(ge=3, le=MAX_TURN_SAMPLES)] = 11
+    max_samples: Annotated[int, Field(ge=3, le=MAX_TURN_SAMPLES)] = 200
+    max_ms: Annotated[float, Field(gt=0, le=MAX_SAMPLING_MS)] = 400.0
     target: Annotated[float, Field(gt=0, lt=1)] = 0.01
     interleave: Literal["auto", "always", "never"] = "auto"
 
@@ -191,9 +207,9 @@ class TurnSchedule(ConfigSection):
         samples: Minimum inferences per turn; short ones continue for 50 ms.
     """
 
-    builds: Annotated[int, Field(ge=1)] = 1
-    rounds: Annotated[int, Field(ge=2)] = 8
-    samples: Annotated[int, Field(ge=3)] = 3
+    builds: Annotated[int, Field(ge=1, le=MAX_BUILDS)] = 1
+    rounds: Annotated[int, Field(ge=2, le=MAX_ROUNDS)] = 8
+    samples: Annotated[int, Field(ge=3, le=MAX_TURN_SAMPLES)] = 3
 
 
 class Confirmation(TurnSchedule):
@@ -205,19 +221,19 @@ class Confirmation(TurnSchedule):
             the lowest reading of the search wins.
     """
 
-    builds: Annotated[int, Field(ge=3)] = 5
-    rounds: Annotated[int, Field(ge=2)] = 20
-    top_k: Annotated[int, Field(ge=1)] = 1
-    candidates: Annotated[int, Field(ge=1)] = 4
+    builds: Annotated[int, Field(ge=3, le=MAX_BUILDS)] = 5
+    rounds: Annotated[int, Field(ge=2, le=MAX_ROUNDS)] = 20
+    top_k: Annotated[int, Field(ge=1, le=MAX_FINALISTS)] = 1
+    candidates: Annotated[int, Field(ge=1, le=MAX_FINALISTS)] = 4
 
 
 class Limits(ConfigSection):
     """Limits of one candidate and of its worker, beyond which it counts as failed; 1 GB is 10^9 bytes."""
 
-    build_s: Annotated[float, Field(gt=0)] = 300.0
-    measure_s: Annotated[float, Field(gt=0)] = 120.0
-    evaluate_s: Annotated[float, Field(gt=0)] = 1800.0
-    memory_gb: Annotated[float, Field(gt=0)] = 16.0
+    build_s: Annotated[float, Field(gt=0, le=MAX_LIMIT_S)] = 300.0
+    measure_s: Annotated[float, Field(gt=0, le=MAX_LIMIT_S)] = 120.0
+    evaluate_s: Annotated[float, Field(gt=0, le=MAX_LIMIT_S)] = 1800.0
+    memory_gb: Annotated[float, Field(gt=0, le=MAX_MEMORY_GB)] = 16.0
 
 
 class ExecutorSpec(ConfigSection):
@@ -237,12 +253,12 @@ class ExecutorSpec(ConfigSection):
 
     use: Literal["local", "ray"] = "local"
     workers: Annotated[int, Field(ge=1, le=10_000)] = 1
-    window: Annotated[int, Field(ge=1)] | None = None
+    window: Annotated[int, Field(ge=1, le=MAX_PENDING)] | None = None
     searches: Annotated[int, Field(ge=1, le=1_000)] = 1
     tasks: Annotated[int, Field(ge=1, le=1_000)] = 1
     timing: Literal["exclusive", "concurrent"] = "exclusive"
     address: str = "auto"
-    resources: dict[str, Annotated[float, Field(ge=0, strict=False)]] = {}
+    resources: dict[str, Annotated[float, Field(ge=0, le=MAX_COUNT, strict=False)]] = {}
 
     @property
     def max_pending(self) -> int:

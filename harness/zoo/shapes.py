@@ -27,6 +27,7 @@ __all__ = ["CLASS_NAMES", "IMAGE_SIZE_PX", "ShapesSplit", "draw_split"]
 
 IMAGE_SIZE_PX = 128
 """Height and width of every image, in pixels."""
+MAX_IMAGES = 20_000  # of 49,152 bytes, in memory
 
 CLASS_NAMES = ("circle", "square", "triangle")
 """Names by class index; the category id of COCO is the index plus one."""
@@ -77,13 +78,13 @@ def draw_split(name: str, count: int | None = None) -> ShapesSplit:
         count: How many images; by default 6000, 64 and 200.
 
     Raises:
-        UserError: No split has this name, or count is below 1.
+        UserError: No split has this name, or count is not 1 to `MAX_IMAGES`.
     """
     if name not in _SPLITS:
         raise UserError(f"shapes: no split {name!r}; {suggest_names(name, _SPLITS)}")
     seed, default = _SPLITS[name]
-    if count is not None and count < 1:
-        raise UserError(f"shapes: count must be at least 1, but got {count}")
+    if count is not None and not 1 <= count <= MAX_IMAGES:
+        raise UserError(f"shapes: count must be at least 1 and at most {MAX_IMAGES:,}, but got {count}")
     images: list[npt.NDArray[np.uint8]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(default if count is None else count):

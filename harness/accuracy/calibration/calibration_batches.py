@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 
 from harness.accuracy.calibration.ptq import PtqOptions
@@ -12,13 +11,14 @@ from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
 from harness.api import Array
 from harness.config.sections import ModelSpec
+from harness.errors import MAX_COUNT
 from harness.graph.model import Model
 from harness.graph.rules.dialects import Dialect
 from harness.random_inputs import InputTypes
 
 __all__ = ["ALL_SAMPLES", "CalibrationBatches"]
 
-ALL_SAMPLES = sys.maxsize  # number of samples without a limit
+ALL_SAMPLES = MAX_COUNT  # number of samples without a limit
 
 
 class CalibrationBatches:

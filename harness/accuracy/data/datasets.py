@@ -45,6 +45,7 @@ from harness.accuracy.data.subsets import (
     read_text_key,
     select_rows,
 )
+from harness.config.sections import duplicates
 from harness.errors import UserError, suggest_names
 from harness.paths import resolve_path
 from harness.zoo import shapes
@@ -256,7 +257,6 @@ def _class_names(spec: Mapping[str, Any]) -> tuple[str, ...]:
         raise UserError(
             f"data.classes: the names of the model's classes in the order of its outputs, but got {names!r}"
         )
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"data.classes: {name!r} appears twice")
+    for name in duplicates(names):
+        raise UserError(f"data.classes: {name!r} appears twice")
     return tuple(names)

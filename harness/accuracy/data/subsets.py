@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import MAX_COUNT, UserError
 
 __all__ = ["HALF_NAMES", "SUBSET_KEYS", "canonical_json", "half_of", "read_int_key", "read_text_key", "select_rows"]
 
@@ -43,6 +43,8 @@ def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
     value = spec.get(key, least)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"data.{key}: a whole number from {least}, but got {value!r}")
+    if value > MAX_COUNT:
+        raise UserError(f"data.{key}: at most {MAX_COUNT:,}, but got {value}")
     return value
 
 

@@ -20,6 +20,7 @@ from harness.compat.modelopt_autotune.session import calibration_batches
 from harness.compat.modelopt_autotune.settings import (
     AutotunerError,
     Config,
+    check_counts,
     get_node_filter_list,
     ineffective_flags,
     parse_arguments,
@@ -71,6 +72,7 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     options = parse_arguments(given, prog)
     if options.wait is not None:
         os.environ[WAIT_VARIABLE] = f"{options.wait}"
+    check_counts(options)
     preset = select_mode_preset(options)
     fresh = not Path(options.output_dir).exists()
     job = _make_job(options, preset["schemes_per_region"], observer)
@@ -163,10 +165,6 @@ class ObserverHandler(logging.Handler):
 
 
 def _make_job(options: argparse.Namespace, schemes_per_region: int, observer: Observer) -> AutotuneJob:
-    if options.max_evals is not None and options.max_evals < 1:
-        raise AutotunerError(f"--max_evals is at least 1, but got {options.max_evals}")
-    if options.seed < 0:
-        raise AutotunerError(f"--seed is at least 0, but got {options.seed}")
     if options.searcher is not None:
         find_entry_point("searcher", options.searcher)
     config = Config(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from harness.analysis.region_report import inspect_regions
 from harness.compat.modelopt_autotune.settings import add_sizes, parse_shapes
-from harness.errors import UserError
+from harness.errors import MAX_COUNT, UserError
 from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.static_shapes import parse_dims
 from harness.text import printable_lines
@@ -28,8 +28,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--include-all-regions", action="store_true", help="list regions without quantizable operators")
     add_sizes(parser)
     options = parser.parse_args(given)
-    if options.max_sequence_size < 1:
-        parser.error(f"--max-sequence-size is at least 1, but got {options.max_sequence_size}")
+    if not 1 <= options.max_sequence_size <= MAX_COUNT:
+        limits = f"at least 1, at most {MAX_COUNT:,}"
+        parser.error(f"--max-sequence-size is {limits}, but got {options.max_sequence_size}")
     try:
         dims = parse_dims(options.dim or ())
         found = inspect_regions(

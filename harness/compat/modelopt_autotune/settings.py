@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import UserError
+from harness.errors import MAX_COUNT, UserError
 
 __all__ = [
     "MIN_TIMING_RUNS", "MODE_PRESETS", "AutotunerError", "AutotunerNotInitializedError", "Config",
-    "InvalidSchemeError", "add_sizes", "get_node_filter_list", "get_parser", "ineffective_flags", "parse_arguments",
-    "parse_dq_dtype", "parse_shapes", "select_mode_preset",
+    "InvalidSchemeError", "add_sizes", "check_counts", "get_node_filter_list", "get_parser", "ineffective_flags",
+    "parse_arguments", "parse_dq_dtype", "parse_shapes", "select_mode_preset",
 ]  # fmt: skip
 
 QUANT_TYPES = ("int8", "fp8")
@@ -28,6 +28,11 @@ MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 MIN_TIMING_RUNS = 3  # the fewest readings with a median and an interval
 MAX_FILTER_BYTES = 1 << 20
+_COUNT_RANGES = {
+    **dict.fromkeys(("schemes_per_region", "timing_runs", "max_evals", "calibration_samples"), (1, MAX_COUNT)),
+    "warmup_runs": (0, MAX_COUNT),
+    "seed": (0, 2**63 - 1),
+}
 TRTEXEC_FLAG = "--trtexec_benchmark_args"
 
 
@@ -108,17 +113,18 @@ class Config:
             raise AutotunerError(f"default_q_scale: above 0, but got {self.default_q_scale!r}")
 
 
-def select_mode_preset(options: argparse.Namespace) -> dict[str, int]:
-    """Return schemes_per_region, warmup_runs and timing_runs: the mode's, if not given by a flag.
+def check_counts(options: argparse.Namespace) -> None:
+    """Raise `AutotunerError` for a number that is too small or too large."""
+    for name, (least, most) in _COUNT_RANGES.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            limit = f"at least {least}" if value < least else f"at most {most:,}"
+            raise AutotunerError(f"--{name} is {limit}, but got {value}")
 
-    Raises:
-        AutotunerError: A number is too small.
-    """
+
+def select_mode_preset(options: argparse.Namespace) -> dict[str, int]:
+    """Return schemes_per_region, warmup_runs and timing_runs: the mode's, if not given by a flag."""
     given = {name: value for name in _PRESET_KEYS if (value := getattr(options, name)) is not None}
-    least = {"schemes_per_region": 1, "warmup_runs": 0, "timing_runs": 1}
-    for name, value in given.items():
-        if value < least[name]:
-            raise AutotunerError(f"--{name} is at least {least[name]}, but got {value}")
     return {**MODE_PRESETS[options.mode], **given}
 
 

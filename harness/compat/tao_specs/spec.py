@@ -18,7 +18,7 @@ from harness.config.precision_names import normalize_float_precision
 from harness.config.sections import PluginSpec
 from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import read_text_file, read_yaml_mapping
-from harness.errors import UserError, suggest_names
+from harness.errors import MAX_COUNT, UserError, suggest_names
 
 __all__ = [
     "DatasetSection", "Dtype", "EngineSection", "EvaluateSection", "LayerSpec", "QuantizeSection", "Spec",
@@ -30,7 +30,7 @@ DATA_TYPE_NAMES = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
 EXAMPLES_HINT = "experiments/specs has one example of each kind"
 T = TypeVar("T")
 NonEmpty = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class _SpecModel(BaseModel):
