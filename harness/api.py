@@ -14,12 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
+from harness.errors import UserError
 from search.space import Resolved
 
 __all__ = [
     "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Capabilities", "Evaluator", "ExternalSearchTask",
     "ExternalSearcher", "Infer", "Layer", "NeedsPreparation", "Probe", "ReportsConditions", "SupportsCast",
-    "SupportsLayers", "SupportsSave", "UsesGpu", "capabilities_of",
+    "SupportsLayers", "SupportsSave", "UsesGpu", "capabilities_of", "require_timing",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -102,12 +103,14 @@ class Capabilities:
         in_process: It needs no worker process, because it runs no model.
         emulated: Precisions that the device emulates: such models are built and scored, but not timed.
         interleaved: Turns of two engines can be interleaved, which removes drift of the machine.
+        compile_only: It gives verdicts and kernels of a compiler, no latency, so no search can use it.
     """
 
     dialect: str | None = None
     in_process: bool = False
     emulated: frozenset[str] = frozenset()
     interleaved: bool = True
+    compile_only: bool = False
 
 
 @runtime_checkable
@@ -149,6 +152,12 @@ def capabilities_of(benchmarker: object) -> Capabilities:
     """Return the capabilities of a benchmarker or of its class."""
     found: Capabilities = getattr(benchmarker, "capabilities", Capabilities())
     return found
+
+
+def require_timing(use: str, benchmarker: object) -> None:
+    """Raise `UserError` if a backend only compiles: it has no latency to search for."""
+    if capabilities_of(benchmarker).compile_only:
+        raise UserError(f"backend {use!r} only compiles and times nothing: it serves qdq explain and qdq check")
 
 
 @runtime_checkable

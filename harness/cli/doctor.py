@@ -22,6 +22,7 @@ INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
     "modelopt": ("modelopt", install_hint("modelopt")),
     "tensorrt": ("tensorrt", f"{install_hint('tensorrt')} (needs an NVIDIA GPU)"),
     "cuda-python": ("cuda.bindings", install_hint("tensorrt")),
+    "tensorrt-rtx": ("tensorrt_rtx", f"{install_hint('rtx')} (a compiler; needs no GPU)"),
     "ray": ("ray", install_hint("ray")),
 }
 TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")  # they decide whether timings are stable, so always listed

@@ -18,7 +18,7 @@ from harness.accuracy.data.datasets import HALF_NAMES, ArrayDataset, ImageDatase
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import few_images_note
-from harness.api import ExternalSearchTask
+from harness.api import ExternalSearchTask, require_timing
 from harness.config.experiment import Experiment
 from harness.config.initial import PTQ_TOOLS
 from harness.config.objective import Objective, check_objective
@@ -172,6 +172,7 @@ def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
         made = registry.call_plugin(what, lambda: registry.create_plugin("benchmarker", backend.use, backend.params))
     except CandidateError as error:
         raise UserError(f"{what}: {error}") from error
+    require_timing(backend.use, made)
     dialect = load_dialect(dialect_name_for(made, backend.use, {}))
     for precision in precisions:
         if precision not in dialect.precisions:

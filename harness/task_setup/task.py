@@ -17,7 +17,7 @@ from harness.accuracy.calibration.ranges import (
     require_quantizable,
     restrict_space,
 )
-from harness.api import Array, Candidate, capabilities_of
+from harness.api import Array, Candidate, capabilities_of, require_timing
 from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
 from harness.config.plan import TaskSpec
@@ -298,6 +298,7 @@ def read_runtime(backend: PluginSpec, facts: Facts | None = None) -> BackendProp
             minutes).
     """
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
+    require_timing(backend.use, benchmarker)
     facts = benchmarker.describe() if facts is None else facts
     capabilities = capabilities_of(benchmarker)
     return BackendProperties(

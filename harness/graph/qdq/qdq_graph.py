@@ -122,6 +122,13 @@ class QDQGraph:
             tensor = node.input[0]
         return tensor
 
+    def values(self, name: str) -> Any:
+        """Return the values of a constant as float64, or None if there is none of this name."""
+        tensor = self.constants.get(name)
+        if tensor is None:
+            return None
+        return numpy_helper.to_array(tensor, base_dir=str(self._folder or "")).astype(np.float64)
+
     def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
         """Return the node that computes a tensor, in front of nodes of transparent operators; None without one."""
         node = self.producer.get(tensor)
@@ -249,18 +256,12 @@ class QDQGraph:
         before = self.producer_through(node.input[0], _TRANSPARENT_OPS) if node.op_type == DEQUANTIZE else None
         if before is None or before.op_type != QUANTIZE or before.input[1] not in self.constants:
             return ""
-        if not np.array_equal(self._values(before.input[1]), self._values(node.input[1])):
+        if not np.array_equal(self.values(before.input[1]), self.values(node.input[1])):
             return "its scale differs from that of the QuantizeLinear in front of it"
-        zeros = [self._values(pair.input[2]) for pair in (before, node) if len(pair.input) > 2]
+        zeros = [self.values(pair.input[2]) for pair in (before, node) if len(pair.input) > 2]
         if len(zeros) == 2 and not np.array_equal(*zeros):
             return "its zero point differs from that of the QuantizeLinear in front of it"
         return ""
-
-    def _values(self, name: str) -> Any:
-        tensor = self.constants.get(name)
-        if tensor is None:
-            return None
-        return numpy_helper.to_array(tensor, base_dir=str(self._folder or "")).astype(np.float64)
 
 
 def _original_tensor_name(name: str, *, own: bool = False) -> str:

@@ -8,7 +8,6 @@ the type of what DequantizeLinear gives).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -16,15 +15,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from harness.errors import BuildFailed, UserError, install_hint
 from harness.graph.io.files import digest_file, move_model, write_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
+from harness.graph.qdq.file_checks import find_qdq_problems
+from harness.graph.qdq.qdq_graph import QDQGraph
 
 __all__ = [
-    "FP8_CAPABILITY",
     "Structure",
     "cast_model",
     "check_tensorrt_qdq",
@@ -38,7 +38,6 @@ __all__ = [
 
 Structure: TypeAlias = onnx.ModelProto
 """A model without its external data."""
-FP8_CAPABILITY = (8, 9)
 MAX_PROTOBUF_BYTES = 2**31 - 1
 """Protobuf reads no more; neither can a model be cast that has more weights."""
 FP8_TYPES = frozenset((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2))
@@ -119,9 +118,6 @@ def dominant_float_type(proto: onnx.ModelProto) -> str:
 def check_tensorrt_qdq(proto: onnx.ModelProto, path: Path, capability: tuple[int, int]) -> None:
     """Refuse Q/DQ that TensorRT does not take, by node, before minutes are spent on a build.
 
-    Sources: `IQuantizeLayer` in NvInfer.h (symmetric only, positive scales); onnx-tensorrt's importer (UINT8 is read as
-    INT8 or refused; INT32 is no quantized type); ModelOpt's README (FP8 from compute capability 8.9 on).
-
     Args:
         proto: The model, its external data unread.
         path: Its file, for that data.
@@ -130,12 +126,8 @@ def check_tensorrt_qdq(proto: onnx.ModelProto, path: Path, capability: tuple[int
     Raises:
         BuildFailed: With the first such node.
     """
-    constants = _constants_by_name(proto)
-    for node in proto.graph.node:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            reason = _unsupported_reason(node, constants, path.parent, capability)
-            if reason:
-                raise BuildFailed(f"{path.name}: {node.op_type} {node.name or node.output[0]!r} {reason}")
+    for problem in find_qdq_problems(QDQGraph(proto, path.parent), capability):
+        raise BuildFailed(f"{path.name}: {problem}")
 
 
 def cast_model(path: Path, precision: str, folder: Path) -> Path:
@@ -215,36 +207,3 @@ def _constants_by_name(proto: onnx.ModelProto) -> dict[str, TensorProto]:
             if node.op_type == "Constant" and attribute.name == "value":
                 found[node.output[0]] = attribute.t
     return found
-
-
-def _unsupported_reason(node: Any, constants: dict[str, TensorProto], folder: Path, capability: tuple[int, int]) -> str:
-    """Return why TensorRT rejects a Q or DQ node, or ""."""
-    named = node.input[2] if len(node.input) > 2 else ""
-    zero = constants.get(named)
-    kind = zero.data_type if zero is not None else 0 if named else _stored_type(node, constants)
-    if kind == TensorProto.UINT8:
-        return "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
-    if kind == TensorProto.INT32:
-        return "is INT32, the form of quantized biases; TensorRT wants biases in float"
-    if kind == TensorProto.FLOAT8E5M2:
-        return "is FP8 of the form E5M2; TensorRT takes E4M3 alone"
-    if kind == TensorProto.FLOAT8E4M3FN and capability < FP8_CAPABILITY:
-        need, have = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, capability))
-        return f"is FP8, which needs compute capability {need} (Ada, Hopper or later); this GPU has {have}"
-    if zero is not None and any(_tensor_values(zero, folder)):
-        return "has a zero point that is not 0; TensorRT takes symmetric quantization alone: calibrate symmetric"
-    scale = constants.get(node.input[1])
-    if scale is not None and not all(value > 0 for value in _tensor_values(scale, folder)):
-        return "has a scale that is not positive"
-    return ""
-
-
-def _stored_type(node: Any, constants: dict[str, TensorProto]) -> int:
-    """Return the element type of the quantized side if no zero point gives it."""
-    if node.op_type == "DequantizeLinear":
-        return int(constants[node.input[0]].data_type) if node.input[0] in constants else 0
-    return next((int(a.i) for a in node.attribute if a.name == "output_dtype" and a.i), TensorProto.UINT8)
-
-
-def _tensor_values(tensor: TensorProto, folder: Path) -> Iterator[float]:
-    yield from numpy_helper.to_array(tensor, base_dir=str(folder)).astype(np.float64).ravel().tolist()

@@ -29,6 +29,7 @@ from harness.api import (
     Probe,
     UsesGpu,
     capabilities_of,
+    require_timing,
 )
 from harness.config.sections import Sampling
 from harness.errors import CandidateError, EvaluationFailed, UserError, WorkerUnusable
@@ -71,6 +72,8 @@ class InProcess(Engines):
             name: registry.create_plugin("benchmarker", plugin.use, plugin.params)
             for name, plugin in spec.benchmarkers.items()
         }
+        for name, plugin in spec.benchmarkers.items():
+            require_timing(plugin.use, self._benchmarkers[name])
         self._spec = spec
         self._evaluators: dict[str, Evaluator] = {}
         self._engines: dict[int, _OpenEngine] = {}

@@ -22,6 +22,7 @@ from harness.api import Array, Candidate
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
+from harness.graph.qdq.file_checks import FP8_CAPABILITY
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
@@ -29,7 +30,6 @@ from harness.runtimes.cuda.device import open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 from harness.runtimes.tensorrt.builder import build_plan, load_engine
 from harness.runtimes.tensorrt.library import open_library
-from harness.runtimes.tensorrt.model_checks import FP8_CAPABILITY
 from harness.runtimes.tensorrt.options import BuildOptions
 from harness.runtimes.tensorrt.timing_cache import TimingCache
 from search.space import Edge

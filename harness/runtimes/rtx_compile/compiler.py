@@ -1,0 +1,183 @@
+"""Builds of TensorRT-RTX ahead of time: verdict of its parser and its builder, and the kernels; no engine is kept.
+
+The library is an optional dependency that the user installs, under its own licence: nothing of it is stored here, and
+nothing is timed. A build runs in the helper process, because a crash must cost one model only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError, install_hint
+from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
+from harness.graph.qdq.file_checks import find_qdq_problems
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.runtimes.rtx_compile.layer_log import LIST_HEAD, Kernel, read_kernels
+
+__all__ = ["TARGETS", "Compilation", "Refusal", "compile_file", "import_compiler", "require_target"]
+
+TARGETS: Mapping[str, tuple[int, int]] = {
+    "sm75": (7, 5), "sm80": (8, 0), "sm86": (8, 6), "sm89": (8, 9), "sm120": (12, 0), "sm121": (12, 1)
+}  # fmt: skip
+"""Compute capability by the name of a target; the compiler refuses all others."""
+WHEEL_VERSIONS = ((3, 11), (3, 13), (3, 14))
+"""Versions of Python, from ours on, that the library has wheels for."""
+BUILD_FACTOR = 20.0
+"""Of the helper process's time limit: 20 minutes. The largest transformers take one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Refusal of a model.
+
+    Attributes:
+        stage: "parser", or "builder".
+        node: Node of the file; "" if neither the compiler nor our rules name one.
+        message: First error of the compiler, on one line.
+        rule: Our rule that the node breaks, with its reason; "" if we know none.
+    """
+
+    stage: str
+    node: str
+    message: str
+    rule: str = ""
+
+    def __str__(self) -> str:
+        known = f" (our rule {self.rule})" if self.rule else ""
+        return f"the {self.stage} refuses {self.node or 'it, and names no node'}: {self.message}{known}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compilation:
+    """Verdict of the compiler on one model.
+
+    Attributes:
+        target: Key of `TARGETS`.
+        version: Version of the library.
+        build_s: Time of the build on this machine, in seconds; no measure of latency.
+        kernels: In order of execution; empty if the model was refused.
+        refusal: None if the model was built.
+        warnings: Of the compiler, each once.
+    """
+
+    target: str
+    version: str
+    build_s: float
+    kernels: tuple[Kernel, ...] = ()
+    refusal: Refusal | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def import_compiler() -> Any:
+    """Return the module of the library.
+
+    Raises:
+        UserError: It is not installed, or does not load: one line with the remedy.
+    """
+    try:
+        import tensorrt_rtx
+    except (ImportError, OSError) as error:
+        have, offered = ".".join(map(str, sys.version_info[:2])), [".".join(map(str, v)) for v in WHEEL_VERSIONS]
+        remedy = install_hint("rtx")
+        if sys.version_info[:2] not in WHEEL_VERSIONS:
+            remedy = f"it has no wheels for Python {have}: use {', '.join(offered)}, then {remedy}"
+        raise UserError(f"NVIDIA's compiler cannot be used ({error}): {remedy}; it needs no GPU") from error
+    return tensorrt_rtx
+
+
+def require_target(target: str) -> None:
+    """Raise `UserError` if the compiler builds for no such GPU."""
+    if target not in TARGETS:
+        raise UserError(f"target {target!r}: the compiler builds for {', '.join(TARGETS)} alone")
+
+
+def compile_file(path: Path, target: str) -> Compilation:
+    """Return the compiler's verdict on a model file; a refusal names the node and our rule where they are known.
+
+    Args:
+        path: The ONNX file.
+        target: Key of `TARGETS`.
+
+    Raises:
+        UserError: The library is missing, or the target is none of its own.
+        BuildFailed: Its list of kernels has an unknown form.
+    """
+    require_target(target)
+    version = str(import_compiler().__version__)
+    started_s = time.monotonic()
+    try:
+        what = f"{path.name}: the build for {target}"
+        found = call_in_helper_process(what, _build_file, path, target, factor=BUILD_FACTOR)
+    except HelperCallFailed as error:
+        refusal = Refusal(stage="builder", node="", message=error.how)
+        found = Compilation(target=target, version=version, build_s=time.monotonic() - started_s, refusal=refusal)
+    if found.refusal is None:
+        return found
+    problems = list(find_qdq_problems(read_qdq_graph(path), TARGETS[target]))
+    named = [problem for problem in problems if problem.node == found.refusal.node]
+    for problem in (*named, *problems)[:1]:
+        refusal = replace(found.refusal, node=found.refusal.node or problem.node, rule=f"{problem.rule!r}: {problem}")
+        return replace(found, refusal=refusal)
+    return found
+
+
+def _build_file(path: Path, target: str) -> Compilation:
+    """Compile a file in this process."""
+    trt = import_compiler()
+    log = _create_log(trt)
+    started_s = time.monotonic()
+    builder = trt.Builder(log)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, log)
+    refusal, kernels = None, tuple[Kernel, ...]()
+    if not parser.parse_from_file(str(path)):
+        first = parser.get_error(0)
+        refusal = Refusal(stage="parser", node=first.node_name(), message=_one_line(first.desc()))
+    else:
+        config = builder.create_builder_config()
+        config.num_compute_capabilities = 1
+        if not config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), 0):
+            raise UserError(f"target {target}: refused by the installed compiler, {trt.__version__}")
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if builder.build_serialized_network(network, config) is None:
+            refusal = Refusal(stage="builder", node="", message=log.errors[0] if log.errors else "no reason")
+        else:
+            kernels = read_kernels(log.layers)
+    return Compilation(
+        target=target,
+        version=str(trt.__version__),
+        build_s=time.monotonic() - started_s,
+        kernels=kernels,
+        refusal=refusal,
+        warnings=tuple(dict.fromkeys(log.warnings)),
+    )
+
+
+def _create_log(trt: Any) -> Any:
+    """Create a logger that keeps warnings, errors and the list of kernels."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+            self.layers = ""
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                self.errors.append(_one_line(text))
+            elif severity == trt.ILogger.WARNING:
+                self.warnings.append(_one_line(text))
+            elif text.startswith(LIST_HEAD):
+                self.layers = text
+
+    return Log()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(str(text).split())

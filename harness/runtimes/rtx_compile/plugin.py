@@ -1,0 +1,70 @@
+"""The backend `rtx_compile`: what NVIDIA's compiler of TensorRT-RTX makes of a model; it has no latency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.api import Artifact, Candidate, Capabilities, require_timing
+from harness.errors import BuildFailed
+from harness.runtimes.rtx_compile.compiler import Compilation, compile_file, import_compiler, require_target
+
+__all__ = ["RTXCompiler"]
+
+
+class RTXCompiler:
+    """Compile models for a GPU that need not be there, without timing anything.
+
+    Args:
+        target: GPU that is compiled for, by its compute capability: sm75, sm80, sm86, sm89, sm120, sm121.
+    """
+
+    capabilities = Capabilities(dialect="tensorrt", compile_only=True)
+
+    def __init__(self, *, target: str = "sm89") -> None:
+        require_target(target)
+        self.target = target
+
+    def compile(self, path: Path) -> Compilation:
+        """Return the verdict on a model file.
+
+        Raises:
+            UserError: The compiler is not installed.
+        """
+        return compile_file(path, self.target)
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Compile the candidate's file.
+
+        Raises:
+            BuildFailed: The compiler refuses it.
+            UserError: The compiler is not installed.
+        """
+        found = self.compile(candidate.source())
+        if found.refusal is not None:
+            raise BuildFailed(str(found.refusal))
+        return Artifact(engine=found)
+
+    def open(self, artifact: Artifact) -> NoReturn:
+        """Refuse: nothing of this compiler runs here.
+
+        Raises:
+            UserError: Always.
+        """
+        require_timing("rtx_compile", self)
+        raise AssertionError
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return the facts of the compiler.
+
+        Raises:
+            UserError: It is not installed.
+        """
+        return {
+            "name": "rtx_compile",
+            "version": str(import_compiler().__version__),
+            "device": f"none; compiles for {self.target}",
+            "options": {"target": self.target},
+            "float_precision": "f32",
+        }

@@ -1,0 +1,158 @@
+"""NVIDIA's compiler as a judge: made-up samples of its log, a stand-in for its library, and itself where installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+from compiler_cases import FP8, INT8, Case, Pair
+
+from harness.cli.main import main
+from harness.errors import BuildFailed, UserError
+from harness.runtimes.rtx_compile import compiler
+from harness.runtimes.rtx_compile.layer_log import read_kernels
+from harness.runtimes.rtx_compile.plugin import RTXCompiler
+
+INSTALLED = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the extra rtx")
+STRIDES = "Strides: [8,4,1], StrideOrder: [2,1,0], "
+LAYERS = f"""Layers:
+Name: MatMul_x, LayerType: gemm, \
+Inputs: [ {{ Name: a, b, Dimensions: [1,2,4], {STRIDES}Datatype: Int8, Format: (N) Row major }}, \
+{{ Name: w}}, Dimensions: [4,4], Datatype: FP8, Format: (N) Row }}], Constants: [], \
+Outputs: [ {{ Name: y, Dimensions: [], Datatype: Half, Format: (N) Row }}], \
+TacticName: stub, StreamId: 0, Metadata: [ONNX Layer: block[0]/MatMul]\x1f[ONNX Layer: x dq]
+Name: added, LayerType: kgen, Inputs: [], Constants: [], Outputs: [], TacticName: , StreamId: 1, Metadata:
+
+I/O Tensors:
+ Name: x"""
+MIXED = Case(operator="Conv", pairs=(INT8, Pair(storage="fp8", per="axis0")))
+LEGAL = Case(operator="MatMul", pairs=(FP8, FP8))
+
+
+def test_kernels_are_read_with_types_shapes_and_nodes() -> None:
+    gemm, added = read_kernels(LAYERS)
+    assert [(t.name, t.shape, t.type) for t in (*gemm.inputs, *gemm.outputs)] == [
+        ("a, b", (1, 2, 4), "int8"), ("w}", (4, 4), "fp8"), ("y", (), "f16"),
+    ]  # fmt: skip
+    assert (gemm.kind, gemm.tactic, gemm.origin) == ("gemm", "stub", ("block[0]/MatMul", "x dq"))
+    assert (added.kind, added.inputs, added.origin) == ("kgen", (), ())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Layers:", "Kernels:"),
+        ("LayerType", "Kind"),
+        ("Datatype: Int8", "Type: Int8"),
+        ("[ONNX Layer: x dq]", "[Node: x dq]"),
+        ("StreamId: 0, ", ""),
+    ],
+)
+def test_any_other_form_is_refused(old: str, new: str) -> None:
+    with pytest.raises(BuildFailed, match="list of kernels"):
+        read_kernels(LAYERS.replace(old, new, 1))
+
+
+class Library:
+    """The names of the library that we use."""
+
+    __version__ = "1.7.9"
+    ComputeCapability = SimpleNamespace(SM89=89)
+    ProfilingVerbosity = SimpleNamespace(DETAILED=2)
+
+    class ILogger:
+        INTERNAL_ERROR, ERROR, WARNING, INFO = range(4)
+
+    def __init__(self, refused_by: str = "") -> None:
+        self.refused_by = refused_by
+
+    def Builder(self, log: Any) -> Any:
+        config = SimpleNamespace(set_compute_capability=lambda target, place: (target, place) == (89, 0))
+        return SimpleNamespace(
+            create_network=lambda flags: None,
+            create_builder_config=lambda: config,
+            build_serialized_network=lambda network, made: self._build(log, made),
+        )
+
+    def _build(self, log: Any, config: Any) -> bytes | None:
+        assert (config.num_compute_capabilities, config.profiling_verbosity) == (1, 2)
+        log.log(2, "UINT8 is\n read as INT8")
+        log.log(1 if self.refused_by else 3, "Myelin: CHECK failed" if self.refused_by else LAYERS)
+        return None if self.refused_by else b""
+
+    def OnnxParser(self, network: Any, log: Any) -> Any:
+        error = SimpleNamespace(node_name=lambda: "QuantizeLinear_0", desc=lambda: "Non-zero\n zero point")
+        return SimpleNamespace(parse_from_file=lambda path: self.refused_by != "parser", get_error=lambda i: error)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(library: Any) -> None:
+        monkeypatch.setitem(sys.modules, "tensorrt_rtx", library)
+        monkeypatch.setattr(compiler, "call_in_helper_process", lambda what, work, *args, factor: work(*args))
+
+    return install
+
+
+def saved(case: Case, path: Path) -> Path:
+    onnx.save(case.build(), path)
+    return path
+
+
+def test_a_model_that_is_built_has_kernels_and_warnings(install: Any, tmp_path: Path) -> None:
+    install(Library())
+    found = RTXCompiler().compile(saved(LEGAL, tmp_path / "m.onnx"))
+    assert (found.target, found.version, found.refusal) == ("sm89", "1.7.9", None)
+    assert found.warnings == ("UINT8 is read as INT8",)
+    assert len(found.kernels) == 2
+
+
+def test_a_refusal_names_stage_node_message_and_rule(install: Any, tmp_path: Path) -> None:
+    shifted = saved(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=3), INT8)), tmp_path / "shifted.onnx")
+    install(Library(refused_by="parser"))
+    refusal = RTXCompiler().compile(shifted).refusal
+    assert refusal is not None
+    assert (refusal.stage, refusal.node, refusal.message) == ("parser", "QuantizeLinear_0", "Non-zero zero point")
+    assert refusal.rule.startswith("'zero point'")
+    install(Library(refused_by="builder"))  # which names no node
+    refusal = RTXCompiler().compile(shifted).refusal
+    assert refusal is not None
+    assert (refusal.stage, refusal.node, refusal.message) == ("builder", "QuantizeLinear_0", "Myelin: CHECK failed")
+
+
+def test_without_the_library_the_remedy_is_one_line(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(None)
+    with pytest.raises(UserError, match=r"pip install 'qdq-bench\[rtx\]'") as caught:
+        RTXCompiler().describe()
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1))
+    with pytest.raises(UserError, match=r"no wheels for Python 3\.12"):
+        RTXCompiler().describe()
+
+
+def test_other_targets_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"'sm90': .*sm89, sm120"):
+        RTXCompiler(target="sm90")
+
+
+def test_no_search_can_use_it(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "e.yaml").write_text("experiment: e\nmodels: [zoo:shapes_detector]\nbackends: [rtx_compile]\n")
+    with pytest.raises(SystemExit):
+        main(["run", str(tmp_path / "e.yaml"), "--check"])
+    assert "only compiles and times nothing" in capsys.readouterr().err
+
+
+@INSTALLED
+def test_the_compiler_itself(tmp_path: Path) -> None:
+    built = RTXCompiler().compile(saved(LEGAL, tmp_path / "legal.onnx"))
+    (gemm,) = (kernel for kernel in built.kernels if kernel.kind == "gemm")
+    assert {tensor.type for tensor in gemm.inputs} == {"fp8"}
+    assert "MatMul_0" in gemm.origin
+    refusal = RTXCompiler().compile(saved(MIXED, tmp_path / "mixed.onnx")).refusal
+    assert refusal is not None
+    assert refusal.stage == "builder"
