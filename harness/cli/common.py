@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
-    "StudyArgument", "StudyBackendOption", "add_to_sys_path", "backend_spec", "count_option", "explain_relative_paths",
-    "parse_sizes", "print_rich_or_text", "print_table", "replace_change_advice", "short_path", "study_of",
+    "StudyArgument", "StudyBackendOption", "TargetOption", "add_to_sys_path", "backend_spec", "count_option",
+    "explain_relative_paths", "parse_sizes", "print_rich_or_text", "print_table", "replace_change_advice",
+    "short_path", "study_of",
 ]  # fmt: skip
 
 ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.", show_default=False)]
@@ -45,6 +46,10 @@ DimOption = Annotated[
 ]
 ParamOption = Annotated[
     list[str] | None, typer.Option("--param", help="Parameter of the backend as NAME=VALUE; repeat per parameter.")
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option("--target", help="GPU that rtx_compile compiles for, as sm89 [default: sm89].", show_default=False),
 ]
 StudyBackendOption = Annotated[
     str | None, typer.Option("--backend", help="Benchmarker [default: openvino].", show_default=False)

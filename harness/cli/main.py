@@ -18,7 +18,7 @@ from harness.cli.common import add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
 from harness.cli.doctor import doctor
 from harness.cli.list import list_plugins
-from harness.cli.models import explain, regions, zoo
+from harness.cli.models import check, explain, regions, zoo
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, replay, sensitivity, study
@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "reproduce": reproduce,
     "regions": regions,
     "explain": explain,
+    "check": check,
     "quantize": quantize,
     "ptq": ptq,
     "calib-data": calib_data,
@@ -67,7 +68,17 @@ app = typer.Typer(
 #: For commands that parse their arguments themselves.
 PASSTHROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 #: Commands that load plug-ins. The two that parse their arguments themselves read only the environment variable.
-TRUSTING_COMMANDS = frozenset(COMMANDS) - {"autotune", "compare", "doctor", "list", "ptq", "report", "trace", "zoo"}
+TRUSTING_COMMANDS = frozenset(COMMANDS) - {
+    "autotune",
+    "check",
+    "compare",
+    "doctor",
+    "list",
+    "ptq",
+    "report",
+    "trace",
+    "zoo",
+}
 #: Commands that write results.
 RESULTS_COMMANDS = frozenset({"run", "reproduce", "record", "report"})
 #: Commands that time engines; `autotune` parses its own `--wait`.

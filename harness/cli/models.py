@@ -1,11 +1,11 @@
-"""`qdq regions`, `qdq explain` and `qdq zoo`."""
+"""`qdq regions`, `qdq explain`, `qdq check` and `qdq zoo`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from harness.cli.common import (
     ModelArgument,
     ParamOption,
     ShapeOption,
+    TargetOption,
     add_to_sys_path,
     backend_spec,
     count_option,
@@ -27,7 +28,10 @@ from harness.cli.common import (
 from harness.errors import UserError
 from harness.paths import check_path
 
-__all__ = ["explain", "regions", "zoo"]
+if TYPE_CHECKING:
+    from harness.explain.compiled import CompiledReport
+
+__all__ = ["check", "explain", "regions", "zoo"]
 
 
 def regions(
@@ -56,15 +60,19 @@ def regions(
 
     found = inspect_regions(model, **parse_sizes(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
     if html is not None:
-        try:
-            html.write_text(found.html(), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--html {html}: cannot be written ({error.strerror or error})") from error
-        echo(f"{html}: open it in a browser; it needs no network", err=True)
+        _write_page(html, found.html())
     if as_json:
         echo(json.dumps(found.data(), indent=1))
     elif html is None:
         echo("\n".join(found.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))
+
+
+def _write_page(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror or error})") from error
+    echo(f"{path}: open it in a browser; it needs no network", err=True)
 
 
 def explain(
@@ -74,7 +82,9 @@ def explain(
     row: Annotated[
         str | None, typer.Argument(help="Row of the results folder's main table.", show_default=False)
     ] = None,
-    backend: Annotated[str, typer.Option(help="Runtime: openvino, onnxruntime, tensorrt, trtexec.")] = "openvino",
+    backend: Annotated[
+        str, typer.Option(help="Runtime: openvino, onnxruntime, tensorrt, trtexec; or rtx_compile.")
+    ] = "openvino",
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
@@ -84,7 +94,11 @@ def explain(
     base: BaseOption = None,
     top: Annotated[int, count_option("Maximum length of each list.")] = 10,
     runs: Annotated[int, count_option("Number of inferences that times are averaged over.")] = 50,
+    target: TargetOption = None,
     as_json: JsonOption = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the report of rtx_compile to this page.", show_default=False)
+    ] = None,
 ) -> None:
     """Show how a runtime executes a Q/DQ model: quantized layers, unfused pairs, and the reasons.
 
@@ -96,9 +110,25 @@ def explain(
     if row is not None or Path(model).is_dir():
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve())
         return
-    from harness.explain.model_report import change_lines, compare_reports, explain_model, report_data, report_lines
+    from harness.api import capabilities_of
+    from harness.explain.model_report import (
+        change_lines,
+        compare_reports,
+        compile_report,
+        explain_model,
+        report_data,
+        report_lines,
+    )
+    from harness.registry import load_plugin
 
-    spec, sizes = backend_spec(backend, param), parse_sizes(shape, dim)
+    spec = backend_spec(backend, [*(param or ()), *([f"target={target}"] if target else ())])
+    sizes = parse_sizes(shape, dim)
+    if capabilities_of(load_plugin("benchmarker", backend)).compile_only:
+        reports = [compile_report(each, spec, **sizes) for each in (model, against) if each is not None]
+        _explain_compiled(reports, top, as_json=as_json, html=html)
+        return
+    if html is not None:
+        raise UserError("--html is for backend rtx_compile; qdq regions --html draws the graph of any model")
     found = explain_model(model, spec, runs, **sizes)
     if against is None:
         echo(json.dumps(report_data(found), indent=1) if as_json else _to_text(report_lines(found, top)))
@@ -110,6 +140,44 @@ def explain(
         echo(json.dumps({"before": report_data(found), "after": report_data(other), "changes": rows}, indent=1))
         return
     echo(_to_text([*report_lines(other, top), "", *change_lines(found, other, changes, top)]))
+
+
+def _explain_compiled(reports: Sequence[CompiledReport], top: int, *, as_json: bool, html: Path | None) -> None:
+    """Print the report of one model, or that of the second with the differences to the first."""
+    from harness.explain.model_report import compare_reports
+
+    before, after = reports[0], reports[-1]
+    if html is not None:
+        _write_page(html, after.html())
+    if as_json:
+        echo(json.dumps(after.data() if len(reports) == 1 else [report.data() for report in reports], indent=1))
+        return
+    echo(_to_text(after.lines(top)))
+    for change in compare_reports(before, after):
+        echo(f"  {change.name}: {change.before or 'absent'} -> {change.after or 'absent'}")
+
+
+def check(
+    model: ModelArgument,
+    dialect: Annotated[str, typer.Option(help="Dialect whose rules are applied.")] = "tensorrt",
+    target: TargetOption = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a Q/DQ file against the rules of TensorRT and, with the extra rtx, NVIDIA's compiler; no GPU is needed.
+
+    The exit status is 1 if it is refused.
+
+    Example: `qdq check model.onnx --dialect tensorrt`
+    """
+    from harness.explain.file_check import check_file
+
+    check_path(Path(model))
+    found = check_file(model, dialect, target or "sm89", **parse_sizes(shape, dim))
+    echo(json.dumps(found.data(), indent=1) if as_json else _to_text(found.lines()))
+    if found.is_refused:
+        raise typer.Exit(1)
 
 
 def _to_text(lines: Iterable[str]) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness import zoo
+from harness import registry, zoo
 from harness.api import Candidate, SupportsLayers
 from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
+from harness.explain.compiled import CompiledReport, explain_compilation
 from harness.explain.fusion import FusionReport, explain_layers
 from harness.explain.layers import is_low_precision, open_profiled, time_layers_isolated
 from harness.graph.io.files import digest_file
@@ -25,7 +27,8 @@ from harness.paths import resolve_path
 from harness.timing.provenance import format_options
 
 __all__ = [
-    "PrecisionChange", "change_lines", "compare_reports", "explain_model", "report_data", "report_lines",
+    "PrecisionChange", "change_lines", "compare_reports", "compile_report", "explain_model", "open_static_file",
+    "report_data", "report_lines",
 ]  # fmt: skip
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -66,18 +69,42 @@ def explain_model(
     Raises:
         UserError: The model or the runtime cannot be used, or the runtime does not report layers.
     """
-    with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
-        path = _runtime_file(use, Path(work))
-        path = copy_with_static_inputs(path, InputSizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
+    with open_static_file(use, shapes, dims) as (path, work):
         if not isinstance(open_profiled(backend), SupportsLayers):
             raise UserError(f"backend {backend.use!r} does not report the layers of a model: it has no layers()")
         try:
-            return _explain_file(backend, path, Path(work), runs)
+            return _explain_file(backend, path, work, runs)
         except CandidateError as error:
             raise UserError(f"{use} on {backend.use}: {error}") from error
 
 
-def compare_reports(before: FusionReport, after: FusionReport) -> tuple[PrecisionChange, ...]:
+def compile_report(
+    use: str, backend: PluginSpec, shapes: Mapping[str, str] = _NONE, dims: Mapping[str, int] = _NO_DIMS
+) -> CompiledReport:
+    """Return what a compiler makes of a model; arguments and errors are those of `explain_model`."""
+    compiler = registry.create_plugin("benchmarker", backend.use, backend.params)
+    with open_static_file(use, shapes, dims) as (path, _):
+        try:
+            return explain_compilation(path, compiler.compile(path))
+        except CandidateError as error:
+            raise UserError(f"{use} on {backend.use}: {error}") from error
+
+
+@contextmanager
+def open_static_file(use: str, shapes: Mapping[str, str], dims: Mapping[str, int]) -> Iterator[tuple[Path, Path]]:
+    """Open the file of a model with static inputs, and a scratch folder, which are both removed in the end.
+
+    Raises:
+        UserError: The model is missing, or a size is not given.
+    """
+    with tempfile.TemporaryDirectory(prefix="qdq-explain-") as folder:
+        work, sizes = Path(folder), InputSizes(shapes=shapes, dims=dims)
+        yield copy_with_static_inputs(_runtime_file(use, work), sizes, work / "static.onnx"), work
+
+
+def compare_reports(
+    before: FusionReport | CompiledReport, after: FusionReport | CompiledReport
+) -> tuple[PrecisionChange, ...]:
     """Return the linear operators whose precision differs, in the order of the first model."""
     names = [*before.precision, *(name for name in after.precision if name not in before.precision)]
     pairs = ((name, before.precision.get(name, ""), after.precision.get(name, "")) for name in names)

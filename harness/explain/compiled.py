@@ -1,0 +1,293 @@
+"""What a compiler made of a Q/DQ model: precision of each layer, pairs that take effect, kernels that it added.
+
+All of it is read from types of kernels. A pair takes effect if the kernel of its consumer reads the tensor quantized:
+a product in which only one operand is quantized is computed in float, and a pair whose QuantizeLinear and consumer
+became one kernel saves no memory traffic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate  # type: ignore[import-untyped]
+
+from harness.explain.layers import is_low_precision
+from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, node_name, read_qdq_graph
+from harness.graph.rules.operator_sets import LINEAR_OPS, MOVEMENT_OPS
+from harness.runtimes.rtx_compile.compiler import Compilation
+from harness.runtimes.rtx_compile.layer_log import Kernel
+from search.space import Edge
+
+__all__ = ["SCOPE_NOTE", "CompiledLayer", "CompiledReport", "EdgeEffect", "explain_compilation"]
+
+SCOPE_NOTE = (
+    "What holds for TensorRT: refusals of the parser should (it is NVIDIA's ONNX parser; unverified). Refusals of the "
+    "builder and the kernels hold for TensorRT-RTX alone; a successful build proves neither speed nor kernels at run "
+    "time."
+)
+GENERATED_KINDS = frozenset({"kgen", "runtime_function"})
+"""Kernels that the compiler generates around a product, for instance to pad its channels."""
+LAYERS_TITLE = "Layers"
+EFFECT_TEXTS = {
+    "float": "the kernel reads it in float",
+    "inside": "QuantizeLinear and consumer became one kernel",
+    "unknown": "no kernel names the consumer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeEffect:
+    """A quantized edge of the file.
+
+    Attributes:
+        precision: The one that was asked for.
+        effect: "taken", or a key of `EFFECT_TEXTS`.
+        kernel: Kernel of the consumer; "" if none names it.
+    """
+
+    tensor: str
+    consumer: str
+    slot: int
+    precision: str
+    effect: str
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledLayer:
+    """An operator of the file that is linear or reads quantized tensors.
+
+    Attributes:
+        asked: Precisions of its inputs, "float" without a pair; of a linear operator data and weight.
+        compiled: Precision that its kernel computes in; "" if no kernel names it.
+        kernel: The kernel's name.
+        kind: The kernel's kind.
+    """
+
+    name: str
+    operator: str
+    asked: tuple[str, ...]
+    compiled: str
+    kernel: str
+    kind: str
+
+    @property
+    def is_fallback(self) -> bool:
+        """Return whether data and weight are quantized in the file, and the kernel computes in float."""
+        linear = self.operator in LINEAR_OPS and "float" not in self.asked
+        return linear and bool(self.compiled) and not is_low_precision(self.compiled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledReport:
+    """Report on a compiled model.
+
+    Attributes:
+        layers: In the order of the file.
+        edges: All quantized edges of the file.
+    """
+
+    compilation: Compilation
+    layers: tuple[CompiledLayer, ...]
+    edges: tuple[EdgeEffect, ...]
+
+    @property
+    def precision(self) -> Mapping[str, str]:
+        """Return the precision of each linear operator by name."""
+        return {layer.name: layer.compiled for layer in self.layers if layer.operator in LINEAR_OPS}
+
+    @property
+    def fallbacks(self) -> tuple[CompiledLayer, ...]:
+        """Return the linear operators whose pairs are pure overhead."""
+        return tuple(layer for layer in self.layers if layer.is_fallback)
+
+    @property
+    def idle_edges(self) -> tuple[EdgeEffect, ...]:
+        """Return the quantized edges without effect."""
+        return tuple(edge for edge in self.edges if edge.effect != "taken")
+
+    @property
+    def added_kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels that no node of the file became: changes of layout or type."""
+        return tuple(kernel for kernel in self.compilation.kernels if not kernel.origin)
+
+    def kernel_counts(self) -> Counter[str]:
+        """Return the number of kernels by kind and types of their inputs."""
+        return Counter(f"{kernel.kind} {'+'.join(_input_types(kernel)) or '-'}" for kernel in self.compilation.kernels)
+
+    def data(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {**asdict(self), "kernel_counts": dict(self.kernel_counts()), "note": SCOPE_NOTE}
+
+    def summary(self) -> list[str]:
+        """Return the head of the report, as lines."""
+        made = self.compilation
+        head = f"TensorRT-RTX {made.version} for {made.target}"
+        if made.refusal is not None:
+            return [f"{head}: {made.refusal}", SCOPE_NOTE]
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.kernel_counts().most_common())
+        asked = sum("float" not in layer.asked for layer in self.layers if layer.operator in LINEAR_OPS)
+        low = sum(map(is_low_precision, self.precision.values()))
+        taken = len(self.edges) - len(self.idle_edges)
+        return [
+            f"{head}: built in {made.build_s:.1f} s; nothing was timed. {len(made.kernels)} kernels: {counts}",
+            f"Linear operators: {len(self.precision)}; quantized in the file {asked}, in the kernels {low}",
+            f"Quantized edges: {len(self.edges)}; {taken} take effect"
+            + (f" ({taken / len(self.edges):.1%})" if self.edges else ""),
+            *(f"Warning of the compiler: {text}" for text in made.warnings),
+            SCOPE_NOTE,
+        ]
+
+    def lines(self, top: int) -> Iterator[str]:
+        """Yield the report as text; each table but that of the layers has at most `top` rows."""
+        yield from self.summary()
+        if self.compilation.refusal is not None:
+            return
+        for title, header, rows in self.tables():
+            shown = rows if title == LAYERS_TITLE else rows[:top]
+            yield f"{title}: {len(rows)}"
+            if rows:
+                yield from tabulate(shown, headers=header, tablefmt="plain", disable_numparse=True).splitlines()
+            if len(shown) < len(rows):
+                yield f"  and {len(rows) - len(shown)} more"
+
+    def html(self) -> str:
+        """Return the report as an HTML page, which opens offline."""
+        from harness.report.page.html_document import render_html
+
+        values = {"title": f"Compiled for {self.compilation.target}", "head": self.summary(), "tables": self.tables()}
+        return render_html("compiled.html.j2", (), {}, values)
+
+    def tables(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+        """Return the tables of the report: title, header, rows."""
+        layer_rows = [(e.name, e.operator, "/".join(e.asked), e.compiled or "-", e.kind) for e in self.layers]
+        idle = [
+            (e.tensor, f"{e.consumer or 'output'} {e.slot}", e.precision, EFFECT_TEXTS[e.effect])
+            for e in self.idle_edges
+        ]
+        added = [
+            (kernel.name, "+".join(_input_types(kernel)), "+".join(_types(kernel.outputs)))
+            for kernel in self.added_kernels
+        ]
+        return [
+            (LAYERS_TITLE, ("layer", "operator", "asked", "compiled", "kernel"), layer_rows),
+            (
+                "Silent fallbacks to float: the pairs cost time and gain nothing",
+                ("layer", "operator", "asked", "compiled", "kernel"),
+                [(e.name, e.operator, "/".join(e.asked), e.compiled, e.kind) for e in self.fallbacks],
+            ),
+            ("Pairs without effect", ("tensor", "consumer, input", "asked", "reason"), idle),
+            ("Kernels that only change layout or type", ("kernel", "from", "to"), added),
+        ]
+
+
+def explain_compilation(path: Path, compilation: Compilation) -> CompiledReport:
+    """Return what a compiler made of a file.
+
+    Args:
+        path: The file that was compiled.
+        compilation: Its verdict; without kernels the report has no layers.
+
+    Raises:
+        UserError: The file is no ONNX model.
+    """
+    if not compilation.kernels:
+        return CompiledReport(compilation=compilation, layers=(), edges=())
+    reader = _KernelReader(read_qdq_graph(path), compilation.kernels)
+    return CompiledReport(compilation=compilation, layers=tuple(reader.layers()), edges=reader.edges)
+
+
+class _KernelReader:
+    """Kernels of a file by the nodes that became them."""
+
+    def __init__(self, graph: QDQGraph, kernels: Sequence[Kernel]) -> None:
+        self._graph, self._kernels = graph, kernels
+
+    @cached_property
+    def _by_node(self) -> Mapping[str, list[Kernel]]:
+        found: dict[str, list[Kernel]] = {}
+        for kernel in self._kernels:
+            for name in dict.fromkeys(kernel.origin):
+                found.setdefault(name, []).append(kernel)
+        return found
+
+    @cached_property
+    def _nodes(self) -> Mapping[str, Any]:
+        return dict(zip(self._graph.labels, self._graph.proto.graph.node, strict=True))
+
+    def layers(self) -> Iterator[CompiledLayer]:
+        """Yield the layers that are linear or read quantized tensors, in the order of the file."""
+        asked = {(edge.consumer, edge.slot): edge for edge in self.edges}
+        for label, node in self._nodes.items():
+            linear = node.op_type in LINEAR_OPS
+            found = [asked.get((label, slot)) for slot in range(2 if linear else len(node.input))]
+            if node.op_type not in QDQ_OPS and (linear or any(found)):
+                kernel = next(iter(self._main_kernels(node)), None)
+                taken = next((edge.precision for edge in found if edge is not None and edge.effect == "taken"), "")
+                yield CompiledLayer(
+                    name=label,
+                    operator=node.op_type,
+                    asked=tuple("float" if edge is None else edge.precision for edge in found),
+                    compiled="" if kernel is None else taken or _float_type(kernel),
+                    kernel="" if kernel is None else kernel.name,
+                    kind="" if kernel is None else kernel.kind,
+                )
+
+    @cached_property
+    def edges(self) -> tuple[EdgeEffect, ...]:
+        """Quantized edges of the file."""
+        return tuple(self._explain_edge(edge, precision) for edge, precision in self._graph.edges.items())
+
+    def _explain_edge(self, edge: Edge, precision: str) -> EdgeEffect:
+        node = self._nodes.get(edge.consumer)
+        kernels = [] if node is None else self._main_kernels(node)
+        return EdgeEffect(
+            tensor=edge.tensor,
+            consumer=edge.consumer,
+            slot=edge.slot,
+            precision=precision,
+            effect=self._effect(node, edge.slot, kernels) if kernels else "unknown",
+            kernel=kernels[0].name if kernels else "",
+        )
+
+    def _main_kernels(self, node: Any) -> list[Kernel]:
+        """Return the kernels of a node; of a linear operator those that compute the product, if any is known."""
+        found = self._by_node.get(node_name(node), [])
+        products = [kernel for kernel in found if kernel.kind not in GENERATED_KINDS]
+        return products or found if node.op_type in LINEAR_OPS else found
+
+    def _effect(self, node: Any, slot: int, kernels: Sequence[Kernel]) -> str:
+        if node.op_type in LINEAR_OPS:
+            operands = len({*node.input[:2]})
+            return "taken" if any(_count_low_operands(kernel) >= operands for kernel in kernels) else "float"
+        dequantize = self._graph.producer_through(node.input[slot], frozenset({"Cast", "Identity"}))
+        quantize = None if dequantize is None else self._graph.producer.get(dequantize.input[0])
+        inside = quantize is not None and quantize.op_type != DEQUANTIZE
+        for kernel in kernels:
+            moves = node.op_type in MOVEMENT_OPS and any(map(is_low_precision, _types(kernel.outputs)))
+            alone = not (inside and node_name(quantize) in kernel.origin)
+            if moves or (alone and any(map(is_low_precision, _input_types(kernel)))):
+                return "taken"
+        return "inside" if inside and any(node_name(quantize) in kernel.origin for kernel in kernels) else "float"
+
+
+def _count_low_operands(kernel: Kernel) -> int:
+    return sum(is_low_precision(tensor.type) for tensor in (*kernel.inputs, *kernel.constants))
+
+
+def _float_type(kernel: Kernel) -> str:
+    types = (tensor.type for tensor in (*kernel.inputs, *kernel.constants, *kernel.outputs))
+    return next((kind for kind in types if not is_low_precision(kind)), "")
+
+
+def _types(tensors: Sequence[Any]) -> list[str]:
+    return list(dict.fromkeys(tensor.type for tensor in tensors))
+
+
+def _input_types(kernel: Kernel) -> list[str]:
+    return _types(kernel.inputs)

@@ -1,0 +1,91 @@
+"""Check of a Q/DQ file before anything is built: our rules, and the compiler where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.errors import CandidateError, UserError, suggest_names
+from harness.explain.compiled import SCOPE_NOTE
+from harness.explain.model_report import open_static_file
+from harness.graph.qdq.file_checks import QDQProblem, find_qdq_problems
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.runtimes.rtx_compile.compiler import TARGETS, Compilation, compile_file, require_target
+
+__all__ = ["CHECKED_DIALECTS", "FileVerdict", "check_file"]
+
+CHECKED_DIALECTS = ("tensorrt",)
+"""Dialects whose rules know files, not only placements of our own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileVerdict:
+    """Verdict on a file.
+
+    Attributes:
+        dialect: Dialect whose rules were applied.
+        target: Compute capability, as a key of `TARGETS`.
+        problems: Nodes that the rules refuse.
+        compilation: Verdict of the compiler; None if it was not asked.
+        reason: Why it was not asked; "" if it was.
+    """
+
+    dialect: str
+    target: str
+    problems: tuple[QDQProblem, ...]
+    compilation: Compilation | None
+    reason: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether the rules or the compiler refuse the file."""
+        return bool(self.problems) or (self.compilation is not None and self.compilation.refusal is not None)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict as text."""
+        refused = f"{len(self.problems)} nodes are refused" if self.problems else "nothing is refused"
+        yield f"Rules of dialect {self.dialect} at {self.target}: {refused}"
+        for problem in self.problems:
+            yield f"  {problem.rule}: {problem}"
+        made = self.compilation
+        if made is None:
+            yield f"Compiler: not asked: {self.reason}"
+            return
+        built = f"built, {len(made.kernels)} kernels" if made.refusal is None else str(made.refusal)
+        yield f"TensorRT-RTX {made.version} for {made.target}: {built}"
+        for text in made.warnings:
+            yield f"  warning: {text}"
+        yield SCOPE_NOTE
+
+    def data(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return {**asdict(self), "is_refused": self.is_refused, "note": SCOPE_NOTE}
+
+
+def check_file(
+    use: str, dialect: str, target: str, *, shapes: Mapping[str, str], dims: Mapping[str, int]
+) -> FileVerdict:
+    """Return the verdict on a model file.
+
+    Args:
+        use: ONNX file, `zoo:NAME` or `assets:PATH`.
+        dialect: One of `CHECKED_DIALECTS`.
+        target: Key of `TARGETS`.
+        shapes: Static shapes of dynamic inputs.
+        dims: Sizes of dynamic dimensions by symbol.
+
+    Raises:
+        UserError: The model cannot be read, or the dialect or the target is unknown.
+    """
+    if dialect not in CHECKED_DIALECTS:
+        raise UserError(f"--dialect {dialect}: no rules about files; {suggest_names(dialect, CHECKED_DIALECTS)}")
+    require_target(target)
+    with open_static_file(use, shapes, dims) as (path, _):
+        problems = tuple(find_qdq_problems(read_qdq_graph(path), TARGETS[target]))
+        compilation, reason = None, ""
+        try:
+            compilation = compile_file(path, target)
+        except (UserError, CandidateError) as error:
+            reason = str(error)
+    return FileVerdict(dialect=dialect, target=target, problems=problems, compilation=compilation, reason=reason)
