@@ -37,11 +37,14 @@ class Candidate:
             the first 16 hexadecimal digits of the file's SHA-256.
         edges: Quantized edges; empty for the float model and for models of other tools.
         source: Returns the path of the ONNX file, writing it first if needed. Replay and simulation never call it.
+        numerics: Contents of the Q/DQ pairs, where they differ from the default; one digest with different numerics is
+            one placement in different files.
     """
 
     digest: str
     edges: Resolved
     source: Callable[[], Path]
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
     "preprocessing": "qdq.preprocessings",
     "decoder": "qdq.decoders",
     "dialect": "qdq.dialects",
+    "range estimator": "qdq.range_estimators",
+    "weight estimator": "qdq.weight_estimators",
 }
 
 #: Methods of a class that is named as `package.module:Class`.
@@ -49,9 +51,14 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "benchmarker": ("build", "open", "describe"),
     "evaluator": ("score",),
     "preprocessing": ("prepare",),
+    "range estimator": ("collect", "ranges"),
 }
 #: Parameters of a function that is named as `package.module:function`.
-CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {"decoder": ("outputs", "prepared", "size"), "function": ()}
+CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "decoder": ("outputs", "prepared", "size"),
+    "function": (),
+    "weight estimator": ("rows", "quantize"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ def test_only_graph_imports_onnx():
         ("qdq.preprocessings", {"prepare"}),
         ("qdq.decoders", {"__call__"}),
         ("qdq.dialects", {"precisions", "opset"}),
+        ("qdq.range_estimators", {"collect", "ranges"}),
+        ("qdq.weight_estimators", {"__call__"}),
     ],
 )
 def test_every_declared_plug_in_loads_and_has_the_parts_of_its_kind(group, parts):

@@ -17,7 +17,7 @@ __all__ = ["list_plugins", "plugin_purpose"]
 
 
 def list_plugins() -> None:
-    """List searchers, benchmarkers, evaluators, preprocessings, decoders, dialects and zoo models in a line each.
+    """List searchers, benchmarkers, evaluators, preprocessings, estimators, dialects and zoo models in a line each.
 
     Example: `qdq list | grep searcher`
     """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from harness.errors import MAX_COUNT
+from harness import registry
+from harness.errors import MAX_COUNT, UserError
 
 __all__ = [
     "Budget", "Calibration", "ConfigSection", "Confirmation", "ExecutorSpec", "Limits", "ModelSpec", "PluginSpec",
@@ -107,20 +109,36 @@ def _require_mapping(value: Any) -> Any:
     return value
 
 
+def _require_plugin(kind: str, name: str) -> str:
+    """Reject a name that no plug-in of a kind has; a module is imported later, once it is known to be trusted."""
+    if ":" not in name:
+        try:
+            registry.find_entry_point(kind, name)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+    return name
+
+
 class Calibration(ConfigSection):
     """Source of activation ranges.
 
     Attributes:
         data: Data set (see `harness.accuracy.data.datasets`); None: random data, for which accuracy is meaningless.
-        method: Estimator of the range (see `harness.accuracy.calibration.ranges`).
+        method: Range estimator of activations (an entry point of `qdq.range_estimators`).
         percentile: Only for method "percentile"; usually 99.9 to 99.999.
         samples: Maximum number of samples.
+        weights: Range estimator of weights (an entry point of `qdq.weight_estimators`).
+        depthwise: Scales of the INT8 data of depthwise convolutions: one, or one for each channel.
+        symmetric: Whether INT8 activations have zero point 0; None: as the dialect has them.
     """
 
     data: Annotated[dict[str, Any] | None, BeforeValidator(_require_mapping)] = None
-    method: Literal["minmax", "max", "entropy", "percentile", "mse"] = "minmax"
+    method: Annotated[str, AfterValidator(partial(_require_plugin, "range estimator"))] = "minmax"
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
     samples: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 48
+    weights: Annotated[str, AfterValidator(partial(_require_plugin, "weight estimator"))] = "max"
+    depthwise: Literal["tensor", "channel"] = "tensor"
+    symmetric: bool | None = None
 
 
 def _shape_text(shape: Any) -> Any:

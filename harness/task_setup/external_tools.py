@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness.accuracy.calibration.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
-from harness.accuracy.calibration.ranges import Method
 from harness.api import Array
 from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
@@ -43,21 +42,24 @@ class PtqTool:
     Attributes:
         modules: What must be installed, by the name that is imported.
         precisions: Precisions that it quantizes to.
-        method_substitutes: Its nearest calibration method for each of `calibration.method` that it lacks.
+        methods: Its calibration methods, by our names.
     """
 
     modules: tuple[str, ...]
     precisions: tuple[str, ...]
-    method_substitutes: Mapping[Method, Method]
+    methods: tuple[str, ...]
+
+    def nearest_method(self, method: str) -> str:
+        """Return a method, or the nearest one that the tool has: entropy clips, as all but the mean of extremes do."""
+        return method if method in self.methods else "minmax" if method == "mean" else "entropy"
 
 
-_ORT_TOOL = PtqTool(modules=("onnxruntime",), precisions=("int8",), method_substitutes={"mse": "entropy"})
-"""Entropy, as both choose the clipping of a histogram that loses least."""
+_ORT_TOOL = PtqTool(modules=("onnxruntime",), precisions=("int8",), methods=("minmax", "max", "entropy", "percentile"))
 PTQ_TOOLS: Mapping[str, PtqTool] = {
     "modelopt_ptq": PtqTool(
         modules=("modelopt", "torch", "onnx_graphsurgeon"),
         precisions=("int8", "fp8"),
-        method_substitutes={"mse": "entropy", "percentile": "entropy"},
+        methods=("minmax", "max", "entropy"),
     ),
     "ort_static": _ORT_TOOL,
     SIGNED_ORT_TOOL: _ORT_TOOL,
@@ -109,7 +111,7 @@ def run_external_tool(name: str, order: QuantizationRequest, observer: Observer)
         observer.say(f"{order.source}: {name} cannot run: {reason}")
         return ExternalModel(name=name, path=None, reason=reason)
     asked = options.get("method", "minmax")
-    method = PTQ_TOOLS[name].method_substitutes.get(asked, asked)
+    method = PTQ_TOOLS[name].nearest_method(asked)
     options = {**options, "method": method}
     if name == SIGNED_ORT_TOOL:
         options = {**options, "dialect_name": _signed_dialect_name(options["dialect_name"])}
@@ -139,10 +141,10 @@ def unavailable_reason(name: str, precision: str) -> str:
     return ""
 
 
-def method_substitute(name: str, method: Method) -> str:
+def method_substitute(name: str, method: str) -> str:
     """Return the method that a tool uses instead of one that it lacks, or "" if it supports the method."""
-    instead = PTQ_TOOLS[name].method_substitutes.get(method)
-    return "" if instead is None else f"{name} has no calibration method {method} and calibrates by {instead}"
+    instead = PTQ_TOOLS[name].nearest_method(method)
+    return "" if instead == method else f"{name} has no calibration method {method} and calibrates by {instead}"
 
 
 def tool_remarks(experiment: Experiment) -> Iterator[str]:

@@ -28,6 +28,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, depthwise_inputs
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.graph.rules.points import explain_no_points
 from harness.progress import Observer
@@ -67,6 +68,7 @@ class Task:
         model_file: The baseline: the same, or its cast form, see `at`.
         initial_design: Placements that every searcher starts from.
         ranges: Lowest and highest value of each activation, from the calibration.
+        choices: Contents of the Q/DQ pairs.
         placements: By name, those of the seeds and of the fixed baselines.
         calibrated_on: What the ranges were taken from, for the tables.
         remarks: What is odd about the activations on calibration data, for the tables.
@@ -100,6 +102,7 @@ class Task:
     cast: Model | None = None
     facts: Facts = field(default_factory=dict)
     feeds: Iterable[Mapping[str, Array]] = ()
+    choices: NumericChoices = DEFAULT_CHOICES
 
     def with_benchmarkers(self, benchmarkers: Mapping[str, PluginSpec]) -> Task:
         """Return the task with the backend at its float precisions.
@@ -118,7 +121,7 @@ class Task:
             return task
         cast = load(file, source=self.model.source, min_opset=MIN_OPSET)
         require_all_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
-        inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
+        inserter = CastInserter(cast, self.dialect, self.ranges, self.model, self.choices)
         return replace(task, model_file=file, cast=cast, inserter=inserter)
 
     def runtime_input_file(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
@@ -157,7 +160,7 @@ class Task:
             with explain_write_errors(folder):
                 return self.inserter.write(resolved, folder, name=digest)
 
-        return Candidate(digest=digest, edges=resolved, source=source)
+        return Candidate(digest=digest, edges=resolved, source=source, numerics=self.choices.text)
 
 
 def compose_task(
@@ -244,6 +247,8 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     Raises:
         UserError: The calibration fails, or leaves no point of the space.
     """
+    choices = feeds.numeric_choices
+    choices.adapt_dialect(runtime.dialect)  # raises before minutes of calibration
     observed = _calibrate_ranges(space, model, model_file, feeds, observer, uncalibrated_abs_max)
     left, ranges = restrict_space(space, observed), finite_ranges(observed)
     if len(space):
@@ -256,13 +261,14 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         space=left,
         dialect=runtime.dialect,
         ranges=ranges,
-        inserter=Inserter(model, runtime.dialect, ranges),
+        inserter=Inserter(model, runtime.dialect, ranges, choices),
         calibrated_on=feeds.description,
         remarks=range_warnings(observed),
         work=model_file.parent,
         accuracy_only=runtime.emulated.intersection(spec.precisions),
         facts=runtime.facts,
         feeds=feeds,
+        choices=choices,
     )
 
 
@@ -327,6 +333,7 @@ def _calibrate_ranges(
                 model_file,
                 sorted(tensors),
                 feeds,
+                channels=depthwise_inputs(model) if feeds.numeric_choices.depthwise == "channel" else None,
                 progress=lambda _: step.advance(),
                 source=model.source,
             )

@@ -11,13 +11,15 @@ import onnx
 import pytest
 from fidelity_of import quantizer
 
-from harness.accuracy.calibration.ranges import METHODS, finite_ranges, range_warnings, require_quantizable
+from harness.accuracy.calibration.ranges import finite_ranges, range_warnings, require_quantizable
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
+from harness.registry import installed_plugins
 from search.space import Space
 
 TOKENS, WIDTH, HEADS = 16, 32, 4
+METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 
 
 def attention(largest: float = -1e4) -> onnx.ModelProto:

@@ -11,7 +11,6 @@ import pytest
 from fidelity_of import quantizer, scales
 
 from harness.accuracy.calibration.ranges import (
-    METHODS,
     CalibrationKey,
     cached_ranges,
     calibrate,
@@ -21,9 +20,11 @@ from harness.accuracy.calibration.ranges import (
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
 from harness.graph.rules.sentinels import MagnitudeHistogram, holds_sentinel
+from harness.registry import installed_plugins
 
 DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT]
 PADS = [0, 0, 1, 1, 0, 0, 1, 1]
+METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 
 
 def stem(none: float, *, joined: bool = False) -> onnx.ModelProto:

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 from onnx import numpy_helper
 
-from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, restrict_space
+from harness.accuracy.calibration.ranges import Ranges, calibrate, finite_ranges, restrict_space
 from harness.graph.load import load_proto, save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
@@ -56,7 +56,7 @@ class Quantizer:
 
 
 def quantizer(
-    proto: onnx.ModelProto, dialect: Dialect, feeds: Sequence[Feed], folder: Path, method: Method = "minmax"
+    proto: onnx.ModelProto, dialect: Dialect, feeds: Sequence[Feed], folder: Path, method: str = "minmax"
 ) -> Quantizer:
     """Load, calibrate and prepare a model."""
     model = load_proto(proto, source="m.onnx", sha256="0")

@@ -13,6 +13,7 @@ from harness.api import Array
 from harness.config.sections import ModelSpec
 from harness.errors import MAX_COUNT
 from harness.graph.model import Model
+from harness.graph.quantize.numeric_choices import NumericChoices
 from harness.graph.rules.dialects import Dialect
 from harness.random_inputs import InputTypes
 
@@ -65,6 +66,17 @@ class CalibrationBatches:
     def batch_label(self, index: int) -> str:
         """Return the name of the data of a batch for messages."""
         return self._batches.batch_label(index)
+
+    @property
+    def numeric_choices(self) -> NumericChoices:
+        """Return the choices of the specification."""
+        return NumericChoices(
+            activations=self.settings.method,
+            percentile=self.settings.percentile,
+            weights=self.settings.weights,
+            depthwise=self.settings.depthwise,
+            symmetric=self.settings.symmetric,
+        )
 
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """Return the options for PTQ tools."""

@@ -24,44 +24,33 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
 
-from harness.accuracy.calibration.usable_ranges import SentinelRange, is_finite
+from harness.accuracy.calibration.range_estimators import (
+    RangeBounds,
+    SentinelObserver,
+    join_ranges,
+    min_and_max,
+)
 from harness.api import Array
 from harness.errors import UserError
-from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, MagnitudeHistogram
 
 __all__ = [
-    "AbsMaxCalibrator", "ActivationObserver", "HistogramCalibrator", "MinMaxCalibrator", "RangeBounds",
-    "RangeCalibrator", "SentinelObserver", "join_ranges", "runtime_operators",
+    "ActivationObserver", "EntropyCalibrator", "HistogramCalibrator", "L2Calibrator", "MSECalibrator",
+    "PercentileCalibrator", "runtime_operators",
 ]  # fmt: skip
 
 _MAX_BIN_GROWTH = 4
-_BIN_COUNT_BY_METHOD = {"entropy": 511, "percentile": 2048, "mse": 2048}
 _QUANTIZED_BIN_COUNT = 128
 _QUANTIZATION_STEP_COUNT = 255
-_MAX_HALF_MAGNITUDE = 6e4
-RangeBounds = tuple[float, float]
-
-
-class RangeCalibrator(Protocol):
-    """Takes the activations of one batch after the other; holds no activation itself."""
-
-    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """Add activations, by tensor name."""
-        ...
-
-    def ranges(self) -> dict[str, RangeBounds]:
-        """Return the range of each tensor seen so far; a bound is not finite if a value was NaN or infinite."""
-        ...
+_MAX_L2_ROUNDS = 8
 
 
 class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
@@ -77,7 +66,7 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
         UserError: A tensor is not among the float activations of the model.
     """
 
-    def __init__(self, model_path: Path, folder: Path, tensors: Collection[str], collector: RangeCalibrator) -> None:
+    def __init__(self, model_path: Path, folder: Path, tensors: Collection[str], collector: SentinelObserver) -> None:
         super().__init__(model_path, augmented_model_path=str(folder / "augmented.onnx"), use_external_data_format=True)
         self.collector = collector
         self._chosen = frozenset(tensors)
@@ -119,49 +108,19 @@ def runtime_operators() -> frozenset[tuple[str, str]]:
     return frozenset((domain, name) for domain, name in every if not name.endswith("_TRT"))
 
 
-class MinMaxCalibrator:
-    """Smallest and largest value of each tensor."""
-
-    def __init__(self) -> None:
-        self._ranges: dict[str, RangeBounds] = {}
-
-    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `RangeCalibrator.collect`."""
-        for name, parts in arrays.items():
-            for values in parts:
-                if values.size:
-                    found = _min_and_max(values)
-                    self._ranges[name] = join_ranges(self._ranges.get(name, found), found)
-
-    def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeCalibrator.ranges`."""
-        return dict(self._ranges)
-
-
-class AbsMaxCalibrator(MinMaxCalibrator):
-    """The largest magnitude to both sides, as TensorRT and ModelOpt take it ("max"); one side where all values are."""
-
-    def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeCalibrator.ranges`."""
-        return {name: _is_two_sided(low, high) for name, (low, high) in super().ranges().items()}
-
-
 class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
-    """ONNX Runtime's histograms of the values, and the range that a method takes from them.
-
-    Entropy: the symmetric threshold with the smallest Kullback-Leibler divergence between the clipped and the
-    quantized histogram, then clipped to the values seen (S. Migacz, "8-bit Inference with TensorRT", GTC 2017,
-    s7310). Percentile: the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, also clipped. MSE: the symmetric
-    threshold with the smallest mean squared error of 8-bit integers, also clipped; see `_minimize_clipping_error`.
+    """ONNX Runtime's histograms of the values; each subclass takes a range from them by one method.
 
     Args:
-        method: "entropy", "percentile" or "mse".
-        percentile: Share of the values inside, in per cent; for method "percentile".
+        percentile: Share of the values inside, in per cent; for `PercentileCalibrator`.
     """
 
-    def __init__(self, method: str, percentile: float) -> None:
+    method_name: ClassVar[str]
+    bin_count: ClassVar[int] = 2048
+
+    def __init__(self, percentile: float = 99.99) -> None:
         super().__init__(
-            method=method, symmetric=False, num_bins=_BIN_COUNT_BY_METHOD[method],
+            method=self.method_name, symmetric=False, num_bins=self.bin_count,
             num_quantized_bins=_QUANTIZED_BIN_COUNT, percentile=percentile,
             scenario="same",
         )  # fmt: skip
@@ -169,12 +128,12 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
         self._broken: dict[str, RangeBounds] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `RangeCalibrator.collect`."""
+        """See `RangeEstimator.collect`."""
         for name, parts in arrays.items():
             for values in parts:
                 if not values.size:
                     continue
-                found = _min_and_max(values)
+                found = min_and_max(values)
                 if all(map(math.isfinite, found)):
                     self._zeros[name] = self._zeros.get(name, 0) + values.size - int(np.count_nonzero(values))
                     self.collect_value({name: values.astype(np.float64)})
@@ -191,7 +150,7 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
         return super().merge_histogram(old, values, low, high, threshold)
 
     def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeCalibrator.ranges`."""
+        """See `RangeEstimator.ranges`."""
         found = {}
         for name, (low, high) in self._thresholds().items():
             if low > high:  # compute_percentile takes the lower edge of a bin: a constant ends below itself
@@ -200,14 +159,100 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
         return found | self._broken
 
     def _thresholds(self) -> dict[str, RangeBounds]:
-        if self.method == "mse":
-            return {
-                name: _minimize_clipping_error(histogram, self._zeros[name])
-                for name, histogram in self.histogram_dict.items()
-            }
+        found = self.histogram_dict.items()
+        return {name: self._range_of_histogram(histogram, self._zeros[name]) for name, histogram in found}
+
+    def _range_of_histogram(self, histogram: Sequence[Any], zeros: int) -> RangeBounds:
+        raise NotImplementedError
+
+
+class PercentileCalibrator(HistogramCalibrator):
+    """Take the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, clipped to the values seen."""
+
+    method_name = "percentile"
+
+    def _thresholds(self) -> dict[str, RangeBounds]:
         with contextlib.redirect_stdout(io.StringIO()):
-            found = self.compute_entropy() if self.method == "entropy" else self.compute_percentile()
-        return {name: bounds[:2] for name, bounds in found.items()}
+            return {name: bounds[:2] for name, bounds in self.compute_percentile().items()}
+
+
+class EntropyCalibrator(HistogramCalibrator):
+    """Take the symmetric threshold with the least Kullback-Leibler divergence of the quantized histogram, clipped.
+
+    S. Migacz, "8-bit Inference with TensorRT", GTC 2017, s7310.
+    """
+
+    method_name = "entropy"
+    bin_count = 511
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _thresholds(self) -> dict[str, RangeBounds]:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return {name: bounds[:2] for name, bounds in self.compute_entropy().items()}
+
+
+class MSECalibrator(HistogramCalibrator):
+    """Take the symmetric threshold with the least mean squared error of 8-bit integers, clipped to the values seen."""
+
+    method_name = "mse"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _range_of_histogram(self, histogram: Sequence[Any], zeros: int) -> RangeBounds:
+        return _minimize_clipping_error(histogram, zeros)
+
+
+class L2Calibrator(HistogramCalibrator):
+    """Take the range with the least squared error of 8-bit integers, both ends by themselves.
+
+    The aim of the norm minimization of PyTorch's `HistogramObserver` (after Caffe2's norm_minimization.cc), which moves
+    the ends by quantiles; here each end in turn takes the best of all edges of bins, until none moves.
+    """
+
+    method_name = "l2"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _range_of_histogram(self, histogram: Sequence[Any], zeros: int) -> RangeBounds:
+        counts, edges, low, high = histogram[:4]
+        half = len(counts) // 2
+        sides = [
+            _Side(counts[half:], edges[half:], max(high, 0)),
+            _Side(counts[:half][::-1], -edges[: half + 1][::-1], max(-low, 0)),
+        ]
+        ends = [side.bounds[-1] for side in sides]
+        for _ in range(_MAX_L2_ROUNDS):
+            before = list(ends)
+            for side, index in ((sides[0], 0), (sides[1], 1)):
+                other = sides[1 - index]
+                within = side.inside + other.inside[np.searchsorted(other.bounds, ends[1 - index])] - zeros
+                steps = (side.bounds + ends[1 - index]) / _QUANTIZATION_STEP_COUNT
+                ends[index] = side.bounds[np.argmin(side.clipped + within * steps**2 / 12)]
+            if ends == before:
+                break
+        return max(float(low), -float(ends[1])), min(float(high), float(ends[0]))
+
+
+class _Side:
+    """Values on one side of 0, as magnitudes.
+
+    Attributes:
+        bounds: Ends that are tried: the edges of bins, at most the largest value.
+        inside: Number of values within each.
+        clipped: Squared error of those beyond each.
+    """
+
+    def __init__(self, counts: Array, edges: Array, largest: float) -> None:
+        counts = counts.astype(np.float64)
+        middles = (edges[:-1] + edges[1:]) / 2
+        self.bounds = np.minimum(edges[1:], largest)
+        self.inside = np.cumsum(counts)
+        beyond = [np.append(np.cumsum((counts * middles**power)[::-1])[::-1][1:], 0.0) for power in (0, 1, 2)]
+        self.clipped = beyond[2] - 2 * edges[1:] * beyond[1] + edges[1:] ** 2 * beyond[0]
 
 
 def _minimize_clipping_error(histogram: Sequence[Any], zeros: int) -> RangeBounds:
@@ -245,66 +290,3 @@ class _SingleBatchReader:
     def get_next(self) -> Mapping[str, Array] | None:
         batch, self._batch = self._batch, None
         return batch
-
-
-def _min_and_max(values: Array) -> RangeBounds:
-    low, high = float(np.min(values)), float(np.max(values))
-    if values.dtype != np.float16:
-        return low, high
-    return (-math.inf if low < -_MAX_HALF_MAGNITUDE else low), (math.inf if high > _MAX_HALF_MAGNITUDE else high)
-
-
-def join_ranges(first: RangeBounds, second: RangeBounds) -> RangeBounds:
-    """Return the smallest range that contains two ranges; NaN if one of them has NaN."""
-    return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
-
-
-def _is_two_sided(low: float, high: float) -> RangeBounds:
-    amax = max(-low, high)
-    return (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)
-
-
-class SentinelObserver(MinMaxCalibrator):
-    """Observe sentinels and tensors with few values, in addition to the ranges of another calibrator.
-
-    Tensors with few values (masks of 0 and 1) keep their full range, whatever share of the values the method keeps.
-
-    Args:
-        collector: Calibrator of all other tensors.
-    """
-
-    def __init__(self, collector: RangeCalibrator) -> None:
-        super().__init__()
-        self._collector = collector
-        self._spreads: dict[str, MagnitudeHistogram] = defaultdict(MagnitudeHistogram)
-
-    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `RangeCalibrator.collect`."""
-        super().collect(arrays)
-        self._collector.collect(arrays)
-        for name, parts in arrays.items():
-            largest = max(map(abs, self._ranges.get(name, (math.nan,))))
-            for values in parts:
-                # Without large values only masks of few values matter, and one batch shows that a tensor is none.
-                if math.isfinite(largest) and (
-                    largest >= MIN_SENTINEL_MAGNITUDE or self._spreads[name].has_few_magnitudes
-                ):
-                    self._spreads[name].add(values)
-
-    def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeCalibrator.ranges`."""
-        whole, found = super().ranges(), self._collector.ranges()
-        for name, spread in self._spreads.items():
-            if not is_finite(whole[name]):
-                continue
-            if spread.has_sentinel:
-                found[name] = _sentinel_range(*whole[name])
-            elif spread.has_few_magnitudes:
-                found[name] = join_ranges(whole[name], found[name])
-        return found
-
-
-def _sentinel_range(low: float, high: float) -> SentinelRange:
-    """Return the range of a tensor with a sentinel on one side, or on both."""
-    least = 0.9 * max(-low, high)
-    return SentinelRange(-math.inf if -low >= least else low, math.inf if high >= least else high)

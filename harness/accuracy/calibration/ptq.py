@@ -22,7 +22,6 @@ from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
-from harness.accuracy.calibration.ranges import Method
 from harness.api import Array
 from harness.errors import BuildFailed, UserError
 from harness.graph.io.files import copy_model, move_model
@@ -54,7 +53,7 @@ class PtqOptions(TypedDict, total=False):
     """
 
     dialect_name: Required[str]
-    method: Method
+    method: str
     percentile: float
     precision: str
     limit_s: float

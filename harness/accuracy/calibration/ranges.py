@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,24 +33,24 @@ from harness.accuracy.calibration.usable_ranges import (
     restrict_space,
 )
 from harness.api import Array
-from harness.errors import UserError, suggest_names
+from harness.errors import UserError
 from harness.graph.io.files import copy_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import truncate_before_plugins
+from harness.graph.quantize.numeric_choices import is_channel_name
 from harness.paths import cache_dir
 
 if TYPE_CHECKING:
-    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver, RangeCalibrator
+    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
+    from harness.accuracy.calibration.range_estimators import SentinelObserver
 
 __all__ = [
-    "METHODS", "CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate", "explain_unrunnable",
+    "CalibrationKey", "Ranges", "cached_ranges", "calibrate", "calibrate_by_methods", "explain_unrunnable",
     "finite_ranges", "range_warnings", "require_quantizable", "restrict_space",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["minmax", "max", "entropy", "percentile", "mse"]
-METHODS: tuple[Method, ...] = get_args(Method)
 _SCHEMA_VERSION = 3
 _OBSERVERS: dict[Path, ActivationObserver] = {}  # of the helper process
 
@@ -63,7 +63,7 @@ class CalibrationKey:
         model_sha256: Of the model file.
         data: Fingerprint of the calibration data, or what it was drawn from ("random:0").
         preprocess: Name of the preprocessing; "" where there is none.
-        method: How a range is taken from the values.
+        method: Range estimator.
         percentile: For method "percentile"; the others ignore it.
         samples: Number of batches at most.
     """
@@ -71,7 +71,7 @@ class CalibrationKey:
     model_sha256: str
     data: str
     preprocess: str = ""
-    method: Method = "minmax"
+    method: str = "minmax"
     percentile: float = 99.99
     samples: int
 
@@ -81,12 +81,49 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
     *,
-    method: Method = "minmax",
+    method: str = "minmax",
     percentile: float = 99.99,
+    channels: Mapping[str, int] | None = None,
     progress: Callable[[int], None] | None = None,
     source: str = "",
 ) -> Ranges:
-    """Run the float model on calibration data and take the range of each tensor.
+    """Run the float model on calibration data and take the range of each tensor; see `calibrate_by_methods`.
+
+    Args:
+        model_path: ONNX file of the float model; its folder is left as it is.
+        tensors: Activations to observe.
+        batches: Input arrays by name.
+        method: Range estimator; see the entry points of `qdq.range_estimators`.
+        percentile: Share of the values inside the range, in per cent; for method "percentile".
+        channels: Number of channels of tensors whose channels have ranges too.
+        progress: Called with the number of batches done after each one.
+        source: Name of the model in messages.
+    """
+    found = calibrate_by_methods(
+        model_path,
+        tensors,
+        batches,
+        methods=(method,),
+        percentile=percentile,
+        channels=channels,
+        progress=progress,
+        source=source,
+    )
+    return found[method]
+
+
+def calibrate_by_methods(  # noqa: PLR0913 - one option, one parameter
+    model_path: Path,
+    tensors: Collection[str],
+    batches: Iterable[Mapping[str, Array]],
+    *,
+    methods: Collection[str],
+    percentile: float = 99.99,
+    channels: Mapping[str, int] | None = None,
+    progress: Callable[[int], None] | None = None,
+    source: str = "",
+) -> dict[str, Ranges]:
+    """Run the float model once on calibration data and take the range of each tensor by each method.
 
     All activations of one batch are in memory at a time, never those of two.
 
@@ -94,28 +131,30 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
         model_path: ONNX file of the float model; its folder is left as it is.
         tensors: Activations to observe, inputs and outputs of the model among them if wanted.
         batches: Input arrays by name, any iterable of them; read once, one at a time.
-        method: "minmax": all values seen. "max": the largest magnitude to both sides, see `_observer.AbsMaxCalibrator`.
-            "entropy", "percentile", "mse": a part of the values, see `_observer.HistogramCalibrator`.
+        methods: Range estimators; see the entry points of `qdq.range_estimators`.
         percentile: Share of the values inside the range, in per cent; for method "percentile".
+        channels: Number of channels (axis 1) of tensors whose channels have ranges too, by the names that
+            `harness.graph.quantize.numeric_choices.channel_name` gives.
         progress: Called with the number of batches done after each one.
         source: What messages call the model; by default its file.
 
     Returns:
-        Lowest and highest value of each tensor. A tensor that no scale can be made for has one that `finite_ranges`
-        leaves out and `remarks` explains: (0.0, 0.0) where it is always zero or empty; bounds that are not finite where
-        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.rules.sentinels`), and
-        where it is behind a plug-in operator, so not observed; finite ones beyond `MAX_CONSTANT_MAGNITUDE` or within
-        `MIN_CONSTANT_SCALE`.
+        By method, the lowest and highest value of each tensor, and of the channels seen. A tensor that no scale can be
+        made for has one that `finite_ranges` leaves out and `range_warnings` explains: (0.0, 0.0) where it is always
+        zero or empty; bounds that are not finite where it has NaN or infinite values, beyond 6e4 in float16, or a
+        sentinel (`harness.graph.rules.sentinels`), and where it is behind a plug-in operator, so not observed; finite
+        ones beyond `MAX_CONSTANT_MAGNITUDE` or within `MIN_CONSTANT_SCALE`.
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
     from harness.accuracy.calibration.histogram_calibrators import runtime_operators
+    from harness.accuracy.calibration.range_estimators import SentinelObserver, create_estimator
 
     if not tensors:
-        return {}
-    calibrator = _create_calibrator(method, percentile)
+        return {method: {} for method in methods}
+    observed = SentinelObserver({method: create_estimator(method, percentile) for method in methods}, channels)
     done, source = 0, source or model_path.name
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
@@ -129,7 +168,7 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
             )
         try:
             what = f"calibration of {source}"
-            call_in_helper_process(what, _open_observer, copy, ahead, calibrator, what, factor=RUNTIME_FACTOR)
+            call_in_helper_process(what, _open_observer, copy, ahead, observed, what, factor=RUNTIME_FACTOR)
             for done, batch in enumerate(batches, start=1):
                 batch_name = _format_batch_name(batches, done)
                 _check_inputs(batch, batch_name)
@@ -138,25 +177,28 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
                 if progress is not None:
                     progress(done)
         finally:
-            collector = call_in_helper_process(what, _close_observer, copy)
+            seen = call_in_helper_process(what, _close_observer, copy)
     if not done:
         raise UserError(f"calibration of {source}: there is no data; give at least one batch")
-    seen = {} if collector is None else collector.ranges()
-    found = {name: EMPTY_RANGE if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
-    if not any(map(is_finite, found.values())):
-        raise UserError(
-            f"calibration of {source}: every activation has NaN, infinite or huge values; "
-            "check the model and the preprocessing of the calibration data"
-        )
-    return found
+    found = {method: {} if seen is None else seen[method] for method in methods}
+    for ranges in found.values():
+        given = {name: EMPTY_RANGE if name in behind else ranges.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+        if not any(map(is_finite, given.values())):
+            raise UserError(
+                f"calibration of {source}: every activation has NaN, infinite or huge values; "
+                "check the model and the preprocessing of the calibration data"
+            )
+        by_channel = {name: ranges[name] for name in sorted(ranges.keys() - given.keys())}
+        ranges.clear()
+        ranges.update(given | by_channel)
+    return dict(found)
 
 
-def _open_observer(model_path: Path, tensors: Collection[str], calibrator: RangeCalibrator, what: str) -> None:
+def _open_observer(model_path: Path, tensors: Collection[str], collector: SentinelObserver, what: str) -> None:
     """Start a calibration in the helper process, which keeps it until `_close_observer`."""
-    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver, SentinelObserver
+    from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
 
     with _translate_runtime_errors(what):
-        collector = SentinelObserver(calibrator)
         _OBSERVERS[model_path] = ActivationObserver(model_path, model_path.parent, tensors, collector)
 
 
@@ -167,9 +209,9 @@ def _observe(model_path: Path, batch: Mapping[str, Array], what: str) -> None:
         _OBSERVERS[model_path].observe(batch)
 
 
-def _close_observer(model_path: Path) -> RangeCalibrator | None:
+def _close_observer(model_path: Path) -> dict[str, dict[str, tuple[float, float]]] | None:
     observer = _OBSERVERS.pop(model_path, None)
-    return None if observer is None else observer.collector
+    return None if observer is None else observer.collector.ranges_by_estimator()
 
 
 def explain_unrunnable(model_path: Path) -> str:
@@ -208,12 +250,13 @@ def _check_inputs(batch: Mapping[str, Array], batch_name: str) -> None:
             )
 
 
-def cached_ranges(
+def cached_ranges(  # noqa: PLR0913 - one option, one parameter
     key: CalibrationKey,
     model_path: Path,
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
     *,
+    channels: Mapping[str, int] | None = None,
     progress: Callable[[int], None] | None = None,
     source: str = "",
 ) -> Ranges:
@@ -229,7 +272,8 @@ def cached_ranges(
     Raises:
         UserError: See `calibrate`.
     """
-    path = _cache_path(key, tensors)
+    channels = {name: count for name, count in (channels or {}).items() if name in tensors}
+    path = _cache_path(key, tensors, channels)
     known = None if path is None else _read_cache(path, tensors)
     if known is not None:
         return known
@@ -239,26 +283,13 @@ def cached_ranges(
         batches,
         method=key.method,
         percentile=key.percentile,
+        channels=channels,
         progress=progress,
         source=source,
     )
     if path is not None:
         _write_cache(path, key, ranges)
     return ranges
-
-
-def _create_calibrator(method: Method, percentile: float) -> RangeCalibrator:
-    from harness.accuracy.calibration.histogram_calibrators import (
-        AbsMaxCalibrator,
-        HistogramCalibrator,
-        MinMaxCalibrator,
-    )
-
-    if method not in METHODS:
-        raise UserError(f"calibration: no method {method!r}; {suggest_names(method, METHODS)}")
-    if method in ("minmax", "max"):
-        return MinMaxCalibrator() if method == "minmax" else AbsMaxCalibrator()
-    return HistogramCalibrator(method, percentile)
 
 
 @contextlib.contextmanager
@@ -277,12 +308,13 @@ def _translate_runtime_errors(where: str) -> Iterator[None]:
         raise UserError(f"{where}: the float model does not run: {words}") from error
 
 
-def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
+def _cache_path(key: CalibrationKey, tensors: Collection[str], channels: Mapping[str, int]) -> Path | None:
     import onnxruntime
 
     facts = asdict(key) | {
         "percentile": key.percentile if key.method == "percentile" else None,
         "tensors": sorted(tensors),
+        **({"channels": channels} if channels else {}),
         "onnxruntime": onnxruntime.__version__,
         "schema": _SCHEMA_VERSION,
     }
@@ -301,7 +333,7 @@ def _read_cache(path: Path, tensors: Collection[str]) -> Ranges | None:
         kept = json.loads(path.read_bytes(), parse_constant=_refuse_json_constant)
         found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
         found |= {name: SentinelRange(*found[name]) for name in kept["sentinels"]}
-        if found.keys() != set(tensors):
+        if {name for name in found if not is_channel_name(name)} != set(tensors):
             raise ValueError("its ranges are not those of the key")
     except FileNotFoundError:
         return None

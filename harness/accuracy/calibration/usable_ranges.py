@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from harness.errors import UserError
+from harness.graph.quantize.numeric_choices import is_channel_name
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTANT_SCALE
 from search.space import Edge, Space
 
@@ -34,8 +35,12 @@ class SentinelRange(NamedTuple):
 
 
 def finite_ranges(ranges: Ranges) -> Ranges:
-    """Return the ranges that a scale can be made of; the other tensors are to stay float, see `remarks`."""
-    return {name: pair for name, pair in ranges.items() if is_finite(pair) and not _is_constant_zero(pair)}
+    """Return the ranges that a scale can be made of; the other tensors stay float, see `range_warnings`."""
+    return {
+        name: pair
+        for name, pair in ranges.items()
+        if is_finite(pair) and (is_channel_name(name) or not _is_constant_zero(pair))
+    }
 
 
 def is_finite(pair: tuple[float, float]) -> bool:
@@ -68,6 +73,7 @@ def _quantizable_edges(edges: Iterable[Edge], broken: Collection[str], apart: Co
 
 def range_warnings(ranges: Ranges) -> tuple[str, ...]:
     """Return warnings about the ranges for a reader of results, one line per kind; empty if there are none."""
+    ranges = {name: pair for name, pair in ranges.items() if not is_channel_name(name)}
     sentinels = [name for name, pair in ranges.items() if isinstance(pair, SentinelRange)]
     unseen = [name for name, pair in ranges.items() if pair == EMPTY_RANGE]
     named = {*sentinels, *unseen}

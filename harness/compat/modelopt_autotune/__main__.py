@@ -101,7 +101,7 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], job: Autot
         for idle in ineffective_flags(options, backend.params, typed=not untyped_linear_inputs(model)):
             say(f"without effect: {idle}")
         # Files are checked before anything is timed.
-        calibration_batches(model, options.calibration_data, options.calibration_samples)
+        calibration_batches(model, job.config)
         if job.qdq_baseline is not None:
             import_placement(job.qdq_baseline, model)
         use = _select_float_baseline(backend, save_to_folder(model, Path(scratch) / "float"), job)
@@ -175,6 +175,10 @@ def _make_job(options: argparse.Namespace, schemes_per_region: int, observer: Ob
         seed=options.seed,
         calibration_data=options.calibration_data,
         calibration_samples=options.calibration_samples,
+        calibration_method=options.calibration_method,
+        weight_method=options.weight_method,
+        depthwise=options.depthwise,
+        symmetric=options.symmetric,
     )
     return AutotuneJob(
         output_dir=_make_output_folder(options.output_dir),

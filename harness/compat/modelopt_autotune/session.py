@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from harness import registry
 from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, CalibrationBatches
 from harness.compat.modelopt_autotune.region_index import PlacementMap, RegionIndex
@@ -328,7 +330,7 @@ def _make_task(
     Raises:
         UserError: The calibration fails, or leaves nothing to quantize.
     """
-    feeds = calibration_batches(model, config.calibration_data, config.calibration_samples)
+    feeds = calibration_batches(model, config)
     if feeds.is_random:
         _logger.info("%s: calibrated on random data: do not trust any accuracy", model.source)
     task = calibrate_task(
@@ -344,27 +346,35 @@ def _make_task(
     return task.with_benchmarkers({MAIN_BENCHMARKER: backend})
 
 
-def calibration_batches(model: Model, path: str | None, samples: int | None) -> CalibrationBatches:
-    """Open a file of arrays as calibration data.
-
-    Args:
-        path: An `.npz` or `.npy` file; None: random data.
-        samples: Maximum number of samples, evenly spread over the file; None: all.
+def calibration_batches(model: Model, config: Config) -> CalibrationBatches:
+    """Open the calibration data of a configuration.
 
     Raises:
-        AutotunerError: The file is neither `.npz` nor `.npy`.
-        UserError: It cannot be read, or does not fit the inputs of the model.
+        AutotunerError: The file is neither `.npz` nor `.npy`, or a choice is none that there is.
+        UserError: The file cannot be read, or does not fit the inputs of the model.
     """
-    if path is None:
-        calibration = Calibration(samples=RANDOM_SAMPLES)
-    else:
+    choices = {
+        "method": config.calibration_method,
+        "weights": config.weight_method,
+        "depthwise": config.depthwise,
+        "symmetric": config.symmetric,
+    }
+    path = config.calibration_data
+    data: dict[str, Any] | None = None
+    if path is not None:
         kind = Path(path).suffix.removeprefix(".")
         if kind not in ("npz", "npy"):
             raise AutotunerError(
                 f"calibration_data {path}: an .npz file with an array for each input of the model, samples first; "
                 "images are for 'qdq run', which knows how to turn them into inputs"
             )
-        calibration = Calibration(data={"use": kind, "path": path}, samples=samples or ALL_SAMPLES)
+        data = {"use": kind, "path": path}
+    samples = RANDOM_SAMPLES if data is None else config.calibration_samples or ALL_SAMPLES
+    try:
+        calibration = Calibration.model_validate({"data": data, "samples": samples, **choices})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise AutotunerError(f"calibration {problem['loc'][0]}: {problem['msg']}") from error
     spec = ModelSpec(use=model.source, calibration=calibration)
     return CalibrationBatches(spec, model, input_types(model), spread=True)
 

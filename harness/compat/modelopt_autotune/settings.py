@@ -79,6 +79,10 @@ class Config:
         seed: Seed of the searcher.
         calibration_data: An `.npz` file with an array for each input, samples first; None: random data.
         calibration_samples: Maximum number of its samples, evenly spread over the file; None: all.
+        calibration_method: Range estimator of activations.
+        weight_method: Range estimator of weights.
+        depthwise: Scales of the data of depthwise convolutions: one ("tensor"), or one for each channel ("channel").
+        symmetric: Whether INT8 activations have zero point 0; None: as the dialect has them.
     """
 
     verbose: bool = False
@@ -101,6 +105,10 @@ class Config:
     seed: int = 0
     calibration_data: str | None = None
     calibration_samples: int | None = None
+    calibration_method: str = "minmax"
+    weight_method: str = "max"
+    depthwise: str = "tensor"
+    symmetric: bool | None = None
 
     def __post_init__(self) -> None:
         self.default_dq_dtype = parse_dq_dtype(self.default_dq_dtype)
@@ -273,6 +281,20 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "type": int,
             "metavar": "N",
             "help": "calibrate on N samples of --calibration_data, evenly spread over the file (default: all)",
+        },
+        "--calibration_method": {
+            "default": "minmax",
+            "help": f"range estimator of activations, see qdq list {_DEFAULT}",
+        },
+        "--weight_method": {"default": "max", "help": f"range estimator of weights, see qdq list {_DEFAULT}"},
+        "--depthwise": {
+            "choices": ("tensor", "channel"),
+            "default": "tensor",
+            "help": f"scales of the INT8 data of depthwise convolutions: one, or one for each channel {_DEFAULT}",
+        },
+        "--symmetric": {
+            "action": argparse.BooleanOptionalAction,
+            "help": "INT8 activations with zero point 0 (default: as the runtime takes them)",
         },
     },
     "Benchmark": {

@@ -31,6 +31,10 @@ _MAX_STATE_BYTES = 256 << 20
 _CONFIG_CHANGES = {
     "calibration_data": "models that are written have the scales of the present data",
     "calibration_samples": "models that are written have the scales of the present samples",
+    **dict.fromkeys(
+        ("calibration_method", "weight_method", "depthwise", "symmetric"),
+        "models that are written have the present scales; earlier measurements count",
+    ),
     "searcher": "measurements of the other searcher count",
 }
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from harness import registry
-from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, range_warnings
+from harness.accuracy.calibration.ranges import Ranges, calibrate, finite_ranges, range_warnings
 from harness.api import Array
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
 from harness.compat.tao_specs.spec import Dtype, LayerSpec
@@ -56,7 +56,7 @@ class LayerwiseRequest:
     shapes: Mapping[str, tuple[int, ...]]
     layers: Sequence[LayerSpec]
     skip_names: Sequence[str]
-    method: Method
+    method: str
     dialect: str = DEFAULT_DIALECT
 
 

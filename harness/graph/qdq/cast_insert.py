@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from harness.errors import UserError
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
+from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices
 from harness.graph.rules.dialects import Dialect
 from search.space import Edge, Resolved
 
@@ -57,11 +58,19 @@ class CastInserter(Inserter):
         dialect: How the runtime wants its Q/DQ.
         ranges: Range of each activation by its tensor in the float model; at FP16 values end at 65504.
         model: The float model, by whose nodes and inputs the ranges are carried over; without it, by names of tensors.
+        choices: Contents of the pairs; a depthwise Conv whose data has another name in the cast model has one scale.
     """
 
-    def __init__(self, cast: Model, dialect: Dialect, ranges: Ranges, model: Model | None = None) -> None:
+    def __init__(
+        self,
+        cast: Model,
+        dialect: Dialect,
+        ranges: Ranges,
+        model: Model | None = None,
+        choices: NumericChoices = DEFAULT_CHOICES,
+    ) -> None:
         found = _ranges_by_name(cast, ranges) if model is None else _ranges_by_position(model, cast, ranges)
-        super().__init__(cast, dialect, _clip_ranges_to_float16(cast, found))
+        super().__init__(cast, dialect, _clip_ranges_to_float16(cast, found), choices)
         self._cast = cast
 
     def map_edges(self, resolved: Resolved) -> Resolved:

@@ -25,8 +25,10 @@ from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
 from harness.graph.quantize.edge_requests import GRAPH_INPUT_INDEX, EdgeRequests, NodeRequests, SharedScaleFinder
 from harness.graph.quantize.node_variants import NodeVariant, PairVariant, RequestBit, VariantEncoder, VariantTable
+from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.scales import ActivationScales
+from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import Dialect
 from search.space import Resolved, edges_digest
 
@@ -56,19 +58,27 @@ class Inserter:
 
     Args:
         ranges: Smallest and largest value of each activation that may be quantized.
+        choices: Contents of the pairs.
 
     Raises:
-        UserError: The model has tensors named like those that are inserted.
+        UserError: The model has tensors named like those that are inserted, or the dialect does not offer a choice.
     """
 
-    def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        dialect: Dialect,
+        ranges: Mapping[str, tuple[float, float]],
+        choices: NumericChoices = DEFAULT_CHOICES,
+    ) -> None:
         marked = [name for node in model.nodes for name in node.outputs if NAME_PREFIX in name]
         if marked:
             raise UserError(f"{model.source}: tensor {marked[0]!r} says that Q/DQ pairs are inserted already")
+        dialect = choices.adapt_dialect(dialect)
         self._model = model
         self._dialect = dialect
-        self._scales = ActivationScales(model, dialect, ranges)
-        self._constants = ConstantQuantizer(model, dialect)
+        self._scales = ActivationScales(model, dialect, ranges, choices)
+        self._constants = ConstantQuantizer(model, dialect, load_weight_estimator(choices.weights))
         encoder = VariantEncoder(model, dialect, self._scales, self._constants)
         outside = VariantTable(partial(encoder.precisions_by_place, kind="quantized"))
         self._readers: list[VariantTable[Any]] = [
@@ -76,7 +86,7 @@ class Inserter:
             outside,
         ]
         self._makers = [VariantTable(encoder.encode_pairs) for _ in self._readers]
-        self._requests = EdgeRequests(model, dialect, self._readers, self._makers)
+        self._requests = EdgeRequests(model, dialect, self._scales, self._readers, self._makers)
         self._shared_scales = SharedScaleFinder(model, dialect, self._scales.links, self._readers, self._makers)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)

@@ -13,6 +13,7 @@ from onnx import TensorProto, numpy_helper
 from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.quantize.weight_estimators import WeightEstimator, max_magnitude
 from harness.graph.quantize.weights import (
     MAX_LEVEL,
     QUANTIZABLE_DTYPES,
@@ -51,9 +52,10 @@ class QuantizedConstant:
 class ConstantQuantizer:
     """Quantizer of the constants of a model; equal requests get equal names, independent of earlier ones."""
 
-    def __init__(self, model: Model, dialect: Dialect) -> None:
+    def __init__(self, model: Model, dialect: Dialect, weight_estimator: WeightEstimator = max_magnitude) -> None:
         self._model = model
         self._dialect = dialect
+        self._weight_estimator = weight_estimator
         self._made: dict[str, QuantizedConstant] = {}
         self._scales: dict[str, Array] = {}
         self._files: dict[str, protobuf_wire.DataFile | None] = {}
@@ -91,9 +93,11 @@ class ConstantQuantizer:
         bias = self._bias(node)
         if bias is None:
             return {1: weight}
-        suffix = f"{node.name}.{float(data_scale):.9g}"
+        suffix = f"{node.name}.channels" if data_scale.ndim else f"{node.name}.{float(data_scale):.9g}"
         step = node.attributes.get("alpha", 1.0) * data_scale
-        floor = np.abs(bias / (float(step) * _MAX_INT32_BIAS))
+        if data_scale.ndim:  # of a depthwise Conv, several of whose outputs may read one channel
+            step = np.repeat(step, bias.size // data_scale.size)
+        floor = np.abs(bias / (step.astype(np.float64) * _MAX_INT32_BIAS))
         if np.any(self._scales[weight.output] < floor):
             name, axis = f"{node.inputs[1]}{NAME_PREFIX}widened.{suffix}", self._channel_axis(node, 1)
             if name not in self._made:
@@ -196,7 +200,7 @@ class ConstantQuantizer:
         self, weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0
     ) -> QuantizedTensor:
         limit = self._dialect.weight_limit if precision == "int8" else None
-        return quantize_weight(weight, axis, precision, floor, limit)
+        return quantize_weight(weight, axis, precision, floor, limit, self._weight_estimator)
 
     def _channel_axis(self, node: Node, slot: int) -> int | None:
         rank = len(self._model.constants[node.inputs[slot]].dims)

@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.graph.model import Model, Node
 from harness.graph.protos import opset_versions
 from harness.graph.quantize.node_variants import RequestBit, VariantTable
-from harness.graph.quantize.scales import ScaleLinks, SharedScale, find_root
+from harness.graph.quantize.scales import ActivationScales, ScaleLinks, SharedScale, find_root
 from harness.graph.quantize.weights import QUANTIZABLE_DTYPES
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.precision_sensitive import find_unquantizable_constants
@@ -52,10 +52,16 @@ class EdgeRequests:
     """
 
     def __init__(
-        self, model: Model, dialect: Dialect, readers: Sequence[VariantTable[Any]], makers: Sequence[VariantTable[Any]]
+        self,
+        model: Model,
+        dialect: Dialect,
+        scales: ActivationScales,
+        readers: Sequence[VariantTable[Any]],
+        makers: Sequence[VariantTable[Any]],
     ) -> None:
         self._model = model
         self._dialect = dialect
+        self._scales = scales
         self._readers = readers
         self._makers = makers
         self._index = {node.name: node.index for node in model.nodes}
@@ -92,7 +98,10 @@ class EdgeRequests:
         if edge.tensor in self._model.constants:
             return reader, read, GRAPH_INPUT_INDEX, 0
         maker = self._model.producer.get(edge.tensor, GRAPH_INPUT_INDEX)
-        return reader, read, maker, self._makers[maker].bit(RequestBit("quantized", edge.tensor, precision))
+        node = self._model.nodes[reader] if edge.consumer else None
+        by_channel = node is not None and self._scales.has_channel_scales(node, edge.slot, precision)
+        request = RequestBit("channels" if by_channel else "quantized", edge.tensor, precision)
+        return reader, read, maker, self._makers[maker].bit(request)
 
     def _consumer_node(self, edge: Edge, precision: str) -> Node:
         index = self._index.get(edge.consumer)

@@ -27,14 +27,15 @@ class RequestBit(NamedTuple):
     """A request of a placement at a place.
 
     Attributes:
-        kind: "quantized"; "tied": the scale is made from other tensors; "final": the tensor leaves the model quantized,
-            and its pair takes over its name; "renamed": the node gave that name away.
+        kind: "quantized"; "channels": quantized with one scale for each channel, at a producer; "tied": the scale is
+            made from other tensors; "final": the tensor leaves the model quantized, and its pair takes over its name;
+            "renamed": the node gave that name away.
         place: Input slot of a consumer; tensor name at a producer.
         precision: Precision of a request that is not "renamed".
         tie: Tensors that a tied scale is made from.
     """
 
-    kind: Literal["quantized", "tied", "final", "renamed"]
+    kind: Literal["quantized", "channels", "tied", "final", "renamed"]
     place: int | str
     precision: str = ""
     tie: SharedScale | None = None
@@ -118,6 +119,8 @@ class VariantEncoder:
             tensor, precision = node.inputs[slot], asked[slot]
             if tensor in self._model.constants:
                 constants |= self._quantized_constant(node, slot, asked, ties)
+            elif self._scales.has_channel_scales(node, slot, precision):
+                inputs[slot] = self._scales.encode_channel_pair(tensor, final=slot in final).output
             else:
                 pair = self._scales.encode_pair(tensor, precision, ties.get((slot, precision)), final=final.get(slot))
                 inputs[slot] = pair.output
@@ -140,6 +143,8 @@ class VariantEncoder:
         ties = _ties_by_place(marks)
         asked = sorted((str(mark.place), mark.precision) for mark in marks if mark.kind == "quantized")
         pairs = [self._scales.encode_pair(t, p, ties.get((t, p)), final=final.get(t)) for t, p in asked]
+        channels = sorted(str(mark.place) for mark in marks if mark.kind == "channels")
+        pairs += [self._scales.encode_channel_pair(tensor, final=tensor in final) for tensor in channels]
         grid = {name: encoded for pair in pairs for name, encoded in pair.grid.items()}
         return PairVariant(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
 
@@ -165,7 +170,10 @@ class VariantEncoder:
             grid = self._scales.scale_and_zero_point(tensor, precision, ties.get((slot, precision)))
             return {slot: self._constants.quantize_operand(tensor, precision, *grid)}
         if slot == 1 and self._dialect.bias == "int32" and precision == asked.get(0) == "int8":
-            scale, _ = self._scales.scale_and_zero_point(node.inputs[0], "int8", ties.get((0, "int8")))
+            if self._scales.has_channel_scales(node, 0, "int8"):
+                scale, _ = self._scales.channel_scales(node.inputs[0])
+            else:
+                scale, _ = self._scales.scale_and_zero_point(node.inputs[0], "int8", ties.get((0, "int8")))
             return self._constants.quantize_weight_and_bias(node, scale)
         return {slot: self._constants.quantize_weight_input(node, slot, precision)}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,13 @@ from onnx import numpy_helper
 from harness.errors import UserError
 from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
+from harness.graph.quantize.numeric_choices import (
+    DEFAULT_CHOICES,
+    NumericChoices,
+    channel_name,
+    depthwise_inputs,
+    is_depthwise,
+)
 from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX, NAME_PREFIX
 from harness.graph.quantize.weights import FP8_MAX_BY_FORMAT, QUANTIZABLE_DTYPES, STORAGE_DTYPES, Array, smallest_scale
 from harness.graph.rules.dialects import Dialect
@@ -110,10 +118,18 @@ class EncodedPair:
 class ActivationScales:
     """Scale and zero point of every activation, from `ranges`, its smallest and largest value."""
 
-    def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        dialect: Dialect,
+        ranges: Mapping[str, tuple[float, float]],
+        choices: NumericChoices = DEFAULT_CHOICES,
+    ) -> None:
         self._model = model
         self._dialect = dialect
         self._ranges = ranges
+        self._depthwise = depthwise_inputs(model) if choices.depthwise == "channel" else {}
+        self._channel_pairs: dict[str, EncodedPair] = {}
         self._grids: dict[tuple[str, str, SharedScale | None], tuple[Array, Array]] = {}
         self._pairs: dict[tuple[str, str, SharedScale | None, str | None], EncodedPair] = {}
         self.links = ScaleLinks(model, dialect)
@@ -142,24 +158,49 @@ class ActivationScales:
             known = self._grids[key] = self._encoded_grid(tensor, precision, tie)
         return known
 
+    def has_channel_scales(self, node: Node, slot: int, precision: str) -> bool:
+        """Return whether an input of a node takes one scale for each channel; such a pair serves that input alone."""
+        known = slot == 0 and precision == "int8" and is_depthwise(self._model, node)
+        return known and node.inputs[0] in self._depthwise and channel_name(node.inputs[0], 0) in self._ranges
+
+    def channel_scales(self, tensor: str) -> tuple[Array, Array]:
+        """Return INT8 scales and zero points of the channels of a tensor; see `scale_and_zero_point`."""
+        ranges = [self._ranges.get(channel_name(tensor, i), (0.0, 0.0)) for i in range(self._depthwise[tensor])]
+        pairs = [(min(0.0, low), max(0.0, high)) for low, high in ranges]
+        # One storage type for all channels: the dialect's choice for the whole tensor.
+        whole = min(low for low, _ in pairs), max(high for _, high in pairs)
+        grids = [self._int8_grid(tensor, None, pair, whole) for pair in pairs]
+        scale, zero = (np.stack(parts) for parts in zip(*grids, strict=True))
+        # Channels that are always 0 take the largest scale, so that a bias expressed in it stays representable.
+        return np.where([low == high for low, high in pairs], scale.max(), scale).astype(scale.dtype), zero
+
     def _encoded_grid(self, tensor: str, precision: str, tie: SharedScale | None) -> tuple[Array, Array]:
         low, high = self._scale_range(tensor, tie)
+        if precision not in FP8_MAX_BY_FORMAT:
+            return self._int8_grid(tensor, tie, (low, high), (low, high))
+        scale = _scale_array(max(-low, high) / FP8_MAX_BY_FORMAT[precision], self._dtype(tensor))
+        return scale, np.zeros((), STORAGE_DTYPES[precision])
+
+    def _dtype(self, tensor: str) -> npt.DTypeLike:
         kind = self._model.types.get(tensor)
-        dtype = QUANTIZABLE_DTYPES.get(kind.dtype if kind else "float", np.float32)
-        amax = max(-low, high)
-        if precision in FP8_MAX_BY_FORMAT:
-            return _scale_array(amax / FP8_MAX_BY_FORMAT[precision], dtype), np.zeros((), STORAGE_DTYPES[precision])
+        return QUANTIZABLE_DTYPES.get(kind.dtype if kind else "float", np.float32)
+
+    def _int8_grid(
+        self, tensor: str, tie: SharedScale | None, bounds: tuple[float, float], whole: tuple[float, float]
+    ) -> tuple[Array, Array]:
+        """Return scale and zero point for a range; `whole`, the range of the tensor, decides about the storage type."""
+        (low, high), dtype = bounds, self._dtype(tensor)
         origin = tensor if tie is None else self.links.group_name(tensor) if tie.members else tie.origin
         storage, affine = self._dialect.activation, not self._dialect.symmetric_activation
-        if not affine and (origin in self._affine or (low == 0 and self._dialect.unsigned_positive)):
+        if not affine and (origin in self._affine or (whole[0] == 0 and self._dialect.unsigned_positive)):
             storage, affine = "uint8", True
         if not affine:
-            return _scale_array(amax / 127, dtype), np.asarray(
+            return _scale_array(max(-low, high) / 127, dtype), np.asarray(
                 128 if storage == "uint8" else 0, STORAGE_DTYPES[storage]
             )
         scale = _scale_array((high - low) / 255, dtype)
-        bounds = np.iinfo(STORAGE_DTYPES[storage])
-        zero = int(np.clip(round(bounds.min - low / float(scale)), bounds.min, bounds.max))
+        limits = np.iinfo(STORAGE_DTYPES[storage])
+        zero = int(np.clip(round(limits.min - low / float(scale)), limits.min, limits.max))
         return scale, np.asarray(zero, STORAGE_DTYPES[storage])
 
     def encode_pair(
@@ -178,14 +219,23 @@ class ActivationScales:
             output = tensor if final == precision else f"{name}.dq"
             # Zero points are few and shared; scales are one per tensor.
             grid = {f"{name}.scale": scale, f"{NAME_PREFIX}zero.{zero.dtype}.{float(zero):g}": zero}
-            nodes = protobuf_wire.encode_node("QuantizeLinear", (source, *grid), f"{name}.q")
-            nodes += protobuf_wire.encode_node("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
-            encoded = {
-                key: protobuf_wire.encode_initializer(numpy_helper.from_array(value, key))
-                for key, value in grid.items()
-            }
-            self._pairs[key] = EncodedPair(output, nodes, encoded)
+            self._pairs[key] = _encode_pair(name, source, output, grid)
         return self._pairs[key]
+
+    def encode_channel_pair(self, tensor: str, *, final: bool = False) -> EncodedPair:
+        """Return the INT8 pair with one scale for each channel; see `channel_scales`.
+
+        Args:
+            final: The tensor leaves the model quantized, by another pair, which takes over its name.
+        """
+        if tensor not in self._channel_pairs:
+            name = f"{tensor}{NAME_PREFIX}int8.channels"
+            grid = dict(zip((f"{name}.scale", f"{name}.zero"), self.channel_scales(tensor), strict=True))
+            source = tensor + FLOAT_BIAS_PREFIX if final else tensor
+            self._channel_pairs[tensor] = _encode_pair(
+                name, source, f"{name}.dq", grid, protobuf_wire.encode_attribute("axis", 1)
+            )
+        return self._channel_pairs[tensor]
 
     def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:
         """Return the range that a tensor's scale is made from, widened to include 0."""
@@ -222,6 +272,18 @@ class ActivationScales:
                 "look for inf or nan in the calibration data and in the float model's activations"
             )
         return low, high
+
+
+def _encode_pair(
+    name: str, source: str, output: str, grid: Mapping[str, Array], attributes: bytes = b""
+) -> EncodedPair:
+    encode = partial(protobuf_wire.encode_node, attributes=attributes)
+    nodes = encode("QuantizeLinear", (source, *grid), f"{name}.q")
+    nodes += encode("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
+    records = {
+        key: protobuf_wire.encode_initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()
+    }
+    return EncodedPair(output, nodes, records)
 
 
 def _softmax_results(model: Model, dialect: Dialect, links: ScaleLinks) -> frozenset[str]:

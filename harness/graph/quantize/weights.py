@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.graph.model import Node
+from harness.graph.quantize.weight_estimators import WeightEstimator, max_magnitude
 
 __all__ = [
     "FP8_MAX", "FP8_MAX_BY_FORMAT", "MAX_LEVEL", "QUANTIZABLE_DTYPES", "STORAGE_DTYPES", "Array", "QuantizedTensor",
@@ -77,7 +78,12 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
 
 
 def quantize_weight(
-    weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0, limit: float | None = None
+    weight: Array,
+    axis: int | None,
+    precision: str,
+    floor: Array | float = 0.0,
+    limit: float | None = None,
+    estimator: WeightEstimator = max_magnitude,
 ) -> QuantizedTensor:
     """Quantize a weight symmetrically: scale = amax / 127 (INT8), amax / 448 (FP8 E4M3), amax / 57344 (E5M2).
 
@@ -89,21 +95,31 @@ def quantize_weight(
         precision: "int8", "fp8" or "fp8e5m2".
         floor: Smallest allowed scale, for each channel or for all.
         limit: Largest stored magnitude instead of the type's, which makes the scale amax / limit.
+        estimator: Estimator of amax.
     """
     limit = MAX_LEVEL[precision] if limit is None else limit
     values = weight.astype(np.float32)
-    others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
-    amax = np.abs(values).max(axis=others) if values.size else np.float32(0)
-    scale = np.maximum(np.asarray(amax, np.float32) / np.float32(limit), floor)
+    others = tuple(i for i in range(values.ndim) if i != axis)
+    count = 1 if axis is None else values.shape[axis]
+    rows = np.moveaxis(values, axis or 0, 0).reshape(count, values.size // max(1, count))
     smallest = smallest_scale(weight.dtype)
-    scale = np.where(scale < smallest, np.maximum(scale.max(initial=0), smallest), scale).astype(weight.dtype)
-    shape = [1] * values.ndim
-    if axis is not None:
-        shape[axis] = -1
-    scaled = values / scale.astype(np.float32).reshape(shape)
-    stored = np.clip(np.rint(scaled) if precision == "int8" else scaled, -limit, limit).astype(
-        STORAGE_DTYPES[precision]
-    )
+
+    def scales(amax: Array) -> Array:
+        scale = np.maximum(np.asarray(amax, np.float32) / np.float32(limit), floor)
+        return np.asarray(np.where(scale < smallest, max(scale.max(initial=0), smallest), scale), weight.dtype)
+
+    def store(data: Array, scale: Array) -> Array:
+        scaled = data / scale.astype(np.float32)
+        clipped = np.clip(np.rint(scaled) if precision == "int8" else scaled, -limit, limit)
+        return np.asarray(clipped.astype(STORAGE_DTYPES[precision]))
+
+    def restore(amax: Array) -> Array:
+        scale = scales(amax).reshape(-1, 1)
+        return np.asarray(store(rows, scale).astype(np.float32) * scale.astype(np.float32))
+
+    amax = estimator(rows, restore)
+    scale = scales(amax[0] if axis is None else amax)
+    stored = store(values, scale if axis is None else np.expand_dims(scale, others))
     return QuantizedTensor(stored, scale, np.zeros(scale.shape, STORAGE_DTYPES[precision]), axis)
 
 

@@ -51,6 +51,8 @@ class Dialect:
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.
         precisions: Precisions that the runtime runs besides float.
+        zero_points: INT8 activations may have a zero point other than 0.
+        channel_activations: The INT8 data of a depthwise Conv may have one scale for each channel.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Dialect:
     grouped_fp8: bool = True
     float16: bool = True
     precisions: frozenset[str] = frozenset({"int8"})
+    zero_points: bool = True
+    channel_activations: bool = False
 
     def opset(self, precisions: Iterable[str]) -> int:
         """Return the lowest opset of the default domain that a model with these precisions needs.
@@ -87,10 +91,12 @@ class Dialect:
     def facts(self) -> dict[str, Any]:
         """Return its fields, ready for a digest.
 
-        A field that was added later is left out where it has its default; so are faults, which show in the space.
+        A field that was added later is left out where it has its default; so are faults, which show in the space, and
+        fields that only limit numeric choices.
         """
         fields = asdict(self)
-        del fields["faults"]
+        for name in ("faults", "zero_points", "channel_activations"):
+            del fields[name]
         if self.weight_limit == INT8_MAX_LEVEL:
             del fields["weight_limit"]
         return fields
@@ -110,6 +116,7 @@ TENSORRT = Dialect(
     between_conv_and_activation=False,
     grouped_fp8=False,
     precisions=frozenset({"int8", "fp8"}),
+    zero_points=False,
 )
 
 # OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU. An
@@ -126,6 +133,7 @@ OPENVINO = Dialect(
     bare_products=False,
     faults=frozenset({"batched reduction", "epsilon", "padding value"}),
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
+    channel_activations=True,
 )
 
 _FLOAT_ONLY_CONSUMERS = frozenset({

@@ -13,7 +13,7 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 
 from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
 from harness.accuracy.calibration.ptq import modelopt_ptq
-from harness.accuracy.calibration.ranges import Method, Ranges, calibrate
+from harness.accuracy.calibration.ranges import Ranges, calibrate
 from harness.graph.builder import GraphBuilder
 from harness.random_inputs import random_feeds
 
@@ -35,7 +35,7 @@ def batches(gains: tuple[int, ...]) -> list[dict[str, Any]]:
     return [{"images": feed["images"] * np.float32(gain)} for feed, gain in zip(feeds, gains, strict=True)]
 
 
-def their_scales(model: Path, folder: Path, gains: tuple[int, ...], method: Method) -> dict[str, float]:
+def their_scales(model: Path, folder: Path, gains: tuple[int, ...], method: str) -> dict[str, float]:
     """ModelOpt's scale of each activation."""
     path = modelopt_ptq(model, folder / "q.onnx", batches(gains), dialect_name="tensorrt", method=method)
     graph = onnx.load(path).graph
@@ -52,7 +52,7 @@ def our_scales(ranges: Ranges) -> Mapping[str, float]:
 
 
 @pytest.mark.parametrize("method", ["minmax", "max"])
-def test_minmax_and_max_are_what_modelopt_finds(model: Path, tmp_path: Path, method: Method) -> None:
+def test_minmax_and_max_are_what_modelopt_finds(model: Path, tmp_path: Path, method: str) -> None:
     theirs = their_scales(model, tmp_path, QUIET_FIRST, method)
     ours = our_scales(calibrate(model, list(theirs), batches(QUIET_FIRST), method=method))
     assert ours == pytest.approx(theirs, rel=1e-6)

@@ -20,9 +20,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnxruntime.quantization.calibrate import MinMaxCalibrater
 
-from harness.accuracy.calibration.histogram_calibrators import AbsMaxCalibrator, ActivationObserver, HistogramCalibrator
+from harness.accuracy.calibration.histogram_calibrators import (
+    ActivationObserver,
+    EntropyCalibrator,
+    MSECalibrator,
+    PercentileCalibrator,
+)
+from harness.accuracy.calibration.range_estimators import AbsMaxCalibrator
 from harness.accuracy.calibration.ranges import (
-    METHODS,
     CalibrationKey,
     cached_ranges,
     calibrate,
@@ -33,6 +38,9 @@ from harness.accuracy.data.batching import InputBatches
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.random_inputs import random_feeds
+from harness.registry import installed_plugins
+
+METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 
 
 @pytest.fixture
@@ -119,7 +127,7 @@ _VALUES = hnp.arrays(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(_VALUES, min_size=1, max_size=4), st.floats(50.5, 100))
 def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: float) -> None:
-    histograms = HistogramCalibrator("percentile", percentile)
+    histograms = PercentileCalibrator(percentile)
     for part in parts:
         histograms.collect({"t": [part]})
     low, high = histograms.ranges()["t"]
@@ -129,7 +137,7 @@ def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: 
 
 def test_a_quiet_first_batch_does_not_make_a_huge_histogram() -> None:
     rng = np.random.default_rng(0)
-    histograms = HistogramCalibrator("entropy", 99.99)
+    histograms = EntropyCalibrator()
     for scale in (1e-9, 1e-3, 1.0, 1.1):
         histograms.collect({"t": [rng.normal(0, scale, 1000).astype(np.float32)]})
     counts = histograms.histogram_dict["t"][0]
@@ -172,7 +180,7 @@ def test_mse_finds_the_clipping_with_the_least_error(shape: str) -> None:
         "outlier": np.append(rng.normal(0, 1, 100_000), 90.0),
         "uniform": rng.uniform(-1, 2, 100_000),
     }[shape].astype(np.float32)
-    histograms = HistogramCalibrator("mse", 99.99)
+    histograms = MSECalibrator()
     for part in np.array_split(values, 3):
         histograms.collect({"t": [part]})
     low, high = histograms.ranges()["t"]

@@ -1,0 +1,223 @@
+"""Range estimators of activations; plug-ins add one by an entry point of `qdq.range_estimators`."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from harness import registry
+from harness.accuracy.calibration.usable_ranges import SentinelRange, is_finite
+from harness.api import Array
+from harness.graph.quantize.numeric_choices import channel_name
+from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, MagnitudeHistogram
+
+__all__ = [
+    "AbsMaxCalibrator", "MeanMinMaxCalibrator", "MinMaxCalibrator", "RangeBounds", "RangeEstimator",
+    "RangeEstimatorContract", "SentinelObserver", "create_estimator", "join_ranges", "min_and_max",
+]  # fmt: skip
+
+_MAX_HALF_MAGNITUDE = 6e4
+RangeBounds = tuple[float, float]
+
+
+class RangeEstimator(Protocol):
+    """Takes the activations of one batch after the other, and holds none itself; it can be pickled.
+
+    A constructor with a parameter `percentile` receives that of the calibration.
+    """
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """Add activations, by tensor name; single channels of a tensor have names of their own."""
+        ...
+
+    def ranges(self) -> Mapping[str, RangeBounds]:
+        """Return the range of each tensor seen so far; a bound is not finite if a value was NaN or infinite."""
+        ...
+
+
+def create_estimator(name: str, percentile: float) -> RangeEstimator:
+    """Return a new estimator.
+
+    Raises:
+        UserError: There is none of that name, or it cannot be made.
+    """
+    takes = "percentile" in registry.plugin_signature("range estimator", name).parameters
+    made: RangeEstimator = registry.create_plugin("range estimator", name, {"percentile": percentile} if takes else {})
+    return made
+
+
+class MinMaxCalibrator:
+    """Take the smallest and the largest value of each tensor."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[str, RangeBounds] = {}
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """See `RangeEstimator.collect`."""
+        for name, found in _bounds_of_arrays(arrays):
+            self._ranges[name] = join_ranges(self._ranges.get(name, found), found)
+
+    def ranges(self) -> dict[str, RangeBounds]:
+        """See `RangeEstimator.ranges`."""
+        return dict(self._ranges)
+
+
+class AbsMaxCalibrator(MinMaxCalibrator):
+    """Take the largest magnitude to both sides, as TensorRT and ModelOpt ("max"); one side where all values are."""
+
+    def ranges(self) -> dict[str, RangeBounds]:
+        """See `RangeEstimator.ranges`."""
+        return {name: _is_two_sided(low, high) for name, (low, high) in super().ranges().items()}
+
+
+class MeanMinMaxCalibrator:
+    """Take the mean of the smallest, and of the largest values of the batches, which are samples of most models.
+
+    The default of NNCF for activations ("mean_min_max"), without its asymmetric rounding.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float, int]] = {}
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """See `RangeEstimator.collect`."""
+        for name, (low, high) in _bounds_of_arrays(arrays):
+            sums = self._sums.get(name, (0.0, 0.0, 0))
+            self._sums[name] = (sums[0] + low, sums[1] + high, sums[2] + 1)
+
+    def ranges(self) -> dict[str, RangeBounds]:
+        """See `RangeEstimator.ranges`."""
+        return {name: (low / count, high / count) for name, (low, high, count) in self._sums.items()}
+
+
+def _bounds_of_arrays(arrays: Mapping[str, Sequence[Array]]) -> Iterable[tuple[str, RangeBounds]]:
+    return ((name, min_and_max(values)) for name, parts in arrays.items() for values in parts if values.size)
+
+
+def min_and_max(values: Array) -> RangeBounds:
+    """Return the smallest and the largest value; infinite in float16 where they come to the end of it."""
+    low, high = float(np.min(values)), float(np.max(values))
+    if values.dtype != np.float16:
+        return low, high
+    return (-math.inf if low < -_MAX_HALF_MAGNITUDE else low), (math.inf if high > _MAX_HALF_MAGNITUDE else high)
+
+
+def join_ranges(first: RangeBounds, second: RangeBounds) -> RangeBounds:
+    """Return the smallest range that contains two ranges; NaN if one of them has NaN."""
+    return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
+
+
+def _is_two_sided(low: float, high: float) -> RangeBounds:
+    amax = max(-low, high)
+    return (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)
+
+
+class SentinelObserver(MinMaxCalibrator):
+    """Feed estimators in one pass, and observe sentinels and tensors with few values in addition.
+
+    Tensors with few values (masks of 0 and 1) keep their full range, whatever share of the values a method keeps.
+
+    Args:
+        estimators: Estimators by name.
+        channels: Number of channels (axis 1) of tensors whose channels are estimated too, see `channel_name`.
+    """
+
+    def __init__(self, estimators: Mapping[str, RangeEstimator], channels: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        self._estimators = estimators
+        self._channels = channels or {}
+        self._spreads: dict[str, MagnitudeHistogram] = defaultdict(MagnitudeHistogram)
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """See `RangeEstimator.collect`."""
+        super().collect(arrays)
+        channels = {
+            channel_name(name, i): [values[:, i] for values in arrays[name]]
+            for name, count in self._channels.items()
+            for i in range(count if name in arrays else 0)
+        }
+        for estimator in self._estimators.values():
+            estimator.collect({**arrays, **channels})
+        for name, parts in arrays.items():
+            largest = max(map(abs, self._ranges.get(name, (math.nan,))))
+            for values in parts:
+                # Without large values only masks of few values matter, and one batch shows that a tensor is none.
+                if math.isfinite(largest) and (
+                    largest >= MIN_SENTINEL_MAGNITUDE or self._spreads[name].has_few_magnitudes
+                ):
+                    self._spreads[name].add(values)
+
+    def ranges_by_estimator(self) -> dict[str, dict[str, RangeBounds]]:
+        """Return the range of each tensor and channel by each estimator."""
+        return {name: self._correct_ranges(dict(each.ranges())) for name, each in self._estimators.items()}
+
+    def _correct_ranges(self, found: dict[str, RangeBounds]) -> dict[str, RangeBounds]:
+        whole = self.ranges()
+        for name, spread in self._spreads.items():
+            if not is_finite(whole[name]):
+                continue
+            if spread.has_sentinel:
+                found[name] = _sentinel_range(*whole[name])
+            elif spread.has_few_magnitudes:
+                found[name] = join_ranges(whole[name], found[name])
+        return found
+
+
+def _sentinel_range(low: float, high: float) -> SentinelRange:
+    """Return the range of a tensor with a sentinel on one side, or on both."""
+    least = 0.9 * max(-low, high)
+    return SentinelRange(-math.inf if -low >= least else low, math.inf if high >= least else high)
+
+
+class RangeEstimatorContract:
+    """Tests of the promises of a range estimator. Subclass it, define `make`, run pytest."""
+
+    def make(self) -> RangeEstimator:
+        """Return a new estimator; the only method that a subclass must implement."""
+        raise NotImplementedError("a subclass of RangeEstimatorContract defines make(self)")
+
+    def _ranges(self, *batches: Mapping[str, Sequence[Array]]) -> Mapping[str, tuple[Any, Any]]:
+        estimator = self.make()
+        for batch in batches:
+            estimator.collect(batch)
+        return estimator.ranges()
+
+    def test_ranges_lie_within_the_largest_magnitude(self) -> None:
+        rng = np.random.default_rng(0)
+        batches = [rng.normal(1, 2, (1, 4, 50)).astype(np.float32) for _ in range(4)]
+        low, high = self._ranges(*({"x": [values]} for values in batches))["x"]
+        largest = max(float(np.abs(values).max()) for values in batches) * 1.001
+        assert -largest <= low < high <= largest, "a range is not beyond what was seen"
+
+    def test_tensors_are_independent_and_batches_add_up(self) -> None:
+        rng = np.random.default_rng(1)
+        x, y = (rng.normal(0, size, (1, 300)).astype(np.float32) for size in (1, 30))
+        found = self._ranges({"x": [x]}, {"y": [y]}, {"x": [x + 1]})
+        assert found.keys() == {"x", "y"}
+        assert found["x"] == self._ranges({"x": [x]}, {"x": [x + 1]})["x"]
+
+    def test_zeros_constants_and_empty_arrays(self) -> None:
+        found = self._ranges({"zero": [np.zeros((2, 3), np.float32)], "empty": [np.zeros((0, 3), np.float32)]})
+        assert found["zero"] == (0, 0)
+        assert "empty" not in found, "an empty tensor has no range"
+        low, high = self._ranges({"x": [np.full((2, 3), 5, np.float32)]})["x"]
+        assert low <= high, "a constant has a range"
+
+    def test_values_that_are_not_finite_make_the_range_so(self) -> None:
+        for value in (np.nan, np.inf):
+            values = np.array([[1, value, 2]], np.float32)
+            found = self._ranges({"x": [np.ones((1, 3), np.float32)]}, {"x": [values]})["x"]
+            assert not np.isfinite(found).all(), f"{value} is not passed over"
+
+    def test_arrays_are_not_changed_and_the_estimator_pickles(self) -> None:
+        import pickle
+
+        values = np.random.default_rng(2).normal(0, 1, (1, 64)).astype(np.float32)
+        before, estimator = values.copy(), self.make()
+        estimator.collect({"x": [values]})
+        np.testing.assert_array_equal(values, before)
+        assert pickle.loads(pickle.dumps(estimator)).ranges() == estimator.ranges()

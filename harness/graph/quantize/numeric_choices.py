@@ -1,0 +1,100 @@
+"""Numeric choices: the contents of Q/DQ pairs, apart from their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from harness.errors import UserError
+from harness.graph.model import Model, Node
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.rules.dialects import Dialect
+
+__all__ = [
+    "DEFAULT_CHOICES", "Granularity", "NumericChoices", "channel_name", "depthwise_inputs", "is_channel_name",
+    "is_depthwise",
+]  # fmt: skip
+
+Granularity = Literal["tensor", "channel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericChoices:
+    """Contents of the Q/DQ pairs of every placement of a task.
+
+    Attributes:
+        activations: Range estimator of activations; see the entry points of `qdq.range_estimators`.
+        percentile: Share of the values inside the range, in per cent; for the estimator "percentile".
+        weights: Range estimator of weights; see the entry points of `qdq.weight_estimators`.
+        depthwise: Scales of the INT8 data of depthwise convolutions: one, or one for each channel.
+        symmetric: Whether INT8 activations have zero point 0; None: as the dialect has them.
+    """
+
+    activations: str = "minmax"
+    percentile: float = 99.99
+    weights: str = "max"
+    depthwise: Granularity = "tensor"
+    symmetric: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the choices that differ from the defaults, for digests and tables; "" if none does.
+
+        Two sets of choices whose texts differ give different files from the same edges.
+        """
+        return ", ".join(self._changes())
+
+    def _changes(self) -> Iterator[str]:
+        if self.activations != DEFAULT_CHOICES.activations:
+            share = f" {self.percentile:g}" if self.activations == "percentile" else ""
+            yield f"activations {self.activations}{share}"
+        if self.weights != DEFAULT_CHOICES.weights:
+            yield f"weights {self.weights}"
+        if self.depthwise != DEFAULT_CHOICES.depthwise:
+            yield f"depthwise {self.depthwise}"
+        if self.symmetric is not None:
+            yield "symmetric" if self.symmetric else "asymmetric"
+
+    def adapt_dialect(self, dialect: Dialect) -> Dialect:
+        """Return the dialect with these choices.
+
+        Raises:
+            UserError: The dialect does not offer one of them.
+        """
+        if self.depthwise == "channel" and not dialect.channel_activations:
+            raise UserError(f"depthwise: 'tensor' for dialect {dialect.name!r}, which has one scale for a tensor")
+        if self.symmetric is None:
+            return dialect
+        if self.symmetric:
+            return replace(dialect, symmetric_activation=True, affine_ops=frozenset())
+        if not dialect.zero_points:
+            raise UserError(f"symmetric: true for dialect {dialect.name!r}, which has no zero points")
+        return replace(dialect, activation="uint8", symmetric_activation=False)
+
+
+DEFAULT_CHOICES = NumericChoices()
+
+
+def channel_name(tensor: str, channel: int) -> str:
+    """Return the name of one channel of a tensor among ranges; no tensor of a model has such a name."""
+    return f"{tensor}{NAME_PREFIX}channel{channel}"
+
+
+def is_channel_name(name: str) -> bool:
+    """Return whether a name among ranges is that of a channel."""
+    return NAME_PREFIX in name
+
+
+def is_depthwise(model: Model, node: Node) -> bool:
+    """Return whether a node is a Conv in which every channel of the data has weights of its own."""
+    if node.op != "Conv" or node.opaque or node.inputs[1] not in model.constants:
+        return False
+    weight = model.constants[node.inputs[1]]
+    return len(weight.dims) > 2 and weight.dims[1] == 1 and node.attributes.get("group", 1) > 1
+
+
+def depthwise_inputs(model: Model) -> Mapping[str, int]:
+    """Return the activations that depthwise convolutions read, with their numbers of channels (axis 1)."""
+    nodes = (node for node in model.nodes if is_depthwise(model, node))
+    return {node.inputs[0]: node.attributes["group"] for node in nodes if model.is_activation(node.inputs[0])}
