@@ -16,10 +16,13 @@ __all__ = ["LIST_HEAD", "Kernel", "KernelTensor", "read_kernels"]
 
 LIST_HEAD = "Layers:"
 """Beginning of the log message that holds the list."""
+SYNCHRONIZATION_KINDS = frozenset({"signal", "wait"})
+"""Entries that let one stream wait for another; they are no kernels."""
 _TYPE_NAMES: Mapping[str, str] = {"Float": "f32", "Half": "f16", "BFloat16": "bf16", "BF16": "bf16"}
 _KERNEL = re.compile(
     r"Name: (?P<name>.+?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\], Constants: \[(?P<constants>.*?)\], "
-    r"Outputs: \[(?P<outputs>.*?)\], TacticName: (?P<tactic>.*?), StreamId: \d+, Metadata: ?(?P<metadata>.*)"
+    r"Outputs: \[(?P<outputs>.*?)\], TacticName: (?P<tactic>.*?), "
+    r"StreamId: \d+, (?:EventId: \d+, )?Metadata: ?(?P<metadata>.*)"
 )
 _TENSOR = re.compile(
     r"\s*\{ Name: (?P<name>(?:(?!, Dimensions: \[).)+), Dimensions: \[(?P<shape>[\d,-]*)\], "
@@ -71,7 +74,8 @@ def read_kernels(message: str) -> tuple[Kernel, ...]:
     if head.strip() != LIST_HEAD:
         raise BuildFailed(f"the compiler's list of kernels begins with {head[:40]!r} instead of {LIST_HEAD!r}")
     listed = rest.partition("\n\n")[0].split("\n")
-    return tuple(_read_kernel(line) for line in listed if line.strip())
+    found = (_read_kernel(line) for line in listed if line.strip())
+    return tuple(kernel for kernel in found if kernel.kind not in SYNCHRONIZATION_KINDS)
 
 
 def _read_kernel(line: str) -> Kernel:

@@ -27,6 +27,7 @@ Inputs: [ {{ Name: a, b, Dimensions: [1,2,4], {STRIDES}Datatype: Int8, Format: (
 Outputs: [ {{ Name: y, Dimensions: [], Datatype: Half, Format: (N) Row }}], \
 TacticName: stub, StreamId: 0, Metadata: [ONNX Layer: block[0]/MatMul]\x1f[ONNX Layer: x dq]
 Name: added, LayerType: kgen, Inputs: [], Constants: [], Outputs: [], TacticName: , StreamId: 1, Metadata:
+Name: done, LayerType: signal, Inputs: [], Constants: [], Outputs: [], TacticName: , StreamId: 1, EventId: 2, Metadata:
 
 I/O Tensors:
  Name: x"""
