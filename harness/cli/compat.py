@@ -52,6 +52,19 @@ def quantize(
         done = run(section, found.dataset, base, base / (section.results_dir or found.results_dir))
     _print_layers(done.layers)
     echo(f"{short_path(done.path)}: calibrated on {done.calibrated_on}")
+    path = short_path(done.path)
+    building = f"trtexec --onnx={path} --stronglyTyped --saveEngine={path.with_suffix('.engine')}"
+    _print_hand_over(done.path, f"qdq gen-trt-engine {spec}" if found.gen_trt_engine else building)
+
+
+def _print_hand_over(model: Path, command: str, shapes: Mapping[str, str] | None = None) -> None:
+    """Print on a machine without a GPU what was compiled for which target, and the command for one with a GPU."""
+    from harness.explain.file_check import hand_over_lines
+    from harness.timing.provenance import describe_environment
+
+    if not describe_environment().get("gpus"):
+        for line in hand_over_lines(model, command, shapes or {}):
+            echo(line)
 
 
 def ptq(context: typer.Context) -> None:
@@ -115,14 +128,18 @@ def gen_trt_engine(
 
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
-    from harness.compat.tao_specs.engine import TENSORRT, build_engine, engine_path
+    from harness.compat.tao_specs.engine import TENSORRT, TensorRTMissing, build_engine, engine_path
     from harness.compat.tao_specs.spec import read_spec, require_section
 
     found, base = read_spec(spec), spec.resolve().parent
     add_to_sys_path(base)
     section = require_section(found.gen_trt_engine, "gen_trt_engine", str(spec))
     with prefix_file(spec):
-        facts = build_engine(section, found.dataset, base, backend_spec(backend, param))
+        try:
+            facts = build_engine(section, found.dataset, base, backend_spec(backend, param))
+        except TensorRTMissing as missing:
+            _print_hand_over(missing.model, f"qdq gen-trt-engine {spec}", missing.shapes)
+            raise
     kind = f"Q/DQ found ({', '.join(facts.precisions)})" if facts.precisions else "float"
     typed = ": strongly typed" if facts.precisions and facts.backend == TENSORRT else ""
     requested = base / section.trt_engine

@@ -11,6 +11,7 @@ import typer
 from harness.cli.common import (
     BaseOption,
     ResultsArgument,
+    TargetOption,
     add_to_sys_path,
     echo,
     explain_relative_paths,
@@ -44,6 +45,13 @@ def run(
         bool, typer.Option("--retry-failed", help="Try failed candidates again; this costs no budget.")
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check the file and show the plan; run nothing.")] = False,
+    compile_models: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="With --check: compile the models of tasks on TensorRT, which needs no GPU (extra rtx)."
+        ),
+    ] = False,
+    target: TargetOption = None,
 ) -> None:
     """Run an experiment and print its tables. After an interruption, run the same command again to continue.
 
@@ -54,6 +62,8 @@ def run(
     from harness.task_setup.preflight import check_experiment
     from harness.terminal_progress import TerminalProgress
 
+    if compile_models and not check:
+        raise UserError("--compile: only with --check")
     config = load_experiment(experiment)
     add_to_sys_path(config.base_dir)
     with prefix_file(experiment):
@@ -61,6 +71,8 @@ def run(
     folder = out or Path("results") / config.experiment
     if check:
         _show_plan(experiment, config, folder, accept_changes)
+        if compile_models:
+            _compile_models(experiment, config, target)
         return
     with report_afterwards(lambda: show_report(folder)), TerminalProgress() as terminal:
         run_experiment(config, out=folder, observer=terminal, accept_changes=accept_changes, retry_failed=retry_failed)
@@ -83,6 +95,17 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
     for line in bound_lines(config):
         echo(line)
     echo(describe_workload(config))
+
+
+def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
+    from harness.explain.compiled import SCOPE_NOTE
+    from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET
+    from harness.task_setup.compile_check import compile_tasks
+
+    with prefix_file(file):
+        for line in compile_tasks(config, target or DEFAULT_TARGET):
+            echo(line)
+    echo(SCOPE_NOTE)
 
 
 def _print_remarks(remarks: Iterable[str]) -> None:

@@ -1,19 +1,27 @@
-"""Check of a Q/DQ file before anything is built: our rules, and the compiler where it is installed."""
+"""Check of a Q/DQ file before an engine is built: our rules, and the compiler where it is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from harness.errors import CandidateError, UserError, suggest_names
-from harness.explain.compiled import SCOPE_NOTE
+from harness.explain.compiled import SCOPE_NOTE, explain_compilation
 from harness.explain.model_report import open_static_file
 from harness.graph.qdq.file_checks import QDQProblem, find_qdq_problems
 from harness.graph.qdq.qdq_graph import read_qdq_graph
-from harness.runtimes.rtx_compile.compiler import TARGETS, Compilation, compile_file, require_target
+from harness.runtimes.rtx_compile.compiler import (
+    DEFAULT_TARGET,
+    TARGETS,
+    Compilation,
+    compile_file,
+    require_target,
+)
 
-__all__ = ["CHECKED_DIALECTS", "FileVerdict", "check_file"]
+__all__ = ["CHECKED_DIALECTS", "FileVerdict", "check_file", "hand_over_lines"]
 
 CHECKED_DIALECTS = ("tensorrt",)
 """Dialects whose rules know files, not only placements of our own."""
@@ -89,3 +97,19 @@ def check_file(
         except (UserError, CandidateError) as error:
             reason = str(error)
     return FileVerdict(dialect=dialect, target=target, problems=problems, compilation=compilation, reason=reason)
+
+
+def hand_over_lines(path: Path, command: str, shapes: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+    """Yield what the compiler made of a file, if it is installed, and the command that builds an engine elsewhere.
+
+    Args:
+        path: The file.
+        command: Builds the engine on a machine with a GPU.
+        shapes: Static shapes of dynamic inputs.
+    """
+    try:
+        with open_static_file(str(path), shapes, {}) as (file, _):
+            yield from explain_compilation(file, compile_file(file, DEFAULT_TARGET)).summary()
+    except (UserError, CandidateError) as error:
+        yield f"Not compiled on this machine: {error}"
+    yield f"On a machine with a GPU and TensorRT: {command}"

@@ -32,8 +32,8 @@ from harness.random_inputs import InputTypes
 from harness.text import safe_file_name
 
 __all__ = [
-    "TENSORRT", "EngineFacts", "build_engine", "create_saver", "engine_for_other_runtime", "engine_path",
-    "load_engine", "read_facts", "save_engine",
+    "TENSORRT", "EngineFacts", "TensorRTMissing", "build_engine", "create_saver", "engine_for_other_runtime",
+    "engine_path", "load_engine", "read_facts", "save_engine",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,19 @@ TENSORRT = "tensorrt"
 TENSORRT_SUFFIXES = (".trt", ".engine", ".plan")
 TENSORRT_PRECISIONS: Mapping[str, str] = {"FP16": "f16", "BF16": "bf16", "TF32": "tf32", "FP32": "f32"}
 BATCH_SIZE_KEYS = frozenset({"min_batch_size", "opt_batch_size", "max_batch_size"})
+
+
+class TensorRTMissing(UserError):
+    """TensorRT or a GPU is missing on this machine.
+
+    Attributes:
+        model: The ONNX file of which there is no engine.
+        shapes: Shape of each input at the optimum batch, for instance "1x3x224x224".
+    """
+
+    def __init__(self, message: str, model: Path, shapes: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.model, self.shapes = model, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +135,10 @@ def _save_tensorrt_engine(path: Path, target: Path, facts: EngineFacts) -> Engin
     except UserError as error:
         if isinstance(error.__cause__, CandidateError):  # TensorRT is installed and rejects the model
             raise
-        raise UserError(f"{error}; or build without TensorRT: --backend openvino or --backend onnxruntime") from error
+        shapes = {name: "x".join(map(str, shape)) for name, (_, shape) in facts.inputs.items()}
+        raise TensorRTMissing(
+            f"{error}; or build without TensorRT: --backend openvino or --backend onnxruntime", path, shapes
+        ) from error
 
 
 def _tensorrt_params(declared: ModelSignature, options: TensorRTOptions, dataset: DatasetSection) -> dict[str, Any]:

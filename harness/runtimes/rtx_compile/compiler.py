@@ -19,12 +19,14 @@ from harness.graph.qdq.file_checks import find_qdq_problems
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.runtimes.rtx_compile.layer_log import LIST_HEAD, Kernel, read_kernels
 
-__all__ = ["TARGETS", "Compilation", "Refusal", "compile_file", "import_compiler", "require_target"]
+__all__ = ["DEFAULT_TARGET", "TARGETS", "Compilation", "Refusal", "compile_file", "import_compiler", "require_target"]
 
 TARGETS: Mapping[str, tuple[int, int]] = {
     "sm75": (7, 5), "sm80": (8, 0), "sm86": (8, 6), "sm89": (8, 9), "sm120": (12, 0), "sm121": (12, 1)
 }  # fmt: skip
 """Compute capability by the name of a target; the compiler refuses all others."""
+DEFAULT_TARGET = "sm89"
+"""The oldest one that has FP8."""
 WHEEL_VERSIONS = ((3, 11), (3, 13), (3, 14))
 """Versions of Python, from ours on, that the library has wheels for."""
 BUILD_FACTOR = 20.0

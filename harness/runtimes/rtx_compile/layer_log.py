@@ -28,7 +28,7 @@ _TENSOR = re.compile(
     r"\s*\{ Name: (?P<name>(?:(?!, Dimensions: \[).)+), Dimensions: \[(?P<shape>[\d,-]*)\], "
     r"(?:Strides: \[[\d,-]*\], StrideOrder: \[[\d,]*\], )?Datatype: (?P<type>\w+), Format: [^{}]*?\},?\s*"
 )
-_ORIGIN = re.compile(r"\[ONNX Layer: (.+)\]")
+_ORIGIN = re.compile(r"\[ONNX Layer: (.+)\](?:__\w+)?")
 _ORIGIN_SEPARATOR = "\x1f"
 
 

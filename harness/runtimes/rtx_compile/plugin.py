@@ -8,7 +8,13 @@ from typing import Any, NoReturn
 
 from harness.api import Artifact, Candidate, Capabilities, require_timing
 from harness.errors import BuildFailed
-from harness.runtimes.rtx_compile.compiler import Compilation, compile_file, import_compiler, require_target
+from harness.runtimes.rtx_compile.compiler import (
+    DEFAULT_TARGET,
+    Compilation,
+    compile_file,
+    import_compiler,
+    require_target,
+)
 
 __all__ = ["RTXCompiler"]
 
@@ -22,7 +28,7 @@ class RTXCompiler:
 
     capabilities = Capabilities(dialect="tensorrt", compile_only=True)
 
-    def __init__(self, *, target: str = "sm89") -> None:
+    def __init__(self, *, target: str = DEFAULT_TARGET) -> None:
         require_target(target)
         self.target = target
 

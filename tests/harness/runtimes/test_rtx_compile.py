@@ -25,7 +25,7 @@ Name: MatMul_x, LayerType: gemm, \
 Inputs: [ {{ Name: a, b, Dimensions: [1,2,4], {STRIDES}Datatype: Int8, Format: (N) Row major }}, \
 {{ Name: w}}, Dimensions: [4,4], Datatype: FP8, Format: (N) Row }}], Constants: [], \
 Outputs: [ {{ Name: y, Dimensions: [], Datatype: Half, Format: (N) Row }}], \
-TacticName: stub, StreamId: 0, Metadata: [ONNX Layer: block[0]/MatMul]\x1f[ONNX Layer: x dq]
+TacticName: stub, StreamId: 0, Metadata: [ONNX Layer: block[0]/MatMul]\x1f[ONNX Layer: x dq]__gemm_from_conv1x1
 Name: added, LayerType: kgen, Inputs: [], Constants: [], Outputs: [], TacticName: , StreamId: 1, Metadata:
 Name: done, LayerType: signal, Inputs: [], Constants: [], Outputs: [], TacticName: , StreamId: 1, EventId: 2, Metadata:
 

@@ -27,8 +27,10 @@ from harness.compat.tao_specs.evaluate import EvaluationResult
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
+from harness.explain import file_check
 from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
+from harness.runtimes.rtx_compile.compiler import Compilation
 
 LABELLED = """
 dataset:
@@ -293,8 +295,13 @@ def test_batch_sizes_count_only_if_the_batch_is_dynamic(
     assert "x".join(map(str, facts.inputs["images"][1])) == profile["opt"]
 
 
-def test_without_tensorrt_it_is_said_what_is_missing(small: Path, tmp_path: Path) -> None:
+def test_without_tensorrt_it_is_said_what_is_missing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("harness.runtimes.tensorrt.benchmarker")
+    monkeypatch.setattr(
+        file_check, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
+    )
     (tmp_path / "s.yaml").write_text(engine(small, "m.trt"))
     done = CliRunner().invoke(app, ["gen-trt-engine", str(tmp_path / "s.yaml")])
     if done.exit_code == 0:
@@ -302,6 +309,7 @@ def test_without_tensorrt_it_is_said_what_is_missing(small: Path, tmp_path: Path
     assert isinstance(done.exception, UserError)
     assert any(word in str(done.exception) for word in ("driver", "GPU", "TensorRT is not", "cuda-python"))
     assert str(done.exception).endswith("or build without TensorRT: --backend openvino or --backend onnxruntime")
+    assert f"On a machine with a GPU and TensorRT: qdq gen-trt-engine {tmp_path / 's.yaml'}" in done.output
 
 
 def test_other_runtimes_have_one_batch_size(small: Path, tmp_path: Path, caplog: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from harness.compat.tao_specs.quantize import QuantizationResult
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.timing import provenance
 
 
 def stored(found: QuantizationResult) -> Mapping[str, str]:
@@ -65,7 +67,7 @@ def outputs_of(path: Path, feeds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_one_word_of_the_documents_example_is_changed(
-    small: Path, noise: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path, noise: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Section 9.5 without changes except for paths and backend; paths start from the folder of the spec file."""
     shutil.copy(small, tmp_path / "model.onnx")
@@ -87,10 +89,15 @@ quantize:
 dataset:
   calibration_data: "calib.npy"
 """)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    monkeypatch.setattr(provenance, "describe_environment", dict)  # no GPU
     assert qdq("quantize", str(tmp_path / "spec.yaml")) == 0
     written = short_path(tmp_path / "quantized_output/quantized_model.onnx")
     expected = ["Conv\t2 int8", "Gemm\t1 int8", f"{written}: calibrated on 4 samples of calib.npy"]
-    assert capsys.readouterr().out.splitlines() == expected
+    *shown, not_compiled, command = capsys.readouterr().out.splitlines()
+    assert shown == expected
+    assert "qdq-bench[rtx]" in not_compiled
+    assert command.endswith(f"trtexec --onnx={written} --stronglyTyped --saveEngine={written.with_suffix('.engine')}")
     onnx.checker.check_model(tmp_path / "quantized_output/quantized_model.onnx", full_check=True)
 
 
