@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-__all__ = ["FLOAT", "Dimension", "Edge", "Placement", "PointKind", "Resolved", "Space", "edges_digest"]
+__all__ = ["FLOAT", "Agreement", "Dimension", "Edge", "Placement", "PointKind", "Resolved", "Space", "edges_digest"]
 
 FLOAT = "float"
 PointKind = Literal["node_input", "child_input", "output"]
@@ -34,6 +34,8 @@ class Edge:
     consumer: str
     slot: int
 
+
+_Path = tuple[tuple[int, ...], ...]
 
 Resolved = tuple[tuple[Edge, str], ...]
 """The quantized edges of a placement with their precision, sorted; float edges are absent."""
@@ -76,15 +78,32 @@ class Dimension:
             raise ValueError(f"{self.name}: a dimension acts on at least one edge")
 
 
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two paths of edges to one operator, which cannot take operands of two precisions.
+
+    The first quantized edge of a path gives the operand's precision.
+
+    Attributes:
+        first: Edges from the operator backwards.
+        second: The same for its other operand; where the precisions differ, this operand gives way.
+    """
+
+    first: tuple[Edge, ...]
+    second: tuple[Edge, ...]
+
+
 @dataclass(frozen=True)
 class Space:
     """All placements that a search may propose.
 
     Attributes:
         dimensions: The insertion points, in graph order of their first region.
+        agreements: Where two precisions must agree; see `Agreement`.
     """
 
     dimensions: tuple[Dimension, ...]
+    agreements: tuple[Agreement, ...] = ()
     _digests: dict[Placement, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +143,8 @@ class Space:
     def resolve(self, placement: Placement) -> Resolved:
         """Return the quantized edges of a placement, sorted.
 
-        Where two dimensions quantize one edge differently, the earlier dimension decides.
+        Where two dimensions quantize one edge differently, the earlier dimension decides. Where precisions must agree
+        and do not, the second operand's pair is left out, with all others of its reader.
         """
         edges, members = self._edge_table
         found = [""] * len(edges)
@@ -132,6 +152,12 @@ class Space:
             if choice:
                 for place in places:
                     found[place] = found[place] or dimension.choices[choice]
+        for first, second in self._agreement_table:
+            while (ours := _first_quantized(found, first)) and (theirs := _first_quantized(found, second)):
+                if found[ours[0]] == found[theirs[0]]:
+                    break
+                for place in theirs:
+                    found[place] = ""
         return tuple((edge, precision) for edge, precision in zip(edges, found, strict=True) if precision)
 
     @cached_property
@@ -140,6 +166,26 @@ class Space:
         edges = tuple(sorted({edge for dimension in self.dimensions for edge in dimension.edges}))
         place = {edge: number for number, edge in enumerate(edges)}
         return edges, tuple(tuple(place[edge] for edge in dimension.edges) for dimension in self.dimensions)
+
+    @cached_property
+    def _agreement_table(self) -> tuple[tuple[_Path, _Path], ...]:
+        """Return the two paths of each agreement: by edge its position, then those of its reader's other edges."""
+        edges, _ = self._edge_table
+        readers: dict[str, tuple[int, ...]] = {}
+        for place, edge in enumerate(edges):
+            readers[edge.consumer] = (*readers.get(edge.consumer, ()), place)
+
+        def positions(path: tuple[Edge, ...]) -> _Path:
+            own = {edge: place for place, edge in enumerate(edges)}
+            known = [(own[edge], readers[edge.consumer]) for edge in path if edge in own]
+            return tuple((place, *(other for other in others if other != place)) for place, others in known)
+
+        pairs = ((positions(each.first), positions(each.second)) for each in self.agreements)
+        return tuple((first, second) for first, second in pairs if first and second)
+
+    def with_dimensions(self, dimensions: tuple[Dimension, ...]) -> Space:
+        """Return a space of other dimensions on edges of this one, with the same agreements."""
+        return Space(dimensions, self.agreements)
 
     def digest(self, placement: Placement) -> str:
         """Return the identity of the model that a placement produces: equal exactly if the resolved edges are equal."""
@@ -198,6 +244,10 @@ class Space:
             return dimension.choices.index(precision) if precision in dimension.choices else 0
 
         return Placement(tuple(choice(dimension) for dimension in self.dimensions))
+
+
+def _first_quantized(found: Sequence[str], path: _Path) -> tuple[int, ...]:
+    return next((places for places in path if found[places[0]]), ())
 
 
 def _common_choice(dimension: Dimension, edges: Mapping[Edge, str]) -> int:

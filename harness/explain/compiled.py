@@ -1,8 +1,8 @@
 """What a compiler made of a Q/DQ model: precision of each layer, pairs that take effect, kernels that it added.
 
-All of it is read from types of kernels. A pair takes effect if the kernel of its consumer reads the tensor quantized:
-a product in which only one operand is quantized is computed in float, and a pair whose QuantizeLinear and consumer
-became one kernel saves no memory traffic.
+All of it is read from types of kernels. A pair takes effect if the kernel of its consumer reads the tensor quantized,
+or moves it and writes it quantized. A product in which only one operand is quantized is computed in float, and a pair
+whose QuantizeLinear and consumer became one kernel saves no memory traffic.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from tabulate import tabulate  # type: ignore[import-untyped]
 
 from harness.explain.layers import is_low_precision
 from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, node_name, read_qdq_graph
+from harness.graph.rules.agreements import PASSING_OPS
 from harness.graph.rules.operator_sets import LINEAR_OPS, MOVEMENT_OPS
 from harness.runtimes.rtx_compile.compiler import Compilation
 from harness.runtimes.rtx_compile.layer_log import Kernel
 from search.space import Edge
 
-__all__ = ["SCOPE_NOTE", "CompiledLayer", "CompiledReport", "EdgeEffect", "explain_compilation"]
+__all__ = ["GENERATED_KINDS", "SCOPE_NOTE", "CompiledLayer", "CompiledReport", "EdgeEffect", "explain_compilation"]
 
 SCOPE_NOTE = (
     "What holds for TensorRT: refusals of the parser should (it is NVIDIA's ONNX parser; unverified). Refusals of the "
@@ -32,6 +33,8 @@ SCOPE_NOTE = (
 )
 GENERATED_KINDS = frozenset({"kgen", "runtime_function"})
 """Kernels that the compiler generates around a product, for instance to pad its channels."""
+FUSED_KIND = "runtime_fusion"
+"""A generated kernel with a product, whose name lists its steps: a Cast converts operands to float first."""
 LAYERS_TITLE = "Layers"
 EFFECT_TEXTS = {
     "float": "the kernel reads it in float",
@@ -229,11 +232,13 @@ class _KernelReader:
             if node.op_type not in QDQ_OPS and (linear or any(found)):
                 kernel = next(iter(self._main_kernels(node)), None)
                 taken = next((edge.precision for edge in found if edge is not None and edge.effect == "taken"), "")
+                if linear and kernel is not None:
+                    taken = _product_type(kernel, len({*node.input[:2]}))
                 yield CompiledLayer(
                     name=label,
                     operator=node.op_type,
                     asked=tuple("float" if edge is None else edge.precision for edge in found),
-                    compiled="" if kernel is None else taken or _float_type(kernel),
+                    compiled=(taken or _float_type(kernel)) if kernel is not None else "",
                     kernel="" if kernel is None else kernel.name,
                     kind="" if kernel is None else kernel.kind,
                 )
@@ -263,21 +268,24 @@ class _KernelReader:
 
     def _effect(self, node: Any, slot: int, kernels: Sequence[Kernel]) -> str:
         if node.op_type in LINEAR_OPS:
-            operands = len({*node.input[:2]})
-            return "taken" if any(_count_low_operands(kernel) >= operands for kernel in kernels) else "float"
+            count = len({*node.input[:2]})
+            return "taken" if any(_product_type(kernel, count) for kernel in kernels) else "float"
         dequantize = self._graph.producer_through(node.input[slot], frozenset({"Cast", "Identity"}))
         quantize = None if dequantize is None else self._graph.producer.get(dequantize.input[0])
         inside = quantize is not None and quantize.op_type != DEQUANTIZE
         for kernel in kernels:
-            moves = node.op_type in MOVEMENT_OPS and any(map(is_low_precision, _types(kernel.outputs)))
+            moves = node.op_type in MOVEMENT_OPS | PASSING_OPS and any(map(is_low_precision, _types(kernel.outputs)))
             alone = not (inside and node_name(quantize) in kernel.origin)
             if moves or (alone and any(map(is_low_precision, _input_types(kernel)))):
                 return "taken"
         return "inside" if inside and any(node_name(quantize) in kernel.origin for kernel in kernels) else "float"
 
 
-def _count_low_operands(kernel: Kernel) -> int:
-    return sum(is_low_precision(tensor.type) for tensor in (*kernel.inputs, *kernel.constants))
+def _product_type(kernel: Kernel, operands: int) -> str:
+    """Return the quantized type that a kernel multiplies in, or "" if it multiplies in float."""
+    low = [t.type for t in (*kernel.inputs, *kernel.constants) if is_low_precision(t.type)]
+    converts = kernel.kind == FUSED_KIND and "Cast" in kernel.name
+    return low[0] if len(low) >= operands and not converts else ""
 
 
 def _float_type(kernel: Kernel) -> str:

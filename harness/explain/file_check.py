@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from harness.errors import CandidateError, UserError, suggest_names
 from harness.explain.compiled import SCOPE_NOTE, explain_compilation
 from harness.explain.model_report import open_static_file
-from harness.graph.qdq.file_checks import QDQProblem, find_qdq_problems
+from harness.graph.qdq.file_checks import CHECKED_DIALECTS, QDQProblem, find_qdq_problems
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.runtimes.rtx_compile.compiler import (
     DEFAULT_TARGET,
@@ -21,10 +22,7 @@ from harness.runtimes.rtx_compile.compiler import (
     require_target,
 )
 
-__all__ = ["CHECKED_DIALECTS", "FileVerdict", "check_file", "hand_over_lines"]
-
-CHECKED_DIALECTS = ("tensorrt",)
-"""Dialects whose rules know files, not only placements of our own."""
+__all__ = ["FileVerdict", "check_file", "hand_over_lines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class FileVerdict:
     Attributes:
         dialect: Dialect whose rules were applied.
         target: Compute capability, as a key of `TARGETS`.
-        problems: Nodes that the rules refuse.
+        problems: Nodes with a problem.
         compilation: Verdict of the compiler; None if it was not asked.
         reason: Why it was not asked; "" if it was.
     """
@@ -48,14 +46,16 @@ class FileVerdict:
     @property
     def is_refused(self) -> bool:
         """Return whether the rules or the compiler refuse the file."""
-        return bool(self.problems) or (self.compilation is not None and self.compilation.refusal is not None)
+        rules = any(problem.level == "refused" for problem in self.problems)
+        return rules or (self.compilation is not None and self.compilation.refusal is not None)
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict as text."""
-        refused = f"{len(self.problems)} nodes are refused" if self.problems else "nothing is refused"
-        yield f"Rules of dialect {self.dialect} at {self.target}: {refused}"
+        counts = Counter(problem.level for problem in self.problems)
+        shown = ", ".join(f"{count} {level}" for level, count in counts.items())
+        yield f"Rules of dialect {self.dialect} at {self.target}: {shown or 'nothing is refused'}"
         for problem in self.problems:
-            yield f"  {problem.rule}: {problem}"
+            yield f"  {problem.level}, {problem.rule}: {problem}"
         made = self.compilation
         if made is None:
             yield f"Compiler: not asked: {self.reason}"
@@ -90,7 +90,7 @@ def check_file(
         raise UserError(f"--dialect {dialect}: no rules about files; {suggest_names(dialect, CHECKED_DIALECTS)}")
     require_target(target)
     with open_static_file(use, shapes, dims) as (path, _):
-        problems = tuple(find_qdq_problems(read_qdq_graph(path), TARGETS[target]))
+        problems = tuple(find_qdq_problems(read_qdq_graph(path), TARGETS[target], CHECKED_DIALECTS[dialect]))
         compilation, reason = None, ""
         try:
             compilation = compile_file(path, target)

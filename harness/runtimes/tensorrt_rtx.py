@@ -67,7 +67,7 @@ class TensorRTRTXBenchmarker:
         cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.
     """
 
-    capabilities = Capabilities(dialect="tensorrt")
+    capabilities = Capabilities(dialect="tensorrt_rtx")
 
     def __init__(self, *, device: int = 0, cuda_graph: bool = False, cold_l2: bool = False) -> None:
         self._device, self._graph, self._cold_l2 = device, cuda_graph, cold_l2

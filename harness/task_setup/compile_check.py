@@ -21,7 +21,7 @@ from harness.task_setup.model_loader import open_model
 
 __all__ = ["compile_tasks"]
 
-COMPILED_DIALECT = "tensorrt"
+COMPILED_DIALECTS = ("tensorrt", "tensorrt_rtx")
 ANY_RANGE = (-1.0, 1.0)
 """Range of each tensor: no verdict depends on the values of scales."""
 
@@ -38,9 +38,9 @@ def compile_tasks(experiment: Experiment, target: str) -> Iterator[str]:
             lines.
     """
     import_compiler()
-    tasks = [task for task in plan_tasks(experiment) if _dialect_name(task) == COMPILED_DIALECT]
+    tasks = [task for task in plan_tasks(experiment) if _dialect_name(task) in COMPILED_DIALECTS]
     if not tasks:
-        raise UserError(f"--compile: no backend has dialect {COMPILED_DIALECT!r}")
+        raise UserError(f"--compile: no backend has dialect {' or '.join(COMPILED_DIALECTS)}")
     refused = []
     for task in tasks:
         with tempfile.TemporaryDirectory(prefix="qdq-compile-") as work:
@@ -64,7 +64,7 @@ def _dialect_name(task: TaskSpec) -> str:
 
 def _write_files(task: TaskSpec, work: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files of a task, as its runtime reads them, with what is quantized in each."""
-    dialect = load_dialect(COMPILED_DIALECT)
+    dialect = load_dialect(_dialect_name(task))
     model = open_model(task.model, work, dialect.opset(task.precisions))
     file = runtime_input_file(task.backend, save_to_folder(model, work), work)
     yield "float", file

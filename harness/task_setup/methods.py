@@ -169,4 +169,4 @@ def _without_sharing(task: Task, space: Space) -> Space:
     allowed = {edge for dimension in space.dimensions for edge in dimension.edges}
     finer = build_space(task.model, task.dialect, precisions=precisions, sharing="region")
     kept = ((d, tuple(edge for edge in d.edges if edge in allowed)) for d in finer.dimensions)
-    return Space(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
+    return space.with_dimensions(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))

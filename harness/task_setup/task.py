@@ -144,7 +144,9 @@ class Task:
         kept = [tuple(c for c in d.choices if c not in self.accuracy_only) for d in self.space.dimensions]
         if any(len(choices) < 2 for choices in kept):
             return Space(())
-        return Space(tuple(replace(d, choices=c) for d, c in zip(self.space.dimensions, kept, strict=True)))
+        return self.space.with_dimensions(
+            tuple(replace(d, choices=c) for d, c in zip(self.space.dimensions, kept, strict=True))
+        )
 
     def candidate(self, placement: Placement) -> Candidate:
         """Return the candidate of a placement; its file is written when it is built.

@@ -7,15 +7,21 @@ again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from harness.explain.compiled import GENERATED_KINDS, CompiledReport, explain_compilation
+from harness.runtimes.rtx_compile.compiler import compile_file
+
+FILE = Path(__file__).with_name("compiler_verdicts.csv")
 STORAGE = {
     "int8": TensorProto.INT8, "uint8": TensorProto.UINT8, "fp8": TensorProto.FLOAT8E4M3FN,
     "e5m2": TensorProto.FLOAT8E5M2, "int4": TensorProto.INT4, "int16": TensorProto.INT16,
@@ -137,14 +143,14 @@ BETWEEN: dict[str, Callable[[Net, str], str]] = {
     "Reshape": lambda net, x: net.op("Reshape", x, net.const([1, 64, 64])),
     "Squeeze": lambda net, x: net.op("Squeeze", x, net.const([0])),
     "Unsqueeze": lambda net, x: net.op("Unsqueeze", x, net.const([0])),
-    "Slice": lambda net, x: net.op("Slice", x, net.const([0]), net.const([64]), net.const([2])),
+    "Slice": lambda net, x: net.op("Slice", x, *map(net.const, ([-1], [-65], [1], [-1]))),
     "Flatten": lambda net, x: net.op("Flatten", x, axis=2),
     "Concat": lambda net, x: net.op("Concat", x, x, axis=0),
-    "Gather": lambda net, x: net.op("Gather", x, net.const(np.arange(64)), axis=1),
-    "Split": lambda net, x: net.op("Split", x, net.const([64]), axis=1),
-    "Expand": lambda net, x: net.op("Expand", x, net.const([1, 64, 64])),
-    "Tile": lambda net, x: net.op("Tile", x, net.const([1, 1, 1])),
-    "Pad": lambda net, x: net.op("Pad", x, net.const([0, 0, 0, 0, 0, 0])),
+    "Gather": lambda net, x: net.op("Gather", x, net.const(np.arange(64)[::-1].copy()), axis=1),
+    "Expand": lambda net, x: net.op("Expand", x, net.const([2, 64, 64])),
+    "Tile": lambda net, x: net.op("Tile", x, net.const([2, 1, 1])),
+    "Pad": lambda net, x: net.op("Pad", x, net.const([0, 0, 0, 1, 0, 0])),
+    "PadEdge": lambda net, x: net.op("Pad", x, net.const([0, 0, 0, 1, 0, 0]), mode="edge"),
     "Two": lambda net, x: net.op("Transpose", net.op("Mul", x, net.const(np.float32(0.125))), perm=[0, 2, 1]),
     "Mul": lambda net, x: net.op("Mul", x, net.const(np.float32(0.125))),
     "MulVector": lambda net, x: net.op("Mul", x, net.const(np.full(64, 0.125, np.float32))),
@@ -191,6 +197,7 @@ def _one(
 WEIGHTED = {
     "Conv": _conv,
     "Conv1x1": partial(_conv, kernel=(1, 1)),
+    "Conv7x7": partial(_conv, kernel=(7, 7)),
     "ConvGroup2": partial(_conv, group=2),
     "ConvDepthwise": partial(_conv, group=32),
     "Conv1D": partial(_conv, kernel=(3,)),
@@ -291,5 +298,41 @@ def _neighbours() -> Iterator[Case]:
             yield Case(operator="MatMulWeight", pairs=(Pair(storage=one, between=between), weight))
 
 
+def node_name(case: Case) -> str:
+    """Return the name of the node that a case is about."""
+    kind = {"MatMulWeight": "MatMul", "MulConstant": "Mul", "GemmTransB": "Gemm"}.get(case.operator, case.operator)
+    kind = "Conv" if kind.startswith("Conv") and kind != "ConvTranspose" else kind
+    return f"{kind}_{sum(pair.between.startswith(kind) for pair in case.pairs)}"
+
+
+def verdict(report: CompiledReport, case: Case) -> str:
+    """Return the compiler's verdict on a case.
+
+    "parser" and "builder" refuse; else the node computes in "int8", "fp8" or "float" (of a linear operator or a pool),
+    or the whole model became one kernel ("built").
+    """
+    if report.compilation.refusal is not None:
+        return report.compilation.refusal.stage
+    (layer,) = [layer for layer in report.layers if layer.name == node_name(case)] or [None]
+    if layer is None or layer.kind in ("", *GENERATED_KINDS):
+        return "built"
+    return layer.compiled if layer.compiled in ("int8", "fp8") else "float"
+
+
+def ask_compiler(wanted: Iterable[Case]) -> Iterator[tuple[Case, str]]:
+    """Yield the verdict of the installed compiler on each case."""
+    with tempfile.TemporaryDirectory() as folder:
+        for case in wanted:
+            path = Path(folder) / "case.onnx"
+            onnx.save(case.build(), path)
+            yield case, verdict(explain_compilation(path, compile_file(path, "sm89")), case)
+
+
+def read_verdicts() -> dict[str, str]:
+    """Return the recorded verdicts by the name of the case."""
+    rows = (line.rsplit(",", 1) for line in FILE.read_text(encoding="utf-8").splitlines())
+    return {name: found for name, found in rows}
+
+
 if __name__ == "__main__":
-    print(len(cases()))
+    FILE.write_text("".join(f"{case.name},{found}\n" for case, found in ask_compiler(cases())), encoding="utf-8")

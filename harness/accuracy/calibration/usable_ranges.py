@@ -62,7 +62,7 @@ def restrict_space(space: Space, ranges: Ranges) -> Space:
     broken = ranges.keys() - finite_ranges(ranges).keys()
     apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}
     kept = ((dimension, _quantizable_edges(dimension.edges, broken, apart)) for dimension in space.dimensions)
-    return Space(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
+    return space.with_dimensions(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
 
 
 def _quantizable_edges(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str]) -> tuple[Edge, ...]:

@@ -1,83 +1,210 @@
 """Checks of Q/DQ in a file against what TensorRT takes: each problem with its node and the rule.
 
 Sources: `IQuantizeLayer` in NvInfer.h (symmetric only, positive scales); onnx-tensorrt's importer (UINT8 is read as
-INT8 or refused; INT32 is no quantized type); ModelOpt's README (FP8 from compute capability 8.9 on).
+INT8 or refused; INT32 is no quantized type); ModelOpt's README (FP8 from compute capability 8.9 on); and the compiler
+of TensorRT-RTX 1.7, asked about small models (`tests/recorded/compiler_verdicts.csv`): what it refuses is refused in
+both dialects, what has no effect there is known of TensorRT-RTX alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from onnx import TensorProto
 
 from harness.graph.protos import attribute_value
-from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, node_name
+from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name
+from harness.graph.rules.agreements import PASSING_OPS, SCALING_OPS
+from harness.graph.rules.dialects import TENSORRT, TENSORRT_RTX, Dialect
+from harness.graph.rules.operator_sets import LINEAR_OPS
 
-__all__ = ["FP8_CAPABILITY", "QDQProblem", "find_qdq_problems"]
+__all__ = ["CHECKED_DIALECTS", "FP8_CAPABILITY", "QDQProblem", "find_qdq_problems", "find_refused_qdq"]
 
+CHECKED_DIALECTS = {dialect.name: dialect for dialect in (TENSORRT, TENSORRT_RTX)}
+"""Dialects whose rules know files, not only placements of our own."""
 FP8_CAPABILITY = (8, 9)
+_UNKNOWN_TYPES = frozenset({TensorProto.INT16, TensorProto.UINT16})
+_PRECISION_NAMES = {TensorProto.INT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8"}
+_UINT8_TEXT = "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
+_UINT8_WARNING = "is UINT8 and read as INT8: values above 127 steps are cut off"
+Level = Literal["refused", "warning", "no effect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QDQProblem:
-    """A reason why TensorRT does not take a file.
+    """A reason why TensorRT does not take a file, or computes something else than it asks for.
 
     Attributes:
         node: Name of the node.
         operator: Its operator.
         rule: Name of the rule.
         text: The reason as the predicate of a sentence about the node.
+        level: "refused"; "warning" (it computes other values); "no effect" (it computes in float, so pairs cost time).
     """
 
     node: str
     operator: str
     rule: str
     text: str
+    level: Level = "refused"
 
     def __str__(self) -> str:
         return f"{self.operator} {self.node!r} {self.text}"
 
 
-def find_qdq_problems(graph: QDQGraph, capability: tuple[int, int]) -> Iterator[QDQProblem]:
-    """Yield the Q/DQ nodes that TensorRT does not take, in the order of the file.
+def find_refused_qdq(graph: QDQGraph, capability: tuple[int, int], dialect: Dialect = TENSORRT) -> Iterator[QDQProblem]:
+    """Yield the problems for which a file is refused; see `find_qdq_problems`."""
+    return (found for found in find_qdq_problems(graph, capability, dialect) if found.level == "refused")
+
+
+def find_qdq_problems(
+    graph: QDQGraph, capability: tuple[int, int], dialect: Dialect = TENSORRT
+) -> Iterator[QDQProblem]:
+    """Yield the nodes with a problem, in the order of the file.
 
     Args:
         graph: The file; external data are read where a rule needs values.
         capability: Compute capability of the GPU.
+        dialect: One of `CHECKED_DIALECTS`.
     """
     for node in graph.proto.graph.node:
-        if node.op_type in QDQ_OPS and (found := _unsupported_reason(node, graph, capability)):
-            rule, text = found
-            yield QDQProblem(node=node_name(node), operator=node.op_type, rule=rule, text=text)
+        if node.op_type in QDQ_OPS:
+            found = _pair_problem(node, graph, capability, dialect)
+        elif node.op_type in LINEAR_OPS and len(node.input) > 1:
+            found = _product_problem(node, graph, dialect)
+        else:
+            found = _float_kernel_problem(node, graph, dialect)
+        if found is not None:
+            rule, level, text = found
+            yield QDQProblem(node=node_name(node), operator=node.op_type, rule=rule, level=level, text=text)
 
 
-def _unsupported_reason(node: Any, graph: QDQGraph, capability: tuple[int, int]) -> tuple[str, str] | None:
-    """Return the rule that a Q or DQ node breaks, and the reason; None if it breaks none."""
+_Problem = tuple[str, Level, str]
+
+
+def _pair_problem(node: Any, graph: QDQGraph, capability: tuple[int, int], dialect: Dialect) -> _Problem | None:
+    """Return the rule that a Q or DQ node breaks, its level, and the reason; None if it breaks none."""
     named = node.input[2] if len(node.input) > 2 else ""
-    zero = graph.constants.get(named)
-    kind = zero.data_type if zero is not None else 0 if named else _stored_type(node, graph)
-    if kind == TensorProto.UINT8:
-        return "uint8", "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
+    zero, kind = graph.constants.get(named), _stored_type(node, graph)
+    shifted = zero is not None and bool(graph.values(named).any())
+    if kind == TensorProto.UINT8 and (dialect is TENSORRT or shifted):
+        return "uint8", "refused", _UINT8_TEXT
     if kind == TensorProto.INT32:
-        return "int32", "is INT32, the form of quantized biases; TensorRT wants biases in float"
+        return "int32", "refused", "is INT32, the form of quantized biases; TensorRT wants biases in float"
+    if kind in _UNKNOWN_TYPES:
+        return "int16", "refused", "has 16 bits; TensorRT takes INT8 and FP8"
     if kind == TensorProto.FLOAT8E5M2:
-        return "e5m2", "is FP8 of the form E5M2; TensorRT takes E4M3 alone"
+        return "e5m2", "refused", "is FP8 of the form E5M2; TensorRT takes E4M3 alone"
     if kind == TensorProto.FLOAT8E4M3FN and capability < FP8_CAPABILITY:
         need, have = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, capability))
-        return "fp8", f"is FP8, which needs compute capability {need} (Ada, Hopper or later); this GPU has {have}"
-    if zero is not None and graph.values(named).any():
+        text = f"is FP8, which needs compute capability {need} (Ada, Hopper or later); this GPU has {have}"
+        return "fp8", "refused", text
+    if shifted:
         text = "has a zero point that is not 0; TensorRT takes symmetric quantization alone: calibrate symmetric"
-        return "zero point", text
+        return "zero point", "refused", text
     if node.input[1] in graph.constants and not (graph.values(node.input[1]) > 0).all():
-        return "scale", "has a scale that is not positive"
+        return "scale", "refused", "has a scale that is not positive"
+    return ("uint8", "warning", _UINT8_WARNING) if kind == TensorProto.UINT8 else None
+
+
+def _product_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem | None:
+    """Return what is wrong with the pairs of data and weight of a linear operator, or None."""
+    pairs = [_operand_pair(graph, name) for name in node.input[:2]]
+    kinds = [None if pair is None else _read_type(pair, graph) for pair in pairs]
+    if None not in kinds and kinds[0] != kinds[1] and node.op_type != "ConvTranspose":
+        names = " and ".join(TensorProto.DataType.Name(kind) for kind in kinds)
+        return "mixed", "refused", f"multiplies {names}; both operands need one type, also through operators between"
+    if dialect is TENSORRT or kinds == [None, None]:
+        return None
+    if None in kinds:
+        return "one operand", "no effect", "has one quantized operand, so it is computed in float"
+    if _has_unusable_data_scale(node, pairs[0], graph):
+        return "data scale", "no effect", "has data with a scale that no kernel takes, so it is computed in float"
+    filter_size = math.prod(_weight_shape(node, graph)[2:]) if node.op_type == "Conv" else 0
+    if kinds[0] == TensorProto.FLOAT8E4M3FN and filter_size > dialect.max_fp8_filter > 0:
+        return "fp8 filter", "no effect", f"has a filter of {filter_size} elements, so FP8 is computed in float"
+    axis, channel = int(attribute_value(pairs[1], "axis", 1)), _channel_axes(node, graph)
+    if math.prod(_scale_shape(graph, pairs[1])) > 1 and channel is not None and axis not in channel:
+        return "weight axis", "no effect", f"has weights with scales along axis {axis}, so it is computed in float"
+    return _float_kernel_problem(node, graph, dialect)
+
+
+def _float_kernel_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem | None:
+    """Return that a quantized operator has no kernel but those in float, or None."""
+    pair = _operand_pair(graph, node.input[0]) if node.input and node.input[0] else None
+    precision = _PRECISION_NAMES.get(0 if pair is None else _stored_type(pair, graph), "")
+    if (precision, node.op_type) not in dialect.float_kernels:
+        return None
+    return "float kernel", "no effect", f"has no kernel for {precision}, so it is computed in float"
+
+
+def _operand_pair(graph: QDQGraph, tensor: str) -> Any:
+    """Return the DequantizeLinear that a product's operand comes from, also through what only moves values; or None."""
+    pooled = False
+    while (node := graph.producer.get(tensor)) is not None:
+        if node.op_type == DEQUANTIZE:
+            return None if pooled and _stored_type(node, graph) == TensorProto.FLOAT8E4M3FN else node
+        pooled |= node.op_type == "MaxPool"
+        scalars = [name in graph.constants and math.prod(graph.constants[name].dims) == 1 for name in node.input]
+        if node.op_type == "Pad" and attribute_value(node, "mode", "constant") == "constant":
+            return None
+        if node.op_type in PASSING_OPS:
+            tensor = node.input[0]
+        elif node.op_type in SCALING_OPS and sum(scalars) == 1 and (node.op_type == "Mul" or scalars[1]):
+            tensor = node.input[scalars.index(False)]
+        else:
+            return None
     return None
 
 
+def _has_unusable_data_scale(node: Any, pair: Any, graph: QDQGraph) -> bool:
+    """Return whether data of a Conv have a scale that is no scalar, or data of a Gemm scales along the summed axis."""
+    shape, axis = _scale_shape(graph, pair), int(attribute_value(pair, "axis", 1))
+    summed = 0 if attribute_value(node, "transA", 0) else 1
+    return bool(shape) if node.op_type == "Conv" else node.op_type == "Gemm" and math.prod(shape) > 1 and axis == summed
+
+
+def _scale_shape(graph: QDQGraph, pair: Any) -> tuple[int, ...]:
+    """Return the shape of a constant scale, () for a scalar and for one that is computed."""
+    scale = graph.constants.get(pair.input[1])
+    return () if scale is None else tuple(scale.dims)
+
+
+def _channel_axes(node: Any, graph: QDQGraph) -> tuple[int, ...] | None:
+    """Return the axes of a weight along which scales may differ, or None if that is not known."""
+    shape = _weight_shape(node, graph)
+    if not shape:
+        return None
+    if node.op_type == "Conv":
+        return (0, 1) if shape[1] == 1 else (0,)
+    if node.op_type == "Gemm":
+        return (0,) if attribute_value(node, "transB", 0) else (1,)
+    return (len(shape) - 1, -1) if node.op_type == "MatMul" else None
+
+
+def _weight_shape(node: Any, graph: QDQGraph) -> tuple[int, ...]:
+    """Return the shape of a constant weight, or ()."""
+    weight = graph.constants.get(graph.before_pairs(node.input[1]))
+    return () if weight is None else tuple(weight.dims)
+
+
+def _read_type(node: Any, graph: QDQGraph) -> int:
+    """Return the type that TensorRT reads the quantized side in: UINT8 as INT8."""
+    kind = _stored_type(node, graph)
+    return TensorProto.INT8 if kind == TensorProto.UINT8 else kind
+
+
 def _stored_type(node: Any, graph: QDQGraph) -> int:
-    """Return the element type of the quantized side if no zero point gives it."""
-    if node.op_type == DEQUANTIZE:
-        stored = graph.constants.get(node.input[0])
-        return 0 if stored is None else int(stored.data_type)
-    return int(attribute_value(node, "output_dtype", 0) or TensorProto.UINT8)
+    """Return the element type of the quantized side, by the zero point if there is one; 0 if it is not known."""
+    if len(node.input) > 2 and node.input[2]:
+        zero = graph.constants.get(node.input[2])
+        return 0 if zero is None else int(zero.data_type)
+    if node.op_type == QUANTIZE:
+        return int(attribute_value(node, "output_dtype", 0) or TensorProto.UINT8)
+    stored, quantize = graph.constants.get(node.input[0]), graph.producer.get(node.input[0])
+    if quantize is not None and quantize.op_type == QUANTIZE:
+        return _stored_type(quantize, graph)
+    return 0 if stored is None else int(stored.data_type)

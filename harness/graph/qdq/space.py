@@ -17,6 +17,7 @@ from harness.graph.model import Model
 from harness.graph.partition.patterns import Pattern, find_patterns
 from harness.graph.partition.regions import Region, RegionType, discover_regions
 from harness.graph.qdq.import_placement import require_float_model
+from harness.graph.rules.agreements import find_agreements
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import QUANTIZABLE_FLOAT_TYPES
 from harness.graph.rules.points import QuantizationPoint, find_points, weighted_ops_without_points
@@ -88,7 +89,8 @@ def build_space(
             drafts += drafter.draft_dimensions(kind, patterns)
     found = _distinct_dimensions(drafts, precisions, sum(point.macs for points in drafter.points for point in points))
     found.sort(key=lambda pair: (pair[0].start, _KINDS.index(pair[0].kind), pair[0].place))
-    return Space(tuple(dimension for _, dimension in found))
+    agreements = find_agreements(model, dialect) if dialect.operands_agree and len(precisions) > 1 else ()
+    return Space(tuple(dimension for _, dimension in found), agreements)
 
 
 def _log_weighted_ops_without_points(model: Model, dialect: Dialect) -> None:

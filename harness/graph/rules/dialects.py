@@ -13,7 +13,8 @@ from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT
 
 __all__ = [
     "BUILTIN_DIALECTS", "INT7_MAX_LEVEL", "INT8_MAX_LEVEL", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8",
-    "ONNXRUNTIME_S8_7BIT", "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "Dialect", "dialect_name_for", "load_dialect",
+    "ONNXRUNTIME_S8_7BIT", "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "TENSORRT_RTX", "Dialect", "dialect_name_for",
+    "load_dialect",
 ]  # fmt: skip
 
 INT8_MAX_LEVEL, INT7_MAX_LEVEL = 127, 64
@@ -48,6 +49,10 @@ class Dialect:
         bare_products: A matrix times weights may be INT8 where it has no bias of its own.
         faults: Names in `runtime_faults.RUNTIME_FAULTS`: what the runtime computes wrongly at INT8 stays float.
         quantize_outputs: A linear operator is fused only where its output is quantized too.
+        operands_agree: A linear operator whose operands reach pairs of different precision through operators that move
+            values is refused.
+        float_kernels: Precisions and operators that the runtime computes in float, so that pairs cost time.
+        max_fp8_filter: Largest filter of a convolution that has FP8 kernels, in elements of one channel; 0: any.
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.
         precisions: Precisions that the runtime runs besides float.
@@ -74,6 +79,9 @@ class Dialect:
     bare_products: bool = True
     faults: frozenset[str] = frozenset()
     quantize_outputs: bool = False
+    operands_agree: bool = False
+    float_kernels: frozenset[tuple[str, str]] = frozenset()
+    max_fp8_filter: int = 0
     grouped_fp8: bool = True
     float16: bool = True
     precisions: frozenset[str] = frozenset({"int8"})
@@ -91,11 +99,18 @@ class Dialect:
     def facts(self) -> dict[str, Any]:
         """Return its fields, ready for a digest.
 
-        A field that was added later is left out where it has its default; so are faults, which show in the space, and
+        A field that was added later is left out where it has its default; so are rules that show in the space, and
         fields that only limit numeric choices.
         """
         fields = asdict(self)
-        for name in ("faults", "zero_points", "channel_activations"):
+        for name in (
+            "faults",
+            "zero_points",
+            "channel_activations",
+            "operands_agree",
+            "float_kernels",
+            "max_fp8_filter",
+        ):
             del fields[name]
         if self.weight_limit == INT8_MAX_LEVEL:
             del fields["weight_limit"]
@@ -108,16 +123,27 @@ class Dialect:
 
 
 # TensorRT: symmetric only, INT8 never UINT8, biases stay float, Conv-BN-activation is one kernel
-# (IQuantizeLayer in NvInfer.h; parser onnx-tensorrt); no optimized FP8 kernels for grouped Conv (10.12 notes).
+# (IQuantizeLayer in NvInfer.h; parser onnx-tensorrt); no optimized FP8 kernels for grouped Conv (10.12 notes),
+# nor for filters of more than 32 elements (ModelOpt leaves them float; the compiler of TensorRT-RTX as well).
 # Sources disagree on the axis of ConvTranspose (ModelOpt 1, TensorRT#1694 0), so it gets one scale.
 TENSORRT = Dialect(
     name="tensorrt",
     transposed_axis=None,
     between_conv_and_activation=False,
+    operands_agree=True,
+    max_fp8_filter=32,
     grouped_fp8=False,
     precisions=frozenset({"int8", "fp8"}),
     zero_points=False,
 )
+
+# TensorRT for RTX, by its compiler (1.7): ConvTranspose and AveragePool, and MaxPool on FP8, run in float whatever is
+# asked; grouped convolutions have FP8 kernels. None of that is known of TensorRT itself.
+_RTX_FLOAT_KERNELS = frozenset({
+    ("int8", "AveragePool"), ("int8", "ConvTranspose"), ("fp8", "AveragePool"), ("fp8", "ConvTranspose"),
+    ("fp8", "MaxPool"),
+})  # fmt: skip
+TENSORRT_RTX = replace(TENSORRT, name="tensorrt_rtx", grouped_fp8=True, float_kernels=_RTX_FLOAT_KERNELS)
 
 # OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU. An
 # Einsum of two operands becomes a MatMul before that.
@@ -179,7 +205,8 @@ ONNXRUNTIME_S8_7BIT = replace(ONNXRUNTIME_S8, name="onnxruntime_s8_7bit", weight
 BUILTIN_DIALECTS = {
     dialect.name: dialect
     for dialect in (
-        TENSORRT, OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT,
+        TENSORRT, TENSORRT_RTX, OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, ONNXRUNTIME_S8,
+        ONNXRUNTIME_S8_7BIT,
     )
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ The rules restate TensorRT's documentation ("Explicit quantization", sections on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -217,6 +218,15 @@ def _is_grouped_fp8(site: _InputSite) -> bool:
     return grouped and site.precision.startswith("fp8") and not site.dialect.grouped_fp8
 
 
+def _has_large_fp8_filter(site: _InputSite) -> bool:
+    limit, weight = (
+        site.dialect.max_fp8_filter,
+        site.model.types.get(site.node.inputs[1]) if site.is_convolution else None,
+    )
+    large = weight is not None and limit > 0 and math.prod(weight.shape[2:]) > limit
+    return large and site.precision.startswith("fp8")
+
+
 def _meets_fault(name: str, site: _InputSite) -> bool:
     enabled = site.precision == "int8" and name in site.dialect.faults
     return enabled and site.node.index in site.model.cached_analysis(find_affected_nodes)[name]
@@ -303,5 +313,11 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     ),
     PlacementRule("absorbed", "The pair behind this activation computes it: none stands in front.", _is_absorbed),
     *(PlacementRule(name, fault.text, partial(_meets_fault, name)) for name, fault in RUNTIME_FAULTS.items()),
+    PlacementRule(
+        "float kernel",
+        "The runtime computes this operator in float, so that a pair in front of it only costs time.",
+        lambda s: (s.precision, s.node.op) in s.dialect.float_kernels,
+    ),
+    PlacementRule("fp8 filter", "Convolutions with large filters have no FP8 kernels.", _has_large_fp8_filter),
     PlacementRule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
 )

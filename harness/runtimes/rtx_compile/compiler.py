@@ -15,8 +15,9 @@ from typing import Any
 
 from harness.errors import UserError, install_hint
 from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
-from harness.graph.qdq.file_checks import find_qdq_problems
+from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.rules.dialects import TENSORRT_RTX
 from harness.runtimes.rtx_compile.layer_log import LIST_HEAD, Kernel, read_kernels
 
 __all__ = ["DEFAULT_TARGET", "TARGETS", "Compilation", "Refusal", "compile_file", "import_compiler", "require_target"]
@@ -120,7 +121,7 @@ def compile_file(path: Path, target: str) -> Compilation:
         found = Compilation(target=target, version=version, build_s=time.monotonic() - started_s, refusal=refusal)
     if found.refusal is None:
         return found
-    problems = list(find_qdq_problems(read_qdq_graph(path), TARGETS[target]))
+    problems = list(find_refused_qdq(read_qdq_graph(path), TARGETS[target], TENSORRT_RTX))
     named = [problem for problem in problems if problem.node == found.refusal.node]
     for problem in (*named, *problems)[:1]:
         refusal = replace(found.refusal, node=found.refusal.node or problem.node, rule=f"{problem.rule!r}: {problem}")

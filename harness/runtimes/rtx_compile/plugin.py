@@ -26,7 +26,7 @@ class RTXCompiler:
         target: GPU that is compiled for, by its compute capability: sm75, sm80, sm86, sm89, sm120, sm121.
     """
 
-    capabilities = Capabilities(dialect="tensorrt", compile_only=True)
+    capabilities = Capabilities(dialect="tensorrt_rtx", compile_only=True)
 
     def __init__(self, *, target: str = DEFAULT_TARGET) -> None:
         require_target(target)

@@ -21,7 +21,7 @@ from harness.errors import BuildFailed, UserError, install_hint
 from harness.graph.io.files import digest_file, move_model, write_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
-from harness.graph.qdq.file_checks import find_qdq_problems
+from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import QDQGraph
 
 __all__ = [
@@ -126,7 +126,7 @@ def check_tensorrt_qdq(proto: onnx.ModelProto, path: Path, capability: tuple[int
     Raises:
         BuildFailed: With the first such node.
     """
-    for problem in find_qdq_problems(QDQGraph(proto, path.parent), capability):
+    for problem in find_refused_qdq(QDQGraph(proto, path.parent), capability):
         raise BuildFailed(f"{path.name}: {problem}")
 
 

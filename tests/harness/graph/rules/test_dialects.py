@@ -14,6 +14,7 @@ from harness.graph.rules.dialects import (
     OPENVINO,
     OPENVINO_7BIT,
     TENSORRT,
+    TENSORRT_RTX,
     Dialect,
 )  # fmt: skip
 from harness.registry import load_plugin
@@ -21,7 +22,9 @@ from harness.registry import load_plugin
 SEVEN = [ONNXRUNTIME_7BIT, ONNXRUNTIME_S8_7BIT, OPENVINO_7BIT]
 
 
-@pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, *SEVEN], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "dialect", [ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, TENSORRT_RTX, *SEVEN], ids=lambda d: d.name
+)
 def test_dialects_are_found_by_name_and_never_change(dialect: Dialect) -> None:
     assert load_plugin("dialect", dialect.name) is dialect
     assert not dialect.linear_ops & dialect.points
@@ -49,3 +52,12 @@ def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with() -> 
     ]
     assert not TENSORRT.unsigned_positive  # its parser refuses UINT8 and any zero point but 0
     assert not TENSORRT.affine_ops
+
+
+def test_what_only_the_compiler_of_rtx_takes_or_ignores_is_in_its_dialect_alone() -> None:
+    assert TENSORRT_RTX.operands_agree
+    assert TENSORRT.operands_agree
+    assert TENSORRT_RTX.grouped_fp8
+    assert not TENSORRT.grouped_fp8
+    assert not TENSORRT.float_kernels
+    assert TENSORRT.facts == {**TENSORRT_RTX.facts, "name": "tensorrt", "grouped_fp8": False}

@@ -12,7 +12,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.rules.placement_rules import PLACEMENT_RULES, first_violated_rule
 from harness.graph.rules.points import QuantizationPoint, explain_no_points, find_points, float_inputs_with_rule
 from search.space import Edge
@@ -341,6 +341,24 @@ def test_grouped_convolutions_have_no_fp8() -> None:
     assert rule(model, TENSORRT, "Conv", precision="fp8") == "grouped fp8"
     assert found(model, TENSORRT, "Conv")[0].precisions == ("int8",)
     assert found(model, OPENVINO, "Conv")[0].precisions == ("int8", "fp8e5m2", "fp8")
+
+
+@pytest.mark.parametrize(("size", "found_rule"), [(5, "legal"), (7, "fp8 filter")])
+def test_large_filters_have_no_fp8_on_tensorrt(size: int, found_rule: str) -> None:
+    g, x = start()
+    model = finish(g, g.conv(x, 8, size, pad=size // 2))
+    assert rule(model, TENSORRT, "Conv", precision="fp8") == found_rule
+    assert rule(model, TENSORRT, "Conv") == rule(model, OPENVINO, "Conv", precision="fp8") == "legal"
+
+
+def test_what_the_compiler_of_rtx_runs_in_float_has_no_points() -> None:
+    g, x = start()
+    pools = [g.op(op, x, kernel_shape=[2, 2]) for op in ("AveragePool", "MaxPool")]
+    model = finish(g, *pools)
+    for precision, expected in (("int8", "legal"), ("fp8", "float kernel")):
+        assert rule(model, TENSORRT_RTX, "AveragePool", precision=precision) == "float kernel"
+        assert rule(model, TENSORRT_RTX, "MaxPool", precision=precision) == expected
+        assert rule(model, TENSORRT, "AveragePool", precision=precision) == "legal"
 
 
 def test_a_precision_that_the_runtime_lacks() -> None:
