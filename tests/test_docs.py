@@ -114,7 +114,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path, monkeypatch):
         experiment = experiment.replace(shown, ours)
     (tmp_path / "detector.yaml").write_text(experiment, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda results, out: [])
+    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
     assert len(commands) == 8
     for command in commands:
         done = CliRunner().invoke(app, shlex.split(command))

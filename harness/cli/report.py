@@ -14,12 +14,18 @@ from harness.cli.common import ResultsArgument, count_option, echo, print_rich_o
 __all__ = ["compare", "report", "report_afterwards", "show_report", "trace"]
 
 
-def report(folder: ResultsArgument) -> None:
+def report(
+    folder: ResultsArgument,
+    plots: Annotated[
+        bool | None,
+        typer.Option("--plots/--no-plots", help="Write the plots of each task as PNG and SVG. [up to 20 tasks]"),
+    ] = None,
+) -> None:
     """Write the tables and curves of a results folder again if anything has changed, and print the main table.
 
     Example: `qdq report out/quickstart`
     """
-    show_report(folder)
+    show_report(folder, task_plots=plots)
 
 
 @contextmanager
@@ -35,14 +41,19 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
     show()
 
 
-def show_report(folder: Path) -> None:
+def show_report(folder: Path, *, task_plots: bool | None = None) -> None:
     """Write the report of a results folder unless it is up to date; print its main table and the next steps."""
     from harness.report.next_steps import describe_next_steps, describe_winners
     from harness.report.render import current_report, report_renderable, report_text, write_report
+    from harness.terminal_progress import TerminalProgress
 
     folder = short_path(folder)
-    current = current_report(folder)
-    results, tables = current or write_report(folder)
+    current = current_report(folder, task_plots=task_plots)
+    if current is None:
+        with TerminalProgress() as terminal:
+            results, tables = write_report(folder, task_plots=task_plots, observer=terminal)
+    else:
+        results, tables = current
     print_rich_or_text(report_text(results, tables), report_renderable(results, tables))
     for main in (table.raw for table in tables if table.name == "main"):
         for line in (*describe_winners(results, main), *describe_next_steps(results, main)):

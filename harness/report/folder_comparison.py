@@ -101,7 +101,7 @@ def _row_keys(frame: pd.DataFrame) -> list[tuple[str, ...]]:
 
 def _build_medians(results: Results) -> dict[tuple[str, str], list[float]]:
     """Return the median latency of each fresh build in ms, by task and row."""
-    samples = sample_frame(results)
+    samples = sample_frame(results.tasks)
     samples = samples[samples["row"] != TWIN]
     turns = samples.groupby(["task", "row", "build", "group", "round"], as_index=False)["latency_ms"].median()
     builds = turns.groupby(["task", "row", "build", "group"], as_index=False)["latency_ms"].median()

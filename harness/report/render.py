@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
 from harness.errors import UserError
+from harness.progress import NullProgress, Observer
 from harness.report.frames.confirmation import sample_frame, variance_frame
 from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
-from harness.report.load.results import Results
+from harness.report.load.results import Results, TaskResults
 from harness.report.load.results import load as load_results
-from harness.report.load.task_files import GRAPH_FILE, write_graph
+from harness.report.load.task_files import GRAPH_FILE, read_graph, write_graph
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
-from harness.report.plots.plot_files import draw_plots
+from harness.report.plots.plot_cache import PlotCache
+from harness.report.plots.plot_files import MAX_TASKS_WITH_PLOTS, draw_plots
 from harness.report.report_table import (
     ReportTable,
     drop_repeated_lines,
@@ -122,7 +125,7 @@ def load(folder: Path | str) -> Frames:
         pairs=pair_frame(results),
         ablation=ablation_frame(results),
         transfer=transfer_frame(results),
-        samples=sample_frame(results),
+        samples=sample_frame(results.tasks),
         variance=variance_frame(results),
         complete=results.complete,
     )
@@ -133,31 +136,67 @@ def render(folder: Path) -> str:
     return report_text(*write_report(folder))
 
 
-def write_report(folder: Path) -> tuple[Results, list[ReportTable]]:
+def write_report(
+    folder: Path, *, task_plots: bool | None = None, observer: Observer | None = None
+) -> tuple[Results, list[ReportTable]]:
     """Write tables, plots and the page into `folder/report`; return the results and all tables.
 
     If the exported models are there, the graph of each task is stored in `TASK/graph.json`, so that the same page can
-    be written without the models. The report of an unfinished run is marked UNFINISHED.
+    be written without the models. The report of an unfinished run is marked UNFINISHED. Plots and graphs of tasks whose
+    records are those of the last report are not made again.
+
+    Args:
+        folder: The results folder.
+        task_plots: Write the plots of each task that the page draws itself as files, too; None: if there are at most
+            `MAX_TASKS_WITH_PLOTS` tasks.
+        observer: Shows the progress.
 
     Raises:
         UserError: The folder is no results folder or damaged, or the report cannot be written.
     """
-    digest, results = _inputs_digest(folder), load_results(folder)  # a run may write meanwhile, so digest first
-    out = folder / "report"
+    (digest, inputs), results = (
+        _input_digests(folder),
+        load_results(folder),
+    )  # a run may write meanwhile, so digest first
+    out, observer = folder / "report", observer or NullProgress()
+    cache = PlotCache(out, inputs)
     with explain_write_errors(out):
-        graphs = {task.name: graph for task in results.tasks if (graph := load_task_graph(task)) is not None}
-        for task in results.tasks:
-            if task.name in graphs:
-                write_graph(task, graphs[task.name])
+        graphs = _update_graphs(results.tasks, cache, observer)
         tables = write_tables(results, out)
-        pictures = draw_plots(results, out)
+        all_plots = _wants_task_plots(folder, task_plots)
+        pictures = draw_plots(results, out, cache, all_plots=all_plots, observer=observer)
         write_text(out / "index.html", render_index(results, tables, graphs, pictures))
-        write_json(out / MANIFEST_FILE, {"inputs": digest, "files": describe_files(out, list_files(out))})
+        files = describe_files(out, list_files(out))
+        write_json(out / MANIFEST_FILE, {"inputs": digest, "files": files, "plots": cache.entries})
     return results, tables
 
 
-def current_report(folder: Path) -> tuple[Results, list[ReportTable]] | None:
+def _wants_task_plots(folder: Path, task_plots: bool | None) -> bool:
+    tasks = len(list(folder.glob("*/task.json")))
+    return tasks <= MAX_TASKS_WITH_PLOTS if task_plots is None else task_plots
+
+
+def _update_graphs(tasks: Sequence[TaskResults], cache: PlotCache, observer: Observer) -> dict[str, dict[str, Any]]:
+    """Return the graph of each task that has one, and store those of tasks that changed."""
+    graphs = {}
+    with observer.work("graphs", len(tasks)) as progress:
+        for task in tasks:
+            stored = read_graph(task) if cache.is_unchanged(task.name) else None
+            graph = stored or load_task_graph(task)
+            if graph is not None:
+                graphs[task.name] = graph
+                if stored is None:
+                    write_graph(task, graph)
+            progress.advance(task.name)
+    return graphs
+
+
+def current_report(folder: Path, *, task_plots: bool | None = None) -> tuple[Results, list[ReportTable]] | None:
     """Return what `write_report` would return if its files are up to date, else None.
+
+    Args:
+        folder: The results folder.
+        task_plots: See `write_report`.
 
     Raises:
         UserError: See `harness.report.load.results.load`.
@@ -169,26 +208,36 @@ def current_report(folder: Path) -> tuple[Results, list[ReportTable]] | None:
             return None
     except (OSError, UserError):  # a damaged report is written again
         return None
-    if manifest.get("inputs") != _inputs_digest(folder):
+    digest, tasks = _input_digests(folder)
+    drawn = PlotCache(out, tasks).complete
+    if manifest.get("inputs") != digest or (_wants_task_plots(folder, task_plots) and not drawn):
         return None
     results = load_results(folder)
     return results, list(build_tables(results))
 
 
-def _inputs_digest(folder: Path) -> str:
-    """Return a digest of the content of records and code, and of the names of exported models (see rows.json)."""
-    whole = hashlib.sha256(f"{folder}\n".encode())  # the page contains the path
+def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return a digest of all inputs of the report, and of those of each task.
+
+    Inputs are the content of records and code, and the names of exported models (see rows.json).
+    """
+    common = hashlib.sha256()
     for name in REPORT_LIBRARIES:
-        whole.update(f"{name} {version(name)}\n".encode())
+        common.update(f"{name} {version(name)}\n".encode())
     code = Path(__file__).parents[1]
-    sources = (path for path in sorted(code.rglob("*")) if path.suffix in CODE_SUFFIXES)
-    tasks = {path.parent for name in TASK_FOLDER_FILES for path in folder.glob(f"*/{name}")}
-    for root, paths in ((code, sources), (folder, _record_files(folder, tasks))):
-        for path in paths:
-            whole.update(f"{path.relative_to(root)} {_content_digest(path)}\n".encode())
-    for path in sorted(path for task in tasks for path in task.glob("models/*.onnx")):
-        whole.update(f"{path.relative_to(folder)}\n".encode())
-    return whole.hexdigest()
+    for path in (path for path in sorted(code.rglob("*")) if path.suffix in CODE_SUFFIXES):
+        common.update(f"{path.relative_to(code)} {_content_digest(path)}\n".encode())
+    common.update(_content_digest(folder / "experiment.yaml").encode())
+    tasks = {}
+    for task in sorted({path.parent for name in TASK_FOLDER_FILES for path in folder.glob(f"*/{name}")}):
+        own = common.copy()
+        for path in _record_files(task):
+            own.update(f"{path.relative_to(folder)} {_content_digest(path)}\n".encode())
+        for path in sorted(task.glob("models/*.onnx")):
+            own.update(f"{path.relative_to(folder)}\n".encode())
+        tasks[task.name] = own.hexdigest()
+    common.update(f"{folder}\n{tasks}".encode())  # the page contains the path
+    return common.hexdigest(), tasks
 
 
 def _content_digest(path: Path) -> str:
@@ -199,10 +248,9 @@ def _content_digest(path: Path) -> str:
         return "gone"
 
 
-def _record_files(folder: Path, tasks: Iterable[Path]) -> Iterator[Path]:
+def _record_files(task: Path) -> Iterator[Path]:
     """Yield the files of a run and of `qdq explain`; the stored graph is written by the report itself."""
-    paths = {path for task in tasks for pattern in RECORD_GLOBS for path in task.glob(pattern)}
-    for path in sorted({folder / "experiment.yaml", *paths}):
+    for path in sorted(path for pattern in RECORD_GLOBS for path in task.glob(pattern)):
         if path.name != GRAPH_FILE and path.suffix in RECORD_SUFFIXES and path.is_file():
             yield path
 

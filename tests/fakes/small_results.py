@@ -1,6 +1,9 @@
 """Small results folder for tests of reports, written by the harness's own encoders and never timed."""
 
+import base64
+import gzip
 import json
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -206,3 +209,9 @@ def read_table(folder: Path, name: str) -> list[dict[str, str]]:
 def read_note(folder: Path, name: str) -> str:
     """Return the note of a written Markdown table."""
     return (folder / "report" / f"{name}.md").read_text().partition("\n\n")[2]
+
+
+def read_page_data(text: str) -> list[dict]:
+    """Return the data of each task in a page."""
+    packed = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    return [json.loads(gzip.decompress(base64.b64decode(task))) for task in packed]

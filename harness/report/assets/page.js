@@ -1,5 +1,14 @@
 "use strict";
-const { tasks } = JSON.parse(document.getElementById("data").textContent);
+// A task is a string: JSON, compressed and in base 64. It is decompressed, and drawn, when it comes into view.
+const packed = JSON.parse(document.getElementById("data").textContent), unpacked = new Map(), drawings = new Map();
+
+function task(index) {
+  if (!unpacked.has(index)) {
+    const bytes = Uint8Array.from(atob(packed[index]), (letter) => letter.charCodeAt(0));
+    unpacked.set(index, new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json());
+  }
+  return unpacked.get(index);
+}
 
 // Sorting: a click on a heading; cells without a figure go last either way.
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -24,14 +33,28 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }));
 }
 
-for (const host of document.querySelectorAll("[data-charts]")) {
-  const { charts } = tasks[Number(host.dataset.charts)], drawn = [...host.children];
-  charts.forEach((figure) => chart(host, figure));
-  host.append(...drawn);
-  if (!host.childElementCount) host.append(element("p", { class: "quiet" }, "Nothing to draw yet."));
+function draw(host) {
+  const { charts: ofCharts, graph } = host.dataset;
+  if (!drawings.has(host)) drawings.set(host, task(Number(ofCharts || graph)).then((found) => {
+    host.classList.remove("waiting");
+    if (ofCharts) charts(host, found); else placements(host, found);
+  }));
+  return drawings.get(host);
 }
 
-for (const host of document.querySelectorAll("[data-graph]")) placements(host, tasks[Number(host.dataset.graph)]);
+const near = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach(({ target }) => {
+  near.unobserve(target);
+  draw(target);
+}), { rootMargin: "800px" });
+if (window.DecompressionStream) document.querySelectorAll(".waiting").forEach((host) => near.observe(host));
+else document.querySelectorAll(".waiting").forEach((host) => host.replaceChildren("This browser cannot draw this: it has no DecompressionStream."));
+
+function charts(host, found) {
+  const pictures = [...host.children];
+  found.charts.forEach((figure) => chart(host, figure));
+  host.append(...pictures);
+  if (!host.childElementCount) host.append(element("p", { class: "quiet" }, "Nothing to draw yet."));
+}
 
 function placements(host, { labels, effects, best, graph: { scene, marks } }) {
   const rows = Object.keys(labels).filter((row) => marks[row]);

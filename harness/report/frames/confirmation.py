@@ -41,11 +41,11 @@ def valid_turns(events: Iterable[TurnEvent]) -> list[Turn]:
     return [turn for rows in valid.values() for turns in rows.values() for turn in turns.values()]
 
 
-def sample_frame(results: Results) -> pd.DataFrame:
+def sample_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     """Return every valid sample: columns task, row, build, group, round, sample, latency_ms."""
     lines = [
         (task.name, turn.row, turn.build, turn.group, turn.round, number, latency_ms)
-        for task in results.tasks
+        for task in tasks
         for turn in valid_turns(task.events)
         for number, latency_ms in enumerate(turn.samples_ms)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -16,7 +17,7 @@ from markupsafe import Markup
 
 from harness.text import printable_lines
 
-__all__ = ["render_html"]
+__all__ = ["pack_json", "render_html"]
 
 
 def render_html(template: str, scripts: Sequence[str], data: Any, values: Mapping[str, Any]) -> str:
@@ -44,6 +45,11 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
         )
     )
     return filled
+
+
+def pack_json(data: Any) -> str:
+    """Return JSON without NaN, compressed and in base 64; `assets/page.js` decompresses it."""
+    return base64.b64encode(gzip.compress(_encode_json(data).encode(), mtime=0)).decode()
 
 
 def _csp_hash(source: str) -> str:

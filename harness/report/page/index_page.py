@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 
 from harness.paths import hide_paths
-from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.display_names import (
     BEYOND_BOUND_VERDICT,
@@ -27,9 +26,9 @@ from harness.report.load.display_names import (
 )
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import PartEffect, read_attributions
-from harness.report.page.html_document import render_html
+from harness.report.page.html_document import pack_json, render_html
 from harness.report.page.interactive_charts import build_charts
-from harness.report.plots.plot_files import PlotFile
+from harness.report.plots.plot_cache import PlotFile
 from harness.report.report_table import ReportTable, format_interval, table_json
 from harness.report.tables.budget import budget_frame
 from harness.report.tables.notes import noise_note, partial_note, progress_note
@@ -64,20 +63,18 @@ def render_index(
         graphs: Graph of each task, see `harness.report.page.graph_snapshots.load_task_graph`; may be incomplete.
         pictures: Plots that are shown as images.
     """
-    main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
-    tasks = []
+    main, budgets = main_frame(results), budget_frame(results)
+    packed = []
     for task in results.tasks:
         labels = row_labels(task, main)
-        tasks.append(
-            {
-                "name": task.name,
-                "labels": labels,
-                "charts": build_charts(task, main, budgets, samples[samples["task"] == task.name], labels),
-                "graph": graphs.get(task.name),
-                "effects": _effects_by_row(task),
-                "best": next(iter(main[(main["task"] == task.name) & main["best"].astype(bool)]["row"]), ""),
-            }
-        )
+        own = {
+            "labels": labels,
+            "charts": build_charts(task, main, budgets, labels),
+            "graph": graphs.get(task.name),
+            "effects": _effects_by_row(task),
+            "best": next(iter(main[(main["task"] == task.name) & main["best"].astype(bool)]["row"]), ""),
+        }
+        packed.append(pack_json(own))
     values = {
         "title": results.stored.name,
         "description": results.stored.description,
@@ -99,7 +96,7 @@ def render_index(
         "commands": _reproduction_commands(results),
     }
     scripts = ("plotly-basic.min.js", "graph.js", "charts.js", "page.js")
-    return render_html("page.html.j2", scripts, {"tasks": tasks}, values)
+    return render_html("page.html.j2", scripts, packed, values)
 
 
 def _embed_plot(picture: PlotFile) -> dict[str, str]:

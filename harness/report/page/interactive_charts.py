@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.curves import (
     candidate_frame,
     candidate_label,
@@ -36,14 +37,13 @@ Chart = dict[str, Any]
 
 
 def build_charts(
-    task: TaskResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
+    task: TaskResults, main: pd.DataFrame, budgets: pd.DataFrame, labels: Mapping[str, str]
 ) -> list[Chart]:
     """Return the charts of a task, each a title with Plotly's `data` and `layout`.
 
     Args:
         main: `main_frame` of all tasks.
         budgets: `budget_frame` of all tasks.
-        samples: Samples of the task's confirmation.
         labels: Labels of the task's rows by id.
     """
     curves, volumes = curve_frame([task]), hypervolume_frame([task])
@@ -51,7 +51,7 @@ def build_charts(
     charts = [
         *(_speedup_chart(curves, over, confirmed) for over in ("evaluations", "minutes")),
         _hypervolume_chart(volumes),
-        _latency_chart(task, samples, labels),
+        _latency_chart(task, sample_frame([task]), labels),
         _pareto_chart(task, main[main["task"] == task.name], labels),
     ]
     return [chart for chart in charts if chart]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
+from harness.progress import NullProgress, Observer
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.curves import (
     candidate_frame,
@@ -21,43 +22,58 @@ from harness.report.load.display_names import metric_name, row_labels
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import AttributionReport, read_attributions
 from harness.report.plots import layer_plots, result_plots, study_plots
+from harness.report.plots.plot_cache import PlotCache, PlotFile
 from harness.report.tables.budget import budget_frame
 from harness.report.tables.overview import overview_frame
 from harness.report.tables.searchers import rank_searchers
 from harness.report.tables.transfer import transfer_frame
 from harness.text import safe_file_name
 
-__all__ = ["PlotFile", "draw_attribution", "draw_plots"]
+__all__ = ["MAX_TASKS_WITH_PLOTS", "draw_attribution", "draw_plots"]
+
+MAX_TASKS_WITH_PLOTS = 20
+"""Number of tasks up to which the plots that the page draws itself are written as files too, unless asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlotFile:
-    """Plot that the page shows as an image.
+def draw_plots(
+    results: Results,
+    out: Path,
+    cache: PlotCache | None = None,
+    *,
+    all_plots: bool = True,
+    observer: Observer | None = None,
+) -> list[PlotFile]:
+    """Write plots as PNG and SVG; return those without an interactive form on the page.
 
-    Attributes:
-        task: Name of its task; "" for the whole experiment.
-        path: Path of the SVG.
-    """
-
-    title: str
-    task: str
-    path: Path
-
-
-def draw_plots(results: Results, out: Path) -> list[PlotFile]:
-    """Write all plots as PNG and SVG; return those without an interactive form on the page.
+    Args:
+        results: The results.
+        out: Folder of the report.
+        cache: Plots that need not be drawn again; None: all are drawn.
+        all_plots: False leaves out the plots of tasks that have an interactive form on the page.
+        observer: Shows the progress over tasks.
 
     Raises:
         UserError: An attribution in the folder is damaged.
     """
-    main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
+    main, budgets, cache = main_frame(results), budget_frame(results), cache or PlotCache(out, {})
     files = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out)]
-    for task in results.tasks:
-        _draw_searches(task, budgets[budgets["task"] == task.name], out)
-        _draw_confirmed(task, main[main["task"] == task.name], samples[samples["task"] == task.name], out)
-        for report in read_attributions(task):
-            files += draw_attribution(task.name, report, out)
-    return files
+    with (observer or NullProgress()).work("plots", len(results.tasks)) as progress:
+        for task in results.tasks:
+            rows, own_budgets = main[main["task"] == task.name], budgets[budgets["task"] == task.name]
+            draw = partial(_draw_task, task, rows, own_budgets, out, all_plots=all_plots)
+            files += cache.draw(task.name, draw, complete=all_plots)
+            progress.advance(task.name)
+    return [file for file in files if file.on_page]
+
+
+def _draw_task(
+    task: TaskResults, main: pd.DataFrame, budgets: pd.DataFrame, out: Path, *, all_plots: bool
+) -> Iterator[PlotFile]:
+    if all_plots:
+        drawn = [*_draw_searches(task, budgets, out), *_draw_confirmed(task, main, out)]
+        yield from (PlotFile(title=task.name, task=task.name, path=path, on_page=False) for path in drawn)
+    for report in read_attributions(task):
+        yield from draw_attribution(task.name, report, out)
 
 
 def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[PlotFile]:
@@ -81,30 +97,36 @@ def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
         yield PlotFile(title=f"Transfer: {within}, {precision}", task="", path=out / f"{name}.svg")
 
 
-def _draw_searches(task: TaskResults, budgets: pd.DataFrame, out: Path) -> None:
+def _draw_searches(task: TaskResults, budgets: pd.DataFrame, out: Path) -> Iterator[Path]:
     curves, volumes = curve_frame([task]), hypervolume_frame([task])
     if len(curves):
         result_plots.draw_curves(curves, task.name, out / f"anytime-{task.name}", confirmed=budgets)
         result_plots.draw_curves(curves, task.name, out / f"anytime-minutes-{task.name}", over="minutes")
+        yield from (out / f"anytime-{task.name}.svg", out / f"anytime-minutes-{task.name}.svg")
     if len(volumes):
         result_plots.draw_curves(volumes, task.name, out / f"volume-{task.name}", value="volume")
+        yield out / f"volume-{task.name}.svg"
     if len(budgets):
         result_plots.draw_budget_bars(budgets, task.name, out / f"budget-{task.name}")
+        yield out / f"budget-{task.name}.svg"
 
 
-def _draw_confirmed(task: TaskResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
+def _draw_confirmed(task: TaskResults, main: pd.DataFrame, out: Path) -> Iterator[Path]:
     labels = row_labels(task, main)
     known = [row for row in labels if row in task.summaries]
-    rows = {labels[row]: samples[samples["row"] == row] for row in known}
+    samples = dict(iter(sample_frame([task]).groupby("row")))
+    rows = {labels[row]: samples[row] for row in known}
     table_ms = {labels[row]: task.summaries[row].latency_ms.value for row in known}
     if rows:
         result_plots.draw_latencies(rows, table_ms, task.noise_floor, task.name, out / f"latency-{task.name}")
+        yield out / f"latency-{task.name}.svg"
     points = close_intervals(main)
     if len(points) and task.metric is not None:
         words = {"title": task.name, "metric": metric_name(task.metric), "tried": candidate_label(task)}
         path = out / f"pareto-{task.name}"
         points = points.assign(label=points["row"].map(labels))
         result_plots.draw_pareto(points, candidate_frame(task), words, path, higher=task.higher_is_better)
+        yield out / f"pareto-{task.name}.svg"
 
 
 def draw_attribution(task: str, report: AttributionReport, out: Path) -> Iterator[PlotFile]:

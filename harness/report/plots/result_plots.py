@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ __all__ = [
     "median_band", "series_style",
 ]  # fmt: skip
 
+Values = npt.NDArray[Any]
 SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 SERIES_LINES = ("-", "--", "-.", ":")
 SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -95,22 +97,28 @@ def median_band(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], v
     Returns:
         Columns value, low, high: the 95 % interval of the median, the range below six seeds.
     """
-    table = (
-        _change_points(curves, value)
-        .pivot_table(index=over, columns="seed", values=value, aggfunc="last")
-        .ffill()
-        .dropna()
-    )
+    steps = [_change_points(part[over].to_numpy(), part[value].to_numpy()) for _, part in curves.groupby("seed")]
+    places = np.unique(np.concatenate([places for places, _ in steps])) if steps else np.empty(0)
+    columns = []
+    for own, values in steps:
+        last = np.searchsorted(own, places, side="right") - 1
+        columns.append(np.where(last < 0, np.nan, values[last]))
+    table = np.column_stack(columns) if columns else np.empty((0, 1))
+    whole = ~np.isnan(table).any(axis=1)
+    table, places = table[whole], places[whole]
     if len(table) > MAX_CURVE_STEPS:
-        table = table.iloc[np.linspace(0, len(table) - 1, MAX_CURVE_STEPS).astype(int)]
-    found = [median_ci(row) for row in table.to_numpy()]
+        kept = np.linspace(0, len(table) - 1, MAX_CURVE_STEPS).astype(int)
+        table, places = table[kept], places[kept]
+    found = [median_ci(row) for row in table]
     lines = [(interval.value, interval.low, interval.high) for interval in found]
-    return pd.DataFrame(lines, index=table.index, columns=["value", "low", "high"])
+    return pd.DataFrame(lines, index=pd.Index(places, name=over), columns=["value", "low", "high"])
 
 
-def _change_points(curves: pd.DataFrame, value: str) -> pd.DataFrame:
-    seeds = curves.groupby("seed", sort=False)
-    return curves[(seeds[value].shift() != curves[value]) | (seeds.cumcount(ascending=False) == 0)]
+def _change_points(places: Values, values: Values) -> tuple[Values, Values]:
+    """Return the places where the value changes, and the last one, with the values."""
+    changes = np.append(True, values[1:] != values[:-1])
+    changes[-1] = True
+    return places[changes], values[changes].astype(float)
 
 
 def draw_curves(

@@ -139,7 +139,7 @@ def _score_rows(task: TaskResults, uses: Mapping[str, Any]) -> Iterator[dict[str
 
 def _latency_ratios(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the latency of the incumbent over that of the float model: [seed, evaluation]; 1 before the first."""
-    table = curves.pivot_table(index="seed", columns="evaluations", values="speedup")
+    table = curves.set_index(["seed", "evaluations"])["speedup"].unstack()
     whole = table.reindex(columns=range(1, last + 1)).ffill(axis=1).fillna(1.0)
     return 1 / whole.to_numpy(dtype=float)
 

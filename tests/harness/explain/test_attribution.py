@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from small import save_small
+from small_results import read_page_data
 
 from harness.api import Layer
 from harness.cli.main import main
@@ -124,8 +125,8 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
     assert (report / f"sensitivity-{TASK}-{found.row}.svg").exists()
     assert not list(report.glob("waterfall-*")), "no layer was told"
     assert "data:image/svg+xml;base64," in (report / "index.html").read_text()
-    data = json.loads(re.search(r'id="data">(.*?)</script>', (report / "index.html").read_text(), re.DOTALL)[1])
-    assert "without it" in next(iter(data["tasks"][0]["effects"][found.row]["patterns"].values()))
+    (data,) = read_page_data((report / "index.html").read_text())
+    assert "without it" in next(iter(data["effects"][found.row]["patterns"].values()))
 
 
 PLUGINS = """

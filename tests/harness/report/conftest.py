@@ -66,14 +66,17 @@ class Browser:
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
 
-    def open(self, page: Path, width: int = 1200, height: int = 900) -> None:
-        """Load a file and wait until its scripts have run."""
+    def open(self, page: Path, width: int = 1200, height: int = 900, *, all_drawn: bool = True) -> None:
+        """Load a file and wait until its scripts have run; `all_drawn`: and have drawn what is out of view, too."""
         self.errors.clear()
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=page.as_uri())
         while self.run("document.readyState + location.href") != f"complete{page.as_uri()}":
             pass
+        if all_drawn and self.run("typeof draw") == "function":
+            hosts = "[...document.querySelectorAll('[data-charts], [data-graph]')]"
+            self.run(f"Promise.all({hosts}.map(draw)).then(() => true)")
 
     def run(self, script: str):
         """The value of an expression in the page."""

@@ -187,7 +187,7 @@ def test_a_pipe_gets_tables_of_100_columns_and_each_note_once(folder):
 
 def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys.modules["harness.report.render"], "draw_plots", lambda *_: [])
+    monkeypatch.setattr(sys.modules["harness.report.render"], "draw_plots", lambda *_, **__: [])
 
     class Screen(io.StringIO):
         def isatty(self):

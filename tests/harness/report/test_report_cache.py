@@ -20,7 +20,7 @@ def drawn(monkeypatch):
     """Counts how often plots are drawn, which takes long."""
     monkeypatch.setattr(RENDER, "CODE_SUFFIXES", frozenset())  # which others may be editing just now
     calls = []
-    monkeypatch.setattr(RENDER, "draw_plots", lambda *_: calls.append(1) or [])
+    monkeypatch.setattr(RENDER, "draw_plots", lambda *_, **__: calls.append(1) or [])
     return calls
 
 

@@ -10,7 +10,6 @@ from small_results import TASK, edit_json, measured, write_search
 from stored import write_records
 
 from harness.records import Failed, Measured
-from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.display_names import row_labels
@@ -135,6 +134,6 @@ def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):
     assert scored.to_dict() == {"random": 2, "tpe": 2}, "what was not scored is not counted"
     assert (folder / "report" / "volume.md").read_text().count("| 2 ") == 2
     task, main = results.tasks[0], main_frame(results)
-    charts = build_charts(task, main, budget_frame(results), sample_frame(results), row_labels(task, main))
+    charts = build_charts(task, main, budget_frame(results), row_labels(task, main))
     drawn = next(chart for chart in charts if chart["title"].startswith("Hypervolume"))
     assert max(trace["x"][-1] for trace in drawn["data"]) == 6.0

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from small_results import TASK, edit_json, write_task
+from small_results import TASK, edit_json, read_page_data, write_task
 from stored import read_records, replace_text, write_records
 
 from harness.report.load.results import load
@@ -28,15 +28,24 @@ def page_of(folder):
     return path
 
 
-def data_of(text: str):
-    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-
-
 def test_one_file_that_loads_nothing(with_models, outside_addresses):
     text = page_of(with_models).read_text()
     assert outside_addresses(text) == []
     assert "default-src 'none'" in text
     assert len(text) < 5_000_000
+
+
+def test_charts_are_drawn_when_they_come_into_view(with_models, browser):
+    for number in range(12):
+        write_task(with_models, f"other{number}-openvino-int8", model=f"other{number}")
+    browser.open(page_of(with_models), all_drawn=False)
+    last = "[...document.querySelectorAll('[data-charts]')].at(-1)"
+    assert browser.run(f"{last}.childElementCount") == 0
+    browser.run(f"{last}.scrollIntoView()")
+    while browser.run(f"{last}.childElementCount") < 5:
+        pass
+    assert browser.run("document.querySelectorAll('[data-charts].waiting').length") > 0
+    assert browser.errors == []
 
 
 def test_the_verdict_stands_first_with_its_uncertainty(folder):
@@ -53,7 +62,7 @@ def test_where_the_float_model_is_the_best_nothing_is_called_faster(folder):
 
 def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
     def key_of_the_cloud() -> str:
-        charts = data_of(page_of(folder).read_text())["tasks"][0]["charts"]
+        charts = read_page_data(page_of(folder).read_text())[0]["charts"]
         chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
         assert chart["data"][0]["name"] in chart["title"]
         return chart["data"][0]["name"]
@@ -76,7 +85,7 @@ def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, bro
     heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
     browser.run(f"document.querySelectorAll('#table-main th button')[{heads.index('top-1')}].click()")
     column = (
-        f"[...document.querySelectorAll('#table-main tbody tr')].map(r => r.tasks[{heads.index('top-1')}].textContent)"
+        f"[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{heads.index('top-1')}].textContent)"
     )
     assert browser.run(column)[:3] == ["top-1 0.7000", "top-1 0.7900", "top-1 0.8000"]
 
@@ -84,11 +93,11 @@ def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, bro
 def test_without_models_the_page_says_so(folder):
     text = page_of(folder).read_text()
     assert "Neither the exported models nor graph.json are in this folder" in text
-    assert data_of(text)["tasks"][0]["graph"] is None
+    assert read_page_data(text)[0]["graph"] is None
 
 
 def test_edges_are_those_of_the_exported_files(with_models):
-    marks = data_of(page_of(with_models).read_text())["tasks"][0]["graph"]["marks"]
+    marks = read_page_data(page_of(with_models).read_text())[0]["graph"]["marks"]
     assert marks["float"] == []
     assert {tuple(mark) for mark in marks["aa"]} < {tuple(mark) for mark in marks["all"]}
 
@@ -102,14 +111,14 @@ def test_a_run_still_going_is_partial(with_models, gone):
         path.unlink(missing_ok=True)
     text = page_of(with_models).read_text()
     assert ('class="badge partial"' in text) == (gone in ("rows.json", "confirmation.jsonl", "task.json"))
-    assert "NaN" not in json.dumps(data_of(text))
+    assert "NaN" not in json.dumps(read_page_data(text))
 
 
 def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
     path = folder / TASK / "confirmation.jsonl"
     write_records(path, (line for line in read_records(path) if line.get("build", 0) == 0))
-    data = data_of(page_of(folder).read_text())
-    pareto = next(chart for chart in data["tasks"][0]["charts"] if chart["title"].startswith("Latency against"))
+    data = read_page_data(page_of(folder).read_text())
+    pareto = next(chart for chart in data[0]["charts"] if chart["title"].startswith("Latency against"))
     assert pareto["data"][2]["customdata"][0][1] == pytest.approx(8.0)
     render(folder)
 
@@ -135,7 +144,7 @@ def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
     browser.open(page_of(folder))
     heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
     method, speedup = heads.index("method"), heads.index("speedup [CI]")
-    column = "[...document.querySelectorAll('#table-main tbody tr')].map(r => r.tasks[{}].textContent)"
+    column = "[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{}].textContent)"
     before = browser.run(column.format(method))
     head = "document.querySelectorAll('#table-main th button')[{}].click()"
     browser.run(head.format(speedup))
@@ -165,13 +174,15 @@ def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser,
     browser.open(page_of(with_models), width=width)
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.run(f"{CHARTS}.length") == 5
-    assert "</script><script>" in json.dumps(browser.run("tasks[0].graph.scene.nodes.map(n => n[6])"))
+    assert "</script><script>" in json.dumps(
+        browser.run("task(0).then(found => found.graph.scene.nodes.map(n => n[6]))")
+    )
     choose = (
         "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change')); }})(document.querySelectorAll('select')[{}])"
     )
     browser.run(choose.format("all", 0))
     alone = browser.run("document.querySelector('.diff').textContent")
-    marks = browser.run("tasks[0].graph.marks")
+    marks = browser.run("task(0).then(found => found.graph.marks)")
     assert f"{len(marks['all'])} inputs at int8" in alone
     browser.run(choose.format("aa", 1))
     text = browser.run("document.querySelector('.diff').textContent")
@@ -220,7 +231,7 @@ def test_no_button_uploads_a_chart(folder, browser):
 def test_names_in_charts_are_no_markup(folder):
     rows = folder / TASK / "rows.json"
     replace_text(rows, '"random"', '"<a href=x>random</a>"')
-    charts = json.dumps(data_of(page_of(folder).read_text())["tasks"][0]["charts"])
+    charts = json.dumps(read_page_data(page_of(folder).read_text())[0]["charts"])
     assert "&lt;a href=x&gt;random&lt;/a&gt;" in charts
     assert "<a href" not in charts.replace('"legendgroup": "<a href', "")
 
@@ -238,11 +249,15 @@ def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
     write_attribution(found, with_models / TASK)
     browser.open(page_of(with_models))
     region = next(i for i, region in enumerate(scene["regions"]) if region[4] == place)
-    facts = f"regionFacts(tasks[0].graph.scene, {region}, tasks[0].graph.marks.{{0}}, tasks[0].effects.{{0}})"
-    said = browser.run(f"{facts.format('aa')}.map(e => e.textContent).join(' | ')")
+
+    def facts(row: str) -> str:
+        called = f"regionFacts(found.graph.scene, {region}, found.graph.marks.{row}, found.effects.{row})"
+        return str(browser.run(f"task(0).then(found => {called}.map(e => e.textContent).join(' | '))"))
+
+    said = facts("aa")
     assert "Effect: without it +25.0 % [+20.0, +30.0] time" in said
     assert "not measured: <b>gone</b>" in said
-    assert "not measured for this row" in browser.run(f"{facts.format('all')}.map(e => e.textContent).join(' | ')")
+    assert "not measured for this row" in facts("all")
     assert browser.errors == []
 
 
@@ -281,7 +296,7 @@ def test_the_graph_is_zoomed_dragged_and_clicked_with_a_mouse(with_models, brows
     browser.run("[...document.querySelectorAll('.tools button')].at(-1).click()")
     settled(browser)
     assert browser.run(f"{canvas}.toDataURL()") == drawn[0], "the whole graph again"
-    scene = browser.run("tasks[0].graph.scene")
+    scene = browser.run("task(0).then(found => found.graph.scene)")
     width, height = scene["size"]
     scale = min(1.5, (box[2] - 20) / width, (box[3] - 20) / height)
     node = scene["nodes"][0]

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 from small_results import TASK, edit_samples
 
-from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.curves import pareto_front
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.display_names import row_labels
@@ -95,7 +94,7 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
     monkeypatch.setattr(result_plots, "draw_latencies", lambda samples, table_ms, *_: drawn.update(table_ms))
     draw_plots(results, folder / "report")
     assert drawn["random"] == pytest.approx(table_ms)
-    charts = build_charts(task, main, budget_frame(results), sample_frame(results), row_labels(task, main))
+    charts = build_charts(task, main, budget_frame(results), row_labels(task, main))
     chart = next(chart for chart in charts if chart["title"].startswith("Latency of the confirmation"))
     marks = next(trace for trace in chart["data"] if trace["name"] == "latency as in the tables")
     assert marks["x"][marks["text"].index("random")] == pytest.approx(table_ms, rel=1e-5)
@@ -104,7 +103,7 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
 def test_marks_that_lie_together_show_each_other(folder):
     results = load(folder)
     task, main = results.tasks[0], main_frame(results)
-    charts = build_charts(task, main, budget_frame(results), sample_frame(results), row_labels(task, main))
+    charts = build_charts(task, main, budget_frame(results), row_labels(task, main))
     chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
     rows = [trace for trace in chart["data"] if "error_x" in trace]
     assert len(rows) == 4
