@@ -1,89 +1,35 @@
-"""What a compiler made of a Q/DQ model: precision of each layer, pairs that take effect, kernels that it added.
-
-All of it is read from types of kernels. A pair takes effect if the kernel of its consumer reads the tensor quantized,
-or moves it and writes it quantized. A product in which only one operand is quantized is computed in float, and a pair
-whose QuantizeLinear and consumer became one kernel saves no memory traffic.
-"""
+"""Report on what a compiler made of a Q/DQ model: precision of each layer, pairs that take effect, added kernels."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate  # type: ignore[import-untyped]
 
+from harness.explain.kernel_reader import CompiledLayer, EdgeEffect, KernelReader, tensor_types
 from harness.explain.layers import is_low_precision
-from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, node_name, read_qdq_graph
-from harness.graph.rules.agreements import PASSING_OPS
-from harness.graph.rules.operator_sets import LINEAR_OPS, MOVEMENT_OPS
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.runtimes.rtx_compile.compiler import Compilation
 from harness.runtimes.rtx_compile.layer_log import Kernel
-from search.space import Edge
 
-__all__ = ["GENERATED_KINDS", "SCOPE_NOTE", "CompiledLayer", "CompiledReport", "EdgeEffect", "explain_compilation"]
+__all__ = ["SCOPE_NOTE", "CompiledReport", "explain_compilation"]
 
 SCOPE_NOTE = (
     "What holds for TensorRT: refusals of the parser should (it is NVIDIA's ONNX parser; unverified). Refusals of the "
     "builder and the kernels hold for TensorRT-RTX alone; a successful build proves neither speed nor kernels at run "
     "time."
 )
-GENERATED_KINDS = frozenset({"kgen", "runtime_function"})
-"""Kernels that the compiler generates around a product, for instance to pad its channels."""
-FUSED_KIND = "runtime_fusion"
-"""A generated kernel with a product, whose name lists its steps: a Cast converts operands to float first."""
 LAYERS_TITLE = "Layers"
 EFFECT_TEXTS = {
     "float": "the kernel reads it in float",
     "inside": "QuantizeLinear and consumer became one kernel",
     "unknown": "no kernel names the consumer",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeEffect:
-    """A quantized edge of the file.
-
-    Attributes:
-        precision: The one that was asked for.
-        effect: "taken", or a key of `EFFECT_TEXTS`.
-        kernel: Kernel of the consumer; "" if none names it.
-    """
-
-    tensor: str
-    consumer: str
-    slot: int
-    precision: str
-    effect: str
-    kernel: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledLayer:
-    """An operator of the file that is linear or reads quantized tensors.
-
-    Attributes:
-        asked: Precisions of its inputs, "float" without a pair; of a linear operator data and weight.
-        compiled: Precision that its kernel computes in; "" if no kernel names it.
-        kernel: The kernel's name.
-        kind: The kernel's kind.
-    """
-
-    name: str
-    operator: str
-    asked: tuple[str, ...]
-    compiled: str
-    kernel: str
-    kind: str
-
-    @property
-    def is_fallback(self) -> bool:
-        """Return whether data and weight are quantized in the file, and the kernel computes in float."""
-        linear = self.operator in LINEAR_OPS and "float" not in self.asked
-        return linear and bool(self.compiled) and not is_low_precision(self.compiled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +67,9 @@ class CompiledReport:
 
     def kernel_counts(self) -> Counter[str]:
         """Return the number of kernels by kind and types of their inputs."""
-        return Counter(f"{kernel.kind} {'+'.join(_input_types(kernel)) or '-'}" for kernel in self.compilation.kernels)
+        return Counter(
+            f"{kernel.kind} {'+'.join(tensor_types(kernel.inputs)) or '-'}" for kernel in self.compilation.kernels
+        )
 
     def data(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -174,7 +122,7 @@ class CompiledReport:
             for e in self.idle_edges
         ]
         added = [
-            (kernel.name, "+".join(_input_types(kernel)), "+".join(_types(kernel.outputs)))
+            (kernel.name, "+".join(tensor_types(kernel.inputs)), "+".join(tensor_types(kernel.outputs)))
             for kernel in self.added_kernels
         ]
         return [
@@ -201,101 +149,5 @@ def explain_compilation(path: Path, compilation: Compilation) -> CompiledReport:
     """
     if not compilation.kernels:
         return CompiledReport(compilation=compilation, layers=(), edges=())
-    reader = _KernelReader(read_qdq_graph(path), compilation.kernels)
+    reader = KernelReader(read_qdq_graph(path), compilation.kernels)
     return CompiledReport(compilation=compilation, layers=tuple(reader.layers()), edges=reader.edges)
-
-
-class _KernelReader:
-    """Kernels of a file by the nodes that became them."""
-
-    def __init__(self, graph: QDQGraph, kernels: Sequence[Kernel]) -> None:
-        self._graph, self._kernels = graph, kernels
-
-    @cached_property
-    def _by_node(self) -> Mapping[str, list[Kernel]]:
-        found: dict[str, list[Kernel]] = {}
-        for kernel in self._kernels:
-            for name in dict.fromkeys(kernel.origin):
-                found.setdefault(name, []).append(kernel)
-        return found
-
-    @cached_property
-    def _nodes(self) -> Mapping[str, Any]:
-        return dict(zip(self._graph.labels, self._graph.proto.graph.node, strict=True))
-
-    def layers(self) -> Iterator[CompiledLayer]:
-        """Yield the layers that are linear or read quantized tensors, in the order of the file."""
-        asked = {(edge.consumer, edge.slot): edge for edge in self.edges}
-        for label, node in self._nodes.items():
-            linear = node.op_type in LINEAR_OPS
-            found = [asked.get((label, slot)) for slot in range(2 if linear else len(node.input))]
-            if node.op_type not in QDQ_OPS and (linear or any(found)):
-                kernel = next(iter(self._main_kernels(node)), None)
-                taken = next((edge.precision for edge in found if edge is not None and edge.effect == "taken"), "")
-                if linear and kernel is not None:
-                    taken = _product_type(kernel, len({*node.input[:2]}))
-                yield CompiledLayer(
-                    name=label,
-                    operator=node.op_type,
-                    asked=tuple("float" if edge is None else edge.precision for edge in found),
-                    compiled=(taken or _float_type(kernel)) if kernel is not None else "",
-                    kernel="" if kernel is None else kernel.name,
-                    kind="" if kernel is None else kernel.kind,
-                )
-
-    @cached_property
-    def edges(self) -> tuple[EdgeEffect, ...]:
-        """Quantized edges of the file."""
-        return tuple(self._explain_edge(edge, precision) for edge, precision in self._graph.edges.items())
-
-    def _explain_edge(self, edge: Edge, precision: str) -> EdgeEffect:
-        node = self._nodes.get(edge.consumer)
-        kernels = [] if node is None else self._main_kernels(node)
-        return EdgeEffect(
-            tensor=edge.tensor,
-            consumer=edge.consumer,
-            slot=edge.slot,
-            precision=precision,
-            effect=self._effect(node, edge.slot, kernels) if kernels else "unknown",
-            kernel=kernels[0].name if kernels else "",
-        )
-
-    def _main_kernels(self, node: Any) -> list[Kernel]:
-        """Return the kernels of a node; of a linear operator those that compute the product, if any is known."""
-        found = self._by_node.get(node_name(node), [])
-        products = [kernel for kernel in found if kernel.kind not in GENERATED_KINDS]
-        return products or found if node.op_type in LINEAR_OPS else found
-
-    def _effect(self, node: Any, slot: int, kernels: Sequence[Kernel]) -> str:
-        if node.op_type in LINEAR_OPS:
-            count = len({*node.input[:2]})
-            return "taken" if any(_product_type(kernel, count) for kernel in kernels) else "float"
-        dequantize = self._graph.producer_through(node.input[slot], frozenset({"Cast", "Identity"}))
-        quantize = None if dequantize is None else self._graph.producer.get(dequantize.input[0])
-        inside = quantize is not None and quantize.op_type != DEQUANTIZE
-        for kernel in kernels:
-            moves = node.op_type in MOVEMENT_OPS | PASSING_OPS and any(map(is_low_precision, _types(kernel.outputs)))
-            alone = not (inside and node_name(quantize) in kernel.origin)
-            if moves or (alone and any(map(is_low_precision, _input_types(kernel)))):
-                return "taken"
-        return "inside" if inside and any(node_name(quantize) in kernel.origin for kernel in kernels) else "float"
-
-
-def _product_type(kernel: Kernel, operands: int) -> str:
-    """Return the quantized type that a kernel multiplies in, or "" if it multiplies in float."""
-    low = [t.type for t in (*kernel.inputs, *kernel.constants) if is_low_precision(t.type)]
-    converts = kernel.kind == FUSED_KIND and "Cast" in kernel.name
-    return low[0] if len(low) >= operands and not converts else ""
-
-
-def _float_type(kernel: Kernel) -> str:
-    types = (tensor.type for tensor in (*kernel.inputs, *kernel.constants, *kernel.outputs))
-    return next((kind for kind in types if not is_low_precision(kind)), "")
-
-
-def _types(tensors: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(tensor.type for tensor in tensors))
-
-
-def _input_types(kernel: Kernel) -> list[str]:
-    return _types(kernel.inputs)

@@ -15,7 +15,7 @@ from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, MOVEMENT_OPS
 from search.space import Agreement, Edge
 
-__all__ = ["PASSING_OPS", "SCALING_OPS", "find_agreements"]
+__all__ = ["PASSING_OPS", "SCALING_OPS", "find_agreements", "passed_slot"]
 
 PASSING_OPS = MOVEMENT_OPS - {"Resize", "Upsample"} | {"Concat", "Dropout", "Identity", "MaxPool"}
 """The DequantizeLinear in front of them is moved behind them, but for a Pad by a constant and a MaxPool of FP8."""
@@ -36,14 +36,16 @@ def _iter_path(model: Model, node: Node, slot: int) -> Iterator[Edge]:
         tensor = node.inputs[slot]
         yield Edge(tensor, node.name, slot)
         maker = model.producer_node(tensor)
-        found = None if maker is None or maker.opaque else _passed_slot(model, maker)
+        found = None if maker is None else passed_slot(model, maker)
         if maker is None or found is None:
             return
         node, slot = maker, found
 
 
-def _passed_slot(model: Model, node: Node) -> int | None:
-    """Return the input whose DequantizeLinear is moved behind a node, or None."""
+def passed_slot(model: Model, node: Node) -> int | None:
+    """Return the input whose DequantizeLinear the compiler moves behind a node, or None."""
+    if node.opaque:
+        return None
     if node.op in PASSING_OPS:
         return None if node.op == "Pad" and node.attributes.get("mode", "constant") == "constant" else 0
     if node.op not in SCALING_OPS:

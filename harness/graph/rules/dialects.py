@@ -17,6 +17,11 @@ __all__ = [
     "load_dialect",
 ]  # fmt: skip
 
+_SPACE_FIELDS = (
+    "faults", "zero_points", "channel_activations", "operands_agree", "float_kernels", "max_fp8_filter",
+    "generates_kernels",
+)  # fmt: skip
+"""Fields that show in the space, or only limit numeric choices."""
 INT8_MAX_LEVEL, INT7_MAX_LEVEL = 127, 64
 """Largest magnitudes of stored weights; 2 x 255 x 64, two products with UINT8 data, are 32,640 and fit into 16 bits."""
 
@@ -52,6 +57,7 @@ class Dialect:
         operands_agree: A linear operator whose operands reach pairs of different precision through operators that move
             values is refused.
         float_kernels: Precisions and operators that the runtime computes in float, so that pairs cost time.
+        generates_kernels: Neighbouring operators without weights become one kernel, in which pairs have no effect.
         max_fp8_filter: Largest filter of a convolution that has FP8 kernels, in elements of one channel; 0: any.
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.
@@ -81,6 +87,7 @@ class Dialect:
     quantize_outputs: bool = False
     operands_agree: bool = False
     float_kernels: frozenset[tuple[str, str]] = frozenset()
+    generates_kernels: bool = False
     max_fp8_filter: int = 0
     grouped_fp8: bool = True
     float16: bool = True
@@ -103,14 +110,7 @@ class Dialect:
         fields that only limit numeric choices.
         """
         fields = asdict(self)
-        for name in (
-            "faults",
-            "zero_points",
-            "channel_activations",
-            "operands_agree",
-            "float_kernels",
-            "max_fp8_filter",
-        ):
+        for name in _SPACE_FIELDS:
             del fields[name]
         if self.weight_limit == INT8_MAX_LEVEL:
             del fields["weight_limit"]
@@ -143,7 +143,9 @@ _RTX_FLOAT_KERNELS = frozenset({
     ("int8", "AveragePool"), ("int8", "ConvTranspose"), ("fp8", "AveragePool"), ("fp8", "ConvTranspose"),
     ("fp8", "MaxPool"),
 })  # fmt: skip
-TENSORRT_RTX = replace(TENSORRT, name="tensorrt_rtx", grouped_fp8=True, float_kernels=_RTX_FLOAT_KERNELS)
+TENSORRT_RTX = replace(
+    TENSORRT, name="tensorrt_rtx", grouped_fp8=True, float_kernels=_RTX_FLOAT_KERNELS, generates_kernels=True
+)
 
 # OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU. An
 # Einsum of two operands becomes a MatMul before that.

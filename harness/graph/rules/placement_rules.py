@@ -13,6 +13,7 @@ from functools import partial
 
 from harness.graph.model import Model, Node, TensorType
 from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.generated_kernels import find_inner_tensors
 from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS, QUANTIZABLE_FLOAT_TYPES
 from harness.graph.rules.precision_sensitive import (
     find_parameter_inputs,
@@ -317,6 +318,11 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         "float kernel",
         "The runtime computes this operator in float, so that a pair in front of it only costs time.",
         lambda s: (s.precision, s.node.op) in s.dialect.float_kernels,
+    ),
+    PlacementRule(
+        "one kernel",
+        "Producer and consumer become one generated kernel, in which a pair has no effect.",
+        lambda s: s.dialect.generates_kernels and s.tensor in s.model.cached_analysis(find_inner_tensors),
     ),
     PlacementRule("fp8 filter", "Convolutions with large filters have no FP8 kernels.", _has_large_fp8_filter),
     PlacementRule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),

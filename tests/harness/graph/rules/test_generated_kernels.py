@@ -1,0 +1,61 @@
+"""Tensors inside one generated kernel of TensorRT-RTX, by what makes and what reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx_models import loaded
+
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import TENSORRT, TENSORRT_RTX
+from harness.graph.rules.generated_kernels import find_inner_tensors
+from harness.graph.rules.placement_rules import first_violated_rule
+
+
+def inner(behind: str) -> list[str]:
+    """The operators whose results are inside: of Conv, Sigmoid, Mul by a constant, Transpose; then what the name says."""
+    net = GraphBuilder("net", seed=1)
+    x = net.op("Sigmoid", net.conv(net.input("x", (1, 16, 8, 8)), 16, 3, pad=1))
+    x = net.op("Transpose", net.op("Mul", x, net.const(np.float32(0.5))), perm=[0, 1, 3, 2])
+    made = {
+        "conv": lambda: net.conv(x, 16, 1),
+        "pool": lambda: net.op("MaxPool", x, kernel_shape=[2, 2]),
+        "tanh": lambda: net.op("Tanh", x),
+        "both": lambda: net.op("Add", net.conv(x, 16, 1), net.op("Tanh", x)),
+        "output": lambda: x,
+    }[behind]()
+    net.output(made)
+    model = loaded(net)
+    found = find_inner_tensors(model)
+    return [node.op for node in model.nodes if node.outputs[0] in found]
+
+
+@pytest.mark.parametrize(
+    ("behind", "expected"),
+    [
+        ("conv", ["Conv", "Conv"]),
+        ("pool", ["Conv"]),
+        ("tanh", ["Conv", "Sigmoid", "Mul", "Transpose", "Tanh"]),
+        ("both", ["Conv", "Conv", "Tanh", "Add"]),
+        ("output", ["Conv", "Sigmoid", "Mul", "Transpose"]),
+    ],
+)
+def test_what_is_read_by_a_product_or_a_pool_is_not_inside(behind: str, expected: list[str]) -> None:
+    assert inner(behind) == expected
+
+
+def test_the_rule_is_of_the_dialect_of_rtx() -> None:
+    net = GraphBuilder("net", seed=1)
+    net.output(net.op("Tanh", net.op("Softmax", net.input("x", (1, 4, 8)))))
+    model = loaded(net)
+    rules = [first_violated_rule(model, dialect, model.nodes[1], 0) for dialect in (TENSORRT_RTX, TENSORRT)]
+    assert [rule.name if rule else "legal" for rule in rules] == ["one kernel", "legal"]
+
+
+def test_products_of_two_activations_write_quantized_results_themselves() -> None:
+    net = GraphBuilder("net", seed=1)
+    x = net.input("x", (1, 8, 8))
+    scores = net.op("MatMul", x, x)
+    net.output(net.op("Softmax", net.op("Div", scores, net.const(np.float32(8)))))
+    model = loaded(net)
+    assert not {scores, "Div_out"} & find_inner_tensors(model)
