@@ -13,7 +13,7 @@ from harness.graph.rules.placement_rules import first_violated_rule
 
 
 def inner(behind: str) -> list[str]:
-    """The operators whose results are inside: of Conv, Sigmoid, Mul by a constant, Transpose; then what the name says."""
+    """The operators whose results are inside: of Conv, Sigmoid, Mul, Transpose; then what the name says."""
     net = GraphBuilder("net", seed=1)
     x = net.op("Sigmoid", net.conv(net.input("x", (1, 16, 8, 8)), 16, 3, pad=1))
     x = net.op("Transpose", net.op("Mul", x, net.const(np.float32(0.5))), perm=[0, 1, 3, 2])
