@@ -62,7 +62,8 @@ class ONNXRuntimeBenchmarker:
 
     Args:
         threads: Threads within an operator on the CPU, at most the cores that this process may use.
-        optimization: Level of graph optimization; below "extended" no Q/DQ pair becomes an integer kernel.
+        optimization: Level of graph optimization; below "extended" no Q/DQ pair becomes an integer kernel, so that
+            UINT8 activations have the dialect `onnxruntime_unfused`.
         provider: Where the model runs. What CUDA or TensorRT cannot run falls to the next, CPU last.
         activation: Storage of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
             `onnxruntime_s8`); weights are INT8 in both. TensorRT takes INT8 alone, in its own dialect.
@@ -93,9 +94,16 @@ class ONNXRuntimeBenchmarker:
         _check_option("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
         if reduce_range and provider == "tensorrt":
             raise ValueError("reduce_range: TensorRT computes with weights of 8 bits as they are; leave it out")
-        self._reduced = provider == "cpu" and machine_lacks_vnni() if reduce_range is None else reduce_range
+        unfused = provider == "cpu" and optimization in ("disabled", "basic") and activation == "uint8"
+        unfused = unfused and not reduce_range
+        lacking = provider == "cpu" and not unfused and machine_lacks_vnni()
+        self._reduced = lacking if reduce_range is None else reduce_range
         self._dialect = (
-            "tensorrt" if provider == "tensorrt" else DIALECT_BY_ACTIVATION[activation] + "_7bit" * self._reduced
+            "tensorrt"
+            if provider == "tensorrt"
+            else "onnxruntime_unfused"
+            if unfused
+            else DIALECT_BY_ACTIVATION[activation] + "_7bit" * self._reduced
         )
         self.capabilities = Capabilities(dialect=self._dialect)
         self._threads = validate_threads(threads)
@@ -194,7 +202,7 @@ class ONNXRuntimeBenchmarker:
             },
             "float_precision": self._float,
             **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
-            **({"dialect": self._dialect} if self._reduced else {}),
+            **({"dialect": self._dialect} if self._reduced or self._dialect == "onnxruntime_unfused" else {}),
         }
 
     def _write_float32_copy(self, candidate: Candidate, folder: Path) -> Path | None:

@@ -13,8 +13,8 @@ from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT
 
 __all__ = [
     "BUILTIN_DIALECTS", "INT7_MAX_LEVEL", "INT8_MAX_LEVEL", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8",
-    "ONNXRUNTIME_S8_7BIT", "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "TENSORRT_RTX", "Dialect", "dialect_name_for",
-    "load_dialect",
+    "ONNXRUNTIME_S8_7BIT", "ONNXRUNTIME_UNFUSED", "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "TENSORRT_RTX", "Dialect",
+    "dialect_name_for", "load_dialect",
 ]  # fmt: skip
 
 _SPACE_FIELDS = (
@@ -198,9 +198,13 @@ ONNXRUNTIME = Dialect(
 # models", on data types): U8S8 may saturate where AVX2 or AVX512 without VNNI adds pairs of products in 16 bits.
 ONNXRUNTIME_S8 = replace(ONNXRUNTIME, name="onnxruntime_s8", activation="int8")
 
-# For those processors: weights of 7 bits, as `quantize_static` stores them with `reduce_range`, and NNCF with its
-# overflow fix. Measured on an AMD EPYC (AVX2): both runtimes then compute what the file says, and SqueezeNet's outputs
-# are 30 dB from the float ones instead of 18.
+# Without fusion its kernels are those of float, so that any form of a pair is computed as it is written, and nothing
+# saturates. The fused QLinearConv refuses scales by channel when it runs (qlinearconv.cc, ComputeOffset).
+ONNXRUNTIME_UNFUSED = replace(ONNXRUNTIME, name="onnxruntime_unfused", channel_activations=True)
+
+# For processors without VNNI: weights of 7 bits, as `quantize_static` stores them with `reduce_range`, and NNCF with
+# its overflow fix. Measured on an AMD EPYC (AVX2): both runtimes then compute what the file says, and SqueezeNet's
+# outputs are 30 dB from the float ones instead of 18.
 OPENVINO_7BIT = replace(OPENVINO, name="openvino_7bit", weight_limit=INT7_MAX_LEVEL)
 ONNXRUNTIME_7BIT = replace(ONNXRUNTIME, name="onnxruntime_7bit", weight_limit=INT7_MAX_LEVEL)
 ONNXRUNTIME_S8_7BIT = replace(ONNXRUNTIME_S8, name="onnxruntime_s8_7bit", weight_limit=INT7_MAX_LEVEL)
@@ -208,7 +212,7 @@ BUILTIN_DIALECTS = {
     dialect.name: dialect
     for dialect in (
         TENSORRT, TENSORRT_RTX, OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, ONNXRUNTIME_S8,
-        ONNXRUNTIME_S8_7BIT,
+        ONNXRUNTIME_S8_7BIT, ONNXRUNTIME_UNFUSED,
     )
 }  # fmt: skip
 

@@ -124,6 +124,9 @@ def test_other_providers_have_weights_of_eight_bits(monkeypatch: pytest.MonkeyPa
     dialects = [ONNXRuntimeBenchmarker(provider=name).capabilities.dialect for name in ("cpu", "cuda", "tensorrt")]
     assert dialects == ["onnxruntime_7bit", "onnxruntime", "tensorrt"]
     assert ONNXRuntimeBenchmarker(activation="int8").capabilities.dialect == "onnxruntime_s8_7bit"
+    unfused = ONNXRuntimeBenchmarker(optimization="disabled")
+    assert unfused.capabilities.dialect == unfused.describe()["dialect"] == "onnxruntime_unfused"
+    assert ONNXRuntimeBenchmarker(optimization="basic", reduce_range=True).capabilities.dialect == "onnxruntime_7bit"
 
 
 @pytest.mark.parametrize(
