@@ -42,6 +42,7 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
     "dialect": "qdq.dialects",
     "range estimator": "qdq.range_estimators",
     "weight estimator": "qdq.weight_estimators",
+    "recovery step": "qdq.recovery_steps",
 }
 
 #: Methods of a class that is named as `package.module:Class`.
@@ -52,6 +53,7 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "evaluator": ("score",),
     "preprocessing": ("prepare",),
     "range estimator": ("collect", "ranges"),
+    "recovery step": ("apply",),
 }
 #: Parameters of a function that is named as `package.module:function`.
 CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {

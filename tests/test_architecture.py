@@ -63,6 +63,7 @@ def test_only_graph_imports_onnx():
         ("qdq.dialects", {"precisions", "opset"}),
         ("qdq.range_estimators", {"collect", "ranges"}),
         ("qdq.weight_estimators", {"__call__"}),
+        ("qdq.recovery_steps", {"apply", "keeps_function"}),
     ],
 )
 def test_every_declared_plug_in_loads_and_has_the_parts_of_its_kind(group, parts):
@@ -100,8 +101,9 @@ NATIVE_CALLS = {
 NATIVE_MODULES = {
     "accuracy.calibration.histogram_calibrators", "accuracy.calibration.ptq_child", "accuracy.calibration.ranges",
     "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
-    "graph.passes.simplify", "graph.passes.static_shapes", "runtimes.onnxruntime", "runtimes.openvino",
-    "runtimes.tensorrt.model_checks", "runtimes.tensorrt_rtx", "verification.dynamic_check",
+    "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
+    "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.model_checks", "runtimes.tensorrt_rtx",
+    "verification.dynamic_check",
 }  # fmt: skip
 """Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""
 

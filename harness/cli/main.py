@@ -21,7 +21,7 @@ from harness.cli.list import list_plugins
 from harness.cli.models import check, explain, regions, zoo
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
-from harness.cli.studies import noise, record, replay, sensitivity, study
+from harness.cli.studies import noise, record, recover, replay, sensitivity, study
 from harness.errors import UserError
 from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
 
@@ -45,6 +45,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "evaluate": evaluate,
     "verify": verify,
     "sensitivity": sensitivity,
+    "recover": recover,
     "record": record,
     "replay": replay,
     "study": study,
@@ -82,7 +83,7 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
 #: Commands that write results.
 RESULTS_COMMANDS = frozenset({"run", "reproduce", "record", "report"})
 #: Commands that time engines; `autotune` parses its own `--wait`.
-TIMING_COMMANDS = frozenset({"run", "reproduce", "verify", "explain", "sensitivity", "record", "noise"})
+TIMING_COMMANDS = frozenset({"run", "reproduce", "verify", "explain", "sensitivity", "recover", "record", "noise"})
 
 
 def _trust_plugins(trusted: bool | None) -> None:

@@ -1,10 +1,10 @@
-"""`qdq sensitivity`, `qdq record`, `qdq replay`, `qdq study` and `qdq noise`."""
+"""`qdq sensitivity`, `qdq recover`, `qdq record`, `qdq replay`, `qdq study` and `qdq noise`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -27,7 +27,7 @@ from harness.errors import UserError
 if TYPE_CHECKING:
     from harness.studies.study_file import BudgetStudy
 
-__all__ = ["noise", "record", "replay", "sensitivity", "study"]
+__all__ = ["noise", "record", "recover", "replay", "sensitivity", "study"]
 
 
 def sensitivity(
@@ -61,6 +61,52 @@ def sensitivity(
     folder = short_path(out or Path(f"sensitivity-{made.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:
         table = sensitivity_report(made, by, folder, terminal, samples)
+    print_table(*table)
+
+
+def recover(
+    model: StudyArgument,
+    placement: Annotated[Literal["linear", "all"], typer.Option(help="Points that are quantized.")] = "linear",
+    float_node: Annotated[
+        list[str] | None, typer.Option(help="Node that stays float, or wildcard of such nodes; repeat.")
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Range estimator of activations; repeat to compare.")] = None,
+    weights: Annotated[list[str] | None, typer.Option(help="Range estimator of weights; repeat to compare.")] = None,
+    depthwise: Annotated[
+        list[str] | None,
+        typer.Option(help="Scales of the data of depthwise convolutions, tensor or channel; repeat to compare."),
+    ] = None,
+    step: Annotated[list[str] | None, typer.Option(help="Recovery step, in order; repeat.")] = None,
+    backend: StudyBackendOption = None,
+    param: ParamOption = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    out: Annotated[Path | None, typer.Option(help="Folder [default: recover-MODEL].", show_default=False)] = None,
+) -> None:
+    """Score a placement by what its Q/DQ pairs contain, and with recovery steps that cost no latency.
+
+    Each combination of the given choices is scored, after that of the experiment file. A step that does not improve the
+    outputs on calibration samples that it has not seen is undone.
+
+    Example: `qdq recover mobilenet.yaml --method mean --step bias_correction`
+    """
+    from harness.analysis.recovery_study import RecoveryRequest, recovery_report
+    from harness.terminal_progress import TerminalProgress
+
+    made = study_of(model, backend, param, shape, dim)
+    if unknown := {*(depthwise or ())} - {"tensor", "channel"}:
+        raise UserError(f"--depthwise: tensor or channel, but got {min(unknown)!r}")
+    request = RecoveryRequest(
+        placement=placement,
+        float_nodes=tuple(float_node or ()),
+        methods=tuple(method or ()),
+        weights=tuple(weights or ()),
+        depthwise=cast("tuple[Literal['tensor', 'channel'], ...]", tuple(depthwise or ())),
+        steps=tuple(step or ()),
+    )
+    folder = short_path(out or Path(f"recover-{made.spec.name}"))
+    with replace_change_advice(), TerminalProgress() as terminal:
+        table = recovery_report(made, request, folder, terminal)
     print_table(*table)
 
 

@@ -83,6 +83,12 @@ class AccuracyStore:
         """Return the accuracy of a row, whose model is given as a candidate."""
         return self._score(candidate, _score_key(row.sha256, row.benchmarker), row=row)
 
+    def score_file(self, path: Path, name: str) -> Accuracy | Failed:
+        """Return the accuracy of a Q/DQ model file, which has a name for the progress bar."""
+        sha256 = digest_file(path)
+        candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
+        return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER), name=name)
+
     def score_rows(self, table: FinalistSet) -> None:
         """Score the rows that have no score yet."""
         with self.observer.work("score finalists", len(table.rows)) as step:
@@ -91,12 +97,18 @@ class AccuracyStore:
                 step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
 
     def _score(
-        self, candidate: Candidate, key: str, evaluator: str = MAIN_BENCHMARKER, *, row: ExportedModel | None = None
+        self,
+        candidate: Candidate,
+        key: str,
+        evaluator: str = MAIN_BENCHMARKER,
+        *,
+        row: ExportedModel | None = None,
+        name: str = "the float model",
     ) -> Accuracy | Failed:
         known = self._stored_score(key)
         if known is not None:
             return known
-        name, benchmarker = ("the float model", MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
+        name, benchmarker = (name, MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
         with scoring_progress(self.observer, f"inferences of {name}") as watch:
             found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch)
         if isinstance(found, Failed):

@@ -1,0 +1,247 @@
+"""Pipeline of recovery steps over one placement: each step is kept if held-out samples show a gain."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from harness import registry
+from harness.accuracy.calibration.usable_ranges import Ranges
+from harness.accuracy.metrics.closeness import ComparisonLayout, plan_comparison
+from harness.accuracy.metrics.sqnr import part_sqnr
+from harness.api import Array
+from harness.errors import UserError
+from harness.graph.constant_edits import bias_place
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
+from harness.graph.load import save_to_folder
+from harness.graph.model import Model, Node
+from harness.graph.qdq.insert import Inserter
+from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices
+from harness.graph.rules.dialects import Dialect
+from harness.graph.segmented_run import iter_outputs
+from harness.progress import Observer
+from search.space import Resolved
+
+__all__ = [
+    "Feeds", "PlacedModel", "RecoveryStep", "RecoveryStepContract", "StepGain", "create_steps", "quantized_layers",
+    "recover", "split_held_out",
+]  # fmt: skip
+
+Feeds = Mapping[str, Array]
+HELD_OUT_STRIDE = 4
+"""Every fourth sample decides whether a step is kept; the steps see the others."""
+MIN_GAIN_DB = 0.5
+"""A smaller gain is within the scatter of few samples, and the step is undone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedModel:
+    """A placement with everything that its file is made from.
+
+    Attributes:
+        model: Float model whose constants are quantized.
+        reference: Float model that computes what the quantized one should; it differs from `model` in biases.
+        ranges: Ranges of the activations of `reference`.
+    """
+
+    model: Model
+    reference: Model
+    dialect: Dialect
+    ranges: Ranges
+    resolved: Resolved
+    choices: NumericChoices = DEFAULT_CHOICES
+
+    def export(self, path: Path) -> Path:
+        """Write the Q/DQ model to a file."""
+        return Inserter(self.model, self.dialect, self.ranges, self.choices).export(self.resolved, path)
+
+
+class RecoveryStep(Protocol):
+    """Change of the constants of a model that makes its quantized form more accurate.
+
+    Attributes:
+        keeps_function: The changed float model computes the same outputs; then its ranges are calibrated again.
+    """
+
+    keeps_function: bool
+
+    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> Model | None:
+        """Return the changed model, with the same nodes, or None if there is nothing to change.
+
+        Args:
+            placed: The placement; nothing of it is changed.
+            batches: Calibration samples.
+            folder: Scratch folder.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGain:
+    """Effect of a step on samples that it has not seen.
+
+    Attributes:
+        before_db: SQNR of the outputs, mean over the samples and over parts that differ in scale, see `part_sqnr`. The
+            worst part, by which `fidelity` judges, is often noise alone before a recovery, and shows no gain.
+        after_db: The same with the step; None if the step found nothing to change.
+        kept: Whether the gain was at least `MIN_GAIN_DB`.
+    """
+
+    step: str
+    before_db: float
+    after_db: float | None
+    kept: bool
+
+    def __str__(self) -> str:
+        if self.after_db is None:
+            return f"{self.step}: nothing to change"
+        return f"{self.step}: {self.before_db:.2f} to {self.after_db:.2f} dB, {'kept' if self.kept else 'undone'}"
+
+
+def create_steps(names: Sequence[str]) -> dict[str, RecoveryStep]:
+    """Return recovery steps by name.
+
+    Raises:
+        UserError: There is none of a name.
+    """
+    return {name: registry.create_plugin("recovery step", name, {}) for name in names}
+
+
+def quantized_layers(placed: PlacedModel) -> list[Node]:
+    """Return the linear operators whose data and constant weight are quantized, with a place for a bias."""
+    nodes = {node.name: node for node in placed.model.nodes}
+    slots: dict[str, set[int]] = {}
+    for edge, _ in placed.resolved:
+        slots.setdefault(edge.consumer, set()).add(edge.slot)
+    found = [nodes[name] for name, seen in slots.items() if name and seen >= {0, 1}]
+    layers = (
+        node for node in found if node.op in placed.dialect.linear_ops and node.inputs[1] in placed.model.constants
+    )
+    return sorted((node for node in layers if bias_place(placed.model, node)), key=lambda node: node.index)
+
+
+def split_held_out(batches: Sequence[Feeds]) -> tuple[list[Feeds], list[Feeds]]:
+    """Return the samples that steps see, and those that decide about them.
+
+    Raises:
+        UserError: There are too few.
+    """
+    held = list(batches[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE])
+    if not held:
+        raise UserError(f"recovery: at least {HELD_OUT_STRIDE} calibration samples, but got {len(batches)}")
+    return [batch for i, batch in enumerate(batches) if i % HELD_OUT_STRIDE != HELD_OUT_STRIDE - 1], held
+
+
+def recover(
+    placed: PlacedModel,
+    steps: Mapping[str, RecoveryStep],
+    batches: Sequence[Feeds],
+    calibrate: Callable[[Model], Ranges],
+    observer: Observer,
+) -> tuple[PlacedModel, tuple[StepGain, ...]]:
+    """Apply steps one after the other; undo each that does not improve the outputs on held-out samples.
+
+    Args:
+        steps: Steps by name, in order; those that keep the function come first.
+        batches: Calibration samples, one batch each.
+        calibrate: Returns the ranges of a changed float model.
+
+    Raises:
+        UserError: There are too few samples, or ONNX Runtime does not run the model.
+    """
+    seen, held = split_held_out(batches)
+    gains = []
+    with (
+        tempfile.TemporaryDirectory(prefix="qdq-recover-") as scratch,
+        observer.work("recover", len(steps)) as progress,
+    ):
+        folder = Path(scratch)
+        judge = _Judge(placed.reference, held, folder)
+        best_db = judge.sqnr_db(placed)
+        for name, step in steps.items():
+            changed = step.apply(placed, seen, folder)
+            if changed is None:
+                gains.append(StepGain(step=name, before_db=best_db, after_db=None, kept=False))
+            else:
+                candidate = replace(placed, model=changed)
+                if step.keeps_function:
+                    candidate = replace(candidate, reference=changed, ranges=calibrate(changed))
+                after_db = judge.sqnr_db(candidate)
+                kept = after_db >= best_db + MIN_GAIN_DB
+                gains.append(StepGain(step=name, before_db=best_db, after_db=after_db, kept=kept))
+                if kept:
+                    placed, best_db = candidate, after_db
+            progress.advance(str(gains[-1]))
+    return placed, tuple(gains)
+
+
+class _Judge:
+    """Comparison of quantized models with the float model on held-out samples."""
+
+    def __init__(self, model: Model, batches: Sequence[Feeds], folder: Path) -> None:
+        self._batches, self._folder, self._source = batches, folder, model.source
+        self._floats = self._run(save_to_folder(model, folder / "judged"))
+        self._layout: ComparisonLayout = plan_comparison(self._floats)
+
+    def _run(self, path: Path) -> list[dict[str, Array]]:
+        what = f"recovery of {self._source}"
+        return call_in_helper_process(what, iter_outputs, path, self._batches, factor=RUNTIME_FACTOR)
+
+    def sqnr_db(self, placed: PlacedModel) -> float:
+        outputs = self._run(placed.export(self._folder / "candidate.onnx"))
+        pairs = list(zip(self._floats, outputs, strict=True))
+        figures = [
+            part_sqnr(reference[name], output[name], part)
+            for name, parts in self._layout.parts.items()
+            for part in parts or (None,)
+            for reference, output in pairs
+        ]
+        return float(np.mean(figures))
+
+
+class RecoveryStepContract:
+    """Tests of the promises of a recovery step. Subclass it, set the attributes in a fixture, run pytest.
+
+    Attributes:
+        step: The step.
+        placed: A placement that it may change.
+        batches: Samples for it.
+        folder: Scratch folder.
+    """
+
+    step: RecoveryStep
+    placed: PlacedModel
+    batches: Sequence[Feeds]
+    folder: Path
+
+    def _outputs(self, model: Model) -> list[dict[str, Array]]:
+        return iter_outputs(save_to_folder(model, self.folder / "contract"), self.batches)
+
+    def test_the_given_model_is_not_changed_and_the_step_repeats(self) -> None:
+        before = self.placed.model.proto.SerializeToString(deterministic=True)
+        results = [self.step.apply(self.placed, self.batches, self.folder) for _ in range(2)]
+        assert self.placed.model.proto.SerializeToString(deterministic=True) == before
+        texts = {None if each is None else each.proto.SerializeToString(deterministic=True) for each in results}
+        assert len(texts) == 1, "the same placement and samples give the same model"
+
+    def test_nodes_keep_names_and_data_and_the_placement_stays_valid(self) -> None:
+        changed = self.step.apply(self.placed, self.batches, self.folder)
+        if changed is None:
+            return
+        shapes = [[(n.name, n.op, n.inputs[:1], n.outputs) for n in m.nodes] for m in (self.placed.model, changed)]
+        assert shapes[0] == shapes[1]
+        replace(self.placed, model=changed).export(self.folder / "changed.onnx")
+
+    def test_the_float_function_is_kept_if_the_step_says_so(self) -> None:
+        changed = self.step.apply(self.placed, self.batches, self.folder)
+        if changed is None or not self.step.keeps_function:
+            return
+        for before, after in zip(self._outputs(self.placed.model), self._outputs(changed), strict=True):
+            for name, values in before.items():
+                scale = float(np.abs(values).max())
+                np.testing.assert_allclose(after[name], values, atol=1e-4 * scale, rtol=1e-4)

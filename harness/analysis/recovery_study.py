@@ -1,0 +1,222 @@
+"""Accuracy of one placement by what its Q/DQ pairs contain, with and without recovery steps."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.ranges import Ranges, calibrate, calibrate_by_methods, finite_ranges
+from harness.accuracy.metrics.intervals import drop_estimate
+from harness.accuracy.recovery.pipeline import PlacedModel, RecoveryStep, StepGain, create_steps, recover
+from harness.api import Accuracy
+from harness.errors import UserError
+from harness.graph.load import save_to_folder
+from harness.graph.model import Model
+from harness.graph.quantize.numeric_choices import Granularity, NumericChoices, depthwise_inputs
+from harness.progress import Observer
+from harness.records import SCHEMA_VERSION, Failed
+from harness.results_dir.io import explain_write_errors, write_json
+from harness.statistics import Interval
+from harness.task_setup.accuracy import Scoring, make_scoring
+from harness.task_setup.model_loader import input_types
+from harness.task_setup.study_task import StudyTask, prepare_study
+from harness.task_setup.task import Task
+from harness.timing.workers.sandbox import open_engines
+from harness.verification.accuracy_store import AccuracyStore
+from search.space import Resolved
+
+__all__ = ["PLACEMENT_NAMES", "RecoveryRequest", "recovery_report"]
+
+PLACEMENT_NAMES: Mapping[str, tuple[str, ...]] = {"linear": ("linear",), "all": ()}
+"""Roles of the points that are quantized; none: every point."""
+COLUMN_NAMES = ("pairs", "recovery", "{metric}", "drop [95 % CI]", "gain of each step on held-out samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRequest:
+    """Choices whose combinations are scored, each besides the choices of the study; empty: the study's own.
+
+    Attributes:
+        placement: A key of `PLACEMENT_NAMES`.
+        float_nodes: Wildcards of nodes that stay float.
+        steps: Names of recovery steps, in order.
+    """
+
+    placement: str = "linear"
+    float_nodes: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    depthwise: tuple[Granularity, ...] = ()
+    steps: tuple[str, ...] = ()
+
+    def combinations(self, own: NumericChoices) -> list[NumericChoices]:
+        """Return the choices of the study first, then the others."""
+        product = itertools.product(
+            self.methods or (own.activations,), self.weights or (own.weights,), self.depthwise or (own.depthwise,)
+        )
+        asked = [replace(own, activations=a, weights=w, depthwise=d) for a, w, d in product]
+        return list(dict.fromkeys([own, *asked]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One file of the placement.
+
+    Attributes:
+        drop: Loss of the metric against the float model; None if it has no interval.
+    """
+
+    choices: NumericChoices
+    gains: tuple[StepGain, ...]
+    path: Path
+    score: Accuracy | Failed
+    drop: Interval | None = None
+
+
+def recovery_report(
+    study: StudyTask, request: RecoveryRequest, folder: Path, observer: Observer
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Score a placement with each combination of choices, as it is and with recovery; return a table with its notes.
+
+    Writes `recovery.json`, and the file of each row to `models/`.
+
+    Raises:
+        UserError: The study cannot be used, has no evaluator, or needs a cast model.
+    """
+    with explain_write_errors(folder):
+        (folder / "models").mkdir(parents=True, exist_ok=True)
+    task, worker = prepare_study(study, folder, observer)
+    if task.cast is not None:
+        raise UserError("recovery works on the float model: give --param precision=f32")
+    scoring = make_scoring(study.experiment.objective, study.spec.model, task.model, task.work)
+    if scoring.metric is None:
+        raise UserError("recovery needs an evaluator: give an experiment file whose model has one, or 'fidelity'")
+    steps = create_steps(request.steps)
+    with open_engines(worker, study.experiment.limits) as engines:
+        store = AccuracyStore(folder, engines, observer)
+        reference = store.require_float_score(task.model_file)
+        rows: list[_Row] = []
+        for choices, gains, placed in _iter_models(study, task, request, steps, observer):
+            path = placed.export(folder / "models" / f"{len(rows)}.onnx")
+            score = store.score_file(path, choices.text or "default")
+            rows.append(
+                _Row(choices=choices, gains=gains, path=path, score=score, drop=_drop(scoring, reference, score))
+            )
+    header = tuple(name.format(metric=scoring.metric) for name in COLUMN_NAMES)
+    figure = f"{reference.metrics[scoring.metric]:.4f}"
+    _write_rows(rows, scoring.metric, reference, folder / "recovery.json")
+    cells = [("float", "", figure, "", ""), *(_cells(row, scoring.metric) for row in rows)]
+    notes = [
+        f"{task.spec.name}: placement {request.placement}, calibrated on {task.calibrated_on}",
+        f"files: {folder}/models",
+    ]
+    return header, cells, notes
+
+
+def _iter_models(
+    study: StudyTask, task: Task, request: RecoveryRequest, steps: Mapping[str, RecoveryStep], observer: Observer
+) -> Iterator[tuple[NumericChoices, tuple[StepGain, ...], PlacedModel]]:
+    """Yield the placement with each combination of choices, and again with recovery."""
+    combinations = request.combinations(task.choices)
+    for choices in combinations:
+        choices.adapt_dialect(task.dialect)  # raises before minutes of calibration
+    feeds = CalibrationBatches(study.spec.model, task.model, input_types(task.model))
+    channels = depthwise_inputs(task.model) if any(c.depthwise == "channel" for c in combinations) else {}
+    tensors = sorted({e.tensor for d in task.space.dimensions for e in d.edges if e.tensor not in task.model.constants})
+    with observer.work(f"calibrate {task.model.source}", feeds.count) as progress:
+        by_method = calibrate_by_methods(
+            task.float_file,
+            tensors,
+            feeds,
+            methods=tuple(dict.fromkeys(c.activations for c in combinations)),
+            percentile=task.choices.percentile,
+            channels=channels,
+            progress=lambda _: progress.advance(),
+            source=task.model.source,
+        )
+    batches = list(feeds) if steps else []
+    resolved = _resolve(task, request)
+    for choices in combinations:
+        placed = PlacedModel(
+            model=task.model,
+            reference=task.model,
+            dialect=task.dialect,
+            ranges=finite_ranges(by_method[choices.activations]),
+            resolved=resolved,
+            choices=choices,
+        )
+        yield choices, (), placed
+        if steps:
+            recalibrate = _calibration(task, choices, tensors, batches)
+            recovered, gains = recover(placed, steps, batches, recalibrate, observer)
+            yield choices, gains, recovered
+
+
+def _resolve(task: Task, request: RecoveryRequest) -> Resolved:
+    roles, space = PLACEMENT_NAMES[request.placement], task.space
+    found = space.resolve(space.quantize_roles(roles) if roles else space.quantize_all())
+    names = {edge.consumer for edge, _ in found}
+    for pattern in request.float_nodes:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(f"--float-node {pattern}: no quantized node has such a name")
+    left_out = {name for pattern in request.float_nodes for name in fnmatch.filter(names, pattern)}
+    return tuple((edge, precision) for edge, precision in found if edge.consumer not in left_out)
+
+
+def _calibration(
+    task: Task, choices: NumericChoices, tensors: Sequence[str], batches: Sequence[Mapping[str, object]]
+) -> Callable[[Model], Ranges]:
+    def calibrate_again(model: Model) -> Ranges:
+        found = calibrate(
+            save_to_folder(model, task.work / "recovery"),
+            tensors,
+            batches,  # type: ignore[arg-type]
+            method=choices.activations,
+            percentile=choices.percentile,
+            channels=depthwise_inputs(model) if choices.depthwise == "channel" else None,
+            source=task.model.source,
+        )
+        return finite_ranges(found)
+
+    return calibrate_again
+
+
+def _drop(scoring: Scoring, reference: Accuracy, score: Accuracy | Failed) -> Interval | None:
+    if isinstance(score, Failed) or scoring.metric is None:
+        return None
+    estimate = drop_estimate(reference, score, scoring.metric, higher_is_better=scoring.higher_is_better)
+    return None if estimate is None else estimate.interval
+
+
+def _cells(row: _Row, metric: str) -> tuple[str, ...]:
+    score = row.score
+    figure = f"failed: {score.reason}" if isinstance(score, Failed) else f"{score.metrics[metric]:.4f}"
+    drop = "-" if row.drop is None else f"{row.drop.value:+.4f} [{row.drop.low:+.4f}, {row.drop.high:+.4f}]"
+    kept = " + ".join(gain.step for gain in row.gains if gain.kept) or ("none kept" if row.gains else "-")
+    return row.choices.text or "default", kept, figure, drop, "; ".join(map(str, row.gains))
+
+
+def _write_rows(rows: Sequence[_Row], metric: str, reference: Accuracy, path: Path) -> None:
+    facts = [
+        {
+            "choices": row.choices.text,
+            "file": row.path.name,
+            "steps": [
+                {"step": g.step, "before_db": g.before_db, "after_db": g.after_db, "kept": g.kept} for g in row.gains
+            ],
+            metric: math.nan if isinstance(row.score, Failed) else row.score.metrics[metric],
+            **(
+                {}
+                if row.drop is None
+                else {"drop": row.drop.value, "drop_low": row.drop.low, "drop_high": row.drop.high}
+            ),
+        }
+        for row in rows
+    ]
+    whole = {"schema": SCHEMA_VERSION, "kind": "recovery", "float": reference.metrics[metric], "rows": facts}
+    write_json(path, whole)

@@ -1,0 +1,83 @@
+"""Copies of a model with other constants, in which every node keeps its name and place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from onnx import numpy_helper
+
+from harness.api import Array
+from harness.graph.model import Model, Node, TensorType, read_nodes
+from harness.graph.protos import copy_message
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+
+__all__ = ["bias_place", "is_private", "replace_constants", "with_own_biases"]
+
+_OWN_BIAS_SUFFIX = "#bias"
+
+
+def is_private(model: Model, constant: str) -> bool:
+    """Return whether one node alone reads a constant, through one input."""
+    readers = model.consumers.get(constant, ())
+    return constant in model.constants and len(readers) == 1 and constant not in {*model.outputs, *model.captured}
+
+
+def replace_constants(model: Model, arrays: Mapping[str, Array]) -> Model:
+    """Return a copy of a model with other values of some constants, of their own type and shape."""
+    proto = copy_message(model.proto)
+    for tensor in proto.graph.initializer:
+        if tensor.name in arrays:
+            before = numpy_helper.to_array(tensor)
+            tensor.CopyFrom(numpy_helper.from_array(arrays[tensor.name].astype(before.dtype), tensor.name))
+    return replace(model, proto=proto)
+
+
+def bias_place(model: Model, node: Node) -> tuple[Node, int] | None:
+    """Return the node and input where a linear operator's bias is added, or may be; None if there is no such place.
+
+    The bias of a MatMul is the constant vector of the Add that alone reads its result.
+    """
+    if node.op in ("Conv", "ConvTranspose") or (node.op == "Gemm" and node.attributes.get("beta", 1.0) == 1):
+        free = len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in model.constants
+        return (node, 2) if free else None
+    readers = model.consumers.get(node.outputs[0], ())
+    if node.op != "MatMul" or len(readers) != 1 or node.outputs[0] in model.outputs:
+        return None
+    add, slot = model.nodes[readers[0][0]], 1 - readers[0][1]
+    if add.op != "Add" or add.inputs[slot] not in model.constants:
+        return None
+    width = model.types[node.outputs[0]].shape[-1]
+    return (add, slot) if tuple(model.constants[add.inputs[slot]].dims) == (width,) else None
+
+
+def with_own_biases(model: Model, nodes: Iterable[Node]) -> tuple[Model, dict[str, str]]:
+    """Return a copy of a model in which nodes have biases of their own, and their constants by node.
+
+    A missing bias is added as zeros, a shared one is copied; nodes without a place for one are left out.
+    """
+    proto, types, found = copy_message(model.proto), dict(model.types), {}
+    for node in nodes:
+        place = bias_place(model, node)
+        output = model.types.get(node.outputs[0])
+        if place is None or output is None:
+            continue
+        owner, slot = place
+        known = owner.inputs[slot] if len(owner.inputs) > slot else ""
+        if known and is_private(model, known):
+            found[node.name] = known
+            continue
+        channels = output.shape[1 if node.op.startswith("Conv") else -1]
+        name = f"{node.name}{_OWN_BIAS_SUFFIX}"
+        value = model.constant_array(known) if known else np.zeros(channels, np.float32)
+        if value is None or value.shape != (channels,) or NAME_PREFIX in name:
+            continue
+        weight = model.constant_array(node.inputs[1])
+        proto.graph.initializer.append(numpy_helper.from_array(value.astype(weight.dtype), name))  # type: ignore[union-attr]
+        inputs = proto.graph.node[owner.index].input
+        inputs.extend([""] * (slot + 1 - len(inputs)))
+        inputs[slot] = name
+        types[name] = TensorType(output.dtype, (channels,))
+        found[node.name] = name
+    return replace(model, proto=proto, nodes=read_nodes(proto), types=types), found

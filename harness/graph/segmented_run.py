@@ -1,0 +1,140 @@
+"""Runs of a model in segments, between which values can be read and changed, for all batches at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from harness.api import Array
+from harness.graph.protos import copy_message, tensors_read
+from harness.graph.qdq.qdq_graph import unique_node_names
+
+__all__ = ["SegmentedRun", "channel_maxima", "iter_outputs", "measure_layer_shifts"]
+
+Feeds = Mapping[str, Array]
+
+
+def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterator[dict[str, Array]]:
+    """Yield the outputs for each batch, from ONNX Runtime on one thread and without optimizations."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    model = str(proto) if isinstance(proto, Path) else proto.SerializeToString()
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    for feeds in batches:
+        yield dict(zip(names, session.run(None, dict(feeds)), strict=True))
+
+
+def iter_outputs(path: Path, batches: Sequence[Feeds]) -> list[dict[str, Array]]:
+    """Return the outputs of a model file for each batch; call it in the helper process."""
+    return list(_run_all(path, batches))
+
+
+def channel_maxima(path: Path, tensors: Sequence[str], batches: Sequence[Feeds]) -> dict[str, Array]:
+    """Return the largest magnitude in each slice of the last axis of tensors; call it in the helper process."""
+    proto = onnx.load(path)
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
+    found: dict[str, Array] = {}
+    for outputs in _run_all(proto, batches):
+        for name in tensors:
+            values = np.abs(outputs[name]).reshape(-1, outputs[name].shape[-1]).max(axis=0)
+            found[name] = np.maximum(found.get(name, values), values)
+    return found
+
+
+class SegmentedRun:
+    """Run of a model file up to one tensor after the other, in the order of its nodes.
+
+    Attributes:
+        values: The values of each batch, of the tensors that later nodes read.
+    """
+
+    def __init__(self, path: Path, batches: Sequence[Feeds]) -> None:
+        self._proto = onnx.load(path)
+        graph = self._proto.graph
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        self._producer = {name: index for index, node in enumerate(graph.node) for name in node.output}
+        self._outputs = dict(zip(unique_node_names(graph), (node.output[0] for node in graph.node), strict=True))
+        self._last_use = {name: index for index, node in enumerate(graph.node) for name in tensors_read(node)}
+        self._position = 0
+        self.values: dict[str, list[Array]] = {}
+        for value in graph.input:
+            if value.name not in self._constants:
+                self.values[value.name] = [np.asarray(feeds[value.name]) for feeds in batches]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the nodes in order."""
+        return tuple(self._outputs)
+
+    def run_to(self, node: str) -> str:
+        """Run all nodes up to one that has not been run yet; return the name of its first output."""
+        target: str = self._outputs[node]
+        stop = self._producer[target] + 1
+        nodes = self._proto.graph.node[self._position : stop]
+        made = [name for each in nodes for name in each.output if name]
+        kept = [name for name in made if name == target or self._last_use.get(name, -1) >= stop]
+        read = dict.fromkeys(name for each in nodes for name in tensors_read(each))
+        segment = self._segment(nodes, [name for name in read if name in self.values], kept, read)
+        count = len(next(iter(self.values.values())))
+        feeds = [{name: self.values[name][i] for name in read if name in self.values} for i in range(count)]
+        results = list(_run_all(segment, feeds))
+        self._position = stop
+        self.values = {name: arrays for name, arrays in self.values.items() if self._last_use.get(name, -1) >= stop}
+        self.values |= {name: [result[name] for result in results] for name in kept}
+        return target
+
+    def _segment(
+        self, nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], outputs: Sequence[str], read: Mapping[str, None]
+    ) -> onnx.ModelProto:
+        given = [(name, self.values[name][0]) for name in inputs]
+        graph = helper.make_graph(
+            [copy_message(node) for node in nodes],
+            "segment",
+            [
+                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+                for name, array in given
+            ],
+            [onnx.ValueInfoProto(name=name) for name in outputs],
+            [self._constants[name] for name in read if name in self._constants],
+        )
+        proto = helper.make_model(graph, opset_imports=self._proto.opset_import)
+        proto.ir_version = self._proto.ir_version
+        return proto
+
+
+def measure_layer_shifts(
+    float_path: Path, quantized_path: Path, layers: Mapping[str, int], batches: Sequence[Feeds], sequential: bool
+) -> dict[str, Array]:
+    """Return the mean error of the quantized layers' results by channel; call it in the helper process.
+
+    Args:
+        float_path: The float model.
+        quantized_path: A Q/DQ model of it, with the same names of nodes.
+        layers: Axis of the channels of each layer's result, by the name of its node.
+        batches: Inputs; the activations of all of them are in memory at a time.
+        sequential: Each layer reads results from which the mean errors of earlier layers are removed; else it reads
+            those of the float model, through its own Q/DQ pairs.
+    """
+    runs = SegmentedRun(float_path, batches), SegmentedRun(quantized_path, batches)
+    order = [name for name in runs[1].names if name in layers]
+    found: dict[str, Array] = {}
+    for name in order:
+        targets = [run.run_to(name) for run in runs]
+        reference, quantized = (run.values[target] for run, target in zip(runs, targets, strict=True))
+        axis = layers[name] % reference[0].ndim
+        others = tuple(i for i in range(reference[0].ndim) if i != axis)
+        errors = [(q.astype(np.float64) - f).mean(axis=others) for f, q in zip(reference, quantized, strict=True)]
+        found[name] = np.mean(errors, axis=0)
+        for i, values in enumerate(quantized):
+            shift = np.expand_dims(found[name], others).astype(values.dtype)
+            quantized[i] = values - shift if sequential else reference[i]
+    return found

@@ -1,0 +1,67 @@
+"""The study of a placement: rows by contents of the pairs, with and without recovery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small import qdq
+
+from harness.graph.builder import GraphBuilder
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.results_dir.io import read_json
+
+STUDY = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 8}, evaluator: fidelity}]
+backends: [{use: onnxruntime, params: {optimization: disabled}}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: Any) -> Path:
+    """Conv, depthwise Conv of channels of different sizes, and Conv."""
+    net, rng = GraphBuilder("net", seed=0), np.random.default_rng(0)
+    x = net.op(
+        "Mul", net.input("x", (1, 4, 8, 8)), net.const(np.array([0.02, 1, 5, 9], np.float32).reshape(1, 4, 1, 1))
+    )
+    weight = net.const(
+        (rng.normal(0.3, 1, (4, 1, 3, 3)) / np.array([0.02, 1, 5, 9]).reshape(4, 1, 1, 1)).astype(np.float32)
+    )
+    x = net.op("Conv", x, weight, group=4, pads=[1] * 4, kernel_shape=[3, 3], name="depthwise")
+    net.output(net.conv(net.op("Relu", x), 4, 1), name="y")
+    net.save(tmp_path / "net.onnx")
+    (tmp_path / "small.yaml").write_text(STUDY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_each_combination_is_scored_with_and_without_recovery(folder: Path, capsys: Any) -> None:
+    assert qdq("recover", "small.yaml", "--depthwise", "channel", "--step", "bias_correction", "--out", "out") == 0
+    rows = read_json(folder / "out/recovery.json")["rows"]
+    assert [(row["choices"], len(row["steps"])) for row in rows] == [
+        ("", 0), ("", 1), ("depthwise channel", 0), ("depthwise channel", 1)
+    ]  # fmt: skip
+    assert rows[2]["sqnr_db"] > rows[0]["sqnr_db"] + 3
+    assert rows[3]["sqnr_db"] >= rows[2]["sqnr_db"] - 0.5
+    graphs = [read_qdq_graph(folder / "out/models" / row["file"]) for row in rows]
+    assert len({tuple(sorted(graph.edges.items())) for graph in graphs}) == 1, "one placement"
+    printed = capsys.readouterr().out
+    assert "bias_correction" in printed
+    assert "placement linear" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--float-node", "nothing*"), "nothing*"),
+        (("--step", "bias"), "recovery step is called 'bias'"),
+        (("--depthwise", "pixel"), "'pixel'"),
+        (("--depthwise", "channel", "--backend", "onnxruntime"), "depthwise"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(folder: Path, arguments: tuple[str, ...], words: str, capsys: Any) -> None:
+    assert qdq("recover", "small.yaml", *arguments) == 2
+    assert words in capsys.readouterr().err
