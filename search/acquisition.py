@@ -2,9 +2,9 @@
 
 Jones, Schonlau, Welch 1998 (J. Global Optim. 13, eq. 15) for the improvement; Gardner et al. 2014 ("Bayesian
 optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. With two
-objectives, the improvement is that of the hypervolume (Emmerich, Deutz, Klinkenberg 2011, "Hypervolume-based
-expected improvement: monotonicity properties and exact computation", IEEE CEC). Pending proposals count as
-measured at their expected value ("kriging believer", Ginsbourger et al. 2010), so that a batch spreads.
+objectives, the improvement is that of the hypervolume (Emmerich, Deutz, Klinkenberg 2011, "Hypervolume-based expected
+improvement: monotonicity properties and exact computation", IEEE CEC). Pending proposals count as measured at their
+expected value ("kriging believer", Ginsbourger et al. 2010), so that a batch spreads.
 """
 
 from __future__ import annotations

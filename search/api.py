@@ -20,10 +20,10 @@ Searchers that continue from an incumbent give one more guarantee: `local`, `sen
    readings would lead to (`search.archive.Archive.incumbents`, `search.archive.improves`).
 
 The others: `random` and `exhaustive` use no reading. `annealing` begins each cycle from such an incumbent, but may move
-to a tie as it may to a loss. In `nsga2` a tie dominates nothing, but of ties the fastest and the slowest
-reading breed first. `portfolio` gives no credit for a tie; its members decide the rest. `random_mutation` uses the
-lowest reading, as ModelOpt does; `tpe` and `optuna` use the readings unchanged; `auto` and `surrogate` make candidates
-from the lowest readings and choose by a model of all readings.
+to a tie as it may to a loss. In `nsga2` a tie dominates nothing, but of ties the fastest and the slowest reading breed
+first. `portfolio` gives no credit for a tie; its members decide the rest. `random_mutation` uses the lowest reading, as
+ModelOpt does; `tpe` and `optuna` use the readings unchanged; `auto` and `surrogate` make candidates from the lowest
+readings and choose by a model of all readings.
 """
 
 from __future__ import annotations

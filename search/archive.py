@@ -70,8 +70,7 @@ class Archive:
         """Return up to n proposals, fewer if `propose` returns None.
 
         Each proposal is recorded before the next one is made and counts as seen from then on. `propose` must return
-        unseen
-        placements, see `search.moves.first_unseen`.
+        unseen placements, see `search.moves.first_unseen`.
         """
         asked: list[Placement] = []
         while len(asked) < n and (placement := propose()) is not None:
@@ -84,14 +83,10 @@ class Archive:
         """Record one outcome.
 
         Repeated scores of a placement are averaged. If all have a standard error, they are weighted by its inverse
-        square, and
-        the error of the mean is widened by the Birge ratio if they disagree by more than their errors explain (Birge
-        1932,
-        Phys. Rev. 40, 207), as rebuilds of one engine do. If an error is unknown, the error of the mean comes from the
-        scatter.
-        An equal score is a repeated report of one measurement and changes nothing. A score replaces a failure; a later
-        failure
-        does not replace a score.
+        square, and the error of the mean is widened by the Birge ratio if they disagree by more than their errors
+        explain (Birge 1932, Phys. Rev. 40, 207), as rebuilds of one engine do. If an error is unknown, the error of the
+        mean comes from the scatter. An equal score is a repeated report of one measurement and changes nothing. A score
+        replaces a failure; a later failure does not replace a score.
         """
         digest = observation.digest
         self._seen.setdefault(digest, observation.placement)
@@ -187,8 +182,7 @@ class Archive:
         """Return up to k scored placements, best first, where differences within the noise are ties.
 
         In the order of their first scores, each placement is inserted before the first one that it beats by more than
-        the
-        noise (`improves`), else appended. So a low reading by chance does not displace an equal, earlier placement.
+        the noise (`improves`), else appended. So a low reading by chance does not displace an equal, earlier placement.
         """
         if self._incumbents is None or self._incumbents[:2] != (k, significance):
             self._incumbents = (k, significance, [])  # `tell` updates it from then on

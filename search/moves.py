@@ -59,9 +59,9 @@ def mutate_per_kind(
 ) -> Placement:
     """Add, remove, or both, one to `maximum` Q/DQ points of each kind of insertion point.
 
-    The mutation of ModelOpt's autotune (user guide "Autotune (ONNX)", 0.47): for each of node inputs,
-    child region inputs and outputs, one of the three modes is drawn with equal probability; "both"
-    adds first. An added point takes one of its precisions, drawn uniformly.
+    The mutation of ModelOpt's autotune (user guide "Autotune (ONNX)", 0.47): for each of node inputs, child region
+    inputs and outputs, one of the three modes is drawn with equal probability; "both" adds first. An added point takes
+    one of its precisions, drawn uniformly.
 
     Args:
         placement: The parent.
@@ -188,9 +188,8 @@ def move_sets(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return sets of dimensions to move together, coarse to fine: across patterns, within patterns, points.
 
     Across patterns: a role, the readers of its results, both, and the outputs. Within patterns: a pattern, a role in
-    it, the
-    readers of its results, both, and the inputs of one node. The points are the dimensions that are not such a set
-    already.
+    it, the readers of its results, both, and the inputs of one node. The points are the dimensions that are not such a
+    set already.
     """
     after = result_readers(space)
     wide: dict[str, list[int]] = defaultdict(list)

@@ -100,8 +100,7 @@ def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -
     """Return the exact volume that points dominate below a reference point; meant for small fronts.
 
     Computed by slices along the last coordinate (Zitzler 1999, dissertation, section 3.1). Points that are not below
-    the
-    reference in every coordinate add nothing.
+    the reference in every coordinate add nothing.
     """
     inside = [tuple(point) for point in points if all(p < r for p, r in zip(point, reference, strict=True))]
     if not inside:

@@ -1,8 +1,7 @@
 """Features of a placement for a model of latency: its resolved edges, summed up at several scales.
 
-Edges that the same dimensions cover always have the same precision, so they are one *atom*. An atom's
-state is all there is to know of its edges; two placements are the same graph exactly where all atoms
-have the same states.
+Edges that the same dimensions cover always have the same precision, so they are one *atom*. An atom's state is all
+there is to know of its edges; two placements are the same graph exactly where all atoms have the same states.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class _EdgeIndicators:
 class FeatureExtractor:
     """Turns placements of one space into features; stateless after its construction.
 
-    Three kinds of atoms are neighbours, as conversions between float and quantized arise there: inputs of one
-    node, readers of one tensor, and points that follow each other in graph order.
+    Three kinds of atoms are neighbours, as conversions between float and quantized arise there: inputs of one node,
+    readers of one tensor, and points that follow each other in graph order.
     """
 
     def __init__(self, space: Space) -> None:

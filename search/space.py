@@ -1,9 +1,8 @@
 """Space of Q/DQ placements: named dimensions over resolved edges.
 
-A `Dimension` is one insertion point of one pattern. It resolves to the edges of every region that
-has this pattern, so one choice quantizes the same place in all of them. Several dimensions may
-cover the same edge (a child region's input and the node input behind it); the *resolved* edges
-identify a placement, not the choices that led to them.
+A `Dimension` is one insertion point of one pattern. It resolves to the edges of every region that has this pattern, so
+one choice quantizes the same place in all of them. Several dimensions may cover the same edge (a child region's input
+and the node input behind it); the *resolved* edges identify a placement, not the choices that led to them.
 """
 
 from __future__ import annotations
@@ -215,9 +214,9 @@ class Space:
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
         """Return the placement that agrees with most of the given quantized edges.
 
-        Where these are the edges of a placement of this space, the result has just these edges. Else a
-        dimension is quantized when more than half of its edges are; it takes the precision that most
-        of them have. This is how a foreign Q/DQ model becomes a seed.
+        Where these are the edges of a placement of this space, the result has just these edges. Else a dimension is
+        quantized when more than half of its edges are; it takes the precision that most of them have. This is how a
+        foreign Q/DQ model becomes a seed.
         """
         exact = Placement(tuple(_common_choice(dimension, edges) for dimension in self.dimensions))
         if self.resolve(exact) == tuple(sorted(edges.items())):

@@ -61,9 +61,9 @@ def common_initial_placements(space: Space) -> tuple[Placement, ...]:
 class SyntheticObjective:
     """Latency with a known optimum: effects of points and of neighbouring pairs, in log latency.
 
-    A pure function of the resolved edges, as a real latency is. Linear points gain by their cost, all
-    points gain or lose a little besides; a pair is two neighbours, of one pattern or of two that
-    follow each other, that fuse (or reformat) where both are quantized.
+    A pure function of the resolved edges, as a real latency is. Linear points gain by their cost, all points gain or
+    lose a little besides; a pair is two neighbours, of one pattern or of two that follow each other, that fuse (or
+    reformat) where both are quantized.
 
     Args:
         space: From `synthetic_space`; patterns of at most 12 dimensions that share no edges.
@@ -104,8 +104,7 @@ class SyntheticObjective:
         """Return the exact best placement, by dynamic programming over the patterns.
 
         The part behind a pattern depends on it only through whether its last point is quantized, so the best beginning
-        of
-        either kind is kept, and all options of each pattern are enumerated.
+        of either kind is kept, and all options of each pattern are enumerated.
         """
         best = {False: self._space.float_placement()}
         for members in self._space.groups.values():

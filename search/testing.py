@@ -5,8 +5,7 @@ Example::
     from search.testing import SearcherContract
 
     class TestMySearcher(SearcherContract):
-        def make(self, space, seed):
-            return MySearcher(space, seed=seed)
+        def make(self, space, seed): return MySearcher(space, seed=seed)
 
 Run pytest on the file that holds this class: it tests what asks and tells show of the promises of `search.api`. Where
 your searcher lets a tie displace nothing (promise 6), take `IncumbentContract` instead.

@@ -175,8 +175,8 @@ def _measure_process(
 def estimate_components(latency_ms: Floats, confidence: float = 0.95) -> NoiseComponents:
     """Estimate the components of variance of a balanced nested design.
 
-    With p processes, b builds and r readings the expected mean squares are s2_e, s2_e + r s2_B and
-    s2_e + r s2_B + b r s2_P.
+    With p processes, b builds and r readings the expected mean squares are s2_e, s2_e + r s2_B and s2_e + r s2_B + b r
+    s2_P.
 
     Args:
         latency_ms: [process, build, reading], all positive; at least two of each.

@@ -49,8 +49,8 @@ def sensitivity(
 ) -> None:
     """Show the effect of each pattern, or each point, on latency and fidelity: alone, and left out of a full model.
 
-    Writes a plot, and sensitivity.json, from which searches can start: {use: sensitivity, params: {path: ...}}.
-    A model alone gets random data, so do not trust its fidelity; an experiment file with one task brings real data.
+    Writes a plot, and sensitivity.json, from which searches can start: {use: sensitivity, params: {path: ...}}. A model
+    alone gets random data, so do not trust its fidelity; an experiment file with one task brings real data.
 
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """

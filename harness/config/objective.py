@@ -52,8 +52,8 @@ class Objective(ConfigSection):
     """Objective of a search: latency, loss of accuracy, or both.
 
     Attributes:
-        minimize: "latency": with or without `max_drop`. "pareto": latency and loss of accuracy, as a front.
-            "accuracy": loss of accuracy among the placements within `max_latency`.
+        minimize: "latency": with or without `max_drop`. "pareto": latency and loss of accuracy, as a front. "accuracy":
+            loss of accuracy among the placements within `max_latency`.
         max_drop: Largest allowed loss of the metric against the float model, absolute (0.01) or as a percentage of the
             float model's score ("1%"). `map_drop: 0.01` sets the metric as well.
         metric: Name of the metric; None: that of the evaluator.

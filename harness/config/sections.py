@@ -235,8 +235,8 @@ class Confirmation(TurnSchedule):
 
     Attributes:
         top_k: Best placements of each search that are confirmed.
-        candidates: Best placements of each search in the final selection, which picks the `top_k`; 1: no selection,
-            the lowest reading of the search wins.
+        candidates: Best placements of each search in the final selection, which picks the `top_k`; 1: no selection, the
+            lowest reading of the search wins.
     """
 
     builds: Annotated[int, Field(ge=3, le=MAX_BUILDS)] = 5

@@ -70,8 +70,7 @@ class ExternalSearcherAdapter:
     """Ask an external searcher for one model at a time; a context manager that owns it.
 
     An external searcher that fails gives one more candidate, whose build fails with the reason, and then nothing: so
-    the
-    reason is in the journal, and the other methods of the table continue.
+    the reason is in the journal, and the other methods of the table continue.
 
     Args:
         make: Calls the external searcher's factory; it is made and entered when it is first asked.

@@ -30,9 +30,8 @@ class ModelOptAutotune:
     """Run NVIDIA ModelOpt's own ONNX autotuner, in its regions, points, mutations and Q/DQ form.
 
     `ask` returns every model that ModelOpt wants to time, its baseline and final model included; `tell` answers its
-    benchmark.
-    No part of its search is reimplemented. All its Q/DQ pairs have the scale 0.1 (user guide "Autotune (ONNX)"), so its
-    models have a latency but no accuracy.
+    benchmark. No part of its search is reimplemented. All its Q/DQ pairs have the scale 0.1 (user guide "Autotune
+    (ONNX)"), so its models have a latency but no accuracy.
 
     Args:
         task: See `ExternalSearchTask`.

@@ -1,10 +1,8 @@
 """Builder of small ONNX models without protobuf code.
 
-builder = GraphBuilder("tiny")
-x = builder.input("x", (1, 3, 32, 32))
-x = builder.op("Relu", builder.batch_norm(builder.conv(x, 16, 3)))
-builder.output(builder.linear(builder.op("Flatten", builder.op("GlobalAveragePool", x)), 10), name="logits")
-model = builder.build()
+builder = GraphBuilder("tiny") x = builder.input("x", (1, 3, 32, 32)) x = builder.op("Relu",
+builder.batch_norm(builder.conv(x, 16, 3))) builder.output(builder.linear(builder.op("Flatten",
+builder.op("GlobalAveragePool", x)), 10), name="logits") model = builder.build()
 """
 
 from __future__ import annotations

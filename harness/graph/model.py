@@ -80,8 +80,8 @@ class Model:
     """A float ONNX model, ready for placement. Never changed after loading.
 
     Attributes:
-        proto: Cleaned model: unique node names, topological order, constants as initializers,
-            BatchNormalization folded, static shapes inferred.
+        proto: Cleaned model: unique node names, topological order, constants as initializers, BatchNormalization
+            folded, static shapes inferred.
         source: Name of the model in messages and tables.
         sha256: Digest of the original file, external data included.
         nodes: In topological order; `nodes[i].index == i`.

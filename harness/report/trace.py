@@ -57,8 +57,8 @@ def trace_cell(results: Results, address: str, name: str = "main") -> CellSource
 
     Args:
         address: ROW:COLUMN, for instance "12:speedup", "tpe:drop", "net-openvino-int8/linear:latency". ROW is the
-            number of a row from 1, its last label or all labels joined by "/"; in a table of rows also a row id.
-            COLUMN is the beginning of a heading.
+            number of a row from 1, its last label or all labels joined by "/"; in a table of rows also a row id. COLUMN
+            is the beginning of a heading.
         name: Name of the table's files.
 
     Raises:

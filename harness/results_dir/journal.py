@@ -42,8 +42,8 @@ class Journal:
     """Open journal: the existing entries, read on access, and a handle that appends.
 
     Raises:
-        UserError: The file is the journal of another run (the message shows the difference), has another schema, or
-            has a damaged line before the last.
+        UserError: The file is the journal of another run (the message shows the difference), has another schema, or has
+            a damaged line before the last.
     """
 
     def __init__(self, path: Path, fingerprint: Mapping[str, Any]) -> None:

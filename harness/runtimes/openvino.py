@@ -36,8 +36,8 @@ class OpenVINOBenchmarker:
 
     Args:
         threads: Inference threads, at most the cores that this process may use.
-        precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to
-            the harness, which times both where the CPU reports BF16; until it has, that is FP32.
+        precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to the
+            harness, which times both where the CPU reports BF16; until it has, that is FP32.
         profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
         reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: where the processor adds products in 16
             bits, in which those of 8 bits saturate.
@@ -186,8 +186,8 @@ def _output_names(port: Any) -> list[str]:
 def _import_openvino() -> Any:
     """Import OpenVINO without its telemetry.
 
-    Importing it reports to a server and writes to the home folder unless `openvino_telemetry` cannot be
-    imported; it then takes its own stub (openvino/tools/ovc/telemetry_utils.py).
+    Importing it reports to a server and writes to the home folder unless `openvino_telemetry` cannot be imported; it
+    then takes its own stub (openvino/tools/ovc/telemetry_utils.py).
 
     Raises:
         UserError: It is not installed.

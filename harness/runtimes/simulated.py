@@ -1,8 +1,8 @@
 """Simulated runtime with known latencies, to check searchers, intervals and rankings.
 
-Every quantized edge has an effect and so has every pair of them, drawn by hashing their names with a
-seed. Wanted edges make the model faster, alone and more so in company; unwanted ones make it slower,
-and more so next to wanted ones. So the planted optimum is: exactly the wanted edges.
+Every quantized edge has an effect and so has every pair of them, drawn by hashing their names with a seed. Wanted edges
+make the model faster, alone and more so in company; unwanted ones make it slower, and more so next to wanted ones. So
+the planted optimum is: exactly the wanted edges.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class MetricUsage:
     Attributes:
         measured: Evaluations with a measured metric.
         proxied: Evaluations with a proxy metric.
-        agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 for the same
-            order; None if fewer than three have both, or all values are equal.
+        agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 for the same order;
+            None if fewer than three have both, or all values are equal.
     """
 
     measured: int

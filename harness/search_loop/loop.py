@@ -1,12 +1,12 @@
 """Loop of one search: ask, build, sample, score, journal, tell. Resuming replays the journal.
 
-The journal's lines are an input of the loop: where the next proposal is already there with its
-outcome, the recorded outcome is reported instead of measured. A searcher that proposes something else than it
-did before is refused, so a resumed run is the run it would have been.
+The journal's lines are an input of the loop: where the next proposal is already there with its outcome, the recorded
+outcome is reported instead of measured. A searcher that proposes something else than it did before is refused, so a
+resumed run is the run it would have been.
 
-Several proposals may await their outcomes at once. Outcomes are journaled as they come and told in ask order,
-and after each the searcher is asked for as many as have become free. So what a searcher knows when it is asked
-depends on the width of this window alone, not on who is fast: one worker, ten of them and a cluster ask alike.
+Several proposals may await their outcomes at once. Outcomes are journaled as they come and told in ask order, and after
+each the searcher is asked for as many as have become free. So what a searcher knows when it is asked depends on the
+width of this window alone, not on who is fast: one worker, ten of them and a cluster ask alike.
 
 A searcher that breaks ends its search: what is under way then is waited for and kept, and the search can be run again.
 """
@@ -142,8 +142,8 @@ def run_search(
 
     Raises:
         Strayed: The journal's next proposal is not the one that the searcher makes now.
-        UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given);
-            or as the searcher raised it.
+        UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given); or
+            as the searcher raised it.
     """
     loop = _SearchLoop(task, executor, journal, watch)
     loop.fill_window()

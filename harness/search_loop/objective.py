@@ -100,8 +100,7 @@ def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) ->
     """Return the score of a latency and metrics.
 
     A front needs both coordinates: a placement without the metric has one and ranks last. If accuracy is the objective,
-    the
-    value is the loss or, while it is unknown, the largest loss possible.
+    the value is the loss or, while it is unknown, the largest loss possible.
 
     Args:
         latency: Median of the samples in milliseconds, see `harness.statistics.rebuilt_ci`.

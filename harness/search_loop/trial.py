@@ -49,11 +49,9 @@ def make_trial_fn(
     """Return a trial function that uses these engines.
 
     A candidate that may win and beats the incumbent by more than noise is built and sampled again before it is
-    accepted: the
-    lowest of many noisy readings is low by chance (Helion's autotuner found configurations 7 % faster once it confirmed
-    suspicious timings, pytorch/helion pull request 2377). The same applies to a candidate that would become the
-    incumbent by
-    readings that other load on the machine disturbed, whatever the width of their interval.
+    accepted: the lowest of many noisy readings is low by chance (Helion's autotuner found configurations 7 % faster
+    once it confirmed suspicious timings, pytorch/helion pull request 2377). The same applies to a candidate that would
+    become the incumbent by readings that other load on the machine disturbed, whatever the width of their interval.
 
     Args:
         judge: Accuracy gate; by default accuracy is not checked.

@@ -27,12 +27,12 @@ class Difficulty:
     Attributes:
         near_optimum: Share of placements within 1 % of the optimum.
         random_evaluations: Evaluations that random search needs on average to find one of them; exact.
-        fitness_distance: Correlation of log latency with the number of dimensions that differ from the nearest
-            optimum: 1 leads straight there, 0 and below mislead (Jones and Forrest, "Fitness distance correlation as a
-            measure of problem difficulty for genetic algorithms", ICGA 1995).
-        neighbour_correlation: Of log latency between placements that differ in one dimension, over all pairs:
-            1 is smooth, 0 is rugged (Weinberger, "Correlated and uncorrelated fitness landscapes", Biological
-            Cybernetics 63, 1990, with the walk replaced by the whole table).
+        fitness_distance: Correlation of log latency with the number of dimensions that differ from the nearest optimum:
+            1 leads straight there, 0 and below mislead (Jones and Forrest, "Fitness distance correlation as a measure
+            of problem difficulty for genetic algorithms", ICGA 1995).
+        neighbour_correlation: Of log latency between placements that differ in one dimension, over all pairs: 1 is
+            smooth, 0 is rugged (Weinberger, "Correlated and uncorrelated fitness landscapes", Biological Cybernetics
+            63, 1990, with the walk replaced by the whole table).
         local_optima: Share of placements that no single change improves by more than the noise of both.
         additive: Share of the variance of log latency that single dimensions explain.
         pairwise: Share that pairs of dimensions explain besides (both: Sobol', "Sensitivity estimates for nonlinear

@@ -121,8 +121,8 @@ def _observation_sources() -> tuple[bytes, ...]:
 def code_digest(file: Path | None, package: Path) -> bytes:
     """Return the digest of a searcher's file and of all that it imports of a package or of its own, at any depth.
 
-    Its own is the package of the file, or the folder of a file without a package; installed libraries are not
-    followed. Comments and docstrings do not count.
+    Its own is the package of the file, or the folder of a file without a package; installed libraries are not followed.
+    Comments and docstrings do not count.
 
     Args:
         file: None if the searcher has none: the whole package counts, and also if it finds searchers by name.

@@ -167,8 +167,7 @@ def fully_quantized_symmetric(
     """Quantize every point as the simplest tools do: symmetric INT8.
 
     The measures of a dialect that preserve accuracy or speed (UINT8 data, zero points) are omitted. A stress test: a
-    model
-    whose accuracy survives it needs no search for accuracy.
+    model whose accuracy survives it needs no search for accuracy.
     """
     plain = replace(
         dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()

@@ -1,8 +1,8 @@
 """Selection of the float baseline: the fastest float precision of the runtime on this device, by measurement.
 
-A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment
-leaves the precision open, the float model is timed at each, and the fastest becomes the baseline of the
-task and the precision of everything in its candidates that is not quantized. The others get a row each.
+A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment leaves the
+precision open, the float model is timed at each, and the fastest becomes the baseline of the task and the precision of
+everything in its candidates that is not quantized. The others get a row each.
 """
 
 from __future__ import annotations
@@ -211,8 +211,7 @@ class FloatTrial:
     """Score the float model on the first samples of the evaluator's data, with ONNX Runtime on the CPU, in a worker.
 
     Skipped for an evaluator whose parameter `data` is none of `harness.accuracy.data.datasets` (the scoring of the
-    float
-    model covers it), and for a model that ONNX Runtime does not run (the calibration reports that).
+    float model covers it), and for a model that ONNX Runtime does not run (the calibration reports that).
 
     Args:
         work: Scratch folder.

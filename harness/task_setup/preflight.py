@@ -1,7 +1,7 @@
 """Preflight validation of an experiment: models, data sets, plug-ins and parameters.
 
-A run takes hours, so all tasks are checked before the first one starts: models that data or shapes belong to
-are loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
+A run takes hours, so all tasks are checked before the first one starts: models that data or shapes belong to are
+loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
     """Return the study of a model, or of the only task of an experiment file.
 
     Args:
-        text: ONNX file, `zoo:NAME` or `assets:PATH`; or an experiment file (.yaml), which may give calibration data,
-            an evaluator and how to sample.
+        text: ONNX file, `zoo:NAME` or `assets:PATH`; or an experiment file (.yaml), which may give calibration data, an
+            evaluator and how to sample.
         backend: Benchmarker; by default OpenVINO, or the experiment's.
         params: Its parameters.
         shapes: Static shapes of dynamic inputs; for a model.
@@ -94,8 +94,8 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
 def study_name(study: StudyTask, placement: str) -> str:
     """Return a folder name of model, backend with its parameters, shapes, placement and precision.
 
-    For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision.
-    A digest replaces parameters and shapes that are no file name, such as a path; the folder of the study's file is no
+    For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision. A
+    digest replaces parameters and shapes that are no file name, such as a path; the folder of the study's file is no
     part of the name.
     """
     spec = study.spec

@@ -108,9 +108,8 @@ class Task:
         """Return the task with the backend at its float precisions.
 
         If the backend reads files of another type than float32 (see `harness.api.Benchmarker.cast`), the float model is
-        cast
-        once and Q/DQ pairs are inserted into the cast model, so that the searched, delivered and measured file is the
-        same.
+        cast once and Q/DQ pairs are inserted into the cast model, so that the searched, delivered and measured file is
+        the same.
 
         Raises:
             UserError: The cast model lacks a node whose input may be quantized.

@@ -114,10 +114,10 @@ def confirm(
 ) -> Iterator[TurnEvent]:
     """Time the rows against the baseline, and yield each event as it happens.
 
-    For each of `plan.builds` and each group of rows, a fresh worker builds all rows, then each is timed once in
-    each of `plan.rounds`, in random order. A row that fails leaves that build; if its worker died, the others start
-    again in a fresh one. Rounds that other processes disturbed are withheld and repeated at the end of the build; a
-    repetition that is disturbed again is marked, and counts.
+    For each of `plan.builds` and each group of rows, a fresh worker builds all rows, then each is timed once in each of
+    `plan.rounds`, in random order. A row that fails leaves that build; if its worker died, the others start again in a
+    fresh one. Rounds that other processes disturbed are withheld and repeated at the end of the build; a repetition
+    that is disturbed again is marked, and counts.
 
     Args:
         done: Events of an interrupted confirmation of the same rows. Finished workers are not repeated; an unfinished

@@ -174,8 +174,8 @@ def _compare_files(runtime: str, subject: DynamicCheckTarget, known: Sequence[tu
 def _largest_difference(found: Outputs, reference: Outputs, *, every: bool = False) -> float:
     """Return the largest relative difference (root mean square) of outputs.
 
-    Those that are no floats count by their share of other values where `every` is set, else not at all; so do those
-    of another shape, as of models that keep as many boxes as they find.
+    Those that are no floats count by their share of other values where `every` is set, else not at all; so do those of
+    another shape, as of models that keep as many boxes as they find.
     """
     worst = 0.0
     for own, other in zip(found, reference, strict=True):

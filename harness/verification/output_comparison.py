@@ -4,8 +4,8 @@ Two figures per output, signal-to-noise ratios in dB: `file_db` says how far the
 ONNX Runtime without graph optimizations; `engine_db` says how far the engine is from the file. An engine that is more
 than `MARGIN_DB` further from the file than the file is from the float model computes something else. Between
 `SUSPECT_DB` and `MARGIN_DB` it does where a single operator is found that does
-(`harness.verification.fault_localization`): a file
-that is far from the float model leaves little signal to lose. No labels are needed.
+(`harness.verification.fault_localization`): a file that is far from the float model leaves little signal to lose. No
+labels are needed.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class OutputCheck:
         file_db: File against float model; None for a float model, which is its own file.
         noise_db: The float model in the runtime against the float model in ONNX Runtime.
         reason: Why nothing was compared, or what else has to be said.
-        operator: The first operator whose result differs while its inputs agree; "" where it was not looked for or
-            not found.
+        operator: The first operator whose result differs while its inputs agree; "" where it was not looked for or not
+            found.
         model: Path, within the task's folder, of a small model that shows the fault; "" where there is none.
         seconds: Wall-clock of the check.
     """

@@ -7,10 +7,10 @@ Layout of `shapes_detector` (trained and exported by `harness.zoo.train_shapes`)
   stride 16, each row by row. Columns: centre x, centre y, width, height in pixels of the input, then the scores
   (0 to 1, after the sigmoid) of circle, square and triangle.
 
-Boxes are decoded in the graph, overlapping boxes are not suppressed: class-wise non-maximum suppression at 0.65
-of the rows that score above 0.001 gives mAP 0.846 (AP50 0.988) on the evaluation split. Pixels and scores share
-one tensor, so a single scale for it, as in plain INT8, costs both: mAP 0.484 (symmetric INT8, ONNX
-Runtime's `quantize_static`, every operator) against 0.805 with convolutions alone.
+Boxes are decoded in the graph, overlapping boxes are not suppressed: class-wise non-maximum suppression at 0.65 of the
+rows that score above 0.001 gives mAP 0.846 (AP50 0.988) on the evaluation split. Pixels and scores share one tensor, so
+a single scale for it, as in plain INT8, costs both: mAP 0.484 (symmetric INT8, ONNX Runtime's `quantize_static`, every
+operator) against 0.805 with convolutions alone.
 
 Layout of `yolo_tiny`: `images` 1 x 3 x 320 x 320; `boxes` 1 x 2100 x 4 (undecoded), `scores` 1 x 2100 x 80.
 

@@ -1,12 +1,12 @@
 """A made-up data set for object detection: circles, squares and triangles, drawn by code.
 
-Every image is drawn from its own seed (split, index), so the splits are disjoint, `count` only
-cuts a longer split short, and nothing has to be stored or downloaded. Images are RGB, 128 by 128:
-a colour gradient with noise, distractors that are not labelled (lines, crosses, long ellipses),
-and one to six shapes that hardly overlap. A tenth of the shapes are outlines only.
+Every image is drawn from its own seed (split, index), so the splits are disjoint, `count` only cuts a longer split
+short, and nothing has to be stored or downloaded. Images are RGB, 128 by 128: a colour gradient with noise, distractors
+that are not labelled (lines, crosses, long ellipses), and one to six shapes that hardly overlap. A tenth of the shapes
+are outlines only.
 
-Labels have the form of COCO (https://cocodataset.org/#format-data): boxes are x, y, width, height
-in pixels, circumscribing the shape as drawn (before occlusion); category ids are 1 to 3.
+Labels have the form of COCO (https://cocodataset.org/#format-data): boxes are x, y, width, height in pixels,
+circumscribing the shape as drawn (before occlusion); category ids are 1 to 3.
 """
 
 from __future__ import annotations

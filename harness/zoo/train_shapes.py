@@ -1,12 +1,12 @@
 """Trains the detector of the zoo on the made-up shapes and exports it: `python -m harness.zoo.train_shapes`.
 
-A small anchor-free detector in the manner of YOLOX (Ge et al. 2021, arXiv:2107.08430): CSP blocks with
-SiLU, a neck that goes up once and down once, decoupled heads at strides 8 and 16. Cells are assigned to
-shapes as in TOOD (Feng et al. 2021, arXiv:2108.07755), so that a score learns how well its box fits; boxes
-learn by CIoU (Zheng et al. 2020, arXiv:1911.08287).
+A small anchor-free detector in the manner of YOLOX (Ge et al. 2021, arXiv:2107.08430): CSP blocks with SiLU, a neck
+that goes up once and down once, decoupled heads at strides 8 and 16. Cells are assigned to shapes as in TOOD (Feng et
+al. 2021, arXiv:2108.07755), so that a score learns how well its box fits; boxes learn by CIoU (Zheng et al. 2020,
+arXiv:1911.08287).
 
-Takes about ten minutes on one core. The same seed on the same machine gives the same file. The layout of
-input and output are documented in `harness.zoo.detector`.
+Takes about ten minutes on one core. The same seed on the same machine gives the same file. The layout of input and
+output are documented in `harness.zoo.detector`.
 """
 
 from __future__ import annotations

@@ -18,10 +18,8 @@ class AnnealingSearcher(ArchiveSearcher):
 
     The temperature is a relative loss: a loss of that size is accepted with probability 1/e. It decreases geometrically
     over a cycle of evaluations; the next cycle starts hot again from the incumbent. The noise of the comparison is
-    added to
-    each loss, so that a tie is a small loss and not a gain (the penalty for uncertain energies, in the spirit of
-    Ceperley
-    and Dewing 1999, J. Chem. Phys. 110, 9812). A larger violation is never accepted.
+    added to each loss, so that a tie is a small loss and not a gain (the penalty for uncertain energies, in the spirit
+    of Ceperley and Dewing 1999, J. Chem. Phys. 110, 9812). A larger violation is never accepted.
 
     Args:
         space: Space to search.

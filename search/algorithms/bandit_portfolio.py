@@ -24,10 +24,9 @@ class PortfolioSearcher(ArchiveSearcher):
     """Run several searchers and give most evaluations to those that improved the incumbent recently.
 
     A member's credit is the share of its recent turns that improved the incumbent, later turns weighted more, plus a
-    bonus
-    for members with few turns. Ties go to the member listed first. A member that proposes a known placement receives
-    the
-    known outcome, up to three times; then the turn passes to the next member, as it does if a member has no proposal.
+    bonus for members with few turns. Ties go to the member listed first. A member that proposes a known placement
+    receives the known outcome, up to three times; then the turn passes to the next member, as it does if a member has
+    no proposal.
 
     Args:
         space: Space to search.

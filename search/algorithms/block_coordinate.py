@@ -23,11 +23,9 @@ class PerPatternSearcher(ArchiveSearcher):
 
     First the schemes that the best other placements have for the pattern are tried, then the proposals of its searcher.
     After the last pattern a new round begins, so that later patterns revise earlier ones. A round without a new
-    proposal
-    ends the descent; the next one starts from the incumbent with a tenth of its points flipped. Of placements that tie,
-    the incumbent is the one scored first. (`random_mutation` with scope "per_pattern" is ModelOpt's procedure: one
-    round,
-    and each pattern is committed permanently.)
+    proposal ends the descent; the next one starts from the incumbent with a tenth of its points flipped. Of placements
+    that tie, the incumbent is the one scored first. (`random_mutation` with scope "per_pattern" is ModelOpt's
+    procedure: one round, and each pattern is committed permanently.)
 
     Args:
         space: Space to search.

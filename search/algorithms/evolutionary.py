@@ -28,10 +28,8 @@ class EvolutionarySearcher(ArchiveSearcher):
 
     The parents are the `population` best placements so far, initial ones included, so no good placement is lost and
     asking does not wait for the end of a generation. Each placement carries its own mutation rate, which a child
-    inherits
-    and varies, so that rates that produce good children spread: p' = 1 / (1 + (1 - p) / p * exp(-0.22 N(0, 1))) (Baeck
-    and
-    Schuetz 1996, "Intelligent mutation rate control in canonical genetic algorithms", eq. 5).
+    inherits and varies, so that rates that produce good children spread: p' = 1 / (1 + (1 - p) / p * exp(-0.22 N(0,
+    1))) (Baeck and Schuetz 1996, "Intelligent mutation rate control in canonical genetic algorithms", eq. 5).
 
     Args:
         space: Space to search.

@@ -28,11 +28,9 @@ class SensitivityGreedySearcher(ArchiveSearcher):
     shares of the model's multiply-accumulates first. "in" quantizes points that are float (leave one in), "out" makes
     quantized points float (leave one out). After each stage its changes are ordered by gain per cost and applied
     cumulatively: a change that gains on top of all before it is kept, any other is reverted. Cost is the number of
-    edges
-    changed, so that small changes with a large gain come first. If the base violates the constraint, gain is the
-    violation
-    removed and cost the latency lost. The next stage starts from the combined placement, the next round from the best
-    placement that had no round yet (of ties, the one scored first); random placements come last.
+    edges changed, so that small changes with a large gain come first. If the base violates the constraint, gain is the
+    violation removed and cost the latency lost. The next stage starts from the combined placement, the next round from
+    the best placement that had no round yet (of ties, the one scored first); random placements come last.
 
     Args:
         space: Space to search.

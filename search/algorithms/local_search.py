@@ -19,8 +19,7 @@ class LocalSearcher(ArchiveSearcher):
     pattern, a role within a pattern), then single points, both in the order of their share of the model's cost. A
     neighbour that gains more than the noise becomes the base; the list of moves continues from its current position, so
     that every move is tried before any repeats. After a full pass without a gain, the search restarts from the
-    perturbed
-    incumbent (of placements that tie, the one scored first).
+    perturbed incumbent (of placements that tie, the one scored first).
 
     Args:
         space: Space to search.

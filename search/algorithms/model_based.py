@@ -31,8 +31,7 @@ class AutoSearcher(ArchiveSearcher):
     """Start from expert rules, then search with a surrogate model of latency; the default searcher.
 
     The search begins with the expert rules that are new (`search.heuristics`). Every later proposal is the candidate
-    with
-    the largest expected improvement (`search.acquisition`), from two rounds of candidates:
+    with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
 
     1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, the readers
     of

@@ -17,12 +17,10 @@ class NSGA2Searcher(ArchiveSearcher):
     """NSGA-II in its steady-state form: non-dominated sorting and crowding over latency and accuracy.
 
     In the steady-state form (Durillo et al. 2009, "On the effect of the steady-state selection scheme in
-    multi-objective
-    genetic algorithms") the parents of each child are the best of all scored placements, so asking does not wait for
-    the
-    end of a generation. `Score.objectives` are minimized; if they are empty, latency alone. Feasible scores rank before
-    infeasible ones, and among the latter the smaller violation wins (Deb et al. 2002, definition 1). A difference in
-    latency within the noise dominates nothing.
+    multi-objective genetic algorithms") the parents of each child are the best of all scored placements, so asking does
+    not wait for the end of a generation. `Score.objectives` are minimized; if they are empty, latency alone. Feasible
+    scores rank before infeasible ones, and among the latter the smaller violation wins (Deb et al. 2002, definition 1).
+    A difference in latency within the noise dominates nothing.
 
     Args:
         space: Space to search.

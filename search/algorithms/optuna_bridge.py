@@ -40,10 +40,8 @@ class _OptunaStudySearcher(ArchiveSearcher):
     Every outcome, also of an initial placement, becomes a finished trial, as if the sampler had proposed it. A failure
     becomes a pruned trial without a value. From the first violation on, violations are Optuna's constraint: feasible
     trials rank first, then those with an unchecked constraint (`Score.assumed`). Several objectives make a
-    multi-objective
-    study. A pending placement is a running trial. A known placement is drawn again, then varied by a few flips until it
-    is
-    new.
+    multi-objective study. A pending placement is a running trial. A known placement is drawn again, then varied by a
+    few flips until it is new.
 
     Args:
         space: Space to search.
@@ -130,8 +128,7 @@ class _OptunaStudySearcher(ArchiveSearcher):
         """Return the constraint values of a trial; none before the first violation, to sample fast.
 
         Optuna ranks violating trials by the violation alone, so unchecked ones get tiny violations in the order of
-        their
-        objectives.
+        their objectives.
         """
         if not self._form[1]:
             return {}
@@ -214,8 +211,7 @@ class OptunaSearcher(_OptunaStudySearcher):
 
     Choices are integers, so that samplers for numeric parameters work as well. A Gaussian process takes about a second
     per proposal at a hundred points. Genetic samplers such as NSGAIISampler breed from their own proposals only, not
-    from
-    initial placements. CmaEsSampler supports one objective and no bound.
+    from initial placements. CmaEsSampler supports one objective and no bound.
 
     Args:
         space: Space to search.

@@ -23,17 +23,14 @@ class RandomSearcher(ArchiveSearcher):
     """Draw placements at random, never the same model twice.
 
     Spaces of up to 4096 placements are shuffled once and enumerated; then `ask` returns nothing. Larger spaces are
-    sampled;
-    there `ask` returns fewer placements if 1000 draws in a row were known.
+    sampled; there `ask` returns fewer placements if 1000 draws in a row were known.
 
     Args:
         space: Space to draw from.
         seed: Seed of all draws.
         density: "uniform" draws every choice of a dimension with equal probability, so with many dimensions about half
-        of
-            a placement is quantized. "stratified" first draws the share of quantized points uniformly from 0 to 1 and
-        so
-            covers sparse and dense placements equally; it has no effect on enumerated spaces.
+        of a placement is quantized. "stratified" first draws the share of quantized points uniformly from 0 to 1 and
+        so covers sparse and dense placements equally; it has no effect on enumerated spaces.
     """
 
     def __init__(self, space: Space, *, seed: int, density: Density = "stratified") -> None:

@@ -23,11 +23,9 @@ class RandomMutationSearcher(ArchiveSearcher):
 
     "joint" mutates the whole model. "per_pattern" is ModelOpt's procedure: patterns in graph order, those of COMPOSITE
     regions last. Each pattern starts from the committed schemes of earlier ones, has `schemes_per_pattern` turns, the
-    first
-    without any Q/DQ pair of its own, and commits its best scheme permanently; later patterns are float until their
-    turn.
-    Initial placements serve each pattern as ModelOpt's pattern cache does: their scheme for it is tried first. One
-    difference to ModelOpt: a known scheme takes a turn there; here it is not measured again.
+    first without any Q/DQ pair of its own, and commits its best scheme permanently; later patterns are float until
+    their turn. Initial placements serve each pattern as ModelOpt's pattern cache does: their scheme for it is tried
+    first. One difference to ModelOpt: a known scheme takes a turn there; here it is not measured again.
 
     Args:
         space: Space to search.

@@ -27,9 +27,8 @@ class SurrogateSearcher(ArchiveSearcher):
 
     The model of log latency is additive in points, roles, patterns and their shares of the multiply-accumulates, and
     pairwise in neighbours of which exactly one is quantized. Candidates are moves around the best few placements:
-    blocks
-    (roles, patterns, roles within patterns, readers of their results), points, crossovers, random draws. With two
-    objectives, the best placements are the least crowded of the front, and the expected growth of the hypervolume
+    blocks (roles, patterns, roles within patterns, readers of their results), points, crossovers, random draws. With
+    two objectives, the best placements are the least crowded of the front, and the expected growth of the hypervolume
     decides.
 
     Args:

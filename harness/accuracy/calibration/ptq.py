@@ -45,8 +45,8 @@ class PtqOptions(TypedDict, total=False):
 
     Attributes:
         dialect_name: Name of the dialect of the runtime that the model is for.
-        method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile", neither
-            tool knows "mse".
+        method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile", neither tool
+            knows "mse".
         percentile: For method "percentile", in per cent; 99.99 if not given.
         precision: "int8" if not given. ONNX Runtime knows no "fp8" that other runtimes read.
         limit_s: Wall-clock after which the tool is ended; no limit if not given. No part of the fingerprint.

@@ -87,8 +87,8 @@ def ort_static(request: dict[str, Any], reader: _NpzBatchReader) -> None:
     Activations as the dialect has them, weights symmetric int8 per channel and stored as int8, of 7 bits by
     `reduce_range` where the dialect's are. Where zero points are
     free it removes Relu and Clip, as its users get it. `CalibStridedMinMax` makes every method, not only minmax, read
-    one batch at a time; without it the entropy method holds all activations of all batches.
-    Source: `onnxruntime.quantization.quantize` 1.24.
+    one batch at a time; without it the entropy method holds all activations of all batches. Source:
+    `onnxruntime.quantization.quantize` 1.24.
     """
     if request["precision"] != "int8":
         raise UnsupportedOption(f"quantizes to int8, not to {request['precision']}")

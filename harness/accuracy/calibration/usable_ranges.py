@@ -56,8 +56,7 @@ def restrict_space(space: Space, ranges: Ranges) -> Space:
     """Return the space without the edges of tensors that stay float, and without dimensions that have no other edge.
 
     Edges that must have the same precision as such an edge stay float too, as a weight does with its data; the inputs
-    of a
-    Concat are independent.
+    of a Concat are independent.
     """
     broken = ranges.keys() - finite_ranges(ranges).keys()
     apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}

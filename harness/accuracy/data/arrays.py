@@ -161,8 +161,8 @@ def read_arrays(path: Path, choose: RowSelector) -> ArrayDataset:
         The arrays, and a fingerprint of the whole file.
 
     Raises:
-        UserError: Not a file of plain arrays, or of arrays of different lengths; NaN or infinite values; more than
-            8 GiB of compressed arrays.
+        UserError: Not a file of plain arrays, or of arrays of different lengths; NaN or infinite values; more than 8
+            GiB of compressed arrays.
     """
     seen: list[tuple[int, Sequence[int]]] = []
 

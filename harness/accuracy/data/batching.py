@@ -118,8 +118,7 @@ def make_batches(
 
     Raises:
         UserError: Images without preprocessing or for a model with several inputs; arrays that do not match the inputs
-        by
-            name, shape or type.
+        by name, shape or type.
     """
     total = len(data) if count is None else min(count, len(data))
     if total == 1:

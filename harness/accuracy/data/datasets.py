@@ -10,14 +10,14 @@
 Labels of images: a `.json` file in COCO's form (the images are those it lists, in its order), a
 `.txt` file with lines "FILENAME CLASS" (same index), or none (every image of the folder, by name).
 `masks` is a folder of PNG files (`harness.accuracy.data.masks`). `classes` lists the names of the model's
-classes in the order of its outputs; without it they are the categories of the labels by ascending id.
-An `.npz` file has one array per input of the model, the samples along the first axis; a `.npy` file is
-for a model with one input. Their `labels` are an array of the `.npz` file, by its name, or a `.npy`, `.npz`, `.csv` or
+classes in the order of its outputs; without it they are the categories of the labels by ascending id. An `.npz` file
+has one array per input of the model, the samples along the first axis; a `.npy` file is for a model with one input.
+Their `labels` are an array of the `.npz` file, by its name, or a `.npy`, `.npz`, `.csv` or
 `.txt` file with one row a sample.
 
-Each of them can be cut by `start` and `count`, and then by `half`: `search` and `report` are two halves that
-share no sample, by a hash of its name (or row number), so a sample is of the same half in every cut. Choose on
-one, report on the other.
+Each of them can be cut by `start` and `count`, and then by `half`: `search` and `report` are two halves that share no
+sample, by a hash of its name (or row number), so a sample is of the same half in every cut. Choose on one, report on
+the other.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class ImageDataset:
 
     Attributes:
         names: One an image, in data order.
-        image: Gives image i, height x width x 3, 8 bit, red first; raises UserError where it cannot
-            be read or has another size than its labels say.
+        image: Gives image i, height x width x 3, 8 bit, red first; raises UserError where it cannot be read or has
+            another size than its labels say.
         labels: Class index of each image; None: not labelled so.
-        coco: Boxes of exactly these images, as `pycocotools.coco.COCO.dataset` wants them, image i
-            being `coco["images"][i]`, the model's class k the k-th category by ascending id; None: not labelled so.
+        coco: Boxes of exactly these images, as `pycocotools.coco.COCO.dataset` wants them, image i being
+            `coco["images"][i]`, the model's class k the k-th category by ascending id; None: not labelled so.
         mask: Gives the class of each pixel of image i, `VOID_CLASS` where there is none; raises UserError where it
             cannot be read or has another size than the image. None: not labelled so.
         fingerprint: Changes with the specification, the names and contents of the images, and the labels.

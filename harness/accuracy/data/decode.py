@@ -1,8 +1,8 @@
 """From a detector's raw outputs to boxes: decoders by name, and non-maximum suppression.
 
-A custom decoder is a function `(outputs, prepared, size, **params) -> Detections`, registered
-under `qdq.decoders` or named as `package.module:function`. It sees the outputs of one image, batch
-axis included, and gives boxes in pixels of the original image.
+A custom decoder is a function `(outputs, prepared, size, **params) -> Detections`, registered under `qdq.decoders` or
+named as `package.module:function`. It sees the outputs of one image, batch axis included, and gives boxes in pixels of
+the original image.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def decode_yolox(
     Ge et al. 2021, arXiv:2107.08430; `yolox/utils/demo_utils.py:demo_postprocess` of its repository.
 
     Args:
-        outputs: One output, 1 x cells x (centre x, centre y, log width, log height, objectness, one
-            probability a class).
+        outputs: One output, 1 x cells x (centre x, centre y, log width, log height, objectness, one probability a
+            class).
         prepared: The image that was run.
         size: Height and width of the model's input.
         score: Score (objectness x class) above which a box counts.
@@ -161,9 +161,9 @@ def suppress_overlaps(
 ) -> Integers:
     """Return the kept indices of greedy non-maximum suppression within each class.
 
-    Boxes are taken best first (ties: in the order given) unless one already taken, of the same
-    class, overlaps them by more than the threshold. The walk ends when `top` are taken, so the many
-    weak candidates are mostly never compared; those beyond the best MAX_CANDIDATES are ignored.
+    Boxes are taken best first (ties: in the order given) unless one already taken, of the same class, overlaps them by
+    more than the threshold. The walk ends when `top` are taken, so the many weak candidates are mostly never compared;
+    those beyond the best MAX_CANDIDATES are ignored.
 
     Args:
         boxes: n x 4: left, top, right, bottom.
@@ -201,10 +201,11 @@ def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: i
     """Return the boxes with a sufficient score after suppression; each class of a cell is a candidate of its own.
 
     Args:
-        boxes: n x 4, in pixels of the image.
-        scores: n x classes.
+        boxes: Corners, shape (cells, 4), in pixels of the image.
+        scores: Shape (cells, classes).
         score: Score above which a box counts.
-        nms: See `suppress`, as for `top`.
+        nms: Overlap (IoU) above which a box of the same class is dropped.
+        top: Largest number of boxes to return.
     """
     cells, classes = np.nonzero(scores > score)
     found = scores[cells, classes]

@@ -42,8 +42,8 @@ def read_labels(path: Path) -> LabelFile:
     """Read a `.json` or `.txt` label file and check it.
 
     Raises:
-        UserError: Another kind of file, malformed (with the line or the entry), an image twice or outside of
-            the folder of images, or a box of an image or category that the file does not list.
+        UserError: Another kind of file, malformed (with the line or the entry), an image twice or outside of the folder
+            of images, or a box of an image or category that the file does not list.
     """
     if path.suffix not in (".json", ".txt"):
         raise UserError(f"{path}: labels are a .json file (COCO) or a .txt file (lines 'FILENAME CLASS')")

@@ -66,8 +66,8 @@ class PanopticMasks:
         folder: Where the PNGs are.
         annotations: One an image, in data order: `file_name` and `segments_info`.
         categories: Name by category id.
-        classes: Names of the model's classes in the order of its outputs. Pixels of no other class are of the first
-            one where no category is called like it ("background"), else they count for nothing.
+        classes: Names of the model's classes in the order of its outputs. Pixels of no other class are of the first one
+            where no category is called like it ("background"), else they count for nothing.
     """
 
     folder: Path

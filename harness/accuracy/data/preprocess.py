@@ -1,7 +1,7 @@
 """Preprocessing of images into model inputs, shared by calibration and accuracy.
 
-A custom preprocessing is a class with `prepare`, registered under `qdq.preprocessings` or
-named as `package.module:Class`; ours are in `harness.accuracy.data.preprocess`.
+A custom preprocessing is a class with `prepare`, registered under `qdq.preprocessings` or named as
+`package.module:Class`; ours are in `harness.accuracy.data.preprocess`.
 """
 
 from __future__ import annotations

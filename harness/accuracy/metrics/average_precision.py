@@ -1,12 +1,12 @@
 """Average precision on any choice of images, from what pycocotools found about each of them.
 
-Which detection hits which box is decided image by image, whatever the other images are. So it is decided once,
-by pycocotools, and a draw of images only counts the hits and misses again, in the order of their scores.
+Which detection hits which box is decided image by image, whatever the other images are. So it is decided once, by
+pycocotools, and a draw of images only counts the hits and misses again, in the order of their scores.
 
 The facts are, for each range of areas, a list of categories, each a mapping of lists: `truth`, the image of each box
-that counts; then for each detection, best first: `image`; `hits` and `misses`, a bit for each IoU threshold at which
-it is a hit or a miss (at the others it counts for nothing). Misses behind the last hit change no average precision,
-and are left out.
+that counts; then for each detection, best first: `image`; `hits` and `misses`, a bit for each IoU threshold at which it
+is a hit or a miss (at the others it counts for nothing). Misses behind the last hit change no average precision, and
+are left out.
 """
 
 from __future__ import annotations

@@ -40,10 +40,8 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
     """Return the parameters of an evaluator: those of the experiment, and those that the harness supplies.
 
     An evaluator gets those of `supplied` that its constructor names. The harness offers `input_name`, `input_shape` (of
-    the
-    image input), `inputs` (every input: its ONNX type in lower case and its shape), `reference` (a path of its own for
-    float
-    outputs) and `base` (folder of the experiment).
+    the image input), `inputs` (every input: its ONNX type in lower case and its shape), `reference` (a path of its own
+    for float outputs) and `base` (folder of the experiment).
 
     Args:
         use: Name or `package.module:Class`.

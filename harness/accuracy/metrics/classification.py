@@ -130,8 +130,7 @@ class Top1:
         """Raise if the answers of most classes are the labels shifted by a constant, which indicates wrong labels.
 
         Quantization may spoil answers, but does not shift those of most classes. A model that always answers with the
-        second
-        of two classes shifts the answers of the first class only.
+        second of two classes shifts the answers of the first class only.
         """
         if len(answers) < MIN_ANSWERS:
             return

@@ -159,10 +159,8 @@ def constant_outputs(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
     """Return the outputs of floating type that are constant over all samples and positions.
 
     Their values span at most `ROUNDING_RESOLUTION` of the largest magnitude, or of 1 if that is larger. Differences
-    between
-    engines at that scale are round-off and say nothing about quantization: relative to a signal of 1e-9, an error of
-    1e-7 is
-    an SQNR of -40 dB although no consumer of the output would notice it.
+    between engines at that scale are round-off and say nothing about quantization: relative to a signal of 1e-9, an
+    error of 1e-7 is an SQNR of -40 dB although no consumer of the output would notice it.
     """
     spans: dict[str, tuple[float, float]] = {}
     for sample in samples:

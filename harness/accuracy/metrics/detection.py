@@ -37,8 +37,8 @@ MIN_BOX_AP50, MAX_CLASS_AP50_SHARE = (
 class CocoMAP(LabelledImages):
     """mAP over IoU 0.50 to 0.95 on images with boxes; also at 0.50 and 0.75, and for small, medium and large boxes.
 
-    Lin et al. 2014, arXiv:1405.0312, through pycocotools. The model's class k is the k-th of the
-    labels' category ids in ascending order, whatever order the file lists them in, or of `data.classes`.
+    Lin et al. 2014, arXiv:1405.0312, through pycocotools. The model's class k is the k-th of the labels' category ids
+    in ascending order, whatever order the file lists them in, or of `data.classes`.
 
     Args:
         data: Images with COCO labels (`harness.accuracy.data.datasets`).

@@ -37,8 +37,8 @@ class Fidelity:
     The harness calls `prepare` once with the float model's engine; each engine is then scored on the same inputs.
     Figures are means over batches, of the size that the model takes; `per_item` holds SQNR. The worst output decides,
     and within it the worst part where slices differ in scale (`harness.accuracy.metrics.sqnr`); `note` names it.
-    Outputs that
-    are the same all over are left out, and named in `note`; see `harness.accuracy.metrics.closeness.silent`.
+    Outputs that are the same all over are left out, and named in `note`; see
+    `harness.accuracy.metrics.closeness.silent`.
 
     Args:
         reference: Set by the harness: file of the float model's outputs (inputs are never stored).
@@ -112,8 +112,8 @@ class Fidelity:
         """See `harness.api.Evaluator`.
 
         Raises:
-            EvaluationFailed: No reference, or one of other inputs; outputs that are not finite or
-                do not match those of the float model.
+            EvaluationFailed: No reference, or one of other inputs; outputs that are not finite or do not match those of
+                the float model.
         """
         if not self._reference.is_file():
             raise EvaluationFailed(

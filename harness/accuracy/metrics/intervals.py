@@ -1,10 +1,9 @@
 """Confidence intervals of accuracy by a paired bootstrap over images, for every metric and for drops.
 
-Images are drawn with replacement, the same ones for both engines of a drop (Efron and Tibshirani 1993, "An
-introduction to the bootstrap", chapters 8 and 13; the paired form for detectors and classifiers is that of Koehn 2004,
-"Statistical significance tests for machine translation evaluation", section 4). What is needed for it is in each
-record of accuracy: one value an image where the metric is a mean, else `evidence`, from which the metric is computed
-again for every draw.
+Images are drawn with replacement, the same ones for both engines of a drop (Efron and Tibshirani 1993, "An introduction
+to the bootstrap", chapters 8 and 13; the paired form for detectors and classifiers is that of Koehn 2004, "Statistical
+significance tests for machine translation evaluation", section 4). What is needed for it is in each record of accuracy:
+one value an image where the metric is a mean, else `evidence`, from which the metric is computed again for every draw.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def encode_evidence(kind: str, facts: Mapping[str, Any]) -> str:
 
     Args:
         kind: "mean": one list of values for each metric. "map": see `harness.accuracy.metrics.average_precision`.
-        "miou": for each
-            image a list of class, pixels that are of it rightly, pixels labelled so, pixels found so, and so on.
+        "miou": for each image a list of class, pixels that are of it rightly, pixels labelled so, pixels found so, and
+            so on.
         facts: JSON-able.
     """
     packed = zlib.compress(json.dumps({"kind": kind, **facts}, separators=(",", ":")).encode(), 9)

@@ -1,7 +1,7 @@
 """Signal-to-quantization-noise ratio (SQNR) of one output, scored apart where its slices differ in scale.
 
-One SQNR over a whole output ignores its quiet parts: boxes in pixels hide scores that are all 0. So slices
-along an axis whose RMS differ by `SEPARATE_RMS_RATIO` times or more never share a figure, and the worst figure counts.
+One SQNR over a whole output ignores its quiet parts: boxes in pixels hide scores that are all 0. So slices along an
+axis whose RMS differ by `SEPARATE_RMS_RATIO` times or more never share a figure, and the worst figure counts.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def output_sqnr(reference: Array, output: Array, parts: Sequence[OutputPart] | N
 def part_sqnr(reference: Array, output: Array, part: OutputPart | None = None) -> float:
     """Return the SQNR in dB of a part, or of the whole output, within +-`MAX_SQNR_DB`.
 
-    Samples of a batch that differ in scale are scored apart like other slices, and the worst of them counts. A
-    part that is silent in this batch is compared with its power over all batches.
+    Samples of a batch that differ in scale are scored apart like other slices, and the worst of them counts. A part
+    that is silent in this batch is compared with its power over all batches.
     """
     p, q = select_values(reference, part), select_values(output, part)
     usual = 0.0 if part is None else part.power * p.size

@@ -175,8 +175,8 @@ class DatasetSection(_SpecModel):
         samples: Maximum number of calibration samples; None: all. ModelOpt's README advises 500 or more for CNNs and
             ViTs.
         count: Maximum number of images of the evaluation; None: all.
-        shapes: Static shapes by input name, if more than the batch is dynamic. Batch sizes of an engine override
-            their first number.
+        shapes: Static shapes by input name, if more than the batch is dynamic. Batch sizes of an engine override their
+            first number.
         dims: Sizes of dynamic dimensions by symbol, such as {time: 128}.
     """
 

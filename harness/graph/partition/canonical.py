@@ -3,8 +3,8 @@
 The inputs of a node are ordered, so a depth-first walk from a *sink* (a node whose results no node inside the region
 reads) against the data numbers everything it reaches in one way only. A region with one sink, which is what discovery
 makes, has its canonical order in one such walk. Of several sinks the order is searched: first by colours refined over
-the graph (Weisfeiler, Leman 1968), then by the smallest code, with branches that give equal codes (automorphisms)
-taken once, as in McKay 1981, "Practical Graph Isomorphism".
+the graph (Weisfeiler, Leman 1968), then by the smallest code, with branches that give equal codes (automorphisms) taken
+once, as in McKay 1981, "Practical Graph Isomorphism".
 
 The code of a region says everything about it: equal codes are an isomorphism, node by node and input by input.
 """
@@ -67,8 +67,8 @@ class CanonicalForm:
 
     Attributes:
         order: Node indices.
-        code: For each node in order: its label, the number of its reads, for each a pair (position of the
-            producer, its output) or (-1 - number of the outside tensor, 0), bits of outputs, child.
+        code: For each node in order: its label, the number of its reads, for each a pair (position of the producer, its
+            output) or (-1 - number of the outside tensor, 0), bits of outputs, child.
         children: Children in the order in which their nodes first appear.
     """
 

@@ -1,7 +1,7 @@
 """Regions: connected subgraphs with inputs and outputs, as a tree that covers every node exactly once.
 
-Discovery is hierarchical and deterministic, and what it cuts depends on the neighbourhood only, so repeated blocks
-give equal regions. See `post_dominators` for the structure that it follows and `partitioner` for the cuts.
+Discovery is hierarchical and deterministic, and what it cuts depends on the neighbourhood only, so repeated blocks give
+equal regions. See `post_dominators` for the structure that it follows and `partitioner` for the cuts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Insertion of a placement's Q/DQ pairs into a model, as a proto or straight to a file.
 
 Activations get one pair per tensor and precision, right behind the tensor's producer and shared by every selected
-consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The
-graph is never sorted or parsed again: see `harness.graph.quantize.node_variants` and `protobuf_wire`.
+consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The graph
+is never sorted or parsed again: see `harness.graph.quantize.node_variants` and `protobuf_wire`.
 """
 
 from __future__ import annotations

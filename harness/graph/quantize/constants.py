@@ -86,8 +86,8 @@ class ConstantQuantizer:
         sum by all three (microsoft/onnxruntime#28130). A bias left float it would quantize itself, without alpha
         (weight_bias_quantization.cc), so an alpha below 0 makes these scales negative.
 
-        Weight scales are widened where the bias would not fit into 32 bits otherwise (channels that are all but
-        dead; the same remedy as in ONNX Runtime's `quantize_static`). A bias that is not [channels] is left out.
+        Weight scales are widened where the bias would not fit into 32 bits otherwise (channels that are all but dead;
+        the same remedy as in ONNX Runtime's `quantize_static`). A bias that is not [channels] is left out.
         """
         weight = self.quantize_weight_input(node, 1, "int8")
         bias = self._bias(node)

@@ -68,8 +68,8 @@ class NodeVariant:
         node: A record of the graph.
         stored: The constants by their dequantized tensor.
         replaced: Constants of the float model that it does not read any more.
-        quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is
-            not among them.
+        quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is not
+            among them.
     """
 
     node: bytes

@@ -1,7 +1,7 @@
 """Scales and zero points of activations, from calibrated ranges, in the form of a dialect.
 
-A scale is made from the tensor's own range, or from those of the tensors that it is tied to (see `ties`): then the
-Q/DQ pairs on both sides of an operator cancel out, and it runs on stored integers. The output of an absorbed activation
+A scale is made from the tensor's own range, or from those of the tensors that it is tied to (see `ties`): then the Q/DQ
+pairs on both sides of an operator cancel out, and it runs on stored integers. The output of an absorbed activation
 keeps its own among tensors with negative values: the activation disappears into a zero point at 0 alone.
 """
 

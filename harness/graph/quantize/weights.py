@@ -1,7 +1,7 @@
 """Quantized constants: weights of linear operators (symmetric, one scale per output channel), other constants.
 
-Each is stored quantized behind a DequantizeLinear alone. OpenVINO 2026.4, ONNX Runtime and TensorRT fold that form
-into the same kernels as float weights behind a Q/DQ pair, and read a quarter of the bytes.
+Each is stored quantized behind a DequantizeLinear alone. OpenVINO 2026.4, ONNX Runtime and TensorRT fold that form into
+the same kernels as float weights behind a Q/DQ pair, and read a quarter of the bytes.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
             matrices has one scale, for runtimes differ in what channels of it are.
         slot: The input that holds the weight; one on the left of Gemm or MatMul has no output channels.
         rank: Number of axes of the weight.
-        transposed: The axis for ConvTranspose, where one exists (see `Dialect.transposed_axis`); with groups the
-            axis holds the channels of one group, so there is none.
+        transposed: The axis for ConvTranspose, where one exists (see `Dialect.transposed_axis`); with groups the axis
+            holds the channels of one group, so there is none.
     """
     if slot != 1 or rank < 2:
         return None

@@ -101,8 +101,8 @@ def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -
 def input_role(model: Model, dialect: Dialect, node: Node) -> str:
     """Return the role of a node for the tensors that it reads.
 
-    An Add is "add" where both operands are activations, as on a residual connection; adding a constant is "other",
-    like any operator that no role names. A mean over images is "pool", one over features is part of a normalization.
+    An Add is "add" where both operands are activations, as on a residual connection; adding a constant is "other", like
+    any operator that no role names. A mean over images is "pool", one over features is part of a normalization.
     """
     if node.op in dialect.linear_ops:
         return "linear"

@@ -140,8 +140,8 @@ def variance_frame(results: Results) -> pd.DataFrame:
     """Return relative standard deviations of single inferences, turns and fresh builds, medians over the rows.
 
     Analysis of variance on logarithms, samples nested in turns in builds, by the method of moments: the variance of the
-    means of a level less that of the level below (Kalibera and Jones, "Rigorous benchmarking in reasonable time",
-    ISMM 2013, section 6). A negative estimate counts as 0.
+    means of a level less that of the level below (Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM
+    2013, section 6). A negative estimate counts as 0.
     """
     lines = []
     for task in results.tasks:

@@ -28,8 +28,8 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
     """Return the time of each part of the model in two engines, the largest changes first.
 
     Layers that share a node of the model are one part, named after its slowest layer. Layers of the runtime's own
-    (conversions, reorders) are summed by kind: "added: KIND" if the other engine spends more time on it, else
-    "removed: KIND".
+    (conversions, reorders) are summed by kind: "added: KIND" if the other engine spends more time on it, else "removed:
+    KIND".
 
     Args:
         before: Layers of the float engine.

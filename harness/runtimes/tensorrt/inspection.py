@@ -34,8 +34,7 @@ def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
     """Return the layers of an engine.
 
     The precision is that of the first input, in which a layer computes: "Precision" itself is the requested one
-    (TensorRT
-    developer guide, engine inspector).
+    (TensorRT developer guide, engine inspector).
 
     Args:
         text: `get_engine_information(JSON)`, or trtexec's --exportLayerInfo.

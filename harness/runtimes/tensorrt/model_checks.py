@@ -134,10 +134,8 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     """Cast a model to FP16 or BF16 with its inputs and outputs unchanged; return the file itself if it has the type.
 
     ModelOpt's autocast casts every operator that supports it, except plug-ins. Casting is idempotent. Q/DQ scales
-    follow the
-    type of their tensors; the default operator set becomes 19 (FP16) or 22 (BF16). It takes seconds, so a cast of the
-    same
-    content in the folder is reused.
+    follow the type of their tensors; the default operator set becomes 19 (FP16) or 22 (BF16). It takes seconds, so a
+    cast of the same content in the folder is reused.
 
     Args:
         path: An ONNX file.

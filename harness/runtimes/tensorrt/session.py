@@ -275,8 +275,7 @@ class EngineProbe:
         """Return the conditions of the GPU during sampling, and the host's overhead.
 
         For the last series of readings: the host's time to queue one (`enqueue_ms`), the share during which the GPU may
-        have
-        waited for the host (`host_bound`), and the time from queuing to completion (`end_to_end_ms`).
+        have waited for the host (`host_bound`), and the time from queuing to completion (`end_to_end_ms`).
         """
         facts = {**self._loaded.clocks.take_facts(), **self._host}
         facts["end_to_end_ms"] = statistics.median(self._timer.end_to_end(HOST_TIMING_RUNS))

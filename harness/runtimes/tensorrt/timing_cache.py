@@ -42,11 +42,11 @@ class TimingCache:
     path: Path
 
     def enter(self, library: TensorRTLibrary, config: Any) -> None:
-        """Give a build its cache.
+        """Load the timing cache into the configuration of a build.
 
         Raises:
-            UserError: The file cannot be read, is too large, damaged, or of another TensorRT or GPU; or it is
-                missing and frozen.
+            UserError: The file cannot be read, is too large, damaged, or of another TensorRT or GPU; or it is missing
+                and frozen.
         """
         content = b"" if self.policy == "cold" else self._read()
         library.messages.clear()

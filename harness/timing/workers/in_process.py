@@ -263,5 +263,5 @@ def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_lines(text: str) -> str:
-    """Return the last lines of a log."""
+    """Return the last `MAX_LOG_LINES` lines of a log."""
     return "\n".join(text.strip().splitlines()[-MAX_LOG_LINES:])

@@ -125,8 +125,8 @@ def used_memory_gb(pid: int) -> float:
 def _process_tree(pid: int) -> Iterator[int]:
     """Yield a process and its descendants that are still running.
 
-    The kernel lists each thread's children. psutil searches all processes of the machine, which takes milliseconds,
-    ten times those on a server, of a core that the worker may be timing on.
+    The kernel lists each thread's children. psutil searches all processes of the machine, which takes milliseconds, ten
+    times those on a server, of a core that the worker may be timing on.
     """
     pending = [pid]
     while pending:

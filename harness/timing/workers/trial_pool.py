@@ -204,8 +204,8 @@ class ThreadedExecutor:
 class SearchQueue:
     """Executor of one search in a shared pool, open while the search runs.
 
-    The search itself counts as building under the timing policy: the computation between two outcomes would disturb
-    a timing as much.
+    The search itself counts as building under the timing policy: the computation between two outcomes would disturb a
+    timing as much.
     """
 
     def __init__(
