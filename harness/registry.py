@@ -6,12 +6,13 @@ so it is refused unless the user trusts it (docs/explanation/security.md), and m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from harness.paths import TRUST_VARIABLE, plugins_trusted
 __all__ = [
     "ENTRY_POINT_GROUPS", "Plugin", "call_plugin", "check_params", "create_plugin",
     "find_entry_point", "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature", 
-    "require_methods", 
+    "require_methods", "without_module",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -316,3 +317,16 @@ def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapp
         raise UserError(f"{kind} {use!r}: {error}") from error
     except TypeError as error:
         raise UserError(f"{kind} {use!r} failed in its constructor: TypeError: {error}") from error
+
+
+@contextlib.contextmanager
+def without_module(name: str) -> Iterator[None]:
+    """Treat a module that is not imported yet as not installed, for imports that use it only if it is there."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]

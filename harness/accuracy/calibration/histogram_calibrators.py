@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 import numpy as np
 import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
-from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
 
 from harness.accuracy.calibration.range_estimators import (
     RangeBounds,
@@ -41,6 +40,10 @@ from harness.accuracy.calibration.range_estimators import (
 )
 from harness.api import Array
 from harness.errors import UserError
+from harness.registry import without_module
+
+with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
+    from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
 
 __all__ = [
     "ActivationObserver", "EntropyCalibrator", "HistogramCalibrator", "L2Calibrator", "MSECalibrator",

@@ -15,7 +15,11 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod
+
+from harness.registry import without_module
+
+with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
+    from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod
 
 __all__ = ["main"]
 
@@ -85,10 +89,9 @@ def ort_static(request: dict[str, Any], reader: _NpzBatchReader) -> None:
     """Run ONNX Runtime's `quantize_static` in Q/DQ form, in the dialect of the runtime that will time the model.
 
     Activations as the dialect has them, weights symmetric int8 per channel and stored as int8, of 7 bits by
-    `reduce_range` where the dialect's are. Where zero points are
-    free it removes Relu and Clip, as its users get it. `CalibStridedMinMax` makes every method, not only minmax, read
-    one batch at a time; without it the entropy method holds all activations of all batches. Source:
-    `onnxruntime.quantization.quantize` 1.24.
+    `reduce_range` where the dialect's are. Where zero points are free it removes Relu and Clip, as its users get it.
+    `CalibStridedMinMax` makes every method, not only minmax, read one batch at a time; without it the entropy method
+    holds all activations of all batches. Source: `onnxruntime.quantization.quantize` 1.24.
     """
     if request["precision"] != "int8":
         raise UnsupportedOption(f"quantizes to int8, not to {request['precision']}")
