@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from onnx import TensorProto, numpy_helper
+from onnx import numpy_helper
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.operator_sets import (
@@ -21,7 +21,7 @@ from harness.graph.rules.operator_sets import (
     QUANTIZABLE_FLOAT_TYPES,
     SHAPE_SLOTS,
 )
-from harness.graph.rules.sentinels import holds_sentinel
+from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, holds_sentinel
 
 __all__ = [
     "NodeInput", "find_parameter_inputs", "find_pole_inputs", "find_sentinel_constants",
@@ -50,6 +50,7 @@ _ZERO_PRESERVING_OPS |= ARITHMETIC_OPS | {
 _NONNEGATIVE_OPS = _POSITIVE_OPS | {
     "Abs", "Exp", "GlobalLpPool", "LpPool", "ReduceL1", "ReduceL2", "ReduceSumSquare", "Relu", "Softmax", "Sqrt",
 }  # fmt: skip
+_POLE_OPS = frozenset(POLE_SLOTS) | {"Pow"}
 _EVEN_OPS = frozenset({"Abs", "GlobalLpPool", "LpPool", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
 _MIN_GUARD_VALUE = 1e-3
 """Smallest value that keeps a denominator away from 0: results become at most a thousand times as large."""
@@ -64,22 +65,30 @@ square, as in a normalization, the difference of a value and its mean is often 0
 
 def find_unquantizable_constants(model: Model) -> frozenset[str]:
     """Return the constants in floating point with NaN, infinite or huge values, which no scale holds."""
-    arrays = ((name, numpy_helper.to_array(tensor).astype(np.float32)) for name, tensor in _float_constants(model))
-    return frozenset(name for name, values in arrays if not (np.abs(values) <= MAX_CONSTANT_MAGNITUDE).all())
+    magnitudes = model.cached_analysis(_largest_magnitudes)
+    return frozenset(name for name, largest in magnitudes.items() if not largest <= MAX_CONSTANT_MAGNITUDE)
 
 
 def find_sentinel_constants(model: Model) -> frozenset[str]:
     """Return the constants in floating point, weights apart, whose scale would round all but a sentinel to 0."""
     read = {name for node in model.nodes if node.op not in LINEAR_OPS for name in node.inputs}
-    names = read - model.cached_analysis(find_unquantizable_constants)
-    constants = ((name, numpy_helper.to_array(tensor)) for name, tensor in _float_constants(model) if name in names)
-    return frozenset(name for name, values in constants if holds_sentinel(values, alone=False))
+    magnitudes = model.cached_analysis(_largest_magnitudes)
+    names = (name for name in read if MIN_SENTINEL_MAGNITUDE <= magnitudes.get(name, 0) <= MAX_CONSTANT_MAGNITUDE)
+    return frozenset(
+        name for name in names if holds_sentinel(numpy_helper.to_array(model.constants[name]), alone=False)
+    )
 
 
-def _float_constants(model: Model) -> Iterator[tuple[str, TensorProto]]:
+def _largest_magnitudes(model: Model) -> Mapping[str, float]:
+    """Return the largest magnitude in each constant in floating point that is not empty; NaN if one value is NaN."""
+    found: dict[str, float] = {}
     for name, tensor in model.constants.items():
         if name in model.types and model.types[name].dtype in QUANTIZABLE_FLOAT_TYPES:
-            yield name, tensor
+            values = numpy_helper.to_array(tensor)
+            if values.size:
+                lowest, highest = float(values.min()), float(values.max())
+                found[name] = max(-lowest, highest) if lowest == lowest else lowest
+    return found
 
 
 def find_parameter_inputs(model: Model) -> frozenset[NodeInput]:
@@ -101,6 +110,8 @@ def _inputs_leading_to(
         own = frozenset() if node.opaque else sinks.get(node.op, frozenset())
         if node.op in through and not tensors.isdisjoint(node.outputs):
             own |= frozenset(range(len(node.inputs)))
+        if not own:
+            continue
         found.update((node.index, slot) for slot in own)
         tensors.update(name for slot, name in enumerate(node.inputs) if slot in own and name)
     return frozenset(found)
@@ -115,7 +126,9 @@ def find_pole_inputs(model: Model) -> frozenset[NodeInput]:
     demands: dict[str, _Demand] = {}
     for node in reversed(model.nodes):
         behind = _merge_demands(demands[name] for name in node.outputs if name in demands)
-        for slot, name in enumerate(() if node.opaque else node.inputs):
+        if node.opaque or (behind is None and node.op not in _POLE_OPS):
+            continue
+        for slot, name in enumerate(node.inputs):
             demand = (
                 (_MIN_GUARD_VALUE, True)
                 if _is_pole(model, node, slot)

@@ -24,17 +24,19 @@ class RuntimeFault:
 
     Attributes:
         text: The rule as a sentence.
-        matches: Returns whether a node has the fault if its data are quantized.
+        operators: Operators that may have the fault.
+        matches: Returns whether a node of these operators has the fault if its data are quantized.
     """
 
     text: str
+    operators: frozenset[str]
     matches: Callable[[Model, Node], bool]
 
 
 def _reduces_batch(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1: a mean or sum of [N > 1, C, L] over C, or over L alone with C < N, is 0 to 20 dB off."""
     known = model.types.get(node.inputs[0])
-    if node.op not in ("GlobalAveragePool", "ReduceMean", "ReduceSum") or known is None or len(known.shape) != 3:
+    if known is None or len(known.shape) != 3:
         return False
     axes = {2} if node.op == "GlobalAveragePool" else _reduction_axes(model, node)
     batch, channels, _ = known.shape
@@ -57,7 +59,7 @@ def _reduction_axes(model: Model, node: Node) -> set[int] | None:
 
 def _pads_with_value(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1: a constant other than 0 is scaled like the data, so the borders are wrong (2 to 19 dB)."""
-    if node.op != "Pad" or node.attributes.get("mode", "constant") != "constant":
+    if node.attributes.get("mode", "constant") != "constant":
         return False
     value = node.inputs[2] if len(node.inputs) > 2 else ""
     constant = model.constant_array(value)
@@ -66,34 +68,42 @@ def _pads_with_value(model: Model, node: Node) -> bool:
 
 def _has_large_epsilon(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1 normalizes the stored integers with the same epsilon (5 dB with 0.1, for data as above)."""
-    normalizes = node.op in ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
-    return normalizes and float(node.attributes.get("epsilon", 1e-5)) > 1.001 * MAX_EPSILON
+    return float(node.attributes.get("epsilon", 1e-5)) > 1.001 * MAX_EPSILON
 
 
 def _is_softmax_of_one(model: Model, node: Node) -> bool:
     """ONNX Runtime 1.24.4: QLinearSoftmax gives 0 instead of 1 over an axis of length 1."""
     known = model.types.get(node.inputs[0])
-    axis = int(node.attributes.get("axis", -1))
-    return node.op == "Softmax" and known is not None and bool(known.shape) and known.shape[axis] == 1
+    return known is not None and bool(known.shape) and known.shape[int(node.attributes.get("axis", -1))] == 1
 
 
 def _is_cubic(model: Model, node: Node) -> bool:
     """ONNX Runtime 1.24.4 cannot run it on integers, which it tries where the result has the scale of the data."""
-    return node.op == "Resize" and node.attributes.get("mode") == "cubic"
+    return bool(node.attributes.get("mode") == "cubic")
 
 
 RUNTIME_FAULTS: Mapping[str, RuntimeFault] = {
     "batched reduction": RuntimeFault(
-        "The runtime gets a mean or sum over the rows of several matrices wrong.", _reduces_batch
+        "The runtime gets a mean or sum over the rows of several matrices wrong.",
+        frozenset({"GlobalAveragePool", "ReduceMean", "ReduceSum"}),
+        _reduces_batch,
     ),
     "padding value": RuntimeFault(
-        "The runtime scales the value of a Pad, which is not 0, as if it were data.", _pads_with_value
+        "The runtime scales the value of a Pad, which is not 0, as if it were data.",
+        frozenset({"Pad"}),
+        _pads_with_value,
     ),
     "epsilon": RuntimeFault(
-        "The runtime adds the large epsilon of a normalization to unscaled data.", _has_large_epsilon
+        "The runtime adds the large epsilon of a normalization to unscaled data.",
+        frozenset({"GroupNormalization", "InstanceNormalization", "LayerNormalization"}),
+        _has_large_epsilon,
     ),
-    "softmax of one": RuntimeFault("The runtime gets 0 for a Softmax over an axis of length 1.", _is_softmax_of_one),
-    "cubic resize": RuntimeFault("The runtime cannot resize integers with mode cubic.", _is_cubic),
+    "softmax of one": RuntimeFault(
+        "The runtime gets 0 for a Softmax over an axis of length 1.", frozenset({"Softmax"}), _is_softmax_of_one
+    ),
+    "cubic resize": RuntimeFault(
+        "The runtime cannot resize integers with mode cubic.", frozenset({"Resize"}), _is_cubic
+    ),
 }
 """Faults by the name of their rule; a dialect names those of its runtime."""
 
@@ -103,16 +113,15 @@ _INTEGER_PRESERVING_OPS = MOVEMENT_OPS | {"LeakyRelu", "MaxPool", "PRelu", "Relu
 
 def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
     """Return, for each fault, the nodes whose data it strikes, and those that pass stored integers on to one."""
-    found: dict[str, frozenset[int]] = {}
-    for name, fault in RUNTIME_FAULTS.items():
-        nodes: set[int] = set()
-        tensors: set[str] = set()
-        for node in reversed(model.nodes):
-            if node.opaque or not node.inputs:
-                continue
-            leads = node.op in _INTEGER_PRESERVING_OPS and not tensors.isdisjoint(node.outputs)
-            if leads or fault.matches(model, node):
-                nodes.add(node.index)
-                tensors.add(node.inputs[0])
-        found[name] = frozenset(nodes)
-    return found
+    nodes: dict[str, set[int]] = {name: set() for name in RUNTIME_FAULTS}
+    tensors: dict[str, set[str]] = {name: set() for name in RUNTIME_FAULTS}
+    for node in reversed(model.nodes):
+        if node.opaque or not node.inputs:
+            continue
+        leads = node.op in _INTEGER_PRESERVING_OPS
+        for name, fault in RUNTIME_FAULTS.items():
+            affected = leads and not tensors[name].isdisjoint(node.outputs)
+            if affected or (node.op in fault.operators and fault.matches(model, node)):
+                nodes[name].add(node.index)
+                tensors[name].add(node.inputs[0])
+    return {name: frozenset(indices) for name, indices in nodes.items()}

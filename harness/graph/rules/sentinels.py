@@ -101,6 +101,8 @@ def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
         values: The constant.
         alone: Whether a sentinel counts if all other values are zeros.
     """
+    if not values.size or max(-values.min(), values.max()) < MIN_SENTINEL_MAGNITUDE:
+        return False  # nearly all constants, of which a histogram takes much longer
     spread = MagnitudeHistogram()
     spread.add(values)
     return spread.has_sentinel if alone else spread.is_collapsed_by_sentinel
