@@ -327,7 +327,7 @@ def test_an_unknown_tensor_is_named(arithmetic: Path) -> None:
 
 
 def test_an_unknown_method_is_named(arithmetic: Path) -> None:
-    with pytest.raises(UserError, match="no method 'percentil'; did you mean 'percentile'"):
+    with pytest.raises(UserError, match="'percentil'; did you mean 'percentile'"):
         calibrate(arithmetic, ["x"], _batches(), method="percentil")  # type: ignore[arg-type]
 
 
