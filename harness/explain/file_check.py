@@ -12,6 +12,7 @@ from typing import Any
 from harness.errors import CandidateError, UserError, suggest_names
 from harness.explain.compiled import SCOPE_NOTE, explain_compilation
 from harness.explain.model_report import open_static_file
+from harness.graph.io.files import refuse_damage
 from harness.graph.qdq.file_checks import CHECKED_DIALECTS, QDQProblem, find_qdq_problems
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.runtimes.rtx_compile.compiler import (
@@ -90,7 +91,8 @@ def check_file(
         raise UserError(f"--dialect {dialect}: no rules about files; {suggest_names(dialect, CHECKED_DIALECTS)}")
     require_target(target)
     with open_static_file(use, shapes, dims) as (path, _):
-        problems = tuple(find_qdq_problems(read_qdq_graph(path), TARGETS[target], CHECKED_DIALECTS[dialect]))
+        with refuse_damage(use):
+            problems = tuple(find_qdq_problems(read_qdq_graph(path), TARGETS[target], CHECKED_DIALECTS[dialect]))
         compilation, reason = None, ""
         try:
             compilation = compile_file(path, target)

@@ -144,7 +144,9 @@ def _float_kernel_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Prob
 def _operand_pair(graph: QDQGraph, tensor: str) -> Any:
     """Return the DequantizeLinear that a product's operand comes from, also through what only moves values; or None."""
     pooled = False
-    while (node := graph.producer.get(tensor)) is not None:
+    for _ in graph.proto.graph.node:  # a damaged file may have a circle
+        if (node := graph.producer.get(tensor)) is None:
+            return None
         if node.op_type == DEQUANTIZE:
             return None if pooled and _stored_type(node, graph) == TensorProto.FLOAT8E4M3FN else node
         pooled |= node.op_type == "MaxPool"

@@ -118,7 +118,10 @@ class QDQGraph:
 
     def before_pairs(self, tensor: str) -> str:
         """Return the input of the Q/DQ pairs that end in a tensor, or the tensor itself."""
-        while (node := self.producer.get(tensor)) is not None and node.op_type in QDQ_OPS:
+        for _ in self.proto.graph.node:  # a damaged file may have a circle
+            node = self.producer.get(tensor)
+            if node is None or node.op_type not in QDQ_OPS:
+                break
             tensor = node.input[0]
         return tensor
 

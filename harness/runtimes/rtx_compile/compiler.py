@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, install_hint
+from harness.graph.io.files import refuse_damage
 from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
 from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import read_qdq_graph
@@ -121,7 +122,8 @@ def compile_file(path: Path, target: str) -> Compilation:
         found = Compilation(target=target, version=version, build_s=time.monotonic() - started_s, refusal=refusal)
     if found.refusal is None:
         return found
-    problems = list(find_refused_qdq(read_qdq_graph(path), TARGETS[target], TENSORRT_RTX))
+    with refuse_damage(path):
+        problems = list(find_refused_qdq(read_qdq_graph(path), TARGETS[target], TENSORRT_RTX))
     named = [problem for problem in problems if problem.node == found.refusal.node]
     for problem in (*named, *problems)[:1]:
         refusal = replace(found.refusal, node=found.refusal.node or problem.node, rule=f"{problem.rule!r}: {problem}")

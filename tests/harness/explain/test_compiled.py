@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 from compiler_cases import FLOAT, INT8, Case, Pair
+from small import qdq
 
 from harness.cli.main import main
 from harness.explain.compiled import CompiledReport, explain_compilation
@@ -116,16 +118,30 @@ def test_a_refusal_is_the_whole_report(tmp_path: Path) -> None:
 
 
 def test_a_file_is_checked_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
-    for zero, status in ((0, None), (3, 1)):
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    for zero, status in ((0, 0), (3, 1)):
         onnx.save(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=zero), INT8)).build(), tmp_path / "m.onnx")
-        try:
-            main(["check", str(tmp_path / "m.onnx")])
-            code = None
-        except SystemExit as end:
-            code = end.code
-        assert code == status
+        assert qdq("check", str(tmp_path / "m.onnx")) == status
         shown = capsys.readouterr().out
         assert ("zero point: QuantizeLinear 'QuantizeLinear_0'" in shown) == bool(status)
         assert "not asked" in shown
         assert "qdq-bench[rtx]" in shown
+
+
+@pytest.mark.parametrize(("damage", "status"), [("circle", 0), ("no scale", 2), ("no ONNX", 2)])
+def test_a_damaged_file_is_an_error_and_ends(
+    damage: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    proto, path = (
+        Case(operator="MatMul", pairs=(INT8, Pair(storage="int8", between="Identity"))).build(),
+        tmp_path / "m",
+    )
+    nodes = {node.name: node for node in proto.graph.node}
+    if damage == "circle":
+        nodes["DequantizeLinear_1"].op_type = "Identity"
+        nodes["DequantizeLinear_1"].input[:] = [nodes["Identity_0"].output[0]]
+    elif damage == "no scale":
+        del nodes["DequantizeLinear_0"].input[1:]
+    path.write_bytes(b"no model" if damage == "no ONNX" else proto.SerializeToString())
+    assert qdq("check", str(path)) == status
