@@ -1,4 +1,4 @@
-"""Language of the code: docstrings, comments and messages avoid the words of forbidden_words.txt."""
+"""Language of the code: docstrings, comments, messages and pages avoid the words of forbidden_words.txt."""
 
 import ast
 import io
@@ -31,3 +31,10 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_of_the_code_avoids_the_forbidden_words(path):
     assert [(line, found) for line, text in prose(path) if (found := WORDS.findall(text))] == []
+
+
+def test_pages_avoid_the_forbidden_words():
+    assets = ROOT / "harness/report/assets"
+    pages = [path for pattern in ("*.j2", "*.js") for path in assets.glob(pattern) if ".min." not in path.name]
+    found = {path.name: WORDS.findall(path.read_text(encoding="utf-8")) for path in pages}
+    assert not any(found.values()), found

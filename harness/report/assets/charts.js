@@ -5,7 +5,7 @@ const LAYOUT = {
   legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }, hovermode: "closest", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
   modebar: { bgcolor: "rgba(0,0,0,0)", color: "#999", activecolor: "#0072B2" },
 };
-// The buttons are named one by one, because Plotly's own choice has one that uploads the chart to its makers.
+// The buttons are named one by one, because Plotly's defaults include one that uploads the chart to its makers.
 const CONFIG = {
   responsive: true, displaylogo: false, plotlyServerURL: "",
   modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],

@@ -1,6 +1,6 @@
 "use strict";
 // Draws a scene (see picture.py) on a canvas: wheel or pinch zooms, dragging pans, a click selects a region.
-// Whatever comes from the model is shown as text, never as markup.
+// Names from the model are shown as text, never as markup.
 
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
@@ -234,7 +234,7 @@ function graphView(host, scene, onSelect) {
   return {
     fit, select,
     selected: () => selected,
-    // One row: colours by precision. Two rows: what only one of them has.
+    // One row: colours by precision. Two rows: the pairs that only one of them has.
     show(first, second) {
       const key = ([node, slot]) => node + ":" + slot;
       marks = new Map((first || []).map((mark) => [key(mark), PRECISION_COLOURS[mark[2]] || "#009E73"]));
@@ -250,8 +250,8 @@ function graphView(host, scene, onSelect) {
   };
 }
 
-// What is known of a region, beside the picture. `marks` of the row that is shown, where there is one, and what its
-// patterns and points are worth, where somebody measured it.
+// Facts of a region, next to the picture: `marks` of the row that is shown, if there is one, and the measured gain of
+// its patterns and points, if it was measured.
 function regionFacts(scene, index, marks, effects) {
   if (index < 0) return [element("p", { class: "quiet" }, "Click a region: its pattern and its insertion points.")];
   const region = scene.regions[index], pattern = scene.patterns[region[4]];

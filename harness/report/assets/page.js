@@ -96,7 +96,7 @@ function keyOfColours(marks) {
     : ["no Q/DQ pair"]));
 }
 
-// What one placement has and the other has not: numbers, and by pattern of the region where it is.
+// Differences of two placements: counts, by pattern of the region.
 function difference(scene, first, second) {
   const key = ([node, slot]) => node + ":" + slot;
   const own = new Map(first.map((mark) => [key(mark), mark])), other = new Map(second.map((mark) => [key(mark), mark]));
