@@ -186,15 +186,19 @@ class SurrogateModel:
 
 
 def _select_entries(archive: Archive) -> list[ArchiveEntry]:
-    """Return the entries to train on, in their order: all, or the best half, the latest quarter, and an even sample."""
+    """Return the entries to train on, in their order: all, or the best half, an even sample, and the latest.
+
+    The sample is every entry whose position is a multiple of a power of two, and so changes little from fit to fit.
+    """
     entries = list(archive)
     if len(entries) <= MAX_TRAINING_ROWS:
         return entries
-    quarter = MAX_TRAINING_ROWS // 4
-    chosen = {entry.digest for entry in (*archive.base_entries(2 * quarter), *entries[-quarter:])}
-    rest = [entry for entry in entries if entry.digest not in chosen]
-    sample = np.linspace(0, len(rest) - 1, MAX_TRAINING_ROWS - len(chosen)).astype(int)
-    chosen.update(rest[index].digest for index in sample)
+    step = 1 << (4 * len(entries) // MAX_TRAINING_ROWS - 1).bit_length()  # at most a quarter of the rows
+    chosen = {entry.digest for entry in (*archive.base_entries(MAX_TRAINING_ROWS // 2), *entries[::step])}
+    for entry in reversed(entries):
+        if len(chosen) >= MAX_TRAINING_ROWS:
+            break
+        chosen.add(entry.digest)
     return [entry for entry in entries if entry.digest in chosen]
 
 

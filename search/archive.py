@@ -9,11 +9,12 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
 from search.api import Failure, Observation, Placement, Score, Space
-from search.pareto import nsga_ranking
+from search.pareto import dominates, nsga_ranking
 
 __all__ = ["Archive", "ArchiveEntry", "ArchiveSearcher", "improves"]
 
@@ -53,6 +54,9 @@ class Archive:
         self._positions: dict[str, int] = {}  # in the order of first scores
         self._ranked: list[ArchiveEntry] = []
         self._incumbents: tuple[int, float, list[ArchiveEntry]] | None = None  # of the last k and significance
+        self._leaders: tuple[int, list[list[Any]]] | None = (
+            None  # of the last k of `nsga_order`, see `_leading_entries`
+        )
         self._most_objectives = 1
 
     def __contains__(self, digest: object) -> bool:
@@ -108,7 +112,11 @@ class Archive:
             tells=len(scores),
         )
         self._positions.setdefault(digest, len(self._positions))
+        if known or len(entry.score.values) > self._most_objectives:
+            self._leaders = None
         self._most_objectives = max(self._most_objectives, len(entry.score.values))
+        if self._leaders is not None:
+            self._insert_leader(*self._leaders, entry)
         if known:
             del self._ranked[bisect_left(self._ranked, self._rank(known), key=self._rank)]
             self._incumbents = None
@@ -160,12 +168,8 @@ class Archive:
 
         Among scores of equal violation, those with fewer objectives than others come last: a coordinate is unknown.
         """
-
-        def standing(entry: ArchiveEntry) -> tuple[float, bool, bool]:
-            return entry.score.violation, entry.score.assumed, len(entry.score.values) < self._most_objectives
-
         found: list[ArchiveEntry] = []
-        for _, alike in groupby(sorted(self, key=standing), key=standing):
+        for _, alike in groupby(sorted(self._leading_entries(k), key=self._standing), key=self._standing):
             group = list(alike)
             values = np.array([entry.score.values for entry in group])
             errors = np.array([entry.score.stderr for entry in group])
@@ -173,6 +177,40 @@ class Archive:
             if len(found) >= k:
                 break
         return tuple(found[:k])
+
+    def _standing(self, entry: ArchiveEntry) -> tuple[float, bool, bool]:
+        return entry.score.violation, entry.score.assumed, len(entry.score.values) < self._most_objectives
+
+    def _leading_entries(self, k: int) -> list[ArchiveEntry]:
+        """Return the entries that fewer than k others precede, in the order of their first scores.
+
+        The first k in the order of `nsga_order` are among them, with all entries of their fronts ("k-skyband",
+        Papadias, Tao, Fu, Seeger 2005, "Progressive skyline computation in database systems", ACM TODS 30,
+        section 5.4).
+        """
+        if self._leaders is None or self._leaders[0] < k:
+            self._leaders = (k, [])  # `tell` updates it from then on
+            for entry in self:
+                self._insert_leader(*self._leaders, entry)
+        return [entry for entry, _ in self._leaders[1]]
+
+    def _insert_leader(self, k: int, leaders: list[list[Any]], new: ArchiveEntry) -> None:
+        above = 0
+        for leader in leaders:
+            if self._precedes(leader[0], new):
+                above += 1
+            elif self._precedes(new, leader[0]):
+                leader[1] += 1
+        leaders[:] = [leader for leader in leaders if leader[1] < k]
+        if above < k:
+            leaders.append([new, above])
+
+    def _precedes(self, one: ArchiveEntry, other: ArchiveEntry) -> bool:
+        first, second = self._standing(one), self._standing(other)
+        if first != second:
+            return first < second
+        noise = math.hypot(one.score.stderr, other.score.stderr)
+        return dominates(one.score.values, other.score.values, noise)
 
     def base_entries(self, k: int) -> tuple[ArchiveEntry, ...]:
         """Return the placements to continue from: the k best, or `nsga_order(k)` with several objectives."""

@@ -29,6 +29,9 @@ ADDITIVE_KERNEL_WEIGHTS = (0.3, 1.0, 2.0, 0.2, 0.2, 0.3)
 """The same for what adds up over points more than latency does: the loss of accuracy."""
 NUGGET_VARIANCES = (1e-3, 1e-2, 6e-2)
 """Variance that no feature explains, relative to that of the observations; chosen by marginal likelihood."""
+LARGE_FIT_ROWS = 300
+"""Rows from which on the nugget is chosen at every `NUGGET_PERIOD`-th fit only, as that takes three Cholesky roots."""
+NUGGET_PERIOD = 10
 
 
 class Regressor(Protocol):
@@ -58,6 +61,7 @@ class _Posterior:
     kernel_weights: Vector
     cholesky_factor: Matrix
     weights: Vector
+    nugget: float
 
 
 class GaussianProcess:
@@ -70,6 +74,7 @@ class GaussianProcess:
     def __init__(self, kernel_weights: Sequence[float] = KERNEL_WEIGHTS) -> None:
         self._mix = np.array(kernel_weights)
         self._fitted: _Posterior | None = None
+        self._fits = 0
 
     def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
         """See `Regressor`."""
@@ -78,23 +83,34 @@ class GaussianProcess:
         plain = self._extend_kernel(rows)
         explained = max(float(np.trace(plain) / len(plain) - plain.mean()), 1e-6)
         kernel, mix = plain / explained, self._mix / explained
-        solved = [_solve(kernel + np.diag(nugget + noise), targets) for nugget in NUGGET_VARIANCES]
-        _, root, weights = max(solved, key=lambda found: found[0])
-        self._fitted = _Posterior(rows, plain, mean, scale, mix, root, weights)
+        solved = {n: _solve(kernel + np.diag(n + noise), targets) for n in self._nuggets(len(rows))}
+        nugget, (_, root, weights) = max(solved.items(), key=lambda found: found[1][0])
+        self._fitted = _Posterior(rows, plain, mean, scale, mix, root, weights, nugget)
         smooth: Vector = mean + scale * (kernel @ weights)
         return smooth
 
     def _extend_kernel(self, rows: FeatureRows) -> Matrix:
-        """Return the kernel of the rows, reusing the block of rows that the last fit started with."""
-        kernel, same = np.empty((len(rows), len(rows))), 0
+        """Return the kernel of the rows, reusing the values of pairs of rows that the last fit had."""
+        kernel, keys = np.empty((len(rows), len(rows))), rows.keys()
+        fresh = list(range(len(rows)))
         if (last := self._fitted) is not None:
-            most = min(len(last.rows), len(rows))
-            differs = (last.rows.states[:most] != rows.states[:most]).any(axis=1)
-            same = int(differs.argmax()) if differs.any() else most
-            kernel[:same, :same] = last.kernel[:same, :same]
-        kernel[same:] = _kernel(rows[same:], rows, self._mix)
-        kernel[:same, same:] = kernel[same:, :same].T
+            places = {key: place for place, key in enumerate(last.rows.keys())}
+            known = [number for number, key in enumerate(keys) if key in places]
+            before = [places[keys[number]] for number in known]
+            kernel[np.ix_(known, known)] = last.kernel[np.ix_(before, before)]
+            fresh = [number for number, key in enumerate(keys) if key not in places]
+        block = _kernel(rows[fresh], rows, self._mix)
+        kernel[:, fresh] = block.T
+        kernel[fresh] = block
         return kernel
+
+    def _nuggets(self, size: int) -> tuple[float, ...]:
+        """Return the nuggets to choose from: all, or in large fits most times the last one alone."""
+        self._fits += 1
+        last = self._fitted
+        if last is None or size < LARGE_FIT_ROWS or self._fits % NUGGET_PERIOD == 0:
+            return NUGGET_VARIANCES
+        return (last.nugget,)
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
         """See `Regressor`."""

@@ -1,5 +1,7 @@
 """Cost of a searcher by its number of evaluations, counted and not timed."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,10 @@ import search.archive
 from search.acquisition import MAX_TRAINING_ROWS
 from search.algorithms.evolutionary import EvolutionarySearcher
 from search.algorithms.model_based import AutoSearcher
+from search.api import Observation, Score
 from search.archive import Archive, improves
 from search.gaussian_process import GaussianProcess
+from search.pareto import nsga_ranking
 from search.synthetic_problem import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 
 
@@ -46,6 +50,28 @@ def test_comparisons_of_incumbents_grow_linearly(monkeypatch):
     small = len(counts)
     search_loop(EvolutionarySearcher, 400)
     assert len(counts) - small <= 5 * small
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_leaders_updated_step_by_step_give_the_order_of_all_scores(seed):
+    space, rng = synthetic_space(9), np.random.default_rng(seed)
+    archive, k = Archive(), int(rng.integers(3, 12))
+    for number in range(150):
+        placement = space.random(rng)
+        objectives = tuple(np.round(rng.random(2 + seed % 2), 1)) if number > 5 else ()
+        score = Score(
+            objective=float(objectives[0]) if objectives else 1.0, stderr=float(rng.choice([0.0, 0.2])),
+            violation=float(rng.choice([0.0, 0.0, 0.5])), objectives=objectives,
+        )  # fmt: skip
+        archive.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
+        standing = archive._standing
+        expected = []
+        for _, alike in groupby(sorted(archive, key=standing), key=standing):
+            group = list(alike)
+            values, errors = (np.array([getattr(e.score, name) for e in group]) for name in ("values", "stderr"))
+            expected += [group[index] for index in nsga_ranking(values, errors)]
+        assert archive.nsga_order(k) == tuple(expected[:k])
+    assert len(archive._leading_entries(k)) < len(archive)
 
 
 @pytest.mark.parametrize("seed", range(3))

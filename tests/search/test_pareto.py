@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import search.pareto
 from search.pareto import crowding_distance, front_numbers, hypervolume
 
 POINTS = st.integers(1, 3).flatmap(
@@ -25,6 +26,29 @@ def test_each_front_is_what_nothing_in_the_rest_dominates(points):
     for point, front in zip(points, found, strict=True):
         behind = [f for other, f in zip(points, found, strict=True) if dominates(other, point)]
         assert front == (max(behind) + 1 if behind else 0)
+
+
+@given(POINTS, st.integers(0, 2**32), st.integers(0, 12))
+@settings(max_examples=150, deadline=None)
+def test_fronts_are_those_of_all_pairs(points, seed, most):
+    values, noise = np.array(points, dtype=float), np.random.default_rng(seed).choice([0.0, 0.5, 1.5], len(points))
+    expected = np.zeros(len(points), dtype=int)
+    for _ in points:  # as long as the longest chain
+        for (one, a), (two, b) in itertools.product(enumerate(noise), enumerate(noise)):
+            if search.pareto.dominates(points[one], points[two], np.hypot(a, b)):
+                expected[two] = max(expected[two], expected[one] + 1)
+    assert front_numbers(values, noise).tolist() == expected.tolist()
+    shared = next(number for number in itertools.count() if (expected < number).sum() >= min(most, len(points)))
+    assert front_numbers(values, noise, most).tolist() == np.minimum(expected, shared).tolist()
+
+
+def test_fronts_of_two_coordinates_take_few_comparisons(monkeypatch):
+    counts = []
+    monkeypatch.setattr(search.pareto.math, "hypot", lambda *_: counts.append(1) or 0.0)
+    for values in (np.random.default_rng(0).random((2000, 2)), np.column_stack([np.arange(2000.0), np.ones(2000)])):
+        found = front_numbers(values)
+        assert found.max() > 50
+    assert len(counts) < 2 * 2000 * 12
 
 
 def test_within_the_noise_nothing_is_dominated():
