@@ -1,0 +1,165 @@
+"""What many tasks and long searches cost: a report, the start of a run, the searchers' own time, the memory of a run.
+
+Run with `pytest tests/benchmarks/test_load_benchmark.py --benchmark-enable -s`; it prints the figures of
+docs/explanation/reliability.md. Each is taken in a process of its own. QDQ_TASKS sets the number of tasks of the report
+(200), QDQ_EVALUATIONS those of a search (2000).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness.graph.builder import GraphBuilder
+from harness.results_dir.io import read_json, write_json
+
+pytestmark = pytest.mark.slow
+TASKS = int(os.environ.get("QDQ_TASKS", "200"))
+EVALUATIONS = int(os.environ.get("QDQ_EVALUATIONS", "2000"))
+HEAD = """
+import json, resource, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+def figures():
+    most_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    print(json.dumps([time.process_time(), most_mib]), flush=True)
+"""
+REPORT = """
+from harness.report.render import write_report
+write_report(folder)
+figures()
+"""
+START = """
+import os
+from harness.cli.main import main
+from harness.results_dir.journal import Journal
+def append(self, *_, **__):
+    figures()
+    os._exit(0)
+Journal.append = append
+main(["run", str(folder / "many.yaml"), "--out", str(folder / "out")])
+"""
+RUN = """
+from harness.config.experiment import load_experiment
+from harness.pipeline.runner import run_experiment
+from harness.progress import NullProgress
+run_experiment(load_experiment(folder / sys.argv[2]), out=folder / "out" / sys.argv[2], observer=NullProgress())
+figures()
+"""
+SEARCH = """
+from importlib.metadata import entry_points
+from search.synthetic_problem import SyntheticObjective, common_initial_placements, synthetic_space
+(point,) = entry_points(group="qdq.searchers", name=sys.argv[2])
+space = synthetic_space(40)
+objective, searcher = SyntheticObjective(space, seed=0), point.load()(space, seed=0)
+asked, spent_s = common_initial_placements(space), 0.0
+for number in range(int(sys.argv[3])):
+    told = [objective.observe(placement) for placement in asked]
+    started_s = time.process_time()
+    for observation in told:
+        searcher.tell(observation)
+    asked = searcher.ask(1)
+    spent_s += time.process_time() - started_s
+print(json.dumps([spent_s, 0.0]))
+"""
+
+
+def write_experiment(folder: Path, name: str, models: int, backends: int, evaluations: int = 50) -> None:
+    """Write an experiment of tasks of one small model, under as many labels, on simulated runtimes."""
+    body = {
+        "experiment": "load",
+        "models": [{"use": "net.onnx", "label": f"m{n:03}", "calibration": {"samples": 2}} for n in range(models)],
+        "backends": [
+            {"use": "simulated", "label": f"sim{n:02}", "params": {"seed": n, "noise_seed": 1}} for n in range(backends)
+        ],
+        "searchers": ["random", "evolutionary"],
+        "seeds": [0, 1],
+        "initial": ["float", "all"],
+        "baselines": ["all"],
+        "budget": {"evaluations": [evaluations]},
+        "sampling": {"warmup_ms": 0, "min_samples": 11, "max_samples": 20},
+        "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
+    }
+    (folder / name).write_text(yaml.safe_dump(body))
+
+
+def repeat_tasks(folder: Path, source: Path, models: int) -> None:
+    """Write a results folder with the tasks of `m000` in another one for each of many labels."""
+    write_experiment(folder, "experiment.yaml", models, len(list(source.glob("m000-*"))))
+    for number in range(models):
+        for task in source.glob("m000-*"):
+            copy = folder / task.name.replace("m000", f"m{number:03}")
+            shutil.copytree(task, copy)
+            write_json(copy / "task.json", read_json(copy / "task.json") | {"task": copy.name, "model": copy.name[:4]})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("load")
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 3, 8, 8))
+    for _ in range(30):
+        x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(folder / "net.onnx")
+    return folder
+
+
+def measure(benchmark: Any, script: str, *args: object) -> tuple[float, float]:
+    """Return the processor time in seconds and the peak memory in MiB of a script."""
+    command = [sys.executable, "-c", HEAD + script, *map(str, args)]
+
+    def run() -> str:
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    cpu_s, most_mib = json.loads(benchmark.pedantic(run, rounds=1).splitlines()[-1])
+    benchmark.extra_info |= {"cpu_s": cpu_s, "most_mib": most_mib}
+    return cpu_s, most_mib
+
+
+def test_a_report_of_many_tasks(benchmark: Any, folder: Path) -> None:
+    if benchmark.disabled:
+        pytest.skip("tests/harness/report writes small ones; enable benchmarks to take the time of a large one")
+    write_experiment(folder, "two.yaml", 1, 2)
+    command = [sys.executable, "-c", HEAD + RUN, str(folder), "two.yaml"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    results = folder / "many"
+    results.mkdir()
+    repeat_tasks(results, folder / "out" / "two.yaml", TASKS // 2)
+    first_s, most_mib = measure(benchmark, REPORT, results)
+    page = (results / "report" / "index.html").stat().st_size
+    print(f"\n| report of {TASKS} tasks | {first_s:.0f} s of processor time, {most_mib:.0f} MiB, {page / 1e6:.1f} MB |")
+
+
+def test_the_start_of_500_tasks(benchmark: Any, folder: Path) -> None:
+    if benchmark.disabled:
+        pytest.skip("enable benchmarks to take the time of a start")
+    write_experiment(folder, "many.yaml", 25, 20)
+    cpu_s, _ = measure(benchmark, START, folder)
+    print(f"\n| 500 tasks, until the first evaluation | {cpu_s:.1f} s of processor time |")
+
+
+@pytest.mark.parametrize("evaluations", [100, 10_000])
+def test_the_memory_of_a_run(benchmark: Any, folder: Path, evaluations: int) -> None:
+    if benchmark.disabled:
+        pytest.skip("enable benchmarks to take the memory of a long run")
+    name = f"run{evaluations}.yaml"
+    write_experiment(folder, name, 1, 1, evaluations)
+    _, most_mib = measure(benchmark, RUN, folder, name)
+    print(f"\n| a run of {evaluations} evaluations a search | {most_mib:.0f} MiB |")
+
+
+@pytest.mark.parametrize("searcher", ["random", "evolutionary", "auto", "nsga2", "tpe"])
+def test_the_time_of_a_searcher(benchmark: Any, searcher: str) -> None:
+    if benchmark.disabled:
+        pytest.skip("tests/search/test_growth.py counts; enable benchmarks to take the time")
+    spent_s, _ = measure(benchmark, SEARCH, ".", searcher, EVALUATIONS)
+    print(f"\n| {searcher}, 40 points, {EVALUATIONS} evaluations | {spent_s:.1f} s of processor time |")
