@@ -107,6 +107,11 @@ class Model:
         return tuple(o.name for o in self.proto.graph.output)
 
     @cached_property
+    def output_names(self) -> frozenset[str]:
+        """The same as a set."""
+        return frozenset(self.outputs)
+
+    @cached_property
     def constants(self) -> Mapping[str, onnx.TensorProto]:
         """Initializers by name."""
         return {t.name: t for t in self.proto.graph.initializer}

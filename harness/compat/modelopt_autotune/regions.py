@@ -170,6 +170,6 @@ class _RegionConverter:
                 if name and name not in self._model.constants and self._model.producer.get(name, -1) not in inside:
                     inputs[name] = None
             outputs += [
-                name for name in node.outputs if name in self._model.outputs or not self._readers[name] <= inside
+                name for name in node.outputs if name in self._model.output_names or not self._readers[name] <= inside
             ]
         return replace(bare, inputs=tuple(inputs), outputs=tuple(outputs))

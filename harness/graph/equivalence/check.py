@@ -58,7 +58,8 @@ class ModelInterface:
     def check_unchanged(self, graph: onnx.GraphProto, before: Mapping[str, TensorType], source: str) -> None:
         """Raise `UserError` if a name, type or shape changed; `before` has known types of outputs."""
         found, types = ModelInterface.from_graph(graph), static_types(graph)
-        pairs = [*((name, kind, dict(found.inputs).get(name)) for name, kind in self.inputs)]
+        inputs = dict(found.inputs)
+        pairs = [*((name, kind, inputs.get(name)) for name, kind in self.inputs)]
         pairs += [(name, before[name], types[name]) for name in self.outputs if name in before and name in types]
         changed = next((pair for pair in pairs if pair[1] != pair[2]), None)
         if changed is None and found == self:

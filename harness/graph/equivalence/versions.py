@@ -80,12 +80,21 @@ class ModelVersion:
     proto: onnx.ModelProto = field(init=False)
 
     def __post_init__(self) -> None:
-        """Parse the model and name its nodes: ONNX Runtime refuses names that are not unique."""
+        """Parse the model, name its nodes and remove unread initializers.
+
+        ONNX Runtime refuses names that are not unique, and takes quadratic time to remove initializers.
+        """
         if isinstance(self.source, Path):
             self.proto = onnx.load(self.source, load_external_data=False)
         else:
             self.proto = onnx.load_from_string(self.source)
-        name_nodes(self.proto.graph)
+        graph = self.proto.graph
+        name_nodes(graph)
+        read = {name for node in graph.node for name in tensors_read(node)}
+        read.update(value.name for value in (*graph.input, *graph.output))
+        unread = [tensor for tensor in graph.initializer if tensor.name not in read]
+        if unread:
+            replace_field(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
 
     def open_session(self) -> Any:
         """Return a session without graph optimizations."""

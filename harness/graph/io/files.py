@@ -17,6 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PureWindowsPath
 
 import onnx
+import psutil
 from google.protobuf.message import DecodeError
 from onnx import numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
@@ -153,10 +154,35 @@ def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> lis
     """Return the tensors of a model whose values are in other files, each with that file.
 
     Raises:
-        UserError: A file is missing, or outside the model's folder.
+        UserError: A file is missing, or outside the model's folder; or files or tensors are larger than the memory.
     """
-    external = (tensor for tensor in _iter_tensors(proto) if tensor.data_location == onnx.TensorProto.EXTERNAL)
-    return [(tensor, _external_data_path(tensor, folder, source)) for tensor in external]
+    files: dict[str, Path] = {}
+    external: _ExternalTensors = []
+    total_bytes = 0
+    for tensor in _iter_tensors(proto):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            location = entries.get("location", "")
+            if location not in files:
+                files[location] = _external_data_path(tensor.name, location, folder, source)
+            external.append((tensor, files[location]))
+            total_bytes += _external_size_bytes(entries, files[location])
+    total_bytes = max(total_bytes, sum(file.stat().st_size for file in _distinct_files(external)))
+    if external and total_bytes > psutil.virtual_memory().total:
+        raise UserError(
+            f"{source}: its external data have {total_bytes / 1e9:,.0f} GB, more than the "
+            f"{psutil.virtual_memory().total / 1e9:,.0f} GB of memory of this machine; export the model again, or use "
+            "a machine with more memory"
+        )
+    return external
+
+
+def _external_size_bytes(entries: Mapping[str, str], file: Path) -> int:
+    """Return the number of bytes that a tensor reads; damaged numbers are reported by onnx."""
+    try:
+        return int(entries.get("length") or file.stat().st_size - int(entries.get("offset") or 0))
+    except ValueError:
+        return 0
 
 
 def is_large(proto: onnx.ModelProto) -> bool:
@@ -326,15 +352,24 @@ def _parse_model(raw: bytes, source: str) -> onnx.ModelProto:
 
 
 def _iter_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield the initializers and tensor attributes of all graphs and functions."""
+    """Yield the initializers and tensor attributes of all graphs and functions, and the parts of sparse ones."""
     for body in (proto.graph, *proto.functions):
         for part in iter_graphs(body):
-            yield from part.initializer if isinstance(part, onnx.GraphProto) else ()
+            if isinstance(part, onnx.GraphProto):
+                yield from part.initializer
+                yield from _sparse_parts(part.sparse_initializer)
     for node in iter_nodes(proto):
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
+            yield from _sparse_parts([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else ())
+            yield from _sparse_parts(attribute.sparse_tensors)
+
+
+def _sparse_parts(tensors: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.TensorProto]:
+    for tensor in tensors:
+        yield from (tensor.values, tensor.indices)
 
 
 def _check_size(tensor: onnx.TensorProto, source: str) -> None:
@@ -356,19 +391,18 @@ def _check_size(tensor: onnx.TensorProto, source: str) -> None:
         )
 
 
-def _external_data_path(tensor: onnx.TensorProto, folder: Path, source: str) -> Path:
-    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+def _external_data_path(name: str, location: str, folder: Path, source: str) -> Path:
     absolute = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
     file = folder / location
     if not location or absolute or not file.resolve().is_relative_to(folder.resolve()):
         raise UserError(
-            f"{source}: the weights {tensor.name!r} refer to the file {location!r} outside of the model's folder, "
+            f"{source}: the weights {name!r} refer to the file {location!r} outside of the model's folder, "
             "which is refused; save the model again with its data in the same folder "
             "(onnx.save(model, path, save_as_external_data=True))"
         )
     if not file.is_file():
         raise UserError(
-            f"{source}: the external data {location!r} with the weights {tensor.name!r} is missing; "
+            f"{source}: the external data {location!r} with the weights {name!r} is missing; "
             f"put that file into {folder}"
         )
     return file

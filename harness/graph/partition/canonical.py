@@ -186,9 +186,14 @@ class CanonicalSearch:
         for place, cell in enumerate(cells):
             left = list(cell)
             while left:
+                if self._budget <= 0:
+                    for sink in left:
+                        walk.number_dependencies(sink)
+                    order += left
+                    break
                 tied = self._sinks_of_smallest_code(left)
                 rest = cells[place + 1 :]
-                pick = self._break_tie(tied, left, rest) if search and len(tied) > 1 and self._budget > 0 else tied[0]
+                pick = self._break_tie(tied, left, rest) if search and len(tied) > 1 else tied[0]
                 walk.number_dependencies(pick)
                 order.append(pick)
                 left.remove(pick)
@@ -198,8 +203,8 @@ class CanonicalSearch:
 
     def _sinks_of_smallest_code(self, sinks: list[int]) -> list[int]:
         """Return the sinks that add the smallest code to what is numbered already."""
-        if len(sinks) == 1 or self._budget <= 0:
-            return sinks[:1]
+        if len(sinks) == 1:
+            return sinks
         found: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for sink in sinks:
             mark = self._walk.mark()
@@ -212,6 +217,8 @@ class CanonicalSearch:
     def _break_tie(self, tied: list[int], left: list[int], rest: Sequence[list[int]]) -> int:
         orbits: dict[tuple[int, ...], int] = {}
         for sink in tied:
+            if self._budget <= 0:
+                return tied[0]
             orbits.setdefault(self._explore_sink(sink, left, rest, search=False), sink)
         if len(orbits) == 1:
             return tied[0]

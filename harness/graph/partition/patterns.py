@@ -160,7 +160,7 @@ def _relevant_attributes(model: Model, node: Node) -> list[str]:
 def _classify_groups(node: Node, weight: Sequence[int]) -> str:
     """Return the kind of kernel that a convolution runs in; the number of groups does not matter."""
     groups = int(node.attributes.get("group", 1))
-    if groups == 1:
+    if groups <= 1:  # damaged files have 0
         return "dense"
     channels = (weight[0] // groups, weight[1]) if len(weight) > 1 else (0, 0)
     return "depthwise" if channels == (1, 1) else "grouped"

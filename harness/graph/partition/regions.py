@@ -19,6 +19,7 @@ from harness.graph.rules.operator_sets import ACTIVATION_OPS, LINEAR_OPS
 __all__ = ["Region", "RegionType", "discover_regions"]
 
 _ELEMENTWISE = ACTIVATION_OPS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
+MAX_MAIN_INPUTS = 1024  # candidates for the main input: nodes pass on a bit for each
 
 
 class RegionType(Enum):
@@ -115,7 +116,7 @@ def _split_by_main_input(model: Model) -> list[tuple[list[int], str | None]]:
 
     What else comes in (masks, position tables, memory) joins from the side, so it must not hide the main line.
     """
-    names = model.inputs
+    names = model.inputs[:MAX_MAIN_INPUTS]
     reach = {name: 1 << bit for bit, name in enumerate(names)}
     reached = []
     for node in model.nodes:

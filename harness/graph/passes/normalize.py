@@ -93,14 +93,15 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     """
     taken = {node.name for node in graph.node}
     seen: set[str] = set()
+    last_numbers: dict[str, int] = {}  # by stem, so that thousands of equal names take no quadratic time
     for index, node in enumerate(graph.node):
         if not node.name or node.name in seen:
             stem = node.name or f"{node.op_type}_{index}"
-            name, number = stem, 0
+            name, number = stem, last_numbers.get(stem, 0)
             while name in taken or name in seen:
                 number += 1
                 name = f"{stem}_{number}"
-            node.name = name
+            node.name, last_numbers[stem] = name, number
         seen.add(node.name)
 
 

@@ -29,6 +29,8 @@ from harness.graph.protos import (
 
 __all__ = ["fold_and_prune", "fold_shape_ops", "remove_noops"]
 
+MAX_COMPUTED_BYTES = 1 << 31  # of one constant on the way to others; ONNX Runtime would compute it at each start
+
 TensorValues = dict[str, np.ndarray[Any, Any]]
 
 _OPAQUE_DOMAIN = "qdq.box"  # of nodes with subgraphs and of operators that ONNX does not define
@@ -47,6 +49,10 @@ _ORDER_PRESERVING_OPS = frozenset(
 )
 
 
+class _ConstantTooLarge(Exception):
+    """A constant that would exceed `MAX_COMPUTED_BYTES`."""
+
+
 def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
     """Sort nodes topologically, fold constants and remove what no output needs, in place.
 
@@ -54,7 +60,7 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
     capture count as inputs. Attributes, types and weights stay exactly those of the file. Node names must be unique.
 
     Raises:
-        UserError: The graph has a cycle.
+        UserError: The graph has a cycle, or computes a constant of more than `MAX_COMPUTED_BYTES`.
     """
     opaque = {node.name for node in graph.node if any(iter_subgraphs(node)) or not is_standard_op(node, opsets)}
     nodes = [_opaque_node(node) if node.name in opaque else node for node in graph.node]
@@ -194,7 +200,13 @@ def _fold_constants(
     read = [*(name for node in nodes if node.name not in computed for name in node.input), *outputs]
     needed = {name: constants[name] for node in foldable for name in node.input if name in constants}
     what = f"{source}: the computation of constants"
-    return call_in_helper_process(what, _evaluate_nodes, foldable, read, opsets, needed)
+    try:
+        return call_in_helper_process(what, _evaluate_nodes, foldable, read, opsets, needed)
+    except _ConstantTooLarge as error:
+        raise UserError(
+            f"{source}: {error}, and at most {MAX_COMPUTED_BYTES / 1e9:.1f} GB are computed; export the model again "
+            "with smaller shapes"
+        ) from error
 
 
 def _foldable_nodes(nodes: Iterable[onnx.NodeProto], constants: Iterable[str]) -> list[onnx.NodeProto]:
@@ -215,6 +227,9 @@ def _evaluate_nodes(
     imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     model = onnx.ModelProto(graph=onnx.GraphProto(name="constants"), ir_version=10, opset_import=imports)
     types = _result_types(model, foldable, constants)
+    _check_sizes(types)
+    if any(not _size_bytes(kind) for kind in types.values()) and sum(map(_size_bytes, types.values())) < 1 << 20:
+        _check_sizes(_result_types(model, foldable, constants, data_prop=True))  # takes long for large tensors
     plain = [n for n in foldable if all(o in types and types[o].elem_type in _FOLDABLE_DTYPES for o in n.output if o)]
     nodes = {node.name: node for node in _foldable_nodes(plain, constants)}
     made = {name for node in nodes.values() for name in node.output if name}
@@ -235,8 +250,14 @@ def _evaluate_nodes(
     return nodes.keys() - _nodes_behind(nodes.values(), set(wanted) - values.keys()), values
 
 
+def _check_sizes(types: Mapping[str, onnx.TypeProto.Tensor]) -> None:
+    for name, kind in types.items():
+        if (size := _size_bytes(kind)) > MAX_COMPUTED_BYTES:
+            raise _ConstantTooLarge(f"the constant {name!r} has {size / 1e9:,.1f} GB by its shape")
+
+
 def _result_types(
-    model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], constants: Weights
+    model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], constants: Weights, *, data_prop: bool = False
 ) -> dict[str, onnx.TypeProto.Tensor]:
     """Return the types of the tensors that nodes compute, without sequences and optionals."""
     typed = copy_message(model)
@@ -246,7 +267,8 @@ def _result_types(
             typed.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
         else:
             typed.graph.initializer.append(tensor)
-    return {value.name: value.type.tensor_type for value in shape_inference.infer_shapes(typed).graph.value_info}
+    inferred = shape_inference.infer_shapes(typed, data_prop=data_prop)
+    return {value.name: value.type.tensor_type for value in inferred.graph.value_info}
 
 
 def _size_bytes(kind: onnx.TypeProto.Tensor) -> int:
@@ -261,6 +283,6 @@ def _nodes_behind(nodes: Iterable[onnx.NodeProto], tensors: set[str]) -> set[str
     names = set()
     for node in reversed(list(nodes)):
         if not tensors.isdisjoint(node.output):
-            tensors = tensors.union(node.input)
+            tensors.update(node.input)
             names.add(node.name)
     return names

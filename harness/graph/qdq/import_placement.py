@@ -132,7 +132,7 @@ class _EdgeMatcher:
         return _match_equivalent_nodes(self._theirs.proto.graph, self._model.proto.graph)
 
     def _match_output_edge(self, edge: Edge) -> Edge | None:
-        if edge.tensor in self._model.outputs:
+        if edge.tensor in self._model.output_names:
             return edge
         names = self._theirs.outputs
         same = edge.tensor in names and len(names) == len(self._model.outputs)

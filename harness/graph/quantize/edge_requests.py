@@ -65,6 +65,7 @@ class EdgeRequests:
         self._readers = readers
         self._makers = makers
         self._index = {node.name: node.index for node in model.nodes}
+        self._output_slots = {name: slot for slot, name in reversed(list(enumerate(model.outputs)))}
         self._opset = opset_versions(model.proto).get("", 0)
         self._supported_precisions = {p for p in dialect.precisions if dialect.opset([p]) <= self._opset}
         self._known: dict[tuple[str, str, int, str], _RequestTarget] = {}
@@ -93,7 +94,7 @@ class EdgeRequests:
         if edge.consumer:
             reader, slot = self._consumer_node(edge, precision).index, edge.slot
         else:
-            reader, slot = GRAPH_INPUT_INDEX, self._model.outputs.index(self._output_tensor(edge, precision))
+            reader, slot = GRAPH_INPUT_INDEX, self._output_slots[self._output_tensor(edge, precision)]
         read = self._readers[reader].bit(RequestBit("quantized", slot, precision))
         if edge.tensor in self._model.constants:
             return reader, read, GRAPH_INPUT_INDEX, 0
@@ -124,7 +125,7 @@ class EdgeRequests:
         return node
 
     def _output_tensor(self, edge: Edge, precision: str) -> str:
-        if edge.tensor not in self._model.outputs or edge.tensor not in self._model.producer:
+        if edge.tensor not in self._model.output_names or edge.tensor not in self._model.producer:
             raise UserError(
                 f"{self._model.source}: {_describe_edge(edge)}: no node of this model makes an output of that name"
             )

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,9 @@ class SharedScale:
 
     origin: str
     members: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.origin, len(self.members), *self.members[:1]))  # members may be thousands
 
 
 class ScaleLinks:
@@ -132,13 +136,17 @@ class ActivationScales:
         self._channel_pairs: dict[str, EncodedPair] = {}
         self._grids: dict[tuple[str, str, SharedScale | None], tuple[Array, Array]] = {}
         self._pairs: dict[tuple[str, str, SharedScale | None, str | None], EncodedPair] = {}
+        self._joint_ranges: dict[SharedScale, tuple[float, float] | None] = {}
         self.links = ScaleLinks(model, dialect)
         self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
+        self._clipped.update(name for name, source in self.links.source.items() if source in self._clipped)
         self._unit = _softmax_results(model, dialect, self.links) if dialect.unit_softmax else frozenset()
-        data = [node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops]
-        self._affine = {
-            name for each in data for name in (*self.links.iter_value_chain(each), self.links.group_name(each))
-        }
+        self._affine: set[str] = set()
+        chained: set[str] = set()  # each is followed once: chains may be long, and have many readers
+        for tensor in (node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops):
+            chained.update(takewhile(lambda name: name not in chained, self.links.iter_value_chain(tensor)))
+            self._affine.add(self.links.group_name(tensor))
+        self._affine |= chained
 
     def scale_and_zero_point(self, tensor: str, precision: str, tie: SharedScale | None = None) -> tuple[Array, Array]:
         """Return scale and zero point of a tensor, as scalars; the scale has the tensor's type and is positive.
@@ -239,14 +247,22 @@ class ActivationScales:
 
     def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:
         """Return the range that a tensor's scale is made from, widened to include 0."""
-        sources = (tensor,) if tie is None else tie.members or (tie.origin,)
-        bounds = [self._observed_range(name) for name in sources if self._counts_for_shared_scale(name)] or [
-            self._observed_range(tensor)
-        ]
-        low, high = min(0.0, *(low for low, _ in bounds)), max(0.0, *(high for _, high in bounds))
-        if tie and tie.members and low < 0 and self._clipped.intersection(self.links.iter_value_chain(tensor)):
+        joint = self._joint_range(SharedScale(tensor) if tie is None else tie)
+        low, high = self._observed_range(tensor) if joint is None else joint
+        low, high = min(0.0, low), max(0.0, high)
+        if tie and tie.members and low < 0 and tensor in self._clipped:
             return self._scale_range(tensor, SharedScale(tie.origin))
         return low, high
+
+    def _joint_range(self, tie: SharedScale) -> tuple[float, float] | None:
+        """Return the range of all tensors that share a scale, found once; None if none of them counts."""
+        key = SharedScale("", tie.members) if tie.members else tie
+        if key not in self._joint_ranges:
+            names = tie.members or (tie.origin,)
+            bounds = [self._observed_range(name) for name in names if self._counts_for_shared_scale(name)]
+            lows, highs = zip(*bounds, strict=True) if bounds else ((), ())
+            self._joint_ranges[key] = (min(lows), max(highs)) if bounds else None
+        return self._joint_ranges[key]
 
     def _counts_for_shared_scale(self, tensor: str) -> bool:
         """Return whether a tensor counts where several share a scale; a constant that says "none" does not."""

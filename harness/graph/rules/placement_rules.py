@@ -7,7 +7,7 @@ The rules restate TensorRT's documentation ("Explicit quantization", sections on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,8 +59,25 @@ class _InputSite:
         operand = not self.is_linear and self.node.op in self.dialect.constant_operands
         if not (operand and _is_float(self.model, self.tensor)):
             return ()
-        joint = jointly_quantized_inputs(self.model, self.dialect, self.node, self.slot)
-        return joint if any(self.node.inputs[slot] in self.model.constants for slot in joint) else ()
+        joint = _find_joint_inputs(self.model, self.node, with_constants=True)
+        return joint.slots if joint.constants and self.slot in joint.members else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _JointInputs:
+    """Inputs of a node that are quantized together, found once for a node: it may have thousands of inputs.
+
+    Attributes:
+        slots: The inputs in order.
+        members: The same as a set.
+        constants: Names of the constants among them.
+        first: The first activation among them, or the first of them.
+    """
+
+    slots: tuple[int, ...]
+    members: frozenset[int]
+    constants: tuple[str, ...]
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +112,28 @@ def jointly_quantized_inputs(model: Model, dialect: Dialect, node: Node, slot: i
     """
     if node.op in dialect.linear_ops:
         return (0, 1)
-    floats = [other for other, name in enumerate(node.inputs) if _is_float(model, name)]
-    activations = [other for other in floats if model.is_activation(node.inputs[other])]
-    joint = set(activations if node.op == "Concat" else activations[:1])
-    if node.op in dialect.constant_operands:
-        joint.update(other for other in floats if other not in activations)
-    return tuple(sorted(joint)) if slot in joint else (slot,)
+    joint = _find_joint_inputs(model, node, with_constants=node.op in dialect.constant_operands)
+    return joint.slots if slot in joint.members else (slot,)
+
+
+def _find_joint_inputs(model: Model, node: Node, *, with_constants: bool) -> _JointInputs:
+    known = model.cached_analysis(_make_joint_inputs_cache)
+    key = (node.index, with_constants)
+    if key not in known:
+        activations: list[int] = []
+        constants: list[int] = []
+        for slot, name in enumerate(node.inputs):
+            if _is_float(model, name):
+                (activations if model.is_activation(name) else constants).append(slot)
+        joint = activations if node.op == "Concat" else activations[:1]
+        slots = tuple(sorted([*joint, *constants])) if with_constants else tuple(joint)
+        names = tuple(node.inputs[slot] for slot in constants) if with_constants else ()
+        known[key] = _JointInputs(slots, frozenset(slots), names, next(iter([*joint, *slots]), 0))
+    return known[key]
+
+
+def _make_joint_inputs_cache(_: Model) -> dict[tuple[int, bool], _JointInputs]:
+    return {}
 
 
 def _is_float(model: Model, tensor: str) -> bool:
@@ -113,8 +146,7 @@ def _shares_another_point(site: _InputSite) -> bool:
     if site.is_linear:
         return site.slot != 0
     joint = site.joint_constants if site.tensor in site.model.constants else ()
-    first = next((slot for slot in joint if site.model.is_activation(site.node.inputs[slot])), None)
-    return bool(joint) and site.slot != (joint[0] if first is None else first)
+    return bool(joint) and site.slot != _find_joint_inputs(site.model, site.node, with_constants=True).first
 
 
 def _has_bad_operand(site: _InputSite) -> bool:
@@ -145,14 +177,34 @@ def _is_vector_product(site: _InputSite) -> bool:
 
 def _has_unquantizable_constant(site: _InputSite) -> bool:
     """Consider all inputs that are quantized together; around a Concat also constants that stay float."""
-    names = [site.node.inputs[slot] for slot in site.joint_constants]
-    if site.node.op == "Concat" and _is_float(site.model, site.tensor):
-        names = list(site.node.inputs)
     if site.is_linear:
-        names = list(site.node.inputs[: 3 if site.dialect.bias == "int32" else 2])
-    elif not site.model.cached_analysis(find_sentinel_constants).isdisjoint(names):
-        return True
-    return not site.model.cached_analysis(find_unquantizable_constants).isdisjoint(names)
+        names = site.node.inputs[: 3 if site.dialect.bias == "int32" else 2]
+        return not site.model.cached_analysis(find_unquantizable_constants).isdisjoint(names)
+    if site.node.op == "Concat" and _is_float(site.model, site.tensor):
+        return site.node.index in site.model.cached_analysis(_find_concats_with_unquantizable_constants)
+    return bool(site.joint_constants) and site.node.index in site.model.cached_analysis(
+        _find_nodes_with_unquantizable_operands
+    )
+
+
+def _find_concats_with_unquantizable_constants(model: Model) -> frozenset[int]:
+    bad = model.cached_analysis(find_sentinel_constants) | model.cached_analysis(find_unquantizable_constants)
+    return frozenset(node.index for node in model.nodes if node.op == "Concat" and not bad.isdisjoint(node.inputs))
+
+
+def _find_nodes_with_unquantizable_operands(model: Model) -> frozenset[int]:
+    bad = model.cached_analysis(find_sentinel_constants) | model.cached_analysis(find_unquantizable_constants)
+    joint = ((node.index, _find_joint_inputs(model, node, with_constants=True).constants) for node in model.nodes)
+    return frozenset(index for index, names in joint if not bad.isdisjoint(names))
+
+
+def _find_first_activations(model: Model) -> Mapping[int, float]:
+    """Return the first activation among the inputs of each Concat; infinity: there is none."""
+    return {
+        node.index: next((slot for slot, name in enumerate(node.inputs) if model.is_activation(name)), math.inf)
+        for node in model.nodes
+        if node.op == "Concat"
+    }
 
 
 def _follows_convolution(site: _InputSite) -> bool:
@@ -164,9 +216,10 @@ def _follows_convolution(site: _InputSite) -> bool:
     residual = source.op == "Add" and any(_is_fused_convolution(site, name) for name in source.inputs)
     if source.op in CONVOLUTION_OPS or source.op == "BatchNormalization" or residual:
         return site.node.op in ACTIVATION_OPS or site.node.op == "BatchNormalization" or is_gate
+    if not (is_gate and source.op in ACTIVATION_OPS):
+        return False
     others = (site.model.producer_node(name) for name in site.node.inputs if name != site.tensor)
-    gates_convolution = any(node is not None and node.op in CONVOLUTION_OPS for node in others)
-    return source.op in ACTIVATION_OPS and is_gate and gates_convolution
+    return any(node is not None and node.op in CONVOLUTION_OPS for node in others)
 
 
 def _is_gate(model: Model, node: Node) -> bool:
@@ -193,7 +246,7 @@ def _is_fused_convolution(site: _InputSite, tensor: str) -> bool:
     model = site.model
     for _ in range(2):
         node = model.producer_node(tensor)
-        if node is None or len(model.consumers.get(tensor, ())) != 1 or tensor in model.outputs:
+        if node is None or len(model.consumers.get(tensor, ())) != 1 or tensor in model.output_names:
             return False
         if node.op in site.dialect.linear_ops:
             return node.op in CONVOLUTION_OPS
@@ -206,7 +259,12 @@ def _is_fused_convolution(site: _InputSite, tensor: str) -> bool:
 
 def _is_absorbed(site: _InputSite) -> bool:
     model, tensor, inputs = site.model, site.tensor, site.node.inputs
-    if site.slot or site.node.op not in site.dialect.absorbed or tensor in model.outputs or tensor in model.captured:
+    if (
+        site.slot
+        or site.node.op not in site.dialect.absorbed
+        or tensor in model.output_names
+        or tensor in model.captured
+    ):
         return False
     if site.node.op == "Clip":  # one that does not begin at 0, as integers do, depends on rounding
         low = model.constant_array(inputs[1]) if len(inputs) > 1 else None
@@ -306,7 +364,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "one scale",
         "All inputs of a Concat share a scale: one point, at its first activation.",
-        lambda s: s.node.op == "Concat" and any(map(s.model.is_activation, s.node.inputs[: s.slot])),
+        lambda s: s.node.op == "Concat" and s.slot > s.model.cached_analysis(_find_first_activations)[s.node.index],
     ),
     PlacementRule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
     PlacementRule(

@@ -148,6 +148,7 @@ def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
 def _node_points(model: Model, dialect: Dialect, node: Node, precisions: Sequence[str]) -> Iterator[QuantizationPoint]:
     if node.opaque or node.op not in dialect.operators:
         return
+    role, macs = input_role(model, dialect, node), count_macs(model, dialect, node)
     for slot, tensor in enumerate(node.inputs):
         legal = tuple(p for p in precisions if tensor and first_violated_rule(model, dialect, node, slot, p) is None)
         if legal:
@@ -156,8 +157,8 @@ def _node_points(model: Model, dialect: Dialect, node: Node, precisions: Sequenc
                 slot=slot,
                 edges=_joint_edges(model, dialect, node, slot),
                 precisions=legal,
-                role=input_role(model, dialect, node),
-                macs=count_macs(model, dialect, node),
+                role=role,
+                macs=macs,
             )
 
 

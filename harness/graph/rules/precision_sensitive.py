@@ -128,12 +128,11 @@ def find_pole_inputs(model: Model) -> frozenset[NodeInput]:
         behind = _merge_demands(demands[name] for name in node.outputs if name in demands)
         if node.opaque or (behind is None and node.op not in _POLE_OPS):
             continue
+        passed = _propagate_demand(model, node, behind)
         for slot, name in enumerate(node.inputs):
-            demand = (
-                (_MIN_GUARD_VALUE, True)
-                if _is_pole(model, node, slot)
-                else _propagate_demand(model, node, slot, behind)
-            )
+            demand = None if slot in PARAMETER_SLOTS.get(node.op, ()) else passed
+            if _is_pole(model, node, slot):
+                demand = (_MIN_GUARD_VALUE, True)
             if demand is not None and name:
                 found.add((node.index, slot))
                 demands[name] = _merge_demands((demand, demands.get(name, demand))) or demand
@@ -152,9 +151,9 @@ def _is_pole(model: Model, node: Node, slot: int) -> bool:
     return slot in POLE_SLOTS.get(node.op, ())
 
 
-def _propagate_demand(model: Model, node: Node, slot: int, demand: _Demand | None) -> _Demand | None:
-    """Return the demand on an input that follows from the one on the node's result; None where none does."""
-    if demand is None or node.op not in _ZERO_PRESERVING_OPS or slot in PARAMETER_SLOTS.get(node.op, ()):
+def _propagate_demand(model: Model, node: Node, demand: _Demand | None) -> _Demand | None:
+    """Return the demand on inputs that follows from the one on the node's result; None where none does."""
+    if demand is None or node.op not in _ZERO_PRESERVING_OPS:
         return None
     least, signed = demand
     constants = [values for name in node.inputs if (values := _float64_constant(model, name)) is not None]
@@ -174,20 +173,22 @@ def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64
     if node.op not in ("Add", "Max", "Sum") or not any((values >= least).all() for values in constants):
         return False
     others = (name for name in node.inputs if name not in model.constants)
-    return node.op == "Max" or all(_is_never_negative(model, name) for name in others)
+    return node.op == "Max" or model.cached_analysis(_find_nonnegative_tensors).issuperset(others)
 
 
-def _is_never_negative(model: Model, tensor: str) -> bool:
-    while (node := model.producer_node(tensor)) is not None:
-        if node.op in _NONNEGATIVE_OPS or _is_square(model, node):
-            return True
-        if node.op == "Clip" and len(node.inputs) > 1:
+def _find_nonnegative_tensors(model: Model) -> frozenset[str]:
+    """Return the results of nodes that are never negative; forwards, because chains may be long."""
+    found: set[str] = set()
+    for node in model.nodes:
+        positive = node.op in _NONNEGATIVE_OPS or _is_square(model, node)
+        if not positive and node.op == "Clip" and len(node.inputs) > 1:
             low = _float64_constant(model, node.inputs[1])
-            return low is not None and bool((low >= 0).all())
-        if node.op not in (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - _JOIN_OPS:
-            return False
-        tensor = node.inputs[0]
-    return False
+            positive = low is not None and bool((low >= 0).all())
+        elif not positive and node.op in (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - _JOIN_OPS:
+            positive = node.inputs[0] in found
+        if positive:
+            found.update(node.outputs)
+    return frozenset(found)
 
 
 def _is_square(model: Model, node: Node) -> bool:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
-from onnx import TensorProto, helper
+from mutations import onnx_files
+from onnx import TensorProto, helper, numpy_helper
 
 from harness.cli.main import main
+from harness.errors import UserError
+from harness.graph.io.files import copy_model, digest_file
+from harness.graph.load import load
 
 HUGE = (1, 2**40)
 EXPERIMENT = """
@@ -47,7 +54,7 @@ def write_model(path: Path, what: str) -> None:
     [
         ("weight", "huge.onnx: the tensor 'w' of shape [1, 1099511627776] has 16 bytes, but needs 4398046511104;"),
         ("input", "huge.onnx: input 'x' has 3,298,534,883,328 elements by its shape"),
-        ("tensor", "the float model does not run: [ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION"),
+        ("tensor", "the constant 'z' has 17,592.2 GB by its shape, and at most 2.1 GB are computed;"),
     ],
 )
 def test_what_is_declared_huge_ends_with_one_message(
@@ -62,3 +69,66 @@ def test_what_is_declared_huge_ends_with_one_message(
     assert said in error
     assert "huge.onnx" in error
     assert "Traceback" not in error
+
+
+def constant_of_5_gb(op: str) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
+    """Nodes that compute `big` from small constants."""
+    count = 1_250_000_000
+    values: dict[str, Any] = {
+        "size": np.array([count]), "quarter": np.array([count // 4]), "four": np.array([4]),
+        "one": np.ones(1, np.float32), "start": np.float32(0), "limit": np.float32(count), "step": np.float32(1),
+    }  # fmt: skip
+    chains = {
+        "ConstantOfShape": [("ConstantOfShape", ["size"], "big")],
+        "Range": [("Range", ["start", "limit", "step"], "big")],
+        "Expand": [("Expand", ["one", "size"], "big")],
+        "Tile": [("Tile", ["one", "size"], "big")],
+        "Concat": [("Expand", ["one", "quarter"], "part"), ("Concat", ["part"] * 4, "big")],
+        "computed": [("Mul", ["quarter", "four"], "product"), ("ConstantOfShape", ["product"], "big")],
+    }
+    nodes = [
+        helper.make_node(name, inputs, [output], name=output, **({"axis": 0} if name == "Concat" else {}))
+        for name, inputs, output in chains[op]
+    ]
+    read = {name for node in nodes for name in node.input}
+    return nodes, [numpy_helper.from_array(np.asarray(v), name) for name, v in values.items() if name in read]
+
+
+@pytest.mark.parametrize("op", ["ConstantOfShape", "Range", "Expand", "Tile", "Concat", "computed"])
+def test_a_constant_of_5_gb_is_refused_before_it_is_computed(tmp_path: Path, op: str) -> None:
+    nodes, constants = constant_of_5_gb(op)
+    nodes += [
+        helper.make_node("ReduceMax", ["big"], ["most"], name="most", keepdims=0),
+        helper.make_node("Add", ["x", "most"], ["y"], name="add"),
+    ]
+    ends = [helper.make_tensor_value_info(name, 1, (1, 4)) for name in "xy"]
+    graph = helper.make_graph(nodes, "huge", ends[:1], ends[1:], constants)
+    path = tmp_path / "huge.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    with pytest.raises(UserError, match=r"huge\.onnx: the constant 'big' has 5\.0 GB by its shape, and at most"):
+        load(path)
+
+
+@pytest.mark.parametrize("part", ["weight", "many", "sparse weight"])
+def test_external_data_beyond_the_memory_are_refused_unread(tmp_path: Path, part: str) -> None:
+    """A file with a hole of 2 TB takes no space on disk; many tensors may read the same bytes."""
+    proto = onnx.ModelProto.FromString(onnx_files()[0])
+    size = 2**41 if part != "many" else 2**30
+    with (tmp_path / "m.data").open("wb") as file:
+        file.truncate(size)
+
+    def refer(tensor: TensorProto) -> TensorProto:
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="m.data")
+        return tensor
+
+    if part == "sparse weight":
+        sparse = proto.graph.sparse_initializer.add(dims=[4])
+        refer(sparse.values).name = "s"
+    for number in range(2000 if part == "many" else part == "weight"):
+        refer(proto.graph.initializer.add(name=f"w{number}", dims=[2**28], data_type=TensorProto.FLOAT))
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    for read in (load, digest_file, lambda path: copy_model(path, tmp_path, "copy.onnx")):
+        with pytest.raises(UserError, match=r"m\.onnx: its external data have 2,\d+ GB, more than the \d+ GB"):
+            read(tmp_path / "m.onnx")

@@ -1,0 +1,136 @@
+"""Models with many nodes, readers, inputs, outputs or list entries: the time grows in proportion.
+
+QDQ_NODES sets the smaller size (10,000 for docs/explanation/reliability.md); the other one is twice as large.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+from onnx import helper, numpy_helper
+
+from harness.analysis.region_report import inspect_regions
+from harness.graph.io.files import write_model
+from harness.graph.load import load
+from harness.graph.partition.summary import TreeOptions
+from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
+
+pytestmark = pytest.mark.slow
+NODES = int(os.environ.get("QDQ_NODES", "500"))
+MAX_RATIO = 2.5
+SHAPE = (1, 2, 2, 2)
+
+
+def save(
+    path: Path,
+    nodes: Iterable[onnx.NodeProto],
+    inputs: Sequence[str] = ("x",),
+    outputs: Sequence[str] = ("y",),
+    more: Iterable[onnx.TensorProto] = (),
+) -> None:
+    ends = [[helper.make_tensor_value_info(name, 1, SHAPE) for name in inputs]]
+    ends += [[helper.make_tensor_value_info(name, 1, None) for name in outputs]]
+    weights = [numpy_helper.from_array(np.full((2, 2, 1, 1), 0.01, np.float32), "w"), *more]
+    graph = helper.make_graph(list(nodes), "wide", *ends, weights)
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+
+
+def node(op: str, inputs: Sequence[str], output: str, **attributes: object) -> onnx.NodeProto:
+    return helper.make_node(op, inputs, [output], name=output, **attributes)
+
+
+def many_consumers(path: Path, count: int) -> None:
+    """A tensor that so many convolutions read, and a Sum of their results."""
+    names = [f"c{number}" for number in range(count)]
+    save(path, [node("Relu", ["x"], "r"), *(node("Conv", ["r", "w"], name) for name in names), node("Sum", names, "y")])
+
+
+def wide_concat(path: Path, count: int) -> None:
+    names = [f"c{number}" for number in range(count)]
+    relus = (node("Relu", ["r"], name) for name in names)
+    save(path, [node("Conv", ["x", "w"], "r"), *relus, node("Concat", names, "y", axis=1)])
+
+
+def many_outputs(path: Path, count: int) -> None:
+    names = [f"c{number}" for number in range(count)]
+    save(path, [node("Conv", ["x", "w"], "r"), *(node("Relu", ["r"], name) for name in names)], outputs=names)
+
+
+def many_inputs(path: Path, count: int) -> None:
+    """So many inputs, each added to the sum of those before it."""
+    names = [f"i{number}" for number in range(count)]
+    sums = [f"s{number}" for number in range(count - 1)]
+    adds = [
+        node("Add", [before, name], after)
+        for before, name, after in zip(["r", *sums], names, [*sums, "y"], strict=False)
+    ]
+    save(path, [node("Conv", ["x", "w"], "r"), *adds], inputs=("x", *names))
+
+
+def equal_names(path: Path, count: int) -> None:
+    """A chain of nodes of one name."""
+    names = [f"c{number}" for number in range(count)]
+    chain = [
+        helper.make_node("Relu", [before], [name], name="same")
+        for before, name in zip(["x", *names], names, strict=False)
+    ]
+    save(path, [*chain, node("Conv", [names[-1], "w"], "y")])
+
+
+def long_lists(path: Path, count: int) -> None:
+    """Lists of 25 times as many entries: of attributes, of initializers that nothing reads, and of constants."""
+    values = [node("Constant", [], f"k{number}", value_floats=[0.5] * count * 12) for number in range(2)]
+    unread = [helper.make_tensor(f"u{number}", 1, [1], [0.5]) for number in range(count * 25)]
+    tops = [node("ReduceMax", [f"k{number}"], f"m{number}", keepdims=0) for number in range(2)]
+    save(path, [*values, *tops, node("Conv", ["x", "w"], "r"), node("Sum", ["r", "m0", "m1"], "y")], more=unread)
+
+
+def use(path: Path) -> None:
+    """All that is done with a model before an engine is built, and with the Q/DQ model that comes of it."""
+    model = load(path)
+    inspect_regions(str(path), {}, dims={}).lines(TreeOptions(include_all=True, verbose=True))
+    space = build_space(model, OPENVINO)
+    tensors = {edge.tensor for dimension in space.dimensions for edge in dimension.edges}
+    inserter = Inserter(model, OPENVINO, dict.fromkeys(tensors - set(model.constants), (-1.0, 1.0)))
+    quantized = path.with_name("q.onnx")
+    write_model(inserter.insert(space.resolve(space.quantize_all())), quantized)
+    read_qdq_graph(quantized)
+    import_placement(quantized, model)
+
+
+def processor_time_s() -> float:
+    """Processor time of this process and of its helper process."""
+    times = [psutil.Process().cpu_times(), *(child.cpu_times() for child in psutil.Process().children())]
+    return sum(each.user + each.system for each in times)
+
+
+@pytest.mark.parametrize(
+    "make", [many_consumers, wide_concat, many_outputs, many_inputs, equal_names, long_lists], ids=lambda f: f.__name__
+)
+def test_twice_as_many_take_at_most_two_and_a_half_times_as_long(
+    tmp_path: Path, make: Callable[[Path, int], None]
+) -> None:
+    make(tmp_path / "m.onnx", 10)
+    use(tmp_path / "m.onnx")  # starts the helper process
+    taken_s: dict[int, list[float]] = {NODES: [], 2 * NODES: []}
+    for _ in range(3):
+        for count, times_s in taken_s.items():
+            make(tmp_path / "m.onnx", count)
+            start_s = processor_time_s()
+            use(tmp_path / "m.onnx")
+            times_s.append(processor_time_s() - start_s)
+        small_s, large_s = map(min, taken_s.values())
+        if large_s <= MAX_RATIO * small_s:  # other work on the machine makes single times longer
+            break
+    print(f"{make.__name__}: {small_s:.2f} s, {large_s:.2f} s, ratio {large_s / small_s:.2f}")
+    assert large_s <= MAX_RATIO * small_s
