@@ -23,7 +23,7 @@ from harness.paths import HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE
 from harness.progress import Observer
 from harness.results_dir.fingerprint import diff_leaves
 from harness.timing.provenance import comparability_key
-from harness.timing.workers.trial_pool import WorkerLost
+from harness.timing.workers.trial_pool import WorkerKilled, WorkerLost
 
 __all__ = ["SEARCH_LOAD", "TASK_LOAD", "RayPool", "RayWorkerHandle"]
 
@@ -154,6 +154,8 @@ class RayPool:
                     raise WorkerLost("the run is being ended")
             return ray.get(reference)
         except RayTaskError as error:
+            if isinstance(error.cause, WorkerKilled):  # its process on the node was, not this worker
+                raise WorkerKilled(f"{error.cause} (on {worker.node})") from None
             if isinstance(error.cause, UserError):
                 raise UserError(f"{error.cause} (on {worker.node})") from None
             raise

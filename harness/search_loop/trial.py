@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from harness.api import Candidate
@@ -12,10 +13,11 @@ from harness.records import Failed, Measured, Outcome
 from harness.search_loop.objective import AccuracyGate
 from harness.statistics import Interval, median_ci
 from harness.timing.workers.engines import BuiltEngine, Engines
-from harness.timing.workers.trial_pool import TrialFn
+from harness.timing.workers.trial_pool import TrialFn, WorkerKilled
 
 __all__ = ["MAX_BUILDS", "NoisePolicy", "make_trial_fn"]
 
+MAX_KILLED_WORKERS = 3  # of one trial
 MAX_BUILDS = 3
 """A surprise is built again until two readings agree on it, a winner by disturbed readings until one is steady; the
 third decides."""
@@ -101,10 +103,16 @@ class _TrialRunner:
         return not first.stable or (self._is_clearly_faster(last, rival) and _intervals_are_disjoint(last, rival))
 
     def _measure(self, candidate: Candidate, rival: Interval | None, then: _AfterSampling) -> Outcome:
-        """Build and sample a candidate, and run `then` while the engine exists."""
-        built = self.engines.build(candidate)
-        if isinstance(built, Failed):
-            return built
+        """Build and sample a candidate, and run `then` while the engine exists; again if its worker is killed."""
+        for _ in range(MAX_KILLED_WORKERS):
+            built = self.engines.build(candidate)
+            if isinstance(built, Failed):
+                return built
+            with suppress(WorkerKilled):
+                return self._sample_and_release(built, rival, then)
+        raise WorkerKilled(f"{MAX_KILLED_WORKERS} workers in a row were killed during a trial")
+
+    def _sample_and_release(self, built: BuiltEngine, rival: Interval | None, then: _AfterSampling) -> Outcome:
         try:
             outcome = self._sample(built, rival, then)
         finally:

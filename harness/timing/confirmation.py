@@ -21,6 +21,7 @@ from harness.records import MAIN_BENCHMARKER, Failed
 from harness.statistics import Interval, block_ci, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.timing.turn_log import TWIN, BuildKey, RowFailure, Turn, TurnEvent, TurnMatrix
 from harness.timing.workers.engines import Engines
+from harness.timing.workers.trial_pool import WorkerKilled
 
 __all__ = [
     "ConfirmationSummary",
@@ -38,6 +39,7 @@ MAX_GROUP_ROWS = 10  # rows that are open at once with the baseline and its twin
 MIN_CONFIRMATION_TURN_MS = 50.0
 TURN_WARMUP_MS = 10.0  # before each turn: loads an engine that others evicted back into the caches
 MAX_TURN_SAMPLES = 200
+MAX_KILLS = 3  # of workers of one group of rows in one build
 UNREACHABLE_TARGET = 1e-9  # turns end by time, so that all rows get the same
 _WORKER_LOSS_STAGES = ("crash", "timeout")
 
@@ -166,12 +168,17 @@ class BuildTurns:
         self._alive: dict[str, TimedRow] = {}
 
     def run(self, members: Sequence[TimedRow], open_engines: EngineFactory) -> Iterator[TurnEvent]:
-        """Yield the events of this group, over as many workers as its rows crash."""
+        """Yield the events of this group, over as many workers as its rows crash or other processes kill."""
         self._alive = {row.name: row for row in (*self._bases, *members)}
-        complete = False
+        complete, kills = False, 0
         while not complete:
-            with open_engines() as engines:
-                complete = yield from self._run_worker(engines)
+            try:
+                with open_engines() as engines:
+                    complete = yield from self._run_worker(engines)
+            except WorkerKilled:
+                kills += 1
+                if kills > MAX_KILLS:
+                    raise
             self.worker += 1
 
     def _run_worker(self, engines: Engines) -> Generator[TurnEvent, None, bool]:

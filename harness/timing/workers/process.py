@@ -24,6 +24,8 @@ import psutil
 
 __all__ = ["POLL_INTERVAL_S", "WorkerProcess", "die_with_parent", "used_memory_gb"]
 
+EXIT_LIMIT_S = 5.0  # of a process that closed its connection
+_KILLING_SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})  # none of a crash
 POLL_INTERVAL_S = 0.25  # between two readings of a working process's memory
 _BOOT_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -89,10 +91,17 @@ class WorkerProcess:
         """Return whether the process is running."""
         return self._process.poll() is None
 
+    @property
+    def was_killed(self) -> bool:
+        """Return whether another process ended this one; waits if it is about to end."""
+        with suppress(subprocess.TimeoutExpired):
+            return -self._process.wait(timeout=EXIT_LIMIT_S) in _KILLING_SIGNALS
+        return False
+
     def describe_exit(self) -> str:
         """Return how a worker that closed its connection ended, as the predicate of a sentence."""
         try:
-            status = self._process.wait(timeout=5)
+            status = self._process.wait(timeout=EXIT_LIMIT_S)
         except subprocess.TimeoutExpired:
             return "hung up"
         if status >= 0:

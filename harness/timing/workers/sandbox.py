@@ -12,6 +12,7 @@ import pickle
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback
 from harness.timing.workers.in_process import InProcess, as_outcome, last_lines
 from harness.timing.workers.locks import device_lock, timing_lock
 from harness.timing.workers.process import WorkerProcess, die_with_parent
+from harness.timing.workers.trial_pool import WorkerKilled
 from search.space import Resolved
 
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
@@ -38,6 +40,9 @@ __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
 SANDBOX_START_LIMIT_S = 120.0
 PROGRESS_MESSAGE = "progress"  # kind of the messages that report scoring progress before an answer
 MAX_LOG_BYTES = 65_536
+MAX_STARTS = 3  # of a worker that is killed while it starts
+#: By digest of the candidate and method: calls in a row during which the worker was killed.
+_kills: Counter[tuple[str, str]] = Counter()
 _logger = logging.getLogger(__name__)
 
 
@@ -52,14 +57,25 @@ def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Eng
     return InProcess(spec) if in_process else Sandbox(spec, limits)
 
 
+class _Killed(Exception):
+    """The worker was killed during a call; `failed` describes it."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.reason)
+        self.failed = failed
+
+
 class Sandbox(Engines):
     """Engines in a worker process.
 
     A call that exceeds its time or memory limit, or whose worker dies, returns `Failed` with the end of the worker's
-    log, and the next call gets a fresh worker. Engines of a dead worker return `Failed` too.
+    log, and the next call gets a fresh worker. Engines of a dead worker return `Failed` too. If another process killed
+    the worker, a start or a build is repeated, and other calls raise `WorkerKilled` instead; the second time in a row
+    counts as the candidate's failure, because the kernel kills processes that use too much memory.
 
     Raises:
         UserError: The worker cannot construct its plug-ins, or the scratch folder cannot be written.
+        WorkerKilled: The worker was killed, and its engines are lost; build them again.
     """
 
     def __init__(self, spec: WorkerSpec, limits: Limits) -> None:
@@ -70,6 +86,8 @@ class Sandbox(Engines):
         self._worker: WorkerProcess | None = None
         self._next_handle = 0
         self._opened: set[tuple[int, bool]] = set()  # handle, and whether it is timed alone
+        self._digests: dict[int, str] = {}  # of the candidates by handle
+        self._first_kept_handle = 0  # engines with lower handles were lost with a worker that was killed
 
     def __enter__(self) -> Sandbox:
         with explain_write_errors(self._spec.workdir):
@@ -103,9 +121,13 @@ class Sandbox(Engines):
             os.truncate(self._log, 0)
         with device_lock(self.gpus):
             args = (candidate.digest, candidate.edges, path, benchmarker)
-            built: BuiltEngine | Failed = self._request("build", self._limits.build_s, *args)
+            try:
+                built: BuiltEngine | Failed = self._request("build", self._limits.build_s, *args)
+            except _Killed:
+                built = self._request_or_failure("build", self._limits.build_s, *args)
         if isinstance(built, BuiltEngine):
             self._next_handle = built.handle + 1
+            self._digests[built.handle] = candidate.digest
         return built
 
     def sample(
@@ -130,10 +152,12 @@ class Sandbox(Engines):
     def release(self, handle: int) -> None:
         """Close an engine if its worker is alive."""
         self._opened -= {(handle, True), (handle, False)}
+        self._digests.pop(handle, None)
         if self._is_alive(handle):
-            self._request("release", self._limits.measure_s, handle)
+            self._request_or_failure("release", self._limits.measure_s, handle)
 
     def _is_alive(self, handle: int) -> bool:
+        self._forget_dead_worker()
         return self._worker is not None and handle >= self._worker.first_handle
 
     def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
@@ -141,22 +165,48 @@ class Sandbox(Engines):
         if not self._is_alive(handle):
             stage = "measure" if method in ("open", "sample") else method
             reason = f"{stage}: the engine died with an earlier worker; build it again"
+            if handle < self._first_kept_handle:
+                raise WorkerKilled(reason)
             return Failed(stage="crash", reason=reason)
         limit_s = self._limits.evaluate_s
         if method == "sample":
             limit_s = self._limits.measure_s
         elif method == "open":  # the first engine that is timed against the reference waits for its build
             limit_s = self._limits.measure_s + (self._limits.build_s if args[1] else 0.0)
+        key = (self._digests.get(handle, ""), method)
         with device_lock(self.gpus):
-            return self._request(method, limit_s, *args, on_progress=on_progress)
+            try:
+                answer = self._request(method, limit_s, *args, on_progress=on_progress)
+            except _Killed as error:
+                _kills[key] += 1
+                if _kills[key] > 1:
+                    return error.failed
+                raise WorkerKilled(error.failed.reason) from error
+        del _kills[key]
+        return answer
+
+    def _request_or_failure(self, method: str, limit_s: float, *args: Any) -> Any:
+        try:
+            return self._request(method, limit_s, *args)
+        except _Killed as error:
+            return error.failed
 
     def _request(self, method: str, limit_s: float, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        """Send a call to the worker and return its answer, or a `Failed` that explains how the worker died."""
+        """Send a call to the worker and return its answer, or a `Failed` that explains how the worker died.
+
+        Raises:
+            _Killed: Another process killed the worker.
+        """
         started_s = time.perf_counter()
+        self._forget_dead_worker()
         worker = self._worker or self._start()
         try:
             worker.send((method, args))
             answer = self._receive(worker, limit_s, method, on_progress)
+        except _Killed as error:
+            self._stop()
+            error.failed = replace(error.failed, wall_s=time.perf_counter() - started_s)
+            raise
         except BaseException:
             self._stop()
             raise
@@ -185,6 +235,9 @@ class Sandbox(Engines):
         except (EOFError, OSError):
             failed = Failed(stage="crash", reason=f"the worker {worker.describe_exit()} during {method}")
             _logger.warning("%s; starting a new worker", failed.reason)
+            if worker.was_killed and self._worker is worker:  # otherwise `__exit__` did it, in another thread
+                self._first_kept_handle = self._next_handle
+                raise _Killed(replace(failed, log_tail=last_lines(self._read_log()))) from None
         else:
             if kind == "user_error":
                 raise UserError(answer)
@@ -192,7 +245,26 @@ class Sandbox(Engines):
         self._stop()
         return failed
 
+    def _forget_dead_worker(self) -> None:
+        """Forget a worker that ended between two calls."""
+        if self._worker is not None and not self._worker.alive:
+            if self._worker.was_killed:
+                self._first_kept_handle = self._next_handle
+            self._stop()
+
     def _start(self) -> WorkerProcess:
+        """Start a worker; one that is killed meanwhile is replaced."""
+        for _ in range(MAX_STARTS - 1):
+            try:
+                return self._start_once()
+            except _Killed:
+                self._stop()
+        try:
+            return self._start_once()
+        except _Killed as error:
+            raise WorkerKilled(f"no worker could be started: {error.failed.reason}") from error
+
+    def _start_once(self) -> WorkerProcess:
         with explain_write_errors(self._log):
             output = self._log.open("ab")
         try:

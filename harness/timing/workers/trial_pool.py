@@ -25,7 +25,8 @@ from harness.timing.workers.engines import Engines
 from harness.timing.workers.timing_policy import PolicedEngines, TimingPolicy
 
 __all__ = [
-    "Executor", "SyncExecutor", "ThreadedExecutor", "TrialFn", "TrialFnFactory", "WorkerLost", "run_concurrently",
+    "Executor", "SyncExecutor", "ThreadedExecutor", "TrialFn", "TrialFnFactory", "WorkerKilled", "WorkerLost",
+    "run_concurrently",
 ]  # fmt: skip
 
 TrialFn = Callable[[Candidate, Interval | None], Outcome]
@@ -40,6 +41,10 @@ _logger = logging.getLogger(__name__)
 
 class WorkerLost(UserError):
     """A worker is gone for a reason other than its candidate: its machine left the cluster, or a user stopped it."""
+
+
+class WorkerKilled(WorkerLost):
+    """A worker process was killed by another process, such as the kernel when memory runs out; try again."""
 
 
 class Executor(Protocol):

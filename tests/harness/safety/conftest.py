@@ -48,6 +48,13 @@ class Workplace:
             self.folder, parse_experiment(f"{EXPERIMENT}executor: {executor}\n", "killed.yaml", self.folder)
         )
 
+    def with_workers(self) -> Workplace:
+        """A smaller one, whose engines are in worker processes."""
+        text = EXPERIMENT.replace("simulated", "'costly:Filed'").replace("[20, 40]", "[8]").replace("[0, 1]", "[0]")
+        text = text.replace("[random, evolutionary]", "[evolutionary]").replace(", linear]", "]")
+        text = text.replace("rounds: 2,", "rounds: 2, candidates: 1,")
+        return Workplace(self.folder, parse_experiment(text, "killed.yaml", self.folder))
+
     def run(self, out: Path) -> None:
         """Run it, or what is left of it, in this process."""
         run_experiment(self.experiment, out=out, observer=NullProgress())

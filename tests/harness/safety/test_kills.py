@@ -1,16 +1,19 @@
 """kill -9 at random moments of a run, resumed with the same call each time: nothing lost, nothing counted twice.
 
 QDQ_KILLS sets how many (docs/explanation/reliability.md has the figures of 200); QDQ_SEED draws other moments.
+QDQ_WORKER_KILLS sets how often a worker is killed, and not the driver (docs: 50).
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from harness.records import Failed, TrialResult
@@ -20,6 +23,9 @@ from harness.results_dir.journal import read_journal
 from harness.results_dir.lines import has_lines
 
 KILLS = int(os.environ.get("QDQ_KILLS", "6"))
+WORKER_KILLS = int(os.environ.get("QDQ_WORKER_KILLS", "0"))
+KILLS_PER_RUN = 3  # a task survives that many anywhere
+WORKER_BODY = "harness.timing.workers.sandbox"
 SEED = int(os.environ.get("QDQ_SEED", "7"))
 
 
@@ -80,3 +86,48 @@ def test_killed_at_any_moment_nothing_is_lost_and_the_table_is_the_same(
         runs += 1
     record_property("kills", kills)
     print(f"{kills} kills over {runs} runs, {evaluations} evaluations")
+
+
+def kill_workers(moments_s: list[float], done: threading.Event, killed: list[float]) -> None:
+    """Kill a worker of this process at each moment, or as soon as there is one."""
+    begin_s = time.monotonic()
+    for moment_s in sorted(moments_s):
+        done.wait(max(0.0, begin_s + moment_s - time.monotonic()))
+        while not done.is_set():
+            try:
+                workers = [each for each in psutil.Process().children() if WORKER_BODY in each.cmdline()]
+                if workers:
+                    workers[0].kill()
+                    killed.append(moment_s)
+                    break
+            except psutil.Error:  # it ended meanwhile
+                continue
+            done.wait(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WORKER_KILLS, reason="takes minutes; test_sandbox.py kills single workers")
+def test_a_killed_worker_costs_a_retry_and_not_the_run(workplace: Any, tmp_path: Path) -> None:
+    place = workplace.with_workers()
+    started_s = time.monotonic()
+    place.run(tmp_path / "whole")
+    took_s, whole = time.monotonic() - started_s, told(tmp_path / "whole")
+    rng, runs = random.Random(SEED), 0
+    killed: list[float] = []
+    while len(killed) < WORKER_KILLS:
+        out, done = tmp_path / f"cut-{runs}", threading.Event()
+        moments_s = [rng.random() * took_s for _ in range(min(KILLS_PER_RUN, WORKER_KILLS - len(killed)))]
+        killer = threading.Thread(target=kill_workers, args=(moments_s, done, killed))
+        killer.start()
+        place.run(out)
+        done.set()
+        killer.join()
+        cut = told(out)
+        assert cut.keys() == whole.keys()
+        for name, outcomes in cut.items():
+            assert {number: said(line) for number, line in outcomes.items()} == {
+                number: said(line) for number, line in whole[name].items()
+            }
+        assert table(out) == table(tmp_path / "whole")
+        runs += 1
+    print(f"{len(killed)} workers killed over {runs} runs")

@@ -14,18 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from harness.api import Accuracy, Candidate
-from harness.config.sections import Limits, PluginSpec, Sampling
+from harness.config.sections import Limits, PluginSpec, Sampling, TurnSchedule
 from harness.errors import UserError
-from harness.records import Failed
+from harness.records import Failed, Measured
+from harness.search_loop.trial import make_trial_fn
 from harness.statistics import Interval
+from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.locks import timing_lock
+from harness.timing.workers.process import WorkerProcess
 from harness.timing.workers.sandbox import InProcess, Sandbox, open_engines
+from harness.timing.workers.trial_pool import WorkerKilled
 from search.space import Edge
 
 HERE = Path(__file__).parents[1]
@@ -319,3 +324,66 @@ def test_benchmarkers_without_a_runtime_stay_in_the_driver(tmp_path: Path) -> No
     simulated = WorkerSpec(benchmarkers={"main": PluginSpec(use="simulated")}, workdir=tmp_path)
     assert isinstance(open_engines(simulated, LIMITS), InProcess)
     assert isinstance(open_engines(spec(tmp_path), LIMITS), Sandbox)
+
+
+def kill(sandbox: Sandbox) -> None:
+    os.kill(sandbox.describe()["pid"], signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_between_calls_is_replaced(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+    old = built(sandbox.build(candidate("ok"))).handle
+    kill(sandbox)
+    new = built(sandbox.build(candidate("ok"))).handle
+    assert isinstance(sandbox.sample(new, SAMPLING), Samples)
+    with pytest.raises(WorkerKilled, match="build it again"):
+        sandbox.sample(old, SAMPLING)
+    kill(sandbox)
+    sandbox.release(new)
+
+
+@pytest.fixture
+def kill_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], list[int]]:
+    """Kill the worker that gets the next message of a kind, and list the workers that get one."""
+    send = WorkerProcess.send
+
+    def arrange(kind: object, times: int = 1) -> list[int]:
+        seen: list[int] = []
+
+        def send_and_kill(process: WorkerProcess, message: Any) -> None:
+            send(process, message)
+            if message[0] == kind or (isinstance(message[0], WorkerSpec) and kind == "start"):
+                seen.append(process._process.pid)
+                if len(seen) <= times:
+                    process._process.kill()
+
+        monkeypatch.setattr(WorkerProcess, "send", send_and_kill)
+        return seen
+
+    return arrange
+
+
+@pytest.mark.parametrize("call", ["start", "build", "open", "sample"])
+def test_a_trial_whose_worker_is_killed_is_repeated(
+    sandbox: Sandbox, candidate: MakeCandidate, kill_once: Any, call: str
+) -> None:
+    sandbox._stop()
+    seen = kill_once(call, 2 if call == "start" else 1)
+    assert isinstance(make_trial_fn(sandbox, SAMPLING)(candidate(f"ok {call}"), None), Measured)
+    assert len(set(seen)) == len(seen) == (3 if call == "start" else 2)
+
+
+def test_a_candidate_whose_worker_is_killed_each_time_has_failed(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+    outcome = failed(make_trial_fn(sandbox, SAMPLING)(candidate("sample kill"), None))
+    assert (outcome.stage, "SIGKILL" in outcome.reason) == ("crash", True)
+
+
+def test_a_group_of_turns_whose_worker_is_killed_is_timed_again(
+    tmp_path: Path, candidate: MakeCandidate, kill_once: Any
+) -> None:
+    rows = [TimedRow(name=name, candidate=candidate(f"ok {name}")) for name in ("float", "all")]
+    seen = kill_once("sample")
+    schedule = TurnSchedule(builds=1, rounds=2, samples=3)
+    rng, open_engines = np.random.default_rng(0), lambda: Sandbox(spec(tmp_path), LIMITS)
+    events = [*confirm(rows[1:], rows[0], open_engines=open_engines, schedule=schedule, rng=rng)]
+    assert len(set(seen)) == 2
+    assert summarize_turns(events, "float").rows["all"].builds_ok == 1
