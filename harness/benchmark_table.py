@@ -33,6 +33,7 @@ __all__ = [
 
 TABLE_VERSION = 1
 METADATA_KEY = b"qdq-bench replay table"
+DIGEST_KEY = b"qdq-bench replay table sha256"
 MAX_TABLE_BYTES = 32 * 2**20
 MAX_DECODED_BYTES = 2**28
 MAX_PLACEMENTS = 2**16
@@ -172,10 +173,11 @@ def space_digest(space: Space) -> str:
 def write_table(path: Path, metadata: TableMetadata, rows: Mapping[str, TableEntry]) -> None:
     """Write a table atomically; `rows` are keyed by digest."""
     body = pa.Table.from_pylist([_encode_entry(digest, row) for digest, row in rows.items()], schema=TABLE_SCHEMA)
-    body = body.replace_schema_metadata({METADATA_KEY: metadata.model_dump_json()})
+    text = metadata.model_dump_json().encode()
+    body = body.replace_schema_metadata({METADATA_KEY: text, DIGEST_KEY: hashlib.sha256(text).hexdigest()})
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(body, temporary, compression="zstd", compression_level=9)
+    pq.write_table(body, temporary, compression="zstd", compression_level=9, write_page_checksum=True)
     temporary.replace(path)
 
 
@@ -188,8 +190,8 @@ def read_table(path: Path) -> BenchmarkTable:
     try:
         if path.stat().st_size > MAX_TABLE_BYTES:
             raise UserError(f"{path}: larger than the {MAX_TABLE_BYTES >> 20} MiB limit of a replay table")
-        with pq.ParquetFile(path) as file:
-            metadata = _read_metadata(path, (file.schema_arrow.metadata or {}).get(METADATA_KEY))
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            metadata = _read_metadata(path, file.schema_arrow.metadata or {})
             if not file.schema_arrow.remove_metadata().equals(TABLE_SCHEMA):
                 raise UserError(f"{path}: its columns are not those of a replay table; record it again")
             _limit_decoded(path, sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)))
@@ -221,9 +223,12 @@ def _limit_decoded(path: Path, size: int) -> None:
         raise UserError(f"{path}: decompresses to more than the {MAX_DECODED_BYTES >> 20} MiB limit of a replay table")
 
 
-def _read_metadata(path: Path, text: bytes | None) -> TableMetadata:
+def _read_metadata(path: Path, stored: Mapping[bytes, bytes]) -> TableMetadata:
+    text = stored.get(METADATA_KEY)
     if text is None:
         raise UserError(f"{path}: a Parquet file, but no replay table; 'qdq record MODEL' makes one")
+    if stored.get(DIGEST_KEY, digest := hashlib.sha256(text).hexdigest().encode()) != digest:
+        raise UserError(f"{path}: damaged: its description does not match its checksum; record it again")
     try:
         return TableMetadata.model_validate_json(text)
     except ValidationError as error:

@@ -129,7 +129,7 @@ def _write_atomically(path: Path, paths: Mapping[SearchKey, Mapping[int, SearchP
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         table = pa.table([*map(list, columns), walks], schema=COLUMNS)
-        pq.write_table(table, part, compression="zstd", compression_level=9)
+        pq.write_table(table, part, compression="zstd", compression_level=9, write_page_checksum=True)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def _read_lines(path: Path) -> Iterator[tuple[SearchKey, int, SearchPath]]:
         UserError: It is no cache of searches, or decompresses to more than any study has.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             if not file.schema_arrow.remove_metadata().equals(COLUMNS):
                 raise ValueError("other columns")
             _limit_size(path, file.metadata)

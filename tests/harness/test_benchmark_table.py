@@ -83,6 +83,20 @@ def test_samples_are_kept_as_single_precision_and_compressed(path: Path) -> None
         assert b'"model_sha256"' in file.schema_arrow.metadata[METADATA_KEY]
 
 
+def test_a_changed_byte_is_never_silent(path: Path) -> None:
+    write_table(path, facts(), rows())
+    intact, seen = path.read_bytes(), 0
+    for position in range(0, len(intact), max(1, len(intact) // 400)):
+        path.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
+        try:
+            table = read_table(path)
+        except UserError:
+            seen += 1
+        else:  # bytes that carry no value, such as those of the Arrow schema's padding
+            assert (table.metadata, table.rows) == (facts(), rows()), position
+    assert seen > 200
+
+
 def test_2048_placements_stay_far_below_5_mb(path: Path) -> None:
     space = synthetic_space(60, groups=8, seed=1)
     subspace = TableSubspace(space, tuple(range(0, 22, 2)), space.float_placement())
