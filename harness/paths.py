@@ -42,8 +42,7 @@ def check_path(path: Path) -> None:
         UserError: It is no valid path, or names neither a file nor a folder; it need not exist.
     """
     try:
-        path.resolve()
-        mode = path.stat().st_mode
+        mode = path.resolve().stat().st_mode  # of what is left when `..` is gone
     except FileNotFoundError:
         return
     except (OSError, RuntimeError, ValueError) as error:  # NUL, lone surrogates, loops of links, long names
