@@ -81,6 +81,8 @@ def copy_with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path
                 return path
         except DecodeError:  # reported when the model is built
             return path
+        except OSError:  # reported below
+            pass
     proto, _ = read_model(path, str(path))
     fix_inputs(proto, sizes, str(path))
     return write_model(proto, target)
