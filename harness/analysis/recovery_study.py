@@ -65,7 +65,7 @@ class RecoveryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One file of the placement.
+    """File of the placement with one choice of contents and steps.
 
     Attributes:
         drop: Loss of the metric against the float model; None if it has no interval.
