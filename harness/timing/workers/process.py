@@ -28,7 +28,7 @@ EXIT_LIMIT_S = 5.0  # of a process that closed its connection
 _KILLING_SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})  # none of a crash
 POLL_INTERVAL_S = 0.25  # between two readings of a working process's memory
 _BOOT_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import gc, json, sys; gc.set_threshold(50_000, 20, 20); sys.path[:] = json.loads(sys.argv[2]); "
     "from importlib import import_module; import_module(sys.argv[3]).serve(int(sys.argv[1]))"
 )
 
