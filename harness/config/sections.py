@@ -14,8 +14,8 @@ from harness import registry
 from harness.errors import MAX_COUNT, UserError
 
 __all__ = [
-    "Budget", "Calibration", "ConfigSection", "Confirmation", "ExecutorSpec", "Limits", "ModelSpec", "PluginSpec",
-    "Sampling", "SearcherSpec", "TurnSchedule", "duplicates", "require_distinct",
+    "MAX_SAMPLING_MS", "Budget", "Calibration", "ConfigSection", "Confirmation", "ExecutorSpec", "Limits", "ModelSpec",
+    "PluginSpec", "Sampling", "SearcherSpec", "TurnSchedule", "duplicates", "require_distinct",
 ]  # fmt: skip
 
 # Further limits, see MAX_COUNT.

@@ -19,7 +19,7 @@ import numpy as np
 from harness import registry
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.settings import MIN_TIMING_RUNS, AutotunerError
-from harness.config.sections import Confirmation, Limits, PluginSpec, Sampling
+from harness.config.sections import MAX_SAMPLING_MS, Confirmation, Limits, PluginSpec, Sampling
 from harness.errors import UserError
 from harness.graph.io.files import digest_file
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
@@ -326,7 +326,7 @@ class _CountedWarmup(Engines):
 
 def _fixed_sampling(runs: int) -> Sampling:
     count = max(MIN_TIMING_RUNS, runs)
-    return Sampling(warmup_ms=0.0, min_samples=count, max_samples=count, max_ms=1e12)
+    return Sampling(warmup_ms=0.0, min_samples=count, max_samples=count, max_ms=MAX_SAMPLING_MS)
 
 
 def _write_log(outcome: Outcome, candidate: Candidate, path: Path) -> None:

@@ -144,4 +144,4 @@ def test_inspection_under_the_known_flags(folder, capsys):
     assert "region_inspect: none.onnx: no such file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         inspect(["--model", "model.onnx", "--max-sequence-size", "0"])
-    assert "--max-sequence-size is at least 1, but got 0" in capsys.readouterr().err
+    assert "--max-sequence-size is at least 1, " in capsys.readouterr().err
