@@ -42,7 +42,7 @@ def check_path(path: Path) -> None:
         UserError: It is no valid path, or names neither a file nor a folder; it need not exist.
     """
     try:
-        mode = path.resolve().stat().st_mode  # of what is left when `..` is gone
+        mode = path.resolve().stat().st_mode  # after `..` is resolved
     except FileNotFoundError:
         return
     except (OSError, RuntimeError, ValueError) as error:  # NUL, lone surrogates, loops of links, long names

@@ -170,12 +170,12 @@ class Space:
     def _agreement_table(self) -> tuple[tuple[_Path, _Path], ...]:
         """Return the two paths of each agreement: by edge its position, then those of its reader's other edges."""
         edges, _ = self._edge_table
-        readers: dict[str, tuple[int, ...]] = {}
+        own = {edge: place for place, edge in enumerate(edges)}
+        readers: dict[str, list[int]] = {}
         for place, edge in enumerate(edges):
-            readers[edge.consumer] = (*readers.get(edge.consumer, ()), place)
+            readers.setdefault(edge.consumer, []).append(place)
 
         def positions(path: tuple[Edge, ...]) -> _Path:
-            own = {edge: place for place, edge in enumerate(edges)}
             known = [(own[edge], readers[edge.consumer]) for edge in path if edge in own]
             return tuple((place, *(other for other in others if other != place)) for place, others in known)
 

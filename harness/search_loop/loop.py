@@ -4,11 +4,11 @@ The journal's lines are an input of the loop: where the next proposal is already
 outcome is reported instead of measured. A searcher that proposes something else than it did before is refused, so a
 resumed run is the run it would have been.
 
-Several proposals may await their outcomes at once. Outcomes are journaled as they come and told in ask order, and after
-each the searcher is asked for as many as have become free. So what a searcher knows when it is asked depends on the
-width of this window alone, not on who is fast: one worker, ten of them and a cluster ask alike.
+Several proposals may await their outcomes at once. Outcomes are journaled as they come and passed to `tell` in ask
+order; after each, as many new proposals are asked for as places are free. The results that a searcher has at an `ask`
+therefore depend on the size of this window alone, not on which worker is faster.
 
-A searcher that breaks ends its search: what is under way then is waited for and kept, and the search can be run again.
+If a searcher raises, its search ends: trials in progress are completed and kept, and the search can be run again.
 """
 
 from __future__ import annotations

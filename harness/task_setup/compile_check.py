@@ -63,7 +63,7 @@ def _dialect_name(task: TaskSpec) -> str:
 
 
 def _write_files(task: TaskSpec, work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a task, as its runtime reads them, with what is quantized in each."""
+    """Yield name and path of the files of a task that its runtime reads: the float model, and all points quantized."""
     dialect = load_dialect(_dialect_name(task))
     model = open_model(task.model, work, dialect.opset(task.precisions))
     file = runtime_input_file(task.backend, save_to_folder(model, work), work)

@@ -42,7 +42,7 @@ WAYS = {
     "one after the other": "{}",
     "one after the other, again": "{}",
     "two workers, timing alone": "{workers: 2}",
-    "two workers, builds beside the timing": "{workers: 2, timing: concurrent}",
+    "two workers, builds during the timing": "{workers: 2, timing: concurrent}",
 }
 
 

@@ -1,8 +1,7 @@
 """Cutting a data-flow graph into leaves and composites; private to `harness.graph.partition.regions`.
 
-Every cut stands at a place that the neighbourhood alone decides (a convergence, a linear operator), so that equal
-blocks are cut equally wherever they stand. The rules, along each chain of
-`harness.graph.partition.post_dominators`:
+The place of every cut depends on its neighbourhood alone (a convergence, a linear operator), so that equal blocks are
+cut equally at every position. The rules, along each chain of `harness.graph.partition.post_dominators`:
 
 - A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and with
   fewer than `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual

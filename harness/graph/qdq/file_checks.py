@@ -111,7 +111,7 @@ def _pair_problem(node: Any, graph: QDQGraph, capability: tuple[int, int], diale
 
 
 def _product_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem | None:
-    """Return what is wrong with the pairs of data and weight of a linear operator, or None."""
+    """Return the fault of the pairs on data and weight of a linear operator, or None."""
     pairs = [_operand_pair(graph, name) for name in node.input[:2]]
     kinds = [None if pair is None else _read_type(pair, graph) for pair in pairs]
     if None not in kinds and kinds[0] != kinds[1] and node.op_type != "ConvTranspose":
