@@ -350,11 +350,15 @@ def kill_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], list[int]]:
         seen: list[int] = []
 
         def send_and_kill(process: WorkerProcess, message: Any) -> None:
-            send(process, message)
-            if message[0] == kind or (isinstance(message[0], WorkerSpec) and kind == "start"):
+            counts = message[0] == kind or (isinstance(message[0], WorkerSpec) and kind == "start")
+            if counts:
                 seen.append(process._process.pid)
-                if len(seen) <= times:
-                    process._process.kill()
+            kill = counts and len(seen) <= times
+            if kill:  # a stopped worker gets the message but cannot answer before it is killed
+                os.kill(process._process.pid, signal.SIGSTOP)
+            send(process, message)
+            if kill:
+                process._process.kill()
 
         monkeypatch.setattr(WorkerProcess, "send", send_and_kill)
         return seen
