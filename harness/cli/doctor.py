@@ -1,19 +1,23 @@
-"""`qdq doctor`."""
+"""`qdq doctor` and `qdq validate-gpu`: the installation and the machine."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from harness.cli.common import print_table
+import typer
+
+from harness.cli.common import echo, print_table, replace_change_advice, short_path
 from harness.errors import CandidateError, UserError, install_hint
 
-__all__ = ["doctor", "examine_machine"]
+__all__ = ["doctor", "examine_machine", "validate_gpu"]
 
 #: Name: module to look for, and the command that installs it.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -40,6 +44,36 @@ def doctor() -> None:
     Example: `qdq doctor`
     """
     print_table(("what", "state", "detail"), examine_machine())
+
+
+def validate_gpu(
+    out: Annotated[Path, typer.Argument(help="Folder of the validation.", show_default=False)],
+    check: Annotated[
+        bool, typer.Option("--check", help="List the steps and what this machine lacks, then stop.")
+    ] = False,
+    retry_failed: Annotated[bool, typer.Option(help="Run failed steps once more.")] = False,
+) -> None:
+    """Check the TensorRT side of this project on an NVIDIA GPU, once; the result is one folder to send back.
+
+    Give the same command again to continue after an interruption, or after something that was missing is installed. The
+    exit status is 1 if a step failed.
+
+    Example: `qdq validate-gpu out/gpu`
+    """
+    from harness.gpu_validation.kit import check_steps, run_validation
+
+    if check:
+        print_table(("step", "state", "detail"), list(check_steps(out)))
+        return
+    with replace_change_advice():
+        records = run_validation(out, echo, retry_failed=retry_failed)
+    counts = Counter(record.status for record in records)
+    echo(", ".join(f"{count} {status}" for status, count in counts.items()))
+    echo(
+        f"Send back the folder {short_path(out / 'send')}: texts without models and names; its manifest lists the files"
+    )
+    if counts["failed"]:
+        raise typer.Exit(1)
 
 
 def examine_machine() -> list[Row]:

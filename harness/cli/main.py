@@ -17,7 +17,7 @@ import typer
 
 from harness.cli.common import add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
-from harness.cli.doctor import doctor
+from harness.cli.doctor import doctor, validate_gpu
 from harness.cli.list import list_plugins
 from harness.cli.models import check, explain, regions, zoo
 from harness.cli.report import compare, report, trace
@@ -54,8 +54,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "zoo": zoo,
     "list": list_plugins,
     "doctor": doctor,
+    "validate-gpu": validate_gpu,
 }
-RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study")  # autotune resumes too, and prints a message itself
+#: `autotune` resumes too, and prints a message itself.
+RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study", "validate-gpu")
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
@@ -79,6 +81,7 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
     "ptq",
     "report",
     "trace",
+    "validate-gpu",
     "zoo",
 }
 #: Commands that write results.

@@ -297,7 +297,7 @@ class _TimingCache:
     _content = b""
 
     def combine(self, other: Any, ignore_mismatch: bool) -> bool:
-        self._content += other._content
+        self._content = max(self._content, other._content, key=len)
         return True
 
     def serialize(self) -> Any:

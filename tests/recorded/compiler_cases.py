@@ -320,12 +320,17 @@ def verdict(report: CompiledReport, case: Case) -> str:
     return layer.compiled if layer.compiled in ("int8", "fp8") else "float"
 
 
+def save(case: Case, path: Path) -> Path:
+    """Write the model of a case to a file, and return its path."""
+    onnx.save(case.build(), path)
+    return path
+
+
 def ask_compiler(wanted: Iterable[Case]) -> Iterator[tuple[Case, str]]:
     """Yield the verdict of the installed compiler on each case."""
     with tempfile.TemporaryDirectory() as folder:
         for case in wanted:
-            path = Path(folder) / "case.onnx"
-            onnx.save(case.build(), path)
+            path = save(case, Path(folder) / "case.onnx")
             yield case, verdict(explain_compilation(path, compile_file(path, "sm89")), case)
 
 

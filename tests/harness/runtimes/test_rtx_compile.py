@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import onnx
 import pytest
-from compiler_cases import FP8, INT8, Case, Pair
+from compiler_cases import FP8, INT8, Case, Pair, save
 
 from harness.cli.main import main
 from harness.errors import BuildFailed, UserError
@@ -100,21 +99,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def saved(case: Case, path: Path) -> Path:
-    onnx.save(case.build(), path)
-    return path
-
-
 def test_a_model_that_is_built_has_kernels_and_warnings(install: Any, tmp_path: Path) -> None:
     install(Library())
-    found = RTXCompiler().compile(saved(LEGAL, tmp_path / "m.onnx"))
+    found = RTXCompiler().compile(save(LEGAL, tmp_path / "m.onnx"))
     assert (found.target, found.version, found.refusal) == ("sm89", "1.7.9", None)
     assert found.warnings == ("UINT8 is read as INT8",)
     assert len(found.kernels) == 2
 
 
 def test_a_refusal_names_stage_node_message_and_rule(install: Any, tmp_path: Path) -> None:
-    shifted = saved(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=3), INT8)), tmp_path / "shifted.onnx")
+    shifted = save(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=3), INT8)), tmp_path / "shifted.onnx")
     install(Library(refused_by="parser"))
     refusal = RTXCompiler().compile(shifted).refusal
     assert refusal is not None
@@ -150,10 +144,10 @@ def test_no_search_can_use_it(tmp_path: Path, capsys: Any) -> None:
 
 @INSTALLED
 def test_the_compiler_itself(tmp_path: Path) -> None:
-    built = RTXCompiler().compile(saved(LEGAL, tmp_path / "legal.onnx"))
+    built = RTXCompiler().compile(save(LEGAL, tmp_path / "legal.onnx"))
     (gemm,) = (kernel for kernel in built.kernels if kernel.kind == "gemm")
     assert {tensor.type for tensor in gemm.inputs} == {"fp8"}
     assert "MatMul_0" in gemm.origin
-    refusal = RTXCompiler().compile(saved(MIXED, tmp_path / "mixed.onnx")).refusal
+    refusal = RTXCompiler().compile(save(MIXED, tmp_path / "mixed.onnx")).refusal
     assert refusal is not None
     assert refusal.stage == "builder"

@@ -1,0 +1,191 @@
+"""Run of the validation: each step in a process of its own, its record, and the folder to send back.
+
+    OUT/env.json               machine and installation of the first run
+    OUT/steps/NAME/record.json status of a step, with the reason
+    OUT/steps/NAME/log.txt     what its program printed
+    OUT/steps/NAME/...         its results
+    OUT/send/                  copy without models and without names of user and host, with `manifest.json`
+
+A step without a record runs again, and continues what its program had done; a skipped step is tried again.
+"""
+
+from __future__ import annotations
+
+import getpass
+import gzip
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.errors import CandidateError, UserError
+from harness.gpu_validation.steps import CASES_FOLDER, Step, find_missing, list_steps
+from harness.paths import hide_paths
+from harness.records import from_json
+from harness.results_dir.fingerprint import record_or_check
+from harness.results_dir.io import explain_write_errors, read_json, write_json, write_text
+from harness.results_dir.manifest import MANIFEST_FILE, describe_files, list_files
+from harness.results_dir.ownership import exclusive_lock
+from harness.timing.provenance import comparability_key, describe_environment
+
+__all__ = ["StepRecord", "check_steps", "run_validation"]
+
+Status = Literal["passed", "failed", "skipped"]
+STEP_LIMIT_S = 6 * 3600.0
+ENVIRONMENT_FILE, RECORD_FILE, LOG_FILE = "env.json", "record.json", "log.txt"
+SENT_SUFFIXES = frozenset({".json", ".jsonl", ".gz", ".md", ".csv", ".txt", ".yaml"})
+REWRITTEN_SUFFIXES = frozenset({".md", ".csv", ".txt"})
+"""Files without a checksum, whose private names are replaced; other files with such a name are left out."""
+COMMON_USERS = frozenset({"root", "user", "ubuntu", "runner", "docker"})
+MIN_NAME_LENGTH = 4
+"""Shorter names of users are parts of words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """Outcome of a step.
+
+    Attributes:
+        reason: Last line of its program, or what is missing on the machine.
+        wall_s: Wall-clock of the run that ended it; an earlier part that was cut off is not counted.
+        packages: Versions of the installed packages.
+    """
+
+    name: str
+    status: Status
+    reason: str
+    wall_s: float = 0.0
+    packages: Mapping[str, Any]
+
+
+def check_steps(out: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield name, state and detail of each step: its record, or whether this machine has what it needs."""
+    for step in list_steps():
+        record = _read_record(out, step)
+        if record is not None and record.status != "skipped":
+            yield step.name, record.status, record.reason
+        else:
+            missing = find_missing(step)
+            yield step.name, "missing" if missing else "ready", missing or step.title
+
+
+def run_validation(out: Path, say: Callable[[str], None], *, retry_failed: bool = False) -> tuple[StepRecord, ...]:
+    """Run the steps without a record, and write the folder to send back.
+
+    Args:
+        out: Folder of the validation; created where missing.
+        say: Receives progress, a line each.
+        retry_failed: Run failed steps once more.
+
+    Raises:
+        UserError: The folder was begun on another GPU, is in use, or cannot be written.
+    """
+    with exclusive_lock(out, "validating this GPU"):
+        environment = describe_environment()
+        record_or_check(out / ENVIRONMENT_FILE, environment, lambda facts: {"gpus": comparability_key(facts)["gpus"]})
+        records = []
+        for step in list_steps():
+            record = _read_record(out, step)
+            if record is None or record.status == "skipped" or (retry_failed and record.status == "failed"):
+                record = _run_step(step, out, environment.get("packages", {}), say)
+                write_json(_record_path(out, step), asdict(record))
+            say(f"{step.name}: {record.status}{f': {record.reason}' if record.reason else ''}")
+            records.append(record)
+        _write_sent_folder(out, records)
+    return tuple(records)
+
+
+def _record_path(out: Path, step: Step) -> Path:
+    return out / "steps" / step.name / RECORD_FILE
+
+
+def _read_record(out: Path, step: Step) -> StepRecord | None:
+    path = _record_path(out, step)
+    if not path.exists():
+        return None
+    try:
+        return from_json(StepRecord, read_json(path))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; remove it to run the step again") from error
+
+
+def _run_step(step: Step, out: Path, packages: Mapping[str, Any], say: Callable[[str], None]) -> StepRecord:
+    """Run a step in a process of its own, so that a crash of a driver or a library ends this step alone."""
+    if missing := find_missing(step):
+        return StepRecord(name=step.name, status="skipped", reason=hide_paths(missing), packages=packages)
+    say(f"{step.name}: {step.title}; log: {_record_path(out, step).with_name(LOG_FILE)}")
+    folder, started_s = (out / "steps" / step.name).resolve(), time.monotonic()
+    try:
+        with explain_write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if step.experiment is not None:
+                write_text(folder / "experiment.yaml", step.experiment())
+            status, reason = _run_program(step.program, folder)
+    except (UserError, CandidateError) as error:
+        status, reason = "failed", str(error)
+    wall_s = time.monotonic() - started_s
+    return StepRecord(name=step.name, status=status, reason=_hide_names(reason), wall_s=wall_s, packages=packages)
+
+
+def _run_program(program: tuple[str, ...], folder: Path) -> tuple[Status, str]:
+    """Return the status of a program and the last line that it printed."""
+    paths = (Path(__file__).parents[2], CASES_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1"}
+    with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
+        try:
+            code = subprocess.run(
+                [sys.executable, *program],
+                cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=STEP_LIMIT_S, check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "failed", f"ended after {STEP_LIMIT_S / 3600:g} hours"
+    printed = [line for line in (folder / LOG_FILE).read_text("utf-8", "replace").splitlines() if line.strip()]
+    last = " ".join(printed[-1].split()) if printed else ""
+    if code < 0:
+        return "failed", f"ended by signal {-code}; last line: {last}"
+    return ("failed" if code else "passed"), last if code else ""
+
+
+def _write_sent_folder(out: Path, records: list[StepRecord]) -> None:
+    """Write `send` anew: text results of all steps, and a manifest with digests of the files and the records."""
+    target, left_out = out / "send", []
+    shutil.rmtree(target, ignore_errors=True)
+    for path in (out / ENVIRONMENT_FILE, *list_files(out / "steps")):
+        name = path.relative_to(out)
+        if path.suffix in SENT_SUFFIXES and not {"work", "models", MANIFEST_FILE}.intersection(name.parts):
+            left_out += [] if _copy_without_names(path, target / name) else [name.as_posix()]
+    manifest = {"records": [asdict(record) for record in records], "left_out": left_out}
+    write_json(target / MANIFEST_FILE, {**manifest, "files": describe_files(target, list_files(target))})
+
+
+def _copy_without_names(source: Path, target: Path) -> bool:
+    """Copy a text file without private names; return False if it has some and a checksum protects its text."""
+    content = source.read_bytes()
+    text = (gzip.decompress(content) if source.suffix == ".gz" else content).decode("utf-8", "replace")
+    hidden = _hide_names(text)
+    if hidden != text and source.suffix not in REWRITTEN_SUFFIXES:
+        return False
+    if hidden != text:
+        write_text(target, hidden)
+        return True
+    with explain_write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    return True
+
+
+def _hide_names(text: str) -> str:
+    """Return a text with marks instead of folders, the host's and the user's name."""
+    hidden = hide_paths(text)
+    with suppress(KeyError, OSError):  # users of containers may have no name
+        user = getpass.getuser()
+        if len(user) >= MIN_NAME_LENGTH and user not in COMMON_USERS:
+            hidden = re.sub(rf"\b{re.escape(user)}\b", "<user>", hidden)
+    return hidden
