@@ -7,14 +7,15 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from harness.cluster.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFiles, RayWorker
 from harness.errors import UserError
@@ -31,6 +32,8 @@ TASK_LOAD, SEARCH_LOAD = 1, 1000  # weights of engines of a task, which mostly w
 RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
 RAY_SHUTDOWN_LIMIT_S = 5.0  # workers that have not removed their files by then are killed
 RAY_POLL_INTERVAL_S = 1.0  # between two checks whether the pool was closed during a call
+RAY_ANSWER_LIMIT_S = 60.0  # for the way there and back of a call, and for a worker that is asked whether it waits
+STATUS_GROUP = "status"  # of calls that a worker answers during other calls
 _DRIVER_VARIABLES = (HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE)
 _logger = logging.getLogger(__name__)
 
@@ -44,12 +47,16 @@ class RayWorkerHandle:
         node: Name of its machine.
         environment: See `harness.timing.provenance.describe_environment`.
         load: Sum of `TASK_LOAD` and `SEARCH_LOAD` of the engines that are open on it.
+        turn: Held during a call, because the worker handles one at a time and the limit of a call begins with it.
+        lock_wait_s: For how long it has waited for other runs on its node, when it was last asked.
     """
 
     actor: Any
     node: str
     environment: Mapping[str, Any]
     load: int = 0
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    lock_wait_s: float = 0.0
 
 
 class RayPool:
@@ -141,17 +148,17 @@ class RayPool:
                 self._uploaded.put(key, reference, sum(map(len, files.values())))
             return key, reference
 
-    def call(self, worker: RayWorkerHandle, reference: Any) -> Any:
-        """Wait for the result of a call.
+    def call(self, worker: RayWorkerHandle, limit_s: float, method: str, *args: Any) -> Any:
+        """Call a method of a worker and wait for its result; waits for other runs on its node do not count.
 
         Raises:
-            WorkerLost: The worker is gone, or the pool was closed meanwhile.
+            WorkerLost: The worker is gone or exceeded the limit, or the pool was closed meanwhile.
             UserError: Raised by the worker; its name is added.
         """
         try:
-            while not ray.wait([reference], timeout=RAY_POLL_INTERVAL_S)[0]:
-                if self.closed:
-                    raise WorkerLost("the run is being ended")
+            with worker.turn:
+                reference = getattr(worker.actor, method).remote(*args)
+                self._wait(worker, reference, limit_s + RAY_ANSWER_LIMIT_S, method)
             return ray.get(reference)
         except RayTaskError as error:
             if isinstance(error.cause, WorkerKilled):  # its process on the node was, not this worker
@@ -162,6 +169,17 @@ class RayPool:
         except RayError as error:
             self._remove_lost(worker, error)
             raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
+
+    def _wait(self, worker: RayWorkerHandle, reference: Any, limit_s: float, method: str) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not ray.wait([reference], timeout=RAY_POLL_INTERVAL_S)[0]:
+            if self.closed:
+                raise WorkerLost("the run is being ended")
+            if time.monotonic() > deadline_s:
+                more_s = _new_lock_wait_s(worker)
+                if not more_s:
+                    raise GetTimeoutError(f"{method} took longer than {limit_s:g} s")
+                deadline_s += more_s
 
     def release(self, worker: RayWorkerHandle, load: int) -> None:
         """Subtract a trial from the load of a worker."""
@@ -192,7 +210,8 @@ class RayPool:
 
     def _request_worker(self) -> None:
         variables = {name: os.environ[name] for name in _DRIVER_VARIABLES if name in os.environ}
-        actor = ray.remote(RayWorker).options(**self._options).remote(sys.path, variables)
+        actor_class = ray.remote(concurrency_groups={STATUS_GROUP: 1})(RayWorker)
+        actor = actor_class.options(**self._options).remote(sys.path, variables)
         self._starting[actor.describe.remote(None)] = actor
 
     def _admit_ready(self, timeout_s: float) -> None:
@@ -254,6 +273,15 @@ class RayPool:
             f"{_format_amounts(offered)} in all{rejected}; all results are saved: add nodes, then run the same command "
             "again to resume"
         )
+
+
+def _new_lock_wait_s(worker: RayWorkerHandle) -> float:
+    """Return for how long a worker has waited for other runs since the last call; 0 if it does not answer."""
+    known_s = worker.lock_wait_s
+    with suppress(GetTimeoutError):
+        answer = worker.actor.lock_wait_s.options(concurrency_group=STATUS_GROUP).remote()
+        worker.lock_wait_s = ray.get(answer, timeout=RAY_ANSWER_LIMIT_S)
+    return worker.lock_wait_s - known_s
 
 
 def _kill(actor: Any) -> None:

@@ -30,6 +30,8 @@ from harness.timing.workers.trial_pool import ThreadedExecutor, WorkerLost
 
 __all__ = ["RayTarget", "RemoteEngines", "open_ray_target", "prepare_evaluators"]
 
+FILES_LIMIT_S = 1800.0  # of calls that transfer a model, and of opening engines, which starts up to three processes
+
 
 @contextmanager
 def open_ray_target(
@@ -127,6 +129,11 @@ class RemoteEngines(Engines):
         self._needs_files = not capabilities_of(registry.load_plugin("benchmarker", plugin.use)).in_process
         self._number = pool.next_session_number()
         self._facts: Mapping[str, Mapping[str, Any]] = {}
+        # A build or a timing is repeated once by the sandbox, or preceded by opening the engine.
+        self._limits_s = {
+            "open": FILES_LIMIT_S, "build": 2 * limits.build_s,
+            "sample": 2 * limits.measure_s,
+        }  # fmt: skip
 
     def __enter__(self) -> RemoteEngines:
         while True:
@@ -163,7 +170,7 @@ class RemoteEngines(Engines):
         request = BuildRequest(digest=candidate.digest, edges=candidate.edges, files_key=key)
         built = self._remote("build", request, benchmarker)
         if isinstance(built, KeyError):  # the worker does not have these files, or not any more
-            self._pool.call(self._worker, self._worker.actor.store_files.remote(key, files))
+            self._pool.call(self._worker, FILES_LIMIT_S, "store_files", key, files)
             built = self._remote("build", request, benchmarker)
         return built  # type: ignore[no-any-return]
 
@@ -175,8 +182,9 @@ class RemoteEngines(Engines):
         return self._remote("call", method, *args)
 
     def _remote(self, method: str, *args: Any) -> Any:
-        reference = getattr(self._worker.actor, method).remote(self._number, *args)
-        return self._pool.call(self._worker, reference)
+        """Call a method of the worker, which may have to release an engine before."""
+        limit_s = self._limits_s.get(str(args[0]) if method == "call" else method, self._limits.evaluate_s)
+        return self._pool.call(self._worker, limit_s + self._limits.measure_s, method, self._number, *args)
 
 
 def prepare_evaluators(engines: Engines, spec: WorkerSpec, baseline: Candidate) -> None:

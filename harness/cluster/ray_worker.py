@@ -26,6 +26,7 @@ from harness.results_dir.io import explain_write_errors
 from harness.timing.provenance import describe_environment
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import CandidateWriter
+from harness.timing.workers.locks import lock_wait_s
 from harness.timing.workers.sandbox import open_engines
 from search.space import Resolved
 
@@ -33,6 +34,7 @@ __all__ = ["FILE_CACHE_BYTES", "BuildRequest", "LRUByteCache", "ModelFiles", "Ra
 
 ModelFiles = Mapping[str, bytes]
 """A model's file, first, and its external data by name."""
+DEVICE_LABEL = "qdq-device"  # of nodes, for differences that the processor's name does not show
 FILE_CACHE_BYTES = 4_000_000_000  # of models in the object store, and as files on each worker's disk
 T = TypeVar("T")
 
@@ -105,8 +107,16 @@ class RayWorker:
         )
 
     def describe(self, commit: str | None) -> dict[str, Any]:
-        """Return the node's name, this process's niceness and the environment."""
-        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": describe_environment(commit)}
+        """Return the node's name, this process's niceness and the environment, with the node's label if it has one."""
+        import ray
+
+        label = ray.get_runtime_context().get_node_labels().get(DEVICE_LABEL)
+        environment = describe_environment(commit) | ({} if label is None else {"node_label": label})
+        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": environment}
+
+    def lock_wait_s(self) -> float:
+        """Return the seconds for which this worker has waited for other runs on its node; called during other calls."""
+        return lock_wait_s()
 
     def open(
         self, number: int, spec: WorkerSpec, limits: Limits, writer: CandidateWriter | None

@@ -75,6 +75,7 @@ def comparability_key(facts: Mapping[str, Any]) -> dict[str, Any]:
         "cpu": facts.get("cpu", {}).get("model"),
         "instructions": facts.get("cpu", {}).get("flags"),  # clouds give different processors the same name
         "gpus": _gpu_kinds(facts.get("gpus", ())),
+        **({"node_label": facts["node_label"]} if "node_label" in facts else {}),
     }
 
 

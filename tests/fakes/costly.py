@@ -18,7 +18,7 @@ from harness.api import Accuracy, Array, Artifact, Candidate, Capabilities, Infe
 from harness.errors import UserError
 from harness.runtimes.simulated import SimulatedBenchmarker
 
-__all__ = ["Costly", "Elsewhere", "Filed", "Scored", "Where"]
+__all__ = ["Costly", "Elsewhere", "Filed", "Hangs", "Scored", "Where"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +99,24 @@ class Filed(SimulatedBenchmarker):
     def describe(self) -> Mapping[str, Any]:
         """As the simulated runtime does."""
         return {**SimulatedBenchmarker.describe(self), "name": "filed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hangs(Costly):
+    """One that hangs in the process that holds the engines.
+
+    Args:
+        digest: Placement that hangs.
+        once: File that is made by a hang, after which there is none.
+    """
+
+    digest: str = ""
+    once: str = ""
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Hang or build."""
+        if candidate.digest == self.digest and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            time.sleep(3600)
+        return Costly.build(self, candidate, workdir)

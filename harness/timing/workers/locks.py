@@ -16,11 +16,17 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.paths import WAIT_VARIABLE, describe_process
 
-__all__ = ["LOCK_REPORT_S", "device_lock", "timing_lock"]
+__all__ = ["LOCK_REPORT_S", "device_lock", "lock_wait_s", "timing_lock"]
 
 LOCK_REPORT_S = 5.0  # a longer wait is reported
 MAX_OWNER_BYTES = 1_000
 _logger = logging.getLogger(__name__)
+_waited_s = 0.0  # of all threads
+
+
+def lock_wait_s() -> float:
+    """Return the seconds for which this process has waited for other processes, in steps of up to `LOCK_REPORT_S`."""
+    return _waited_s
 
 
 @contextmanager
@@ -77,6 +83,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
     Raises:
         UserError: The limit of `--wait` is over.
     """
+    global _waited_s
     limit_s, waited_s, reported = _wait_limit_s(), 0.0, False
     queued, acquired = os.dup(handle), threading.Event()
 
@@ -91,6 +98,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
         if owner.startswith((f"{os.getpid()} ", f"{os.getpid()},")):
             continue
         waited_s += step_s
+        _waited_s += step_s
         waiting = f"{path}: waiting for the timings of process {owner}"
         if waited_s >= limit_s:
             raise UserError(

@@ -97,6 +97,11 @@ class Workplace:
     """Where models and results lie."""
 
     folder: Path
+    text: str = EXPERIMENT
+
+    def ran(self, name: str) -> Ran:
+        """Return what other processes ran into a folder of this name."""
+        return Ran(self.folder / name, [])
 
     def run(self, name: str, executor: str, text: str = EXPERIMENT, *, accept_changes: bool = False) -> Ran:
         """Run the experiment into a folder of this name."""
