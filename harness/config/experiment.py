@@ -92,6 +92,7 @@ class Experiment(ConfigSection):
     confirmation: Confirmation = Confirmation()
     limits: Limits = Limits()
     executor: ExecutorSpec = ExecutorSpec()
+    prescreening: Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121"] | None = None
 
     @model_validator(mode="after")
     def _check_names(self) -> Experiment:

@@ -13,6 +13,7 @@ from typing import Any
 from harness.config.experiment import Experiment
 from harness.config.plan import SearchSpec
 from harness.graph.io.files import digest_file
+from harness.pipeline.prescreening import Prescreening, count_prescreened
 from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer, ProgressTask, format_incumbent
 from harness.records import SCHEMA_VERSION
@@ -96,7 +97,7 @@ class TaskRun:
             open_search(run, self.task, keep) as search,
             Journal(self._journal(run), self._search_fingerprint(run)) as journal,
             self.observer.work(f"{self.task.spec.name} {run.name}", most) as step,
-            workers(self._make_trial_fn_factory(run)) as executor,
+            workers(self._make_trial_fn_factory(run, journal)) as executor,
         ):
             task = SearchTask(
                 space=search.space,
@@ -119,16 +120,30 @@ class TaskRun:
                 interleaved=self._reference_latency_ms is not None,
             )
             ending = run_search(task, executor, journal, _make_trial_callback(step, live, note))
+        self._report_prescreening(run)
         if ending.failure is not None or search.close_error is None:
             return ending
         return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
 
-    def _make_trial_fn_factory(self, run: SearchSpec) -> TrialFnFactory:
+    def _report_prescreening(self, run: SearchSpec) -> None:
+        if self.experiment.prescreening is not None:
+            counts = count_prescreened(
+                entry.result.outcome for entry in read_journal(self._journal(run)) if entry.result
+            )
+            self.observer.say(
+                f"{self.task.spec.name} {run.name}: pre-screening for {self.experiment.prescreening}: "
+                f"{counts['refused']} of {counts.total()} candidates refused, {counts['equal']} with the kernels of a "
+                "timed one"
+            )
+
+    def _make_trial_fn_factory(self, run: SearchSpec, journal: Journal) -> TrialFnFactory:
         """Return the factory of trial functions for the candidates of a search."""
         without, level_ms = run.searcher.without, self._reference_latency_ms
+        target, reuse = self.experiment.prescreening, self.judge.goal.metric is None
+        screening = None if target is None else Prescreening(target, journal.entries, reuse=reuse)
 
         def attempt(engines: Engines) -> TrialFn:
-            return make_trial_fn(
+            trial = make_trial_fn(
                 engines,
                 self.experiment.sampling,
                 judge=self.judge,
@@ -139,6 +154,7 @@ class TaskRun:
                     reference_latency_ms=level_ms,
                 ),
             )
+            return trial if screening is None else screening.wrap(trial)
 
         return attempt
 
@@ -152,7 +168,8 @@ class TaskRun:
         window = self.experiment.executor.max_pending
         method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
-        return fingerprint if window == 1 else {**fingerprint, "window": window}
+        later = {"window": (window, 1), "prescreening": (self.experiment.prescreening, None)}
+        return fingerprint | {key: value for key, (value, default) in later.items() if value != default}
 
     def _journal(self, run: SearchSpec) -> Path:
         return self.folder / "runs" / f"{run.name}.jsonl"
@@ -170,7 +187,8 @@ class TaskRun:
     @property
     def experiment_digest(self) -> str:
         """Return the digest of the experiment's settings."""
-        return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"}))
+        unused = {"prescreening"} if self.experiment.prescreening is None else set()
+        return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor", *unused}))
 
     def task_digest(self) -> str:
         """Return the digest of the experiment's settings for the task and of its inputs, other models included."""

@@ -30,7 +30,9 @@ from harness.graph.model import Model
 from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
+from harness.runtimes.rtx_compile.compiler import import_compiler
 from harness.task_setup.accuracy import bound_resolution_note, check_bound
+from harness.task_setup.compile_check import COMPILED_DIALECTS
 from harness.task_setup.external_tools import PTQ_FUNCTIONS, tool_remarks
 from harness.task_setup.float_baseline import cast_problems
 from harness.task_setup.initial_design import check_files
@@ -63,7 +65,12 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
                 _check_searcher(method, precisions)
     for i, backend in enumerate(experiment.backends):
         with errors.collect(), prefix_key(f"backends.{i}"):
-            _check_backend(with_base_dir(backend), precisions)
+            dialect = _check_backend(with_base_dir(backend), precisions)
+            if experiment.prescreening is not None and dialect not in COMPILED_DIALECTS:
+                raise UserError(f"prescreening: backend {backend.use!r} reads files of another dialect than TensorRT's")
+    if experiment.prescreening is not None:
+        with errors.collect(), prefix_key("prescreening"):
+            import_compiler()
     with errors.collect(), prefix_key("initial"):
         check_files(experiment.initial)
     data, remarks = DatasetCache(), list[str]()
@@ -166,17 +173,20 @@ def _check_external_searcher(method: SearcherSpec, experiment: Experiment) -> No
     )
 
 
-def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
+def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> str:
+    """Check a backend, and return the name of its dialect."""
     what = f"backend {backend.use!r}"
     try:
         made = registry.call_plugin(what, lambda: registry.create_plugin("benchmarker", backend.use, backend.params))
     except CandidateError as error:
         raise UserError(f"{what}: {error}") from error
     require_timing(backend.use, made)
-    dialect = load_dialect(dialect_name_for(made, backend.use, {}))
+    name = dialect_name_for(made, backend.use, {})
+    dialect = load_dialect(name)
     for precision in precisions:
         if precision not in dialect.precisions:
             raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")
+    return name
 
 
 def _check_model(model: ModelSpec, data: DatasetCache) -> None:

@@ -44,12 +44,14 @@ class Refusal:
         node: Node of the file; "" if neither the compiler nor our rules name one.
         message: First error of the compiler, on one line.
         rule: Our rule that the node breaks, with its reason; "" if we know none.
+        crashed: The process of the compiler crashed or exceeded a limit, so this is no verdict.
     """
 
     stage: str
     node: str
     message: str
     rule: str = ""
+    crashed: bool = False
 
     def __str__(self) -> str:
         known = f" (our rule {self.rule})" if self.rule else ""
@@ -118,7 +120,7 @@ def compile_file(path: Path, target: str) -> Compilation:
         what = f"{path.name}: the build for {target}"
         found = call_in_helper_process(what, _build_file, path, target, factor=BUILD_FACTOR)
     except HelperCallFailed as error:
-        refusal = Refusal(stage="builder", node="", message=error.how)
+        refusal = Refusal(stage="builder", node="", message=error.how, crashed=True)
         found = Compilation(target=target, version=version, build_s=time.monotonic() - started_s, refusal=refusal)
     if found.refusal is None:
         return found

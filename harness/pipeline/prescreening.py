@@ -1,0 +1,105 @@
+"""Pre-screening of candidates by NVIDIA's compiler, before a GPU builds and times them.
+
+A candidate that the compiler refuses has failed. One with the kernels of a candidate that this search has timed gets
+that outcome, and its `info` refers to it. Kernels are compared by kind, implementation, types and shapes, in order;
+names of tensors have no influence on time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from harness.api import Candidate
+from harness.errors import CandidateError
+from harness.records import Failed, Measured, Outcome
+from harness.results_dir.fingerprint import facts_digest
+from harness.results_dir.journal import JournalEntry
+from harness.runtimes.rtx_compile.compiler import compile_file
+from harness.runtimes.rtx_compile.layer_log import Kernel
+from harness.statistics import Interval
+from harness.timing.workers.trial_pool import TrialFn
+
+__all__ = ["Prescreening", "count_prescreened", "kernels_digest"]
+
+KERNELS, EQUAL_TO = "kernels", "equal_kernels"
+"""Keys of `Measured.info`: digest of the kernels, and digest of the timed candidate with the same ones."""
+REFUSED = "pre-screening: "
+
+
+class Prescreening:
+    """Verdicts of the compiler on the candidates of one search.
+
+    Args:
+        target: Key of `harness.runtimes.rtx_compile.compiler.TARGETS`.
+        entries: Journal of the search; its outcomes are known.
+        reuse: Give candidates with equal kernels one outcome. False: only refusals count, as where accuracy is part of
+            the objective, because kernels do not show the values of scales.
+    """
+
+    def __init__(self, target: str, entries: Iterable[JournalEntry], *, reuse: bool) -> None:
+        self._target, self._reuse, self._lock = target, reuse, threading.Lock()
+        self._timed: dict[str, tuple[str, Measured]] = {}
+        for entry in entries:
+            if entry.result is not None:
+                self._note(entry.proposal.digest, entry.result.outcome)
+
+    def wrap(self, trial: TrialFn) -> TrialFn:
+        """Return a trial function that builds and times only what the compiler neither refuses nor knows."""
+
+        def attempt(candidate: Candidate, incumbent: Interval | None) -> Outcome:
+            try:
+                made = compile_file(candidate.source(), self._target)
+            except CandidateError:  # no verdict: an unknown form of its log
+                return trial(candidate, incumbent)
+            if made.refusal is not None:
+                refused = Failed(stage="build", reason=f"{REFUSED}{made.refusal}")
+                return trial(candidate, incumbent) if made.refusal.crashed else refused
+            digest = kernels_digest(made.kernels)
+            with self._lock:
+                known = self._timed.get(digest)
+            if known is not None and self._reuse:
+                return _refer_to(*known)
+            outcome = trial(candidate, incumbent)
+            if isinstance(outcome, Measured):
+                outcome = replace(outcome, info={**outcome.info, KERNELS: digest})
+                self._note(candidate.digest, outcome)
+            return outcome
+
+        return attempt
+
+    def _note(self, candidate: str, outcome: Outcome) -> None:
+        if isinstance(outcome, Measured) and KERNELS in outcome.info:
+            with self._lock:
+                self._timed.setdefault(str(outcome.info[KERNELS]), (candidate, outcome))
+
+
+def _refer_to(candidate: str, timed: Measured) -> Measured:
+    """Return the outcome of a candidate with the kernels of a timed one, which took no time of a GPU."""
+    info = {**timed.info, EQUAL_TO: candidate}
+    return replace(timed, info=info, build_s=0.0, measure_s=0.0, release_s=0.0, evaluate_s=0.0)
+
+
+def kernels_digest(kernels: Iterable[Kernel]) -> str:
+    """Return a digest of what decides the latency of kernels: kind, implementation, types and shapes, in order."""
+    return facts_digest(
+        [
+            [
+                kernel.kind,
+                kernel.tactic,
+                *([t.type, *t.shape] for side in (kernel.inputs, kernel.constants, kernel.outputs) for t in side),
+            ]
+            for kernel in kernels
+        ]
+    )
+
+
+def count_prescreened(outcomes: Iterable[Outcome]) -> Counter[str]:
+    """Return the number of outcomes by "refused", "equal" and "timed"."""
+    return Counter(
+        "equal" if isinstance(each, Measured) and EQUAL_TO in each.info
+        else "refused" if isinstance(each, Failed) and each.reason.startswith(REFUSED) else "timed"
+        for each in outcomes
+    )  # fmt: skip
