@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 
-__all__ = ["InputTypes", "check_types", "feeds_digest", "random_feed", "random_feeds"]
+__all__ = ["InputTypes", "check_types", "feeds_digest", "numpy_type_name", "random_feed", "random_feeds"]
 
 _NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 MAX_INPUT_ELEMENTS = 2**28  # 1 GiB of FP32
@@ -68,9 +68,14 @@ def check_types(types: InputTypes) -> dict[str, np.dtype[Any]]:
     return {name: _numpy_type(name, kind) for name, (kind, _) in sorted(types.items())}
 
 
+def numpy_type_name(kind: str) -> str:
+    """Return the name of the NumPy type of an ONNX element type in lower case: "float32" of "float"."""
+    return _NUMPY_NAMES.get(kind, kind)
+
+
 def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
     try:
-        dtype = np.dtype(_NUMPY_NAMES.get(kind, kind))
+        dtype = np.dtype(numpy_type_name(kind))
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "fiub":

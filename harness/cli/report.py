@@ -41,10 +41,16 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
     show()
 
 
-def show_report(folder: Path, *, task_plots: bool | None = None) -> None:
-    """Write the report of a results folder unless it is up to date; print its main table and the next steps."""
-    from harness.report.next_steps import describe_next_steps, describe_winners
+def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = False) -> None:
+    """Write the report of a results folder unless it is up to date; print answers, main table and next steps.
+
+    Args:
+        task_plots: Write the plots of each task; None: if there are few tasks.
+        ship: Write the folder `ship` with the models to deploy.
+    """
+    from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
+    from harness.shipping.results_bundle import ship_results
     from harness.terminal_progress import TerminalProgress
 
     folder = short_path(folder)
@@ -54,10 +60,16 @@ def show_report(folder: Path, *, task_plots: bool | None = None) -> None:
             results, tables = write_report(folder, task_plots=task_plots, observer=terminal)
     else:
         results, tables = current
+    mains = [table.raw for table in tables if table.name == "main"]
+    if ship:
+        with TerminalProgress() as terminal:
+            for main in mains:
+                ship_results(results, main, terminal)
+    for line in (line for main in mains for line in describe_answers(results, main)):
+        echo(f"{line}\n")
     print_rich_or_text(report_text(results, tables), report_renderable(results, tables))
-    for main in (table.raw for table in tables if table.name == "main"):
-        for line in (*describe_winners(results, main), *describe_next_steps(results, main)):
-            echo(f"\n{line}")
+    for line in (line for main in mains for line in describe_next_steps(results, main)):
+        echo(f"\n{line}")
     echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
     if current:
         echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")

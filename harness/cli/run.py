@@ -74,7 +74,7 @@ def run(
         if compile_models:
             _compile_models(experiment, config, target)
         return
-    with report_afterwards(lambda: show_report(folder)), TerminalProgress() as terminal:
+    with report_afterwards(lambda: show_report(folder, ship=True)), TerminalProgress() as terminal:
         run_experiment(config, out=folder, observer=terminal, accept_changes=accept_changes, retry_failed=retry_failed)
 
 
@@ -142,7 +142,7 @@ def reproduce(
         _print_remarks(check_experiment(config))
 
     def show_reports() -> None:
-        show_report(again)
+        show_report(again, ship=True)
         echo("")
         compare(folder, again)
 
@@ -165,6 +165,13 @@ def verify(
         Path | None, typer.Option(help="Results folder, if the file is outside of it.", show_default=False)
     ] = None,
     base: BaseOption = None,
+    runtime_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="For a folder to deploy: Python program of another environment, compared with this one in turns.",
+            show_default=False,
+        ),
+    ] = None,
     max_drop: Annotated[
         str | None,
         typer.Option(
@@ -179,9 +186,19 @@ def verify(
     With a results folder alone, compare each of its files with the manifest and list the repair of damaged ones. The
     exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound.
 
+    With a folder to deploy (`ship/NAME`), compare its files with its manifest and run it; with --runtime-python,
+    compare latency and outputs of another environment with those of this one. The exit status is 1 if that is slower
+    or computes something else.
+
     Example: `qdq verify out/mine`, `qdq verify out/mine auto`, or
     `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
+
+    A new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
     """
+    if (file / "ship.json").is_file():
+        raise typer.Exit(_verify_bundle(short_path(file), runtime_python))
+    if runtime_python is not None:
+        raise UserError(f"--runtime-python: {file} is no folder to deploy (no ship.json)")
     if file.is_dir() and row is None:
         raise typer.Exit(_check_folder(short_path(file)))
     from harness.config.objective import parse_bound
@@ -209,16 +226,40 @@ def verify(
         raise typer.Exit(1)
 
 
+def _verify_bundle(folder: Path, python: Path | None) -> int:
+    """Print the checks of a folder to deploy, and return the exit status."""
+    from harness.shipping.bundle import read_bundle, run_bundle
+    from harness.shipping.runtime_comparison import compare_runtimes
+    from harness.terminal_progress import TerminalProgress
+
+    facts = read_bundle(folder)
+    echo(f"files: ok: as in the manifest; {facts['answer']}")
+    if python is None:
+        found = run_bundle(folder)
+        echo(f"run: ok: {found['latency_ms']:.3f} ms, {facts['latency_ms'][0]:.3f} ms recorded")
+        return 0
+    with TerminalProgress() as terminal:
+        compared = compare_runtimes(folder, str(python), terminal)
+    for line in compared.lines():
+        echo(line)
+    return int(not compared.holds)
+
+
 def _check_folder(folder: Path) -> int:
     """Print what is damaged in a results folder, and return the exit status."""
     from harness.results_dir.integrity import check_results
+    from harness.shipping.bundle import SHIP_FOLDER, check_bundle
 
     found = check_results(folder)
-    for problem in found.problems:
+    bundles = sorted(path for path in folder.glob(f"{SHIP_FOLDER}/*") if path.is_dir())
+    repair = f"remove the folder; qdq run writes {SHIP_FOLDER} again"
+    shipped = [f"{problem}; {repair}" for bundle in bundles for problem in check_bundle(bundle)]
+    problems = [*found.problems, *shipped]
+    for problem in problems:
         echo(problem)
     state = "complete" if found.complete else "not complete: qdq run continues it"
-    damage = f"{len(found.problems)} damaged" if found.problems else "none damaged"
+    damage = f"{len(problems)} damaged" if problems else "none damaged"
     echo(f"{folder}: {found.files} files compared, {damage}; {state}")
-    if not found.problems:
+    if not problems:
         echo(f"To measure a row again: qdq verify {folder} ROW")
-    return int(bool(found.problems))
+    return int(bool(problems))

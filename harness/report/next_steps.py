@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from harness.graph.io.files import digest_file
-from harness.report.load.display_names import format_drop, metric_name
+from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import exported
-from harness.report.table_spec import Row
+from harness.report.table_spec import Row, is_missing
 from harness.report.tables.main import wrong_result_rows
 from harness.report.tables.notes import without_vnni
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FLOAT_ROW
@@ -20,42 +22,99 @@ from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
 from harness.timing.provenance import format_options
 
-__all__ = ["describe_next_steps", "describe_winners"]
+__all__ = [
+    "best_row", "describe_answers", "describe_next_steps", "dynamic_axes_facts", "format_answer", "row_runtime",
+    "ship_path",
+]  # fmt: skip
 
 MAX_SUGGESTED_DROP_SHARE = 0.1  # of the float model's metric; a bound with a larger drop is not suggested
 SHIPPED_PREFIXES = ("ship", "fast")
+SHARE_METRICS = ("map", "top1")  # shown in points, hundredths
 
 
-def describe_winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
-    """Yield the fastest row that may be shipped of each finished task: its file, and the options of its engine.
-
-    Tasks whose exported models are absent are left out.
+def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
+    """Return the fastest row of a finished task that may be shipped, or None.
 
     Args:
         main: See `harness.report.frames.main_frame.main_frame`.
     """
-    best = main[main["best"].eq(True)].to_dict("records")
+    own = main[main["best"].eq(True) & main["task"].eq(task.name)].to_dict("records")
+    row = next((row for row in own if str(row["decision"]).startswith(SHIPPED_PREFIXES)), None)
+    return row if row is not None and row["row"] in task.rows else None
+
+
+def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
+    """Yield a line for each finished task: the file to take with its speedup and loss, or why to keep the float model.
+
+    The file is that in the folder `ship` if it was written, else the exported one. Tasks whose exported models are
+    absent, or whose tables show no reason, are left out.
+
+    Args:
+        main: See `harness.report.frames.main_frame.main_frame`.
+    """
     for task in results.tasks:
-        own = (row for row in best if row["task"] == task.name)
-        row = next((row for row in own if str(row["decision"]).startswith(SHIPPED_PREFIXES)), None)
-        if row is None or row["row"] not in task.rows:
+        row = best_row(task, main)
+        prefix = f"{task.name}: " if len(results.tasks) > 1 else ""
+        if row is None:
+            reason = next(iter(_reasons(task, results, main)), None)
+            if reason is not None:
+                yield f"{prefix}keep the float model, because {reason}"
             continue
         path = exported(task, task.rows[row["row"]])
-        if path.exists() and digest_file(path) != task.rows[row["row"]].sha256:
+        shipped = ship_path(results.folder, task.name)
+        if not path.exists():
+            continue
+        if digest_file(path) != task.rows[row["row"]].sha256:
             yield f"{task.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
-        elif path.exists():
-            backend = task.facts["backend"]
-            floating = backend.get("float_params", {}).get(row["precision"], {})  # a float row has its own precision
-            options = format_options({**backend.get("options", {}), **floating})
-            timing = f"; timed with {options}, deploy it with the same" if options else ""
-            facts = f"{row['method']}, {row['speedup']:.2f}x, {row['decision']}{timing}"
-            yield f"{task.name}: take {path} ({facts}){_dynamic_axes_note(task, str(row['row']))}"
+            continue
+        taken = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
+        yield f"{prefix}take {taken}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']))}"
+
+
+def ship_path(folder: Path, task: str) -> Path:
+    """Return the path of the model to deploy in a results folder, which exists once `qdq run` has written it."""
+    return folder / "ship" / task / f"{task}.onnx"
+
+
+def format_answer(task: TaskResults, row: Row) -> str:
+    """Return speedup, loss of accuracy, method and settings of a row as text.
+
+    For instance "1.77x [1.70, 1.85], top-1 -0.4 points [-1.0, +0.2] (auto, ship: fastest); on this processor, threads
+    1, precision f32".
+    """
+    speed = f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+    drop = "" if is_missing(row["drop"]) or row["metric"] in METRIC_CAPS else f", {_format_change(row)}"
+    options = format_options(row_runtime(task, row).get("options", {}))
+    settings = f", {options}" if options else ""
+    return f"{speed}{drop} ({row['method']}, {row['decision']}); on this processor{settings}"
+
+
+def row_runtime(task: TaskResults, row: Row) -> dict[str, Any]:
+    """Return the description of the benchmarker of a row: a float row has its own precision."""
+    backend = dict(task.facts["backend"])
+    floating = backend.get("float_params", {}).get(row["precision"], {})
+    return {**backend, "options": {**backend.get("options", {}), **floating}}
+
+
+def _format_change(row: Row) -> str:
+    """Return the change of a metric, in points if it is a share: "top-1 -0.4 points [-1.0, +0.2]"."""
+    name = metric_name(row["metric"])
+    scale, unit, digits = (100, " points", 1) if row["metric"] in SHARE_METRICS else (1, "", 4)
+    value, low, high = (-scale * _or_nan(row[key]) for key in ("drop", "drop_high", "drop_low"))
+    limits = "" if math.isnan(low) or math.isnan(high) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return f"{name} {value:+.{digits}f}{unit}{limits}"
 
 
 def _dynamic_axes_note(task: TaskResults, row: str) -> str:
-    path = task.folder / DYNAMIC_AXES_FILE
-    note = (read_json(path) if path.exists() else {}).get(row, {}).get("said")
+    note = dynamic_axes_facts(task, row).get("said")
     return f"; {note}" if note else ""
+
+
+def dynamic_axes_facts(task: TaskResults, row: str) -> dict[str, Any]:
+    """Return the record of a row's form with dynamic axes; empty without one."""
+    path = task.folder / DYNAMIC_AXES_FILE
+    found: dict[str, Any] = (read_json(path) if path.exists() else {}).get(row, {})
+    return found
 
 
 def describe_next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
@@ -67,23 +126,29 @@ def describe_next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
     Args:
         main: See `harness.report.frames.main_frame.main_frame`.
     """
-    planned = {spec.name for spec in results.stored.tasks}
     for task in results.tasks:
-        rows = [row for row in main.to_dict("records") if row["task"] == task.name and row["method"] != FLOAT_ROW]
-        shipped = any(str(row["decision"]).startswith(SHIPPED_PREFIXES) for row in rows)
-        if shipped or task.name not in planned or not task.complete or task.blind:
-            continue
-        beyond = [row for row in rows if row["verdict"] == "faster" and row["beyond"]]
-        slow = [row for row in rows if row["verdict"] in ("tie", "slower")]
-        if wrong := wrong_result_rows(task):
-            reason = f"the results of {task.facts['backend'].get('name')} contradict the files of {', '.join(wrong)}"
-            yield _format_paragraph(task, reason, _wrong_result_steps(task))
-        elif beyond:
-            steps = [*_search_steps(task), *_accuracy_steps(task, beyond)]
-            yield _format_paragraph(task, _accuracy_reason(task, beyond), steps)
-        elif slow:
-            steps = [*_latency_steps(task, slow, results), *_search_steps(task)]
-            yield _format_paragraph(task, "none is faster than the float model", steps)
+        for reason, steps in _reasons(task, results, main).items():
+            yield _format_paragraph(task, reason, steps)
+
+
+def _reasons(task: TaskResults, results: Results, main: pd.DataFrame) -> dict[str, Sequence[str]]:
+    """Return the reason why no row of a finished task may be shipped, with remedies; empty if one may, or without."""
+    planned = {spec.name for spec in results.stored.tasks}
+    rows = [row for row in main.to_dict("records") if row["task"] == task.name and row["method"] != FLOAT_ROW]
+    shipped = any(str(row["decision"]).startswith(SHIPPED_PREFIXES) for row in rows)
+    if shipped or task.name not in planned or not task.complete or task.blind:
+        return {}
+    beyond = [row for row in rows if row["verdict"] == "faster" and row["beyond"]]
+    slow = [row for row in rows if row["verdict"] in ("tie", "slower")]
+    if wrong := wrong_result_rows(task):
+        reason = f"the results of {task.facts['backend'].get('name')} contradict the files of {', '.join(wrong)}"
+        return {reason: list(_wrong_result_steps(task))}
+    if beyond:
+        return {_accuracy_reason(task, beyond): [*_search_steps(task), *_accuracy_steps(task, beyond)]}
+    if slow:
+        steps = [*_latency_steps(task, slow, results), *_search_steps(task)]
+        return {"none of its rows is faster than the float model": steps}
+    return {}
 
 
 def _format_paragraph(task: TaskResults, reason: str, steps: Iterable[str]) -> str:

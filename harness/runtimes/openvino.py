@@ -22,13 +22,29 @@ from harness.timing.host_clock import require_static_shapes, time_calls, to_floa
 from harness.timing.provenance import machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["OpenVINOBenchmarker"]
+__all__ = ["OpenVINOBenchmarker", "engine_properties"]
 
 PRECISIONS = ("auto", "f32", "bf16")
 Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(normalize_float_precision)]
 NON_LAYER_TYPES = ("Const", "Input", "Output")
 COMPILE_ERRORS = (RuntimeError,)
 FEED_ERRORS = (RuntimeError, TypeError, ValueError, KeyError)
+
+
+def engine_properties(threads: int, precision: str) -> dict[str, Any]:
+    """Return the properties of a compiled model that is timed: one stream, for latency.
+
+    Args:
+        threads: Inference threads.
+        precision: Precision of float operations, "f32" or "bf16".
+    """
+    return {
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": precision,
+        "ENABLE_CPU_PINNING": True,
+    }
 
 
 class OpenVINOBenchmarker:
@@ -72,14 +88,7 @@ class OpenVINOBenchmarker:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {
-            "INFERENCE_NUM_THREADS": self._threads,
-            "NUM_STREAMS": 1,
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": self._float,
-            "ENABLE_CPU_PINNING": True,
-            "PERF_COUNT": self._profile,
-        }
+        return {**engine_properties(self._threads, self._float), "PERF_COUNT": self._profile}
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Compile the candidate's file.

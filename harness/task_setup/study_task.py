@@ -22,7 +22,7 @@ from harness.task_setup.task import Task, compose_task, evaluator_spec
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
-__all__ = ["StudyTask", "make_study", "prepare_study", "study_name"]
+__all__ = ["StudyTask", "make_study", "model_label", "prepare_study", "study_name"]
 
 ANCHOR_PLACEMENTS = ("float", "all", "linear")  # without PTQ tools, which take minutes
 
@@ -75,7 +75,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
     if Path(text).suffix in (".yaml", ".yml"):
         experiment = load_experiment(Path(text))
     else:
-        model = {"use": text, "label": _model_label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
+        model = {"use": text, "label": model_label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
         experiment = _parse_experiment({"experiment": "study", "models": [model], "sampling": dict(STUDY_LIMITS)})
     described = {**experiment.model_dump(mode="json"), **changes}
     if fidelity:
@@ -136,5 +136,6 @@ def _parse_experiment(described: Mapping[str, Any], base_dir: Path | None = None
     return parse_experiment(dump_yaml(dict(described)), "study", base_dir)
 
 
-def _model_label(text: str) -> str:
+def model_label(text: str) -> str:
+    """Return the name of a model in folders and tables, from its file or name: "resnet18" of "zoo:resnet18"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text.rpartition(":")[2]).stem).strip("-._") or "model"

@@ -94,9 +94,9 @@ class FakeTensorRT:
             elif members and "__members__" in self._names[name]:
                 numbers = NETWORK_FLAGS[major] if name == "NetworkDefinitionCreationFlag" else None
                 setattr(self, name, IntEnum(name, numbers or {m: i for i, m in enumerate(members)}))
-        if hasattr(self, "ILogger"):
+        for logger in (self.ILogger, self.Logger):
             for number, severity in enumerate(("INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE")):
-                setattr(self.ILogger, severity, number)
+                setattr(logger, severity, number)
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._names["__module__"]:
@@ -133,6 +133,11 @@ class FakeTensorRT:
 class _Logger:
     def __init__(self, *_: Any) -> None:
         pass
+
+
+class _PlainLogger(_Logger):
+    def log(self, severity: Any, text: str) -> None:
+        raise AssertionError(text)
 
 
 class _Registry:
@@ -491,7 +496,8 @@ DTYPES = {
     "UINT8": np.uint8,
 }
 BEHAVIOUR: dict[str, type] = {
-    "ILogger": _Logger, "IPluginRegistry": _Registry, "Builder": _Builder, "INetworkDefinition": _Network,
+    "ILogger": _Logger, "Logger": _PlainLogger, "IPluginRegistry": _Registry, "Builder": _Builder,
+    "INetworkDefinition": _Network,
     "ITensor": _Tensor, "OnnxParser": _Parser, "ParserError": _ParserError, "IBuilderConfig": _Config,
     "ITimingCache": _TimingCache, "IOptimizationProfile": _Profile, "IHostMemory": _HostMemory, "Runtime": _Runtime,
     "ICudaEngine": _Engine, "IExecutionContext": _Context, "EngineInspector": _Inspector, "IProfiler": _ProfilerBase,

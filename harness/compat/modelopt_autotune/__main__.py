@@ -189,6 +189,7 @@ def _make_job(options: argparse.Namespace, schemes_per_region: int, observer: Ob
         node_filters=tuple(get_node_filter_list(options.node_filter_list) or ()),
         config=config,
         whole=options.searcher is not None,
+        ship=True,
         max_evals=options.max_evals,
         observer=observer,
     )

@@ -25,8 +25,9 @@ from harness.graph.io.files import digest_file
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.statistics import median_ci
-from harness.timing.confirmation import ConfirmationSummary, TimedRow, confirm, summarize_turns
+from harness.timing.confirmation import TimedRow, confirm
 from harness.timing.sampling import Samples
+from harness.timing.turn_log import TurnEvent
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
@@ -141,8 +142,10 @@ class Benchmark:
         """Open engines in another worker."""
         return open_engines(self._worker, _LIMITS)
 
-    def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> ConfirmationSummary:
-        """Compare fresh builds of a model and of the float model in turns; see `harness.timing.confirmation`.
+    def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> list[TurnEvent]:
+        """Return the turns of fresh builds of a model ("final") and of the float model ("baseline").
+
+        See `harness.timing.confirmation`.
 
         Raises:
             UserError: The baseline fails.
@@ -155,7 +158,7 @@ class Benchmark:
             schedule=Confirmation(builds=builds, rounds=4, samples=samples),
             rng=np.random.default_rng(0),
         )
-        return summarize_turns(list(events), baseline="baseline")
+        return list(events)
 
 
 class TensorRTPyBenchmark(Benchmark):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +19,18 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
 from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER
+from harness.results_dir.fingerprint import facts_digest
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, PairedComparison
 from harness.selection.racing import FIRST_SCHEDULE, select_winner
-from harness.timing.confirmation import ConfirmationSummary, TimedRow
-from harness.timing.provenance import format_options, machine_lacks_vnni
+from harness.shipping.bundle import SHIP_FOLDER, Shipment, write_bundle
+from harness.shipping.deploy_script import find_target
+from harness.shipping.results_bundle import NOT_SCORED, confirmation_facts
+from harness.task_setup.study_task import model_label
+from harness.timing.confirmation import ConfirmationSummary, TimedRow, summarize_turns
+from harness.timing.provenance import describe_environment, format_options, machine_lacks_vnni
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.verification.dynamic_delivery import format_fixed_shapes, write_dynamic_model
+from harness.timing.turn_log import TurnEvent
+from harness.verification.dynamic_delivery import DynamicModel, format_fixed_shapes, write_dynamic_model
 from harness.verification.output_comparison import CHECK_FILE_NAME
 from search.space import Placement
 
@@ -43,6 +49,7 @@ class AutotuneJob:
     Attributes:
         whole: Give the whole model to the searcher at once, instead of region by region.
         max_evals: Maximum number of measured models, with the baseline and earlier runs; None: no limit.
+        ship: Write the folder `ship` with the model to deploy.
     """
 
     output_dir: Path
@@ -55,6 +62,7 @@ class AutotuneJob:
     whole: bool = False
     max_evals: int | None = None
     transform: Transform | None = None
+    ship: bool = False
     observer: Observer = field(default_factory=NullProgress)
 
     @property
@@ -126,7 +134,8 @@ class Delivery:
         tried = context.export(UNPROVED, chosen)
         benchmark.measure(context.candidate(chosen), context.log("final"))
         builds = NOISY_MACHINE_BUILDS if context.autotuner.interleaved else BUILDS
-        summary = benchmark.confirm(context.candidate(chosen, tried), self._float_candidate, builds)
+        events = benchmark.confirm(context.candidate(chosen, tried), self._float_candidate, builds)
+        summary = summarize_turns(events, baseline="baseline")
         known, pairs = session.measured.get(session.space.digest(chosen)), count_pairs(tried)
         file, kept = self._write(tried, chosen, is_proven_faster(summary))
         result = AutotuneResult(
@@ -137,7 +146,11 @@ class Delivery:
             options=format_options(benchmark.describe().get("options", {})),
             calibrated=self._job.config.calibration_data is not None,
         )
-        lines = [*summary_lines(summary, result), *self._write_dynamic(file), *self._remarks]
+        dynamic = self._write_dynamic(file)
+        lines = [*summary_lines(summary, result), *([] if dynamic is None else [self._dynamic_line(file, dynamic)])]
+        lines += self._remarks
+        if self._job.ship:
+            lines.insert(0, self._ship(summary, events, result, dynamic))
         if wrong:
             lines.append(
                 f"{wrong} of the fastest models are left out: {benchmark.describe().get('name')} computes something "
@@ -232,11 +245,57 @@ class Delivery:
         move_model(tried, kept)
         return self._context.export(FINAL, self._float), kept
 
-    def _write_dynamic(self, file: Path) -> list[str]:
-        """Write the result with the dynamic axes of the original model, and return a line about it."""
-        model = self._session.task.model
-        made = write_dynamic_model(model, file, self._context.benchmark.backend.use)
-        return [] if made is None else [f"{file.name} takes {format_fixed_shapes(model)} alone; {made.remark}"]
+    def _write_dynamic(self, file: Path) -> DynamicModel | None:
+        """Write the result with the dynamic axes of the original model, if that has some."""
+        return write_dynamic_model(self._session.task.model, file, self._context.benchmark.backend.use)
+
+    def _dynamic_line(self, file: Path, dynamic: DynamicModel) -> str:
+        return f"{file.name} takes {format_fixed_shapes(self._session.task.model)} alone; {dynamic.remark}"
+
+    def _ship(
+        self,
+        summary: ConfirmationSummary,
+        events: Sequence[TurnEvent],
+        result: AutotuneResult,
+        dynamic: DynamicModel | None,
+    ) -> str:
+        """Write the folder to deploy, and return the answer in one line."""
+        backend, task = self._context.benchmark.describe(), self._session.task
+        if result.kept is not None or not result.pairs or "final" not in summary.rows:
+            return "keep the float model, because no placement of Q/DQ pairs proved faster in fresh builds"
+        row, target = summary.rows["final"], find_target(backend)
+        speed = row.speedup
+        answer = (
+            f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {result.pairs} Q/DQ pairs (accuracy not "
+            f"measured); on this processor, {result.options}"
+        )
+        if target is None:
+            return f"take {result.file}: {answer}"
+        name = f"{model_label(task.model.source)}-{backend['name']}-{self._job.config.default_quant_type}"
+        environment = describe_environment()
+        shipment = Shipment(
+            name=name,
+            model=result.file,
+            dynamic_model=None if dynamic is None else dynamic.file,
+            float_model=self._job.output_dir / BASELINE,
+            target=target,
+            facts={
+                "answer": f"{name}.onnx: {answer}",
+                "method": "autotune",
+                "decision": row.verdict,
+                **confirmation_facts(summary, events, "final", "baseline"),
+                **NOT_SCORED,
+                "runtime": backend,
+                "python": environment.get("python"),
+                "packages": environment.get("packages", {}),
+                "calibration": {"data": task.calibrated_on, "method": "minmax", "ranges": facts_digest(task.ranges)},
+                "model": {"source": task.model.source, "sha256": task.model.sha256},
+                "dynamic_remark": "" if dynamic is None else dynamic.remark.partition(": ")[2],
+                "experiment": {},
+            },
+        )
+        folder = write_bundle(self._job.output_dir / SHIP_FOLDER, shipment, self._job.observer)
+        return f"take {folder / f'{name}.onnx'}: {answer}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

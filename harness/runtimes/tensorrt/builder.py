@@ -13,7 +13,7 @@ from harness.runtimes.tensorrt.library import TensorRTLibrary
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile
 from harness.runtimes.tensorrt.timing_cache import TimingCache
 
-__all__ = ["SerializedEngine", "build_plan", "load_engine"]
+__all__ = ["TIMING_RUNS_PER_TACTIC", "SerializedEngine", "build_plan", "load_engine", "weak_typing_flags"]
 
 TIMING_RUNS_PER_TACTIC = 8
 """Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""
@@ -131,11 +131,11 @@ def _configure_builder(library: TensorRTLibrary, config: Any, options: BuildOpti
     if options.precision != "tf32":
         config.clear_flag(trt.BuilderFlag.TF32)  # on by default
     if options.typing == "weak":
-        for flag in _weak_typing_flags(options.precision, quantized):
+        for flag in weak_typing_flags(options.precision, quantized=quantized):
             config.set_flag(getattr(trt.BuilderFlag, flag))
 
 
-def _weak_typing_flags(precision: str, quantized: bool) -> Iterator[str]:
+def weak_typing_flags(precision: str, *, quantized: bool) -> Iterator[str]:
     """Yield the precisions that a weakly typed network of 10.x may choose besides FP32; 11 has no such flags."""
     if precision in ("f16", "bf16"):
         yield {"f16": "FP16", "bf16": "BF16"}[precision]

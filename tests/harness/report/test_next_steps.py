@@ -14,7 +14,7 @@ from small_results import TASK, edit_json, write_confirmation
 from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.report.next_steps import describe_next_steps, describe_winners
+from harness.report.next_steps import describe_answers, describe_next_steps
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.termination import write_termination
 from harness.search_loop.objective import Goal
@@ -41,26 +41,36 @@ def test_the_file_to_deploy_is_named_if_it_exists(folder: Path, monkeypatch: pyt
     edit_json(folder / TASK / "task.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
     results = load(folder)
     main = main_frame(results)
-    assert list(describe_winners(results, main)) == []
+    assert list(describe_answers(results, main)) == []
     best = main[main["best"].eq(True)].iloc[0]
     path = folder / TASK / "models" / results.tasks[0].rows[best["row"]].file
     path.parent.mkdir(exist_ok=True)
     path.touch()
     recorded[path] = results.tasks[0].rows[best["row"]].sha256
-    (line,) = describe_winners(results, main)
+    (line,) = describe_answers(results, main)
     floating = main[main["method"].eq("float") & main["precision"].eq("bf16")].index[0]
     main["best"] = main.index == floating
     main.loc[floating, "decision"] = "fastest, accuracy unknown"
     row = results.tasks[0].rows[main.loc[floating, "row"]]
     path.with_name(row.file).touch()
     recorded[path.with_name(row.file)] = row.sha256
-    (bare,) = describe_winners(results, main)
-    assert "precision bf16, deploy it with the same" in bare, "not that of the baseline"
-    assert line.startswith(f"{TASK}: take {path} ({best['method']}, {best['speedup']:.2f}x, ")
+    (bare,) = describe_answers(results, main)
+    assert "precision bf16" in bare, "not that of the baseline"
+    speedup = f"{best['speedup']:.2f}x [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]"
+    assert line.startswith(f"take {path}: {speedup}, top-1 -1.0 points ({best['method']}, ")
+    shipped = folder / f"ship/{TASK}/{TASK}.onnx"
+    shipped.parent.mkdir(parents=True)
+    shipped.touch()
+    recorded[shipped] = row.sha256
+    (line,) = describe_answers(results, main)
+    assert line.startswith(f"take {shipped}: "), "the folder to deploy"
 
 
 def test_faster_rows_beyond_the_bound_have_remedies(folder: Path) -> None:
     edit_json(folder / TASK / "task.json", goal=STRICT)
+    results = load(folder)
+    (answer,) = describe_answers(results, main_frame(results))
+    assert answer.startswith("keep the float model, because the faster rows lose more top-1 than the bound 0.005")
     assert remedies(folder).splitlines() == [
         f"No row of {TASK} may be shipped: the faster rows lose more top-1 than the bound 0.005 (least: random, "
         "+0.0100). Remedies:",
@@ -104,7 +114,7 @@ def test_rows_that_are_not_faster_have_other_remedies(folder: Path) -> None:
         row["choices"] = [1] if row["id"] == "all" else None
     edit_json(folder / TASK / "rows.json", **rows)
     assert remedies(folder).splitlines() == [
-        f"No row of {TASK} may be shipped: none is faster than the float model. Remedies:",
+        f"No row of {TASK} may be shipped: none of its rows is faster than the float model. Remedies:",
         f"- qdq explain {folder} {TASK}/all: cost and gain of its Q/DQ pairs on this runtime",
         "- a larger budget than 3 evaluations; existing results are kept",
     ]

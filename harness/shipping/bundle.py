@@ -1,0 +1,199 @@
+"""Write and check a folder with one model to deploy: `NAME.onnx`, `deploy.py`, `report.md`, facts and a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.graph.io.files import copy_model, digest_file, model_files
+from harness.progress import Observer
+from harness.results_dir.io import explain_write_errors, read_json, write_json, write_text
+from harness.shipping.deploy_script import DeployTarget, deploy_script
+from harness.shipping.report_text import report_text
+from harness.timing.workers.locks import timing_lock
+
+__all__ = [
+    "FACTS_FILE", "MANIFEST_FILE", "SCRIPT_FILE", "SHIP_FOLDER", "Shipment", "check_bundle", "read_bundle",
+    "run_bundle", "run_script", "write_bundle",
+]  # fmt: skip
+
+SHIP_FOLDER = "ship"
+SCRIPT_FILE, REPORT_FILE, FACTS_FILE, MANIFEST_FILE = "deploy.py", "report.md", "ship.json", "SHA256SUMS"
+SCHEMA = 1
+FOOTPRINT_RUNS = 5
+SCRIPT_LIMIT_S = 600.0
+MAX_MANIFEST_BYTES = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """Model to deploy.
+
+    Attributes:
+        name: MODEL-RUNTIME-PRECISION, the name of the folder and of the ONNX file.
+        model: File that was timed and scored.
+        dynamic_model: The same placement with the dynamic axes of the original model, or None.
+        float_model: Baseline, whose load time and memory are measured for comparison.
+        target: Runtime.
+        facts: JSON-able facts with the keys that `harness.shipping.report_text.report_text` reads, among them
+            `runtime`, the description of the benchmarker at the precision of the row.
+    """
+
+    name: str
+    model: Path
+    float_model: Path
+    target: DeployTarget
+    facts: Mapping[str, Any]
+    dynamic_model: Path | None = None
+
+
+def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
+    """Write the folder of a model below `folder` unless it is there unchanged, and return it.
+
+    Load time and peak memory are those of a process that runs `deploy.py`.
+
+    Raises:
+        UserError: A file cannot be written, or the folder holds files that are none of a bundle.
+    """
+    target = folder / shipment.name
+    facts = {
+        "schema": SCHEMA,
+        "name": shipment.name,
+        "file": f"{shipment.name}.onnx",
+        "sha256": digest_file(shipment.model),
+        "dynamic_file": None if shipment.dynamic_model is None else f"{shipment.name}.dynamic.onnx",
+        **json.loads(json.dumps(shipment.facts)),
+    }
+    if _is_current(target, facts):
+        return target
+    _clear(target)
+    with explain_write_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
+        model = copy_model(shipment.model, target, facts["file"])
+        if shipment.dynamic_model is not None:
+            copy_model(shipment.dynamic_model, target, facts["dynamic_file"])
+    script = target / SCRIPT_FILE
+    write_text(script, deploy_script(model, facts["runtime"], shipment.target))
+    with observer.work(f"run {shipment.name}/{SCRIPT_FILE}", 2) as step, timing_lock():
+        footprints = {}
+        for name, file in (("model", model), ("float", shipment.float_model)):
+            footprints[name] = _measure_footprint(script, file)
+            step.advance()
+    facts["footprint"] = footprints
+    write_text(target / REPORT_FILE, report_text(facts, shipment.target.title))
+    write_json(target / FACTS_FILE, facts)
+    write_text(target / MANIFEST_FILE, "".join(f"{_sha256(path)}  {path.name}\n" for path in _bundle_files(target)))
+    return target
+
+
+def read_bundle(folder: Path) -> dict[str, Any]:
+    """Return the facts of a bundle.
+
+    Raises:
+        UserError: It is no bundle, or a file in it differs from the manifest.
+    """
+    for problem in check_bundle(folder):
+        raise UserError(f"{problem}; qdq run writes the folder again")
+    found = read_json(folder / FACTS_FILE)
+    if found.get("schema") != SCHEMA or Path(str(found.get("file"))).name != found.get("file"):
+        raise UserError(f"{folder / FACTS_FILE}: not of schema {SCHEMA}")
+    return found
+
+
+def check_bundle(folder: Path) -> Iterator[str]:
+    """Yield each file of a bundle that is missing or is not the one of its manifest.
+
+    Raises:
+        UserError: There is no manifest, or none that can be read.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"more than {MAX_MANIFEST_BYTES} bytes")
+        lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
+        recorded = {name: digest for digest, name in lines}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
+    for name, digest in recorded.items():
+        file = folder / name
+        if Path(name).name != name:
+            yield f"{path}: {name!r} is no file of this folder"
+        elif not file.is_file():
+            yield f"{file}: missing"
+        elif _sha256(file) != digest:
+            yield f"{file}: damaged: the content differs from {MANIFEST_FILE}"
+    if FACTS_FILE not in recorded:
+        yield f"{path}: lists no {FACTS_FILE}"
+
+
+def run_bundle(folder: Path) -> dict[str, Any]:
+    """Run the `deploy.py` of a bundle in this environment, and return what it reports.
+
+    Raises:
+        UserError: It fails.
+    """
+    return run_script(sys.executable, folder / SCRIPT_FILE)
+
+
+def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
+    """Run a `deploy.py` in a Python environment, and return what it reports with `--json`.
+
+    Raises:
+        UserError: It fails, or exceeds its time limit; the message has its last line.
+    """
+    command = [python, "-I", str(script), "--json", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{script}: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise UserError(f"{script} with {python}: {last}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _measure_footprint(script: Path, model: Path) -> dict[str, Any]:
+    """Return file size, load time and peak memory, or the reason why the model was not run."""
+    size_mb = sum(path.stat().st_size for path in model_files(model)) / 1e6
+    try:
+        found = run_script(sys.executable, script, "--model", str(model), "--repeat", str(FOOTPRINT_RUNS))
+    except UserError as error:
+        return {"file_mb": size_mb, "reason": str(error).replace(str(script), script.name)}
+    return {"file_mb": size_mb, "load_ms": found["load_ms"], "peak_memory_mb": found["peak_memory_mb"]}
+
+
+def _is_current(folder: Path, facts: Mapping[str, Any]) -> bool:
+    with suppress(UserError):
+        there = read_bundle(folder)
+        return {name: value for name, value in there.items() if name != "footprint"} == facts
+    return False
+
+
+def _clear(folder: Path) -> None:
+    """Remove an earlier bundle; raise `UserError` if the folder has other files."""
+    if not folder.exists():
+        return
+    own = {SCRIPT_FILE, REPORT_FILE, FACTS_FILE, MANIFEST_FILE, "__pycache__"}
+    for path in folder.iterdir():
+        if path.name not in own and not path.name.startswith(folder.name):
+            raise UserError(f"{path}: is no file of a folder to deploy; move it away")
+    shutil.rmtree(folder)
+
+
+def _bundle_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

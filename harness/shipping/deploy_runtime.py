@@ -1,0 +1,178 @@
+"""Source of the generated `deploy.py`: functions that need only NumPy and one runtime.
+
+`harness.shipping.deploy_script` copies these functions as text, so they use nothing else of this module than its
+constants, which the generated file sets to the values of one model.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MODEL = "model.onnx"  # next to this file
+OPTIONS: dict[str, Any] = {}
+INPUTS: dict[str, Any] = {}  # shape and NumPy type by name
+OUTPUTS: dict[str, Any] = {}
+
+__all__ = [
+    "build_tensorrt_engine", "call_cuda", "load_onnxruntime", "load_openvino", "load_tensorrt", "main",
+    "peak_memory_mb", "random_inputs",
+]  # fmt: skip
+
+
+def load_openvino(model: object, options: dict[str, Any] = OPTIONS) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Compile the model in OpenVINO; return a function from input arrays by name to output arrays by name."""
+    import openvino
+
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(str(model)), "CPU", options)
+    request = compiled.create_infer_request()
+
+    def run(feeds: dict[str, Any]) -> dict[str, Any]:
+        found = request.infer(feeds)
+        return {name: np.array(found[port]) for name, port in zip(OUTPUTS, compiled.outputs, strict=True)}
+
+    return run
+
+
+def load_onnxruntime(model: object, options: dict[str, Any] = OPTIONS) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Open a session in ONNX Runtime; return a function from input arrays by name to output arrays by name."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = options["threads"]
+    settings.inter_op_num_threads = 1
+    settings.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, options["optimization"])
+    for key, value in options["session_config"].items():
+        settings.add_session_config_entry(key, value)
+    providers = [(name, options["provider_options"].get(name, {})) for name in options["providers"]]
+    session = onnxruntime.InferenceSession(str(model), settings, providers=providers)
+    return lambda feeds: dict(zip(OUTPUTS, session.run(list(OUTPUTS), feeds), strict=True))
+
+
+def build_tensorrt_engine(model: object, options: dict[str, Any]) -> Any:
+    """Build an engine in TensorRT with the measured settings of the builder."""
+    import tensorrt as trt
+
+    logger = trt.Logger(trt.Logger.WARNING)
+    builder = trt.Builder(logger)
+    strong = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(strong if options["typing"] == "strong" else 0)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(model)):
+        raise RuntimeError("; ".join(parser.get_error(index).desc() for index in range(parser.num_errors)))
+    config = builder.create_builder_config()
+    config.avg_timing_iterations = options["avg_timing_iterations"]
+    if options["workspace_bytes"] is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options["workspace_bytes"])
+    if options["optimization_level"] is not None:
+        config.builder_optimization_level = options["optimization_level"]
+    if options["precision"] != "tf32":
+        config.clear_flag(trt.BuilderFlag.TF32)  # on by default
+    for flag in options["weak_typing_flags"]:
+        config.set_flag(getattr(trt.BuilderFlag, flag))
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise RuntimeError("TensorRT built no engine; its messages are above")
+    return trt.Runtime(logger).deserialize_cuda_engine(plan)
+
+
+def call_cuda(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of cuda-python, which returns a status and perhaps a value; return the value."""
+    status, *values = function(*arguments)
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name}")
+    return values[0] if values else None
+
+
+def load_tensorrt(model: object, options: dict[str, Any] = OPTIONS) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Build an engine in TensorRT; return a function from input arrays by name to output arrays by name."""
+    from cuda.bindings import runtime as cuda
+
+    engine = build_tensorrt_engine(model, options)
+    context, stream = engine.create_execution_context(), call_cuda(cuda.cudaStreamCreate)
+    to_device, to_host = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice, cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+    arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in {**INPUTS, **OUTPUTS}.items()}
+    buffers = {name: call_cuda(cuda.cudaMalloc, max(1, array.nbytes)) for name, array in arrays.items()}
+    for name, buffer in buffers.items():
+        context.set_tensor_address(name, int(buffer))
+    for name, (shape, _) in INPUTS.items():
+        context.set_input_shape(name, tuple(shape))
+
+    def run(feeds: dict[str, Any]) -> dict[str, Any]:
+        for name, value in feeds.items():
+            array = np.ascontiguousarray(value)
+            call_cuda(cuda.cudaMemcpy, buffers[name], array.ctypes.data, array.nbytes, to_device)
+        if not context.execute_async_v3(int(stream)):
+            raise RuntimeError("TensorRT could not start the inference; its messages are above")
+        call_cuda(cuda.cudaStreamSynchronize, stream)
+        for name in OUTPUTS:
+            call_cuda(cuda.cudaMemcpy, arrays[name].ctypes.data, buffers[name], arrays[name].nbytes, to_host)
+        return {name: arrays[name].copy() for name in OUTPUTS}
+
+    return run
+
+
+def random_inputs(seed: int = 0) -> dict[str, Any]:
+    """Return an array for each input: uniform in [0, 1), and zeros for integers."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.random(shape).astype(dtype) if np.dtype(dtype).kind == "f" else np.zeros(shape, dtype)
+        for name, (shape, dtype) in INPUTS.items()
+    }
+
+
+def peak_memory_mb() -> float | None:
+    """Return the peak of this process's memory in 10^6 bytes, or None where the system does not report it."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024 / 1e6
+    except (OSError, StopIteration):
+        return None
+
+
+def main(load: Callable[..., Any]) -> None:
+    """Load the model, run it, and print the outputs' shapes and the latency."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--model", type=Path, default=Path(__file__).with_name(MODEL), help="ONNX file [%(default)s]")
+    parser.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="random if not given")
+    parser.add_argument("--output", type=Path, metavar="FILE.npz", help="write the outputs of the last run")
+    parser.add_argument("--repeat", type=int, default=20, help="timed runs [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    feeds = random_inputs()
+    for text in given.input:
+        name, _, file = text.partition("=")
+        if name not in feeds:
+            parser.error(f"--input {text}: the inputs are {', '.join(feeds)}")
+        feeds[name] = np.load(file, allow_pickle=False).astype(INPUTS[name][1]).reshape(INPUTS[name][0])
+    start = time.perf_counter()
+    run = load(given.model)
+    outputs = run(feeds)  # the first run allocates memory
+    load_ms = 1000 * (time.perf_counter() - start)
+    samples_ms = []
+    for _ in range(max(1, given.repeat)):
+        start = time.perf_counter()
+        outputs = run(feeds)
+        samples_ms.append(1000 * (time.perf_counter() - start))
+    if given.output is not None:
+        np.savez(given.output, **outputs)
+    facts: dict[str, Any] = {
+        "load_ms": load_ms,
+        "latency_ms": statistics.median(samples_ms),
+        "samples_ms": samples_ms,
+        "peak_memory_mb": peak_memory_mb(),
+        "outputs": {name: list(array.shape) for name, array in outputs.items()},
+    }
+    if given.json:
+        print(json.dumps(facts))
+        return
+    for name, shape in facts["outputs"].items():
+        print(f"{name}: {shape}")
+    print(f"{facts['latency_ms']:.3f} ms, median of {len(samples_ms)} runs; loaded in {load_ms:.0f} ms")

@@ -1,0 +1,144 @@
+"""Text of `deploy.py`: the functions of `deploy_runtime`, with the values of one model and the measured settings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+from harness.graph.protos import dtype_name, input_values
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.random_inputs import numpy_type_name
+from harness.runtimes.onnxruntime import OPTIMIZATION_LEVEL_NAMES
+from harness.runtimes.openvino import engine_properties
+from harness.runtimes.tensorrt.builder import TIMING_RUNS_PER_TACTIC, weak_typing_flags
+from harness.shipping import deploy_runtime
+
+__all__ = ["DeployTarget", "deploy_script", "find_target"]
+
+Facts = Mapping[str, Any]
+_IMPORTS = re.compile(r"^(?:import|from) .*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class DeployTarget:
+    """Runtime that a model is deployed on.
+
+    Attributes:
+        title: Its name in texts.
+        package: Package of the Python API.
+        load: Function that loads a model in it; see `harness.shipping.deploy_runtime`.
+        settings: Returns its own settings from a benchmarker's description.
+        helpers: Functions that `load` calls.
+    """
+
+    title: str
+    package: str
+    load: Callable[..., Any]
+    settings: Callable[[Facts], dict[str, Any]]
+    helpers: tuple[Callable[..., Any], ...] = ()
+
+
+def _openvino_settings(facts: Facts) -> dict[str, Any]:
+    options = facts["options"]
+    return engine_properties(threads=int(options["threads"]), precision=str(options["precision"]))
+
+
+def _onnxruntime_settings(facts: Facts) -> dict[str, Any]:
+    options = facts["options"]
+    threads = int(options["threads"])
+    half, provider = facts["float_precision"] == "f16", str(options["provider"])
+    tensorrt = {"trt_fp16_enable": half, "trt_int8_enable": True}
+    return {
+        "threads": threads,
+        "optimization": OPTIMIZATION_LEVEL_NAMES[str(options["optimization"])],
+        "session_config": {"session.force_spinning_stop": "1"} if threads > 1 else {},
+        "providers": list(dict.fromkeys((provider, "CPUExecutionProvider"))),
+        "provider_options": {provider: tensorrt} if provider.startswith("Tensorrt") else {},
+    }
+
+
+def _tensorrt_settings(facts: Facts) -> dict[str, Any]:
+    options, precision = facts["options"], str(facts["float_precision"])
+    weak = options["typing"] == "weak"
+    return {
+        "typing": str(options["typing"]),
+        "precision": precision,
+        "workspace_bytes": options["workspace_bytes"],
+        "optimization_level": options["optimization_level"],
+        "avg_timing_iterations": TIMING_RUNS_PER_TACTIC,
+        "weak_typing_flags": list(weak_typing_flags(precision, quantized=True)) if weak else [],
+    }
+
+
+_TENSORRT = DeployTarget(
+    "TensorRT",
+    "tensorrt",
+    deploy_runtime.load_tensorrt,
+    _tensorrt_settings,
+    (deploy_runtime.build_tensorrt_engine, deploy_runtime.call_cuda),
+)
+#: By the name in a benchmarker's description.
+_TARGETS: Mapping[str, DeployTarget] = {
+    "openvino": DeployTarget("OpenVINO", "openvino", deploy_runtime.load_openvino, _openvino_settings),
+    "onnxruntime": DeployTarget("ONNX Runtime", "onnxruntime", deploy_runtime.load_onnxruntime, _onnxruntime_settings),
+    "tensorrt": _TENSORRT,
+    "trtexec": _TENSORRT,
+}
+
+
+def find_target(facts: Facts) -> DeployTarget | None:
+    """Return the target of a benchmarker by its description, or None for one without a generated script."""
+    return _TARGETS.get(str(facts.get("name")))
+
+
+def deploy_script(model: Path, facts: Facts, target: DeployTarget) -> str:
+    """Return the text of a script that runs a model with the settings it was measured with.
+
+    Args:
+        model: ONNX file with static shapes, next to which the script will lie.
+        facts: Description of the benchmarker that timed it.
+    """
+    graph = read_qdq_graph(model).proto.graph
+    version = re.match(r"[\w.]*", str(facts.get("version", "")))[0]  # type: ignore[index] # matches any text
+    values = {
+        "MODEL": model.name,
+        "OPTIONS": target.settings(facts),
+        "INPUTS": _describe_values(input_values(graph)),
+        "OUTPUTS": _describe_values(graph.output),
+    }
+    functions: tuple[Callable[..., Any], ...] = (
+        *target.helpers,
+        target.load,
+        deploy_runtime.random_inputs,
+        deploy_runtime.peak_memory_mb,
+        deploy_runtime.main,
+    )
+    source = inspect.getsource(deploy_runtime)
+    parts = [
+        f'"""Run {model.name} in {target.title} {version} with the settings it was measured with.\n\n'
+        f"Needs the packages numpy and {target.package}. In a program of your own:\n\n"
+        "    from deploy import load\n"
+        f"    run = load()\n"
+        "    outputs = run(inputs)  # arrays by the names in INPUTS\n"
+        '"""',
+        "\n".join(_IMPORTS.findall(source)),
+        "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in values.items()),
+        *(f"\n{inspect.getsource(function).rstrip()}" for function in functions),
+        f'\nload = {target.load.__name__}\n\nif __name__ == "__main__":\n    main(load)\n',
+    ]
+    return "\n\n".join(parts)
+
+
+def _describe_values(values: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {
+        value.name: (
+            tuple(size.dim_value for size in value.type.tensor_type.shape.dim),
+            numpy_type_name(dtype_name(value.type.tensor_type.elem_type)),
+        )
+        for value in values
+    }

@@ -1,0 +1,133 @@
+"""Write the folder `ship` of a results folder: the best model of each finished task, ready to deploy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.config.yaml_loader import read_experiment_yaml
+from harness.progress import Observer
+from harness.report.frames.confirmation import valid_turns
+from harness.report.load.results import Results, TaskResults
+from harness.report.load.stored_experiment import StoredExperiment
+from harness.report.load.task_files import exported
+from harness.report.next_steps import best_row, dynamic_axes_facts, format_answer, row_runtime
+from harness.report.table_spec import Row, is_missing
+from harness.results_dir.artifacts import FLOAT_ROW
+from harness.shipping.bundle import SHIP_FOLDER, Shipment, write_bundle
+from harness.shipping.deploy_script import find_target
+from harness.statistics import Interval
+from harness.timing.confirmation import ConfirmationSummary
+from harness.timing.turn_log import TurnEvent
+from harness.verification.dynamic_delivery import dynamic_model_path
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["NOT_SCORED", "confirmation_facts", "experiment_excerpt", "ship_results"]
+
+TimedResults = TaskResults | ConfirmationSummary
+#: Facts of a model without an evaluator.
+NOT_SCORED: Mapping[str, None] = dict.fromkeys(("metric", "score", "float_score", "drop", "bound"))
+KEPT_KEYS = ("experiment", "sharing", "objective", "sampling", "confirmation", "limits")
+
+
+def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> None:
+    """Write a folder `ship/TASK` for each finished task with a row that may be shipped.
+
+    Tasks on runtimes without a generated script (simulated ones, plug-ins), and those whose models are absent, have
+    none.
+
+    Args:
+        main: See `harness.report.frames.main_frame.main_frame`.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
+    for task in results.tasks:
+        row = best_row(task, main)
+        target = find_target(task.facts["backend"])
+        if row is None or target is None or FLOAT_ROW not in task.rows:
+            continue
+        model, floating = (exported(task, task.rows[name]) for name in (row["row"], FLOAT_ROW))
+        if not (model.exists() and floating.exists()):
+            continue
+        dynamic = dynamic_model_path(model)
+        shipment = Shipment(
+            name=task.name,
+            model=model,
+            dynamic_model=dynamic if dynamic.exists() else None,
+            float_model=floating,
+            target=target,
+            facts=_row_facts(task, row, results),
+        )
+        write_bundle(results.folder / SHIP_FOLDER, shipment, observer)
+
+
+def _row_facts(task: TaskResults, row: Row, results: Results) -> dict[str, Any]:
+    facts, environment = task.facts, task.environment
+    calibration = facts.get("calibration") or {}
+    drop = None if is_missing(row["drop"]) else [row["drop"], row["drop_low"], row["drop_high"]]
+    return {
+        "answer": f"{task.name}.onnx: {format_answer(task, row)}",
+        "method": row["method"],
+        "decision": row["decision"],
+        **confirmation_facts(task, task.events, row["row"], FLOAT_ROW),
+        "metric": task.metric,
+        "score": task.score(row["row"]),
+        "float_score": task.score(FLOAT_ROW),
+        "drop": None if drop is None else [None if is_missing(value) else value for value in drop],
+        "bound": task.allowed,
+        "runtime": row_runtime(task, row),
+        "python": environment.get("python"),
+        "packages": environment.get("packages", {}),
+        "calibration": {
+            "data": facts["calibrated_on"],
+            "method": calibration.get("method", "minmax"),
+            "ranges": facts.get("ranges"),
+        },
+        "model": {"source": facts["source"], "sha256": facts["model_sha256"]},
+        "dynamic_remark": str(dynamic_axes_facts(task, row["row"]).get("said", "")).partition(": ")[2],
+        "experiment": experiment_excerpt(results.stored, task.name),
+    }
+
+
+def confirmation_facts(found: TimedResults, events: Sequence[TurnEvent], row: str, base: str) -> dict[str, Any]:
+    """Return the latencies in ms and the speedup of a row and of the float model in a confirmation."""
+    samples: dict[str, list[float]] = {row: [], base: []}
+    for turn in valid_turns(events):
+        if turn.row in samples:
+            samples[turn.row] += turn.samples_ms
+    summaries = found.summaries if isinstance(found, TaskResults) else found.rows
+    return {
+        "speedup": _limits(summaries[row].speedup),
+        "latency_ms": _limits(summaries[row].latency_ms),
+        "float_latency_ms": _limits(summaries[base].latency_ms),
+        "p99_ms": float(np.percentile(samples[row], 99)),
+        "float_p99_ms": float(np.percentile(samples[base], 99)),
+        "builds": summaries[row].builds,
+        "noise_floor": found.noise_floor or 0.0,
+    }
+
+
+def experiment_excerpt(stored: StoredExperiment, task: str) -> dict[str, Any]:
+    """Return the keys of an experiment that define one task, without searches; empty if it has no such task."""
+    body = read_experiment_yaml(stored.text, "experiment.yaml")
+    backends, precisions = body["backends"], body["precision"]
+    names = [spec.name for spec in stored.tasks]
+    if task not in names:
+        return {}
+    model, rest = divmod(names.index(task), len(backends) * len(precisions))
+    backend, precision = divmod(rest, len(precisions))
+    return {
+        **{key: body[key] for key in KEPT_KEYS if key in body},
+        "models": [body["models"][model]],
+        "backends": [backends[backend]],
+        "precision": [precisions[precision]],
+    }
+
+
+def _limits(interval: Interval) -> list[float]:
+    return [float(interval.value), float(interval.low), float(interval.high)]

@@ -1,0 +1,219 @@
+"""Folder to deploy: the script runs the model as it was measured, and the manifest shows damage."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from fake_cuda import FakeCuda
+from fake_trt import FakeTensorRT
+from onnx_models import activation_ranges, loaded, run_onnxruntime
+from small import qdq
+from small_results import TASK, write_folder
+
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.files import digest_file
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
+from harness.progress import NullProgress
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.report.next_steps import describe_answers, ship_path
+from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.io import read_json, write_json
+from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
+from harness.runtimes.openvino import OpenVINOBenchmarker
+from harness.shipping.bundle import Shipment, check_bundle, read_bundle, write_bundle
+from harness.shipping.deploy_script import deploy_script, find_target
+from harness.shipping.results_bundle import NOT_SCORED, ship_results
+from harness.shipping.runtime_comparison import compare_runtimes
+
+FACTS: dict[str, Any] = {
+    "answer": "net.onnx: 2.00x [1.90, 2.10]", "method": "auto", "decision": "ship: fastest",
+    "speedup": [2.0, 1.9, 2.1], "latency_ms": [1.0, 0.9, 1.1], "float_latency_ms": [2.0, 1.9, 2.1], "p99_ms": 1.2,
+    "float_p99_ms": 2.2, "builds": 3, "noise_floor": 0.01, **NOT_SCORED, "python": "3", "packages": {"numpy": "2"},
+    "calibration": {"data": "8 samples", "method": "minmax", "ranges": "0"}, "dynamic_remark": "", "experiment": {},
+}  # fmt: skip
+
+
+def save_quantized(path: Path, *, name: str = "x") -> tuple[Path, Path]:
+    """Return the files of a float model and of its placement `all`."""
+    builder = GraphBuilder("net", seed=3)
+    x = builder.input(name, (1, 3, 8, 8))
+    builder.output(builder.op("GlobalAveragePool", builder.op("Relu", builder.conv(x, 4, 3, pad=1))))
+    model = loaded(builder)
+    feeds = [{name: np.random.default_rng(seed).random((1, 3, 8, 8), np.float32)} for seed in range(2)]
+    space = build_space(model, OPENVINO, precisions=("int8",))
+    inserter = Inserter(model, OPENVINO, activation_ranges(model, feeds))
+    floating = path / "float.onnx"
+    onnx.save(model.proto, floating)
+    return floating, inserter.export(space.resolve(space.quantize_all()), path / "all.onnx")
+
+
+def describe(runtime: str) -> dict[str, Any]:
+    if runtime == "openvino":
+        return dict(OpenVINOBenchmarker(precision="f32").describe())
+    return dict(ONNXRuntimeBenchmarker().describe())
+
+
+def write(tmp_path: Path, runtime: str = "onnxruntime", **changes: Any) -> Path:
+    floating, quantized = save_quantized(tmp_path)
+    backend = describe(runtime)
+    target = find_target(backend)
+    assert target is not None
+    shipment = Shipment(
+        name="net", model=quantized, float_model=floating, target=target, facts={**FACTS, "runtime": backend, **changes}
+    )
+    return write_bundle(tmp_path / "ship", shipment, NullProgress())
+
+
+@pytest.mark.parametrize("runtime", ["openvino", "onnxruntime"])
+def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) -> None:
+    folder = write(tmp_path, runtime)
+    feed = np.random.default_rng(5).random((1, 3, 8, 8), np.float32)
+    np.save(tmp_path / "x.npy", feed)
+    command = [
+        sys.executable,
+        folder / "deploy.py",
+        "--input",
+        f"x={tmp_path / 'x.npy'}",
+        "--output",
+        tmp_path / "y.npz",
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "ms, median of 20 runs" in done.stdout
+    (wanted,) = run_onnxruntime(tmp_path / "all.onnx", {"x": feed})
+    (found,) = np.load(tmp_path / "y.npz").values()
+    np.testing.assert_allclose(found, wanted, atol=0.05)
+    facts = read_bundle(folder)
+    assert facts["footprint"]["model"]["load_ms"] > 0
+    assert facts["footprint"]["float"]["peak_memory_mb"] > 0
+    assert "2.000 [1.900, 2.100]" in (folder / "report.md").read_text()
+    assert (
+        subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, check=False, capture_output=True).returncode == 0
+    )
+
+
+@pytest.mark.parametrize("major", [10, 11])
+def test_the_script_for_tensorrt_uses_names_that_tensorrt_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], major: int
+) -> None:
+    cuda = FakeCuda()
+    bindings = ModuleType("cuda.bindings")
+    bindings.runtime = cuda  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT(major, cuda))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    _, quantized = save_quantized(tmp_path)
+    options = {"typing": "strong", "workspace_bytes": 2**20, "optimization_level": 3}
+    facts = {"name": "tensorrt", "version": f"{major}.0", "options": options, "float_precision": "f32"}
+    target = find_target(facts)
+    assert target is not None
+    (tmp_path / "deploy.py").write_text(deploy_script(quantized, facts, target))
+    output = tmp_path / "y.npz"
+    monkeypatch.setattr(sys, "argv", ["deploy.py", "--json", "--repeat", "2", "--output", str(output)])
+    runpy.run_path(str(tmp_path / "deploy.py"), run_name="__main__")
+    assert json.loads(capsys.readouterr().out)["outputs"]
+    feed = np.random.default_rng(0).random((1, 3, 8, 8)).astype(np.float32)
+    (wanted,) = run_onnxruntime(quantized, {"x": feed})
+    (found,) = np.load(output).values()
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_names_of_the_model_are_data_in_the_script(tmp_path: Path) -> None:
+    name = '"""\nimport os\nos.abort()  # \\'
+    _, quantized = save_quantized(tmp_path, name=name)
+    facts = {**describe("onnxruntime"), "version": '1.0"""\nimport os'}
+    target = find_target(facts)
+    assert target is not None
+    found: dict[str, Any] = {"__name__": "deploy"}
+    exec(compile(deploy_script(quantized, facts, target), "deploy.py", "exec"), found)
+    assert list(found["INPUTS"]) == [name]
+    assert "os" not in found
+
+
+def test_an_unchanged_folder_is_not_written_again(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    before = (folder / "ship.json").stat().st_mtime_ns
+    write(tmp_path)
+    assert (folder / "ship.json").stat().st_mtime_ns == before
+    write(tmp_path, method="tpe")
+    assert read_bundle(folder)["method"] == "tpe"
+
+
+def test_files_of_others_are_kept(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (folder / "notes.txt").touch()
+    with pytest.raises(UserError, match="notes"):
+        write(tmp_path, method="tpe")
+
+
+def test_damage_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path)
+    for path in (path for path in sorted(folder.iterdir()) if path.is_file()):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+        assert list(check_bundle(folder)), path.name
+        assert qdq("verify", str(folder)) == 2
+        assert str(folder) in capsys.readouterr().err
+        path.write_bytes(whole)
+    assert not list(check_bundle(folder))
+
+
+def test_verify_runs_the_folder_and_compares_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path)
+    assert qdq("verify", str(folder)) == 0
+    assert "run: ok" in capsys.readouterr().out
+    found = compare_runtimes(folder, sys.executable, NullProgress(), rounds=2)
+    assert found.sqnr_db > 100, "the same environment computes the same"
+    assert list(found.lines())[1].startswith("outputs: ok")
+    with pytest.raises(UserError, match="nowhere"):
+        compare_runtimes(folder, str(tmp_path / "nowhere"), NullProgress(), rounds=1)
+    assert qdq("verify", str(tmp_path), "--runtime-python", sys.executable) == 2
+
+
+def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    write_folder(folder)
+    floating, quantized = save_quantized(tmp_path)
+    models = folder / TASK / "models"
+    models.mkdir()
+    rows, picks = read_finalists(folder / TASK)
+    changed = []
+    for row in rows:
+        source = floating if row.id.startswith("float") else quantized
+        (models / row.file).write_bytes(source.read_bytes())
+        changed.append({**asdict(row), "sha256": digest_file(models / row.file)})
+    write_json(folder / TASK / "rows.json", {"rows": changed, "picks": [asdict(pick) for pick in picks]})
+    quantized_score = {"metrics": {"top1": 0.79}, "per_item": []}
+    float_score = {"metrics": {"top1": 0.8}, "per_item": []}
+    by_file = {floating: float_score, quantized: quantized_score}
+    scores = {f"{digest_file(path)} main": score for path, score in by_file.items()}
+    write_json(folder / TASK / "accuracy.json", scores)
+    task = read_json(folder / TASK / "task.json")
+    task["backend"] |= {"options": {"threads": 1, "precision": "f32"}, "version": "1"}
+    write_json(folder / TASK / "task.json", {**task, "source": "net.onnx", "model_sha256": "0", "ranges": "1"})
+    results = load(folder)
+    main = main_frame(results)
+    ship_results(results, main, NullProgress())
+    shipped = ship_path(folder, TASK)
+    assert digest_file(shipped) == digest_file(quantized)
+    facts = read_bundle(shipped.parent)
+    assert facts["speedup"][0] == pytest.approx(4.0)
+    assert (facts["p99_ms"], facts["float_p99_ms"]) == pytest.approx((2.0, 8.0))
+    assert facts["drop"][0] == pytest.approx(0.01)
+    assert facts["experiment"]["models"][0]["use"] == "net.onnx"
+    (answer,) = describe_answers(results, main)
+    assert answer.startswith(f"take {shipped}: 4.00x")
