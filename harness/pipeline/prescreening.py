@@ -20,6 +20,7 @@ from harness.results_dir.journal import JournalEntry
 from harness.runtimes.rtx_compile.compiler import compile_file
 from harness.runtimes.rtx_compile.layer_log import Kernel
 from harness.statistics import Interval
+from harness.timing.workers.engines import Engines
 from harness.timing.workers.trial_pool import TrialFn
 
 __all__ = ["Prescreening", "count_prescreened", "kernels_digest"]
@@ -46,12 +47,12 @@ class Prescreening:
             if entry.result is not None:
                 self._note(entry.proposal.digest, entry.result.outcome)
 
-    def wrap(self, trial: TrialFn) -> TrialFn:
+    def wrap(self, trial: TrialFn, engines: Engines) -> TrialFn:
         """Return a trial function that builds and times only what the compiler neither refuses nor knows."""
 
         def attempt(candidate: Candidate, incumbent: Interval | None) -> Outcome:
             try:
-                made = compile_file(candidate.source(), self._target)
+                made = engines.examine(candidate, lambda path: compile_file(path, self._target))
             except CandidateError:  # no verdict: an unknown form of its log
                 return trial(candidate, incumbent)
             if made.refusal is not None:

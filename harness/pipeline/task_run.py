@@ -154,7 +154,7 @@ class TaskRun:
                     reference_latency_ms=level_ms,
                 ),
             )
-            return trial if screening is None else screening.wrap(trial)
+            return trial if screening is None else screening.wrap(trial, engines)
 
         return attempt
 

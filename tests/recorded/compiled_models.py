@@ -1,7 +1,8 @@
 """What NVIDIA's compiler makes of the models of the zoo and of QDQ_ASSETS: a table of kernels and pairs with effect.
 
-`python tests/recorded/compiled_models.py out/compiled` needs the extra rtx and takes an hour; it continues after an
-interruption. Ranges are made from tensor names: no verdict depends on the values of scales.
+`python tests/recorded/compiled_models.py out/compiled` needs the extra rtx and takes two hours; it continues after an
+interruption. A second argument is another dialect than `tensorrt_rtx`. Ranges are made from tensor names: no verdict
+depends on the values of scales.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import TENSORRT_RTX, Dialect
+from harness.graph.rules.dialects import Dialect, load_dialect
+from harness.pipeline.prescreening import kernels_digest
 from harness.random_inputs import random_feeds
 from harness.runtimes.rtx_compile.compiler import compile_file
 from harness.task_setup.model_loader import input_types
@@ -35,20 +37,18 @@ from search.space import Placement, Space
 INITIAL = ("linear", "linear_add", "movers")
 """Rules of `initial` by default, besides `all`."""
 RANDOM_COUNT = 5
-SLOW = {"encoder48"}
-"""Models of which only `all` is compiled, and no file of a PTQ tool: a build takes minutes."""
 PRECISIONS = {"int8": ["int8"], "fp8": ["fp8"], "mixed": ["int8", "fp8"]}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, dialect: Dialect) -> None:
     """Compile what is not in the journal of the folder yet, and print the table."""
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / "compiled.jsonl"
     rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     known = {(row["model"], row["kind"], row["placement"]) for row in rows}
     for name, path in model_files(folder):
-        for kind, placement, file in quantized_files(name, path, folder, known):
-            row = {"model": name, "kind": kind, "placement": placement, **judge(file)}
+        for labels, file in quantized_files(path, folder, dialect, {key[1:] for key in known if key[0] == name}):
+            row = {"model": name, **labels, **judge(file)}
             rows.append(row)
             with journal.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
@@ -62,20 +62,22 @@ def model_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def quantized_files(
-    name: str, path: Path, folder: Path, known: set[tuple[str, str, str]]
-) -> Iterator[tuple[str, str, Path]]:
-    """Yield precision, placement and file of each quantized form of a model that is not known."""
+    path: Path, folder: Path, dialect: Dialect, known: set[tuple[str, str]]
+) -> Iterator[tuple[dict[str, str], Path]]:
+    """Yield precision, placement and its digest, and the file, of each quantized form of a model that is not known."""
     for kind, precisions in PRECISIONS.items():
-        model = load(path, source=name, min_opset=TENSORRT_RTX.opset(precisions))
-        space = build_space(model, TENSORRT_RTX, precisions=precisions)
+        model = load(path, source=path.stem, min_opset=dialect.opset(precisions))
+        space = build_space(model, dialect, precisions=precisions)
         for label, placement in placements(space).items():
-            if (name, kind, label) not in known and (name not in SLOW or label == "all"):
-                yield kind, label, export(model, TENSORRT_RTX, space, placement, folder / "candidate.onnx")
-    if (name, "int8", "modelopt_ptq") not in known and name not in SLOW:
-        model = load(path, source=name, min_opset=17)
+            if (kind, label) not in known:
+                labels = {"kind": kind, "placement": label, "placement_digest": space.digest(placement)}
+                yield labels, export(model, dialect, space, placement, folder / "candidate.onnx")
+    if ("int8", "modelopt_ptq") not in known:
+        model = load(path, source=path.stem, min_opset=17)
         feeds = random_feeds(input_types(model), 2)
-        file = save_to_folder(model, folder / name)
-        yield "int8", "modelopt_ptq", modelopt_ptq(file, folder / "ptq.onnx", feeds, dialect_name="tensorrt")
+        file = save_to_folder(model, folder / path.stem)
+        labels = {"kind": "int8", "placement": "modelopt_ptq"}
+        yield labels, modelopt_ptq(file, folder / "ptq.onnx", feeds, dialect_name="tensorrt")
 
 
 def placements(space: Space) -> dict[str, Placement]:
@@ -98,12 +100,17 @@ def judge(path: Path) -> dict[str, Any]:
         return {"refusal": str(made.refusal)}
     report = explain_compilation(path, made)
     types = Counter(next((tensor.type for tensor in kernel.inputs), "none") for kernel in made.kernels)
-    return {"refusal": "", "kernels": dict(types), "effects": dict(Counter(edge.effect for edge in report.edges))}
+    effects = dict(Counter(edge.effect for edge in report.edges))
+    digest = kernels_digest(made.kernels)
+    return {"refusal": "", "kernels": dict(types), "kernels_digest": digest, "effects": effects}
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a row of Markdown for each model."""
-    heads = ("model", "built", "INT8 kernels", "FP8 kernels", "effect, INT8", "effect, FP8", "mixed", "ModelOpt PTQ")
+    heads = (
+        "model", "built", "equal kernels", "INT8 kernels", "FP8 kernels", "effect, INT8", "effect, FP8", "mixed",
+        "ModelOpt PTQ",
+    )  # fmt: skip
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     by_model: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -112,9 +119,20 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         by_model["all"].append(row)
     for name in (*sorted(by_model.keys() - {"all"}), "all"):
         own = by_model[name]
-        built = f"{sum(not row['refusal'] for row in own)} of {len(own)}"
+        built = [f"{sum(not row['refusal'] for row in own)} of {len(own)}", equal_kernels(own)]
         counts = [kernel_counts(own, kind) if name != "all" else "" for kind in ("int8", "fp8")]
-        yield f"| {' | '.join([name, built, *counts, *(share(own, kind) for kind in PRECISIONS), share(own, 'ptq')])} |"
+        shares = [share(own, kind) for kind in (*PRECISIONS, "ptq")]
+        yield f"| {' | '.join([name, *built, *counts, *shares])} |"
+
+
+def equal_kernels(rows: list[dict[str, Any]]) -> str:
+    """Return how many of the distinct placements of a model and precision have the kernels of another one."""
+    found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        if row.get("kernels_digest") and "placement_digest" in row:
+            found[row["model"], row["kind"]][row["placement_digest"]] = row["kernels_digest"]
+    equal = sum(len(kernels) - len(set(kernels.values())) for kernels in found.values())
+    return f"{equal} of {sum(map(len, found.values()))}" if found else "-"
 
 
 def kernel_counts(rows: list[dict[str, Any]], kind: str) -> str:
@@ -134,4 +152,4 @@ def share(rows: list[dict[str, Any]], kind: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), load_dialect(*sys.argv[2:] or ["tensorrt_rtx"]))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.api import Accuracy, Array, Candidate
 from harness.config.sections import PluginSpec, Sampling
@@ -16,6 +16,7 @@ from harness.timing.sampling import Samples
 
 __all__ = ["BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
 
+T = TypeVar("T")
 ScoringCallback = Callable[[int, int], None]
 """Receives the number of finished inferences of a scoring and their total, at intervals."""
 
@@ -75,6 +76,10 @@ class Engines(ABC):
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Write the candidate's file and build its engine."""
         return self._call("build", candidate, benchmarker)  # type: ignore[no-any-return]
+
+    def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
+        """Write the candidate's file and return what `look` makes of it; counts as a build, but uses no engine."""
+        return look(candidate.source())
 
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None

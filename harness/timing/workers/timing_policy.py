@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.api import Candidate
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback
+from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, T
 
 __all__ = ["ExclusiveTiming", "PolicedEngines", "SerialTiming", "TimingPolicy"]
 
@@ -102,9 +102,15 @@ class PolicedEngines(Engines):
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Write the candidate's file under the lock and build its engine."""
+        return super().build(self._with_write_lock(candidate), benchmarker)
 
+    def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
+        with self._policy.building():
+            return super().examine(self._with_write_lock(candidate), look)
+
+    def _with_write_lock(self, candidate: Candidate) -> Candidate:
         def source() -> Path:
             with self._write_lock:
                 return candidate.source()
 
-        return super().build(replace(candidate, source=source), benchmarker)
+        return replace(candidate, source=source)

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -64,7 +65,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Outcome]
             return replace(TIMED, info={"engine": candidate.digest})
 
         monkeypatch.setattr(prescreening, "compile_file", compile_file)
-        attempt = screening.wrap(trial)
+        attempt = screening.wrap(trial, SimpleNamespace(examine=lambda candidate, look: look(candidate.source())))
         made = [Candidate(digest=name, edges=(), source=lambda n=name: Path(n)) for name in verdicts]
         return [attempt(candidate, None) for candidate in made], timed
 
@@ -118,15 +119,17 @@ prescreening: sm89
 """
 
 
-def experiment(folder: Path, count: int) -> Experiment:
+def experiment(folder: Path, count: int, more: str = "") -> Experiment:
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
     x = builder.op("Relu", builder.conv(x, 4, 3, pad=1))
     builder.output(builder.conv(x, 2, 1), name="y")
-    return parse_experiment(YAML.format(model=builder.save(folder / "net.onnx"), count=count), "test", folder)
+    text = YAML.format(model=builder.save(folder / "net.onnx"), count=count) + more
+    return parse_experiment(text, "test", folder)
 
 
-def test_a_search_continues_with_the_same_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", ["", "executor: {workers: 2}\n"])
+def test_a_search_continues_with_the_same_outcomes(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in of the compiler makes one kernel of each model, by the number of its pairs modulo 3."""
     compiled: list[str] = []
 
@@ -137,14 +140,14 @@ def test_a_search_continues_with_the_same_outcomes(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(prescreening, "compile_file", compile_file)
     out = tmp_path / "out"
-    run_experiment(experiment(tmp_path, 4), out=out, observer=NullProgress())
-    run_experiment(experiment(tmp_path, 8), out=out, observer=NullProgress())
+    run_experiment(experiment(tmp_path, 4, more), out=out, observer=NullProgress())
+    run_experiment(experiment(tmp_path, 8, more), out=out, observer=NullProgress())
     (journal,) = [path.with_suffix("") for path in out.glob("*/runs/*.jsonl.gz")]
     outcomes = [entry.result.outcome for entry in read_journal(journal) if entry.result]
     assert len(compiled) == len(outcomes)
     counts = count_prescreened(outcomes)
     assert counts.total() == len(outcomes) == 8
-    assert counts["timed"] <= 2
+    assert counts["equal"] > 0 or more  # two workers may take equal ones at once
     assert counts["refused"] > 0
     assert b'"prescreening":"sm89"' in next(read_lines(journal))[1]
 
