@@ -11,6 +11,7 @@ A step without a record runs again, and continues what its program had done; a s
 
 from __future__ import annotations
 
+import csv
 import getpass
 import gzip
 import os
@@ -128,6 +129,8 @@ def _run_step(step: Step, out: Path, packages: Mapping[str, Any], say: Callable[
             if step.experiment is not None:
                 write_text(folder / "experiment.yaml", step.experiment())
             status, reason = _run_program(step.program, folder)
+        if status == "passed" and step.results and (untimed := _untimed_rows(folder / step.results)):
+            status, reason = "failed", f"rows without a latency: {untimed}"
     except (UserError, CandidateError) as error:
         status, reason = "failed", str(error)
     wall_s = time.monotonic() - started_s
@@ -151,6 +154,13 @@ def _run_program(program: tuple[str, ...], folder: Path) -> tuple[Status, str]:
     if code < 0:
         return "failed", f"ended by signal {-code}; last line: {last}"
     return ("failed" if code else "passed"), last if code else ""
+
+
+def _untimed_rows(results: Path) -> str:
+    """Return the rows of a results folder that have no latency, with their reasons; a run passes with some of them."""
+    with (results / "report" / "main.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if not row["latency_ms"]]
+    return "; ".join(f"{row['method']} ({row['precision']}): {row['reason']}" for row in rows)
 
 
 def _write_sent_folder(out: Path, records: list[StepRecord]) -> None:

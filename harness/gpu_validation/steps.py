@@ -47,6 +47,7 @@ class Step:
         needs: Keys of `REQUIREMENTS`; without one of them the step is skipped.
         program: Arguments of Python; the working directory is the folder of the step.
         experiment: Returns the text of `experiment.yaml` in that folder; None: the program reads none.
+        results: Results folder of the experiment, relative to that folder.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Step:
     needs: tuple[str, ...]
     program: tuple[str, ...]
     experiment: Callable[[], str] | None = None
+    results: str = ""
 
 
 def list_steps() -> tuple[Step, ...]:
@@ -89,6 +91,12 @@ def list_steps() -> tuple[Step, ...]:
             needs=("tensorrt",),
             program=(*CLI, "noise", model, "--backend", "tensorrt", "--out", "noise"),
         ),
+        Step(
+            name="prescreening",
+            title="placements with equal kernels by TensorRT-RTX's compiler, timed in turns",
+            needs=("tensorrt", "rtx_compile"),
+            program=(*MEASURES, "prescreening", model),
+        ),
         *(_search_step(method, name) for method in METHODS for name in MODELS),
         Step(
             name="verdicts",
@@ -101,12 +109,14 @@ def list_steps() -> tuple[Step, ...]:
 
 def _search_step(method: str, name: str) -> Step:
     """Return a step with a search; its results are in the folder of the step `auto-NAME`."""
+    results = f"../auto-{name}/results"
     return Step(
         name=f"{method}-{name}",
         title=f"search by {METHODS[method][0]} on {name}; baselines {METHODS[method][1]}",
         needs=("tensorrt",) if method == "auto" else ("tensorrt", method),
-        program=(*CLI, "run", "experiment.yaml", "--out", f"../auto-{name}/results"),
+        program=(*CLI, "run", "experiment.yaml", "--out", results),
         experiment=partial(_write_experiment, method, name),
+        results=results,
     )
 
 
@@ -151,7 +161,7 @@ def _checkout_problem() -> str:
 
 
 REQUIREMENTS: Mapping[str, Callable[[], str]] = {
-    **{use: partial(_benchmarker_problem, use) for use in TENSORRT_BENCHMARKERS},
+    **{use: partial(_benchmarker_problem, use) for use in (*TENSORRT_BENCHMARKERS, "rtx_compile")},
     "gpu": _gpu_problem,
     "modelopt": _modelopt_problem,
     "checkout": _checkout_problem,

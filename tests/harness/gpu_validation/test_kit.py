@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from harness.cli.main import main
 from harness.errors import UserError
 from harness.gpu_validation import kit, measures, steps
+from harness.gpu_validation.conformance import check_benchmarker, file_candidate
 from harness.gpu_validation.kit import check_steps, run_validation
-from harness.gpu_validation.measures import check_benchmarker, check_timer, compare_with_trtexec
+from harness.gpu_validation.measures import check_prescreening, check_timer, compare_with_trtexec
 from harness.gpu_validation.steps import Step, list_steps
 from harness.graph.builder import GraphBuilder
 from harness.results_dir.integrity import find_changed_files
@@ -157,11 +159,22 @@ def test_the_timer_is_compared_with_itself_and_with_trtexec(folder: Path, monkey
 
     from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 
-    built = TensorRTBenchmarker().build(measures._candidate(small_model(folder / "net.onnx")), folder)
+    built = TensorRTBenchmarker().build(file_candidate(small_model(folder / "net.onnx")), folder)
     monkeypatch.setattr(TensorRTBenchmarker, "load", lambda self, path: built)
     assert [check.passed for check in compare_with_trtexec("net.onnx")] == [False, False]
     monkeypatch.setattr(fake_trt, "KERNEL_MS", 0.78)
     assert [check.passed for check in compare_with_trtexec("net.onnx")] == [True, True]
+
+
+@pytest.mark.usefixtures("machine")
+def test_placements_with_equal_kernels_are_timed_in_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in of the compiler makes the same kernels of all models."""
+    monkeypatch.setattr(measures, "compile_file", lambda path, target: SimpleNamespace(kernels=()))
+    small_model(folder / "net.onnx")
+    first, *others = check_prescreening("net.onnx")
+    assert "1 kinds of kernels for sm89" in first.detail
+    assert others
+    assert all(check.passed and check.name.startswith("equal kernels") for check in others)
 
 
 class OneCase:
@@ -211,7 +224,10 @@ def test_the_whole_kit_on_a_simulated_gpu(folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit):
         main(["validate-gpu", "out"])
     found = records(folder / "out")
-    assert Counter(record["status"] for record in found.values()) == {"passed": 2, "failed": 1}
+    assert Counter(record["status"] for record in found.values()) == {"passed": 1, "failed": 2}
+    reason = found["auto-net"]["reason"]  # of the stand-in: no BF16 on ONNX Runtime's CPU
+    assert reason.startswith("rows without a latency: float (bf16)")
+    assert ";" not in reason
     assert "cannot load this engine" in (folder / "out/send/steps/trtexec-timing/log.txt").read_text()
     sent = [
         path.relative_to(folder / "out/send/steps/auto-net") for path in folder.rglob("out/send/steps/auto-net/**/*")
