@@ -20,6 +20,7 @@ from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, p
 from harness.cli.doctor import doctor, validate_gpu
 from harness.cli.list import list_plugins
 from harness.cli.models import check, explain, regions, zoo
+from harness.cli.placements import apply, insert
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, recover, replay, sensitivity, study
@@ -36,6 +37,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": compare,
     "trace": trace,
     "reproduce": reproduce,
+    "insert": insert,
+    "apply": apply,
     "regions": regions,
     "explain": explain,
     "check": check,
@@ -85,9 +88,11 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
     "zoo",
 }
 #: Commands that write results.
-RESULTS_COMMANDS = frozenset({"run", "reproduce", "record", "report"})
+RESULTS_COMMANDS = frozenset({"run", "reproduce", "apply", "record", "report"})
 #: Commands that time engines; `autotune` parses its own `--wait`.
-TIMING_COMMANDS = frozenset({"run", "reproduce", "verify", "explain", "sensitivity", "recover", "record", "noise"})
+TIMING_COMMANDS = frozenset(
+    {"run", "reproduce", "apply", "verify", "explain", "sensitivity", "recover", "record", "noise"}
+)
 
 
 def _trust_plugins(trusted: bool | None) -> None:

@@ -78,7 +78,7 @@ class Experiment(ConfigSection):
     precision: _non_empty_distinct(QuantizedPrecision) = ("int8",)  # type: ignore[valid-type]
     sharing: Literal["pattern", "region"] = "pattern"
     objective: Objective = Objective()
-    searchers: _non_empty(SearcherSpec) = (SearcherSpec(use="auto"),)  # type: ignore[valid-type]
+    searchers: Annotated[tuple[SearcherSpec, ...], Field(strict=False)] = (SearcherSpec(use="auto"),)
     seeds: _non_empty_distinct(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
     initial: Annotated[tuple[PluginSpec, ...], BeforeValidator(as_list), Field(strict=False)] = tuple(
         PluginSpec(use=name) for name in DEFAULT_INITIAL
@@ -114,6 +114,10 @@ class Experiment(ConfigSection):
     def _check_initial(self) -> Experiment:
         check_initial(self.initial)
         check_baselines(self.baselines, self.initial)
+        if not (self.searchers or self.baselines):
+            raise ValueError(
+                "searchers: with an empty list, 'baselines' needs an entry, as there is nothing to compare"
+            )
         initial, budget = sum(map(initial_count, self.initial)), max(self.budget.evaluations)
         if budget <= initial:
             raise ValueError(

@@ -18,8 +18,9 @@ __all__ = [
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
 #: Placements of PTQ tools, made for each model; the last one has INT8 activations for every dialect of the backend.
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
-#: Placements from a file, `params: {path: ...}`: a Q/DQ model, a pattern cache, or the output of `qdq sensitivity`.
-FILE_SOURCES = ("import", "pattern_cache", "sensitivity")
+#: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
+#: pattern cache, or the output of `qdq sensitivity`.
+FILE_SOURCES = ("import", "placement", "pattern_cache", "sensitivity")
 MAX_FILE_PLACEMENTS = 32
 
 DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
@@ -45,6 +46,7 @@ def _is_limit(value: Any) -> bool:
 _PARAM_HINTS = {"path": "the name of a file", "limit": f"1 to {MAX_FILE_PLACEMENTS}"}
 _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "import": {"path": _is_path},
+    "placement": {"path": _is_path},
     "pattern_cache": {"path": _is_path, "limit": _is_limit},
     "sensitivity": {"path": _is_path, "limit": _is_limit},
 }

@@ -18,6 +18,7 @@ from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describ
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.qdq_graph import count_pairs
+from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION
@@ -52,7 +53,9 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
     """
     load_imported_models(starts)
     for start in starts:
-        if start.use == "sensitivity":
+        if start.use == "placement":
+            count_pairs(resolve_path(start.params["path"], start.base_dir))
+        elif start.use == "sensitivity":
             read_prior(resolve_path(start.params["path"], start.base_dir))
         elif start.use == "pattern_cache":
             read_cache(resolve_path(start.params["path"], start.base_dir))
@@ -87,6 +90,8 @@ class InitialDesign:
             yield start.name, HEURISTIC_RULES[rule](self.space, precision)
         elif start.use == "trt_guide":
             yield start.name, tensorrt_guide_placement(self.space, self.model)
+        elif start.use == "placement":
+            yield start.name, self._read_exported_placement(resolve_path(start.params["path"], start.base_dir))
         elif start.use == "pattern_cache":
             yield from self._pattern_cache_placements(start)
         elif start.use == "sensitivity":
@@ -103,6 +108,23 @@ class InitialDesign:
             yield name, self.space.nearest(import_placement(path, self.model))
         except UserError as error:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
+
+    def _read_exported_placement(self, path: Path) -> Placement:
+        """Return the placement of an exported file of a model with the same structure.
+
+        Raises:
+            UserError: The structures differ, or the space of this task lacks an edge.
+        """
+        edges = transfer_placement(path, self.model)
+        placement = self.space.nearest(edges)
+        missing = set(edges.items()).symmetric_difference(self.space.resolve(placement))
+        if missing:
+            edge, precision = min(missing)
+            raise UserError(
+                f"{path}: its placement is none of this space: {precision} at input {edge.slot} of {edge.consumer!r}; "
+                "use the backend, the precision and `sharing` that it was searched with"
+            )
+        return placement
 
     def foreign_origin_notes(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
         """Return notes on pattern-cache schemes among the entries that were measured on another machine.

@@ -291,7 +291,12 @@ class Delivery:
                 "calibration": {"data": task.calibrated_on, "method": "minmax", "ranges": facts_digest(task.ranges)},
                 "model": {"source": task.model.source, "sha256": task.model.sha256},
                 "dynamic_remark": "" if dynamic is None else dynamic.remark.partition(": ")[2],
-                "experiment": {},
+                "experiment": {
+                    "experiment": "autotune",
+                    "models": [task.spec.model.model_dump(mode="json")],
+                    "backends": [{"use": task.spec.backend.use, "params": dict(task.spec.backend.params)}],
+                    "precision": [task.spec.precision],
+                },
             },
         )
         folder = write_bundle(self._job.output_dir / SHIP_FOLDER, shipment, self._job.observer)

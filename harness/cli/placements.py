@@ -1,0 +1,117 @@
+"""`qdq insert` and `qdq apply`: placements without a search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.common import (
+    BaseOption,
+    DimOption,
+    ModelArgument,
+    ParamOption,
+    ShapeOption,
+    add_to_sys_path,
+    backend_spec,
+    count_option,
+    echo,
+    explain_relative_paths,
+    parse_sizes,
+    short_path,
+)
+from harness.cli.report import report_afterwards, show_report
+from harness.errors import UserError
+from harness.paths import check_path
+
+__all__ = ["apply", "insert"]
+
+DEFAULT_SAMPLES = 48
+
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(help="Calibration data: a .npy or .npz file, or a folder of images.", show_default=False),
+]
+PreprocessOption = Annotated[
+    str | None, typer.Option(help="Preprocessing of images; see qdq list.", show_default=False)
+]
+MethodOption = Annotated[str, typer.Option(help="Range estimator: minmax, mean, percentile, entropy, mse, l2.")]
+
+
+def insert(
+    model: ModelArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.", show_default=False)],
+    placement: Annotated[
+        str,
+        typer.Option(help="Rule (all, linear, movers, ...), a folder to deploy (ship/NAME), or a Q/DQ file."),
+    ] = "linear",
+    backend: Annotated[str, typer.Option(help="Runtime whose form of Q/DQ pairs is written; no device is needed.")] = (
+        "openvino"
+    ),
+    param: ParamOption = None,
+    precision: Annotated[str, typer.Option(help="int8, fp8, fp8e5m2 or mixed.")] = "int8",
+    calibration: CalibrationOption = None,
+    preprocess: PreprocessOption = None,
+    method: MethodOption = "minmax",
+    samples: Annotated[int, count_option("Maximum number of calibration samples.")] = DEFAULT_SAMPLES,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+) -> None:
+    """Write a model with the Q/DQ pairs of a rule or of a stored placement, without a search and without timing.
+
+    Example: `qdq insert model.onnx --placement linear --calibration calib.npy -o model-int8.onnx`
+    """
+    from harness.shipping.placements import calibration_config, insert_placement
+    from harness.terminal_progress import TerminalProgress
+
+    check_path(Path(model))
+    if output.exists() and output.resolve() == Path(model).resolve():
+        raise UserError(f"--output {output}: is the float model; use another file")
+    ranges = calibration_config(calibration, preprocess, samples, method, Path.cwd())
+    described = {**ranges, **parse_sizes(shape, dim)}
+    with TerminalProgress() as terminal:
+        made = insert_placement(
+            model, placement, output, terminal, backend=backend_spec(backend, param), precision=precision, **described
+        )
+    echo(
+        f"{made.path}: {made.pairs} Q/DQ pairs at {made.edges} inputs, dialect {made.dialect}, calibrated on "
+        f"{made.calibrated_on}"
+    )
+
+
+def apply(
+    result: Annotated[
+        Path, typer.Argument(help="Folder to deploy, RESULTS/ship/NAME, of an earlier run.", show_default=False)
+    ],
+    model: Annotated[Path, typer.Argument(help="ONNX file of the retrained float model.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Results folder.", show_default=False)],
+    calibration: CalibrationOption = None,
+    preprocess: PreprocessOption = None,
+    method: MethodOption = "minmax",
+    samples: Annotated[int, count_option("Maximum number of calibration samples.")] = DEFAULT_SAMPLES,
+    base: BaseOption = None,
+) -> None:
+    """Put a shipped placement into the next version of its model: calibrate anew, check speed and accuracy, ship it.
+
+    Runtime, evaluator and bound are those of the earlier run; without --calibration so are the calibration data. A
+    model of another structure is refused with the first difference.
+
+    Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
+    """
+    from harness.pipeline.runner import run_experiment
+    from harness.shipping.placements import apply_experiment, calibration_config
+    from harness.task_setup.preflight import check_experiment
+    from harness.terminal_progress import TerminalProgress
+
+    if not model.is_file():
+        raise UserError(f"{model}: no such file")
+    start = (base or Path.cwd()).resolve()
+    add_to_sys_path(start)
+    changes = {} if calibration is None else calibration_config(calibration, preprocess, samples, method, start)
+    with explain_relative_paths(start):
+        config = apply_experiment(short_path(result), model, changes, start)
+        for remark in check_experiment(config):
+            echo(remark, err=True)
+    with report_afterwards(lambda: show_report(out, ship=True)), TerminalProgress() as terminal:
+        run_experiment(config, out=out, observer=terminal)

@@ -1,0 +1,210 @@
+"""Write a placement into a model without a search, and the experiment that applies a shipped one to another model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.config.experiment import Experiment, parse_experiment
+from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.sections import PluginSpec
+from harness.config.yaml_loader import dump_yaml
+from harness.errors import UserError
+from harness.graph.io.files import move_model
+from harness.graph.load import save_to_folder
+from harness.graph.qdq.qdq_graph import QDQ_OPS, read_qdq_graph
+from harness.graph.qdq.space import build_space
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
+from harness.graph.rules.points import explain_no_points
+from harness.progress import Observer
+from harness.registry import create_plugin
+from harness.results_dir.io import explain_write_errors
+from harness.shipping.bundle import FACTS_FILE, read_bundle
+from harness.task_setup.initial_design import InitialDesign, load_imported_models
+from harness.task_setup.model_loader import MIN_OPSET, input_types, open_model
+from harness.task_setup.study_task import model_label
+from harness.task_setup.task import BackendProperties, Task, calibrate_task
+
+__all__ = ["InsertedModel", "apply_experiment", "calibration_config", "insert_placement"]
+
+ROW = "applied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsertedModel:
+    """Model with the pairs of a placement.
+
+    Attributes:
+        pairs: Number of Q/DQ pairs.
+        edges: Number of quantized inputs.
+        dialect: Name of the dialect.
+        calibrated_on: Source of the ranges.
+    """
+
+    path: Path
+    pairs: int
+    edges: int
+    dialect: str
+    calibrated_on: str
+
+
+def calibration_config(
+    data: Path | None, preprocess: str | None, samples: int, method: str, base_dir: Path
+) -> dict[str, Any]:
+    """Return the keys `calibration` and `preprocess` of a model.
+
+    Args:
+        data: `.npy` or `.npz` file, or a folder of images; None: random data.
+        preprocess: Preprocessing of images.
+        samples: Maximum number of samples.
+        method: Range estimator.
+        base_dir: Folder that relative paths of the experiment start from.
+
+    Raises:
+        UserError: Images without a preprocessing.
+    """
+    if data is None:
+        return {"calibration": {"method": method, "samples": samples}}
+    path = os.path.relpath(data, base_dir)  # results have no absolute paths
+    if data.is_dir():
+        if preprocess is None:
+            raise UserError(
+                f"--calibration {data}: images need --preprocess, the preprocessing of the model (qdq list)"
+            )
+        source: dict[str, Any] = {"use": "images", "images": path}
+    else:
+        source = {"use": data.suffix.removeprefix(".") or "npy", "path": path}
+    found: dict[str, Any] = {"calibration": {"data": source, "method": method, "samples": samples}}
+    return found | ({"preprocess": preprocess} if preprocess is not None else {})
+
+
+def apply_experiment(folder: Path, model: Path, changes: Mapping[str, Any], base_dir: Path) -> Experiment:
+    """Return an experiment without searches, with a shipped placement in another model as its row "applied".
+
+    Args:
+        folder: Folder to deploy; see `harness.shipping.bundle`.
+        model: Float model with the structure of the one that was searched.
+        changes: Keys of the model that differ from the stored ones, see `calibration_config`.
+        base_dir: Folder that relative paths of the stored experiment start from.
+
+    Raises:
+        UserError: It is no such folder, or a file in it is damaged.
+    """
+    facts = read_bundle(folder)
+    stored, shipped = facts["experiment"], os.path.relpath(folder / facts["file"], base_dir)
+    if not stored:
+        raise UserError(f"{folder / FACTS_FILE}: has no experiment, so its settings are unknown")
+    known = {key: value for key, value in stored["models"][0].items() if key not in changes}
+    described = {
+        **stored,
+        "experiment": f"{ROW}-{model_label(str(model))}",
+        "models": [{**known, **changes, "use": os.path.relpath(model, base_dir), "label": model_label(str(model))}],
+        "initial": [{"use": "placement", "params": {"path": shipped}, "label": ROW}],
+        "baselines": [ROW],
+        "searchers": [],
+    }
+    return parse_experiment(dump_yaml(described), str(folder / FACTS_FILE), base_dir)
+
+
+def insert_placement(
+    model: str, placement: str, out: Path, observer: Observer, *, backend: PluginSpec, **described: Any
+) -> InsertedModel:
+    """Write a model with the Q/DQ pairs of a placement, without building or timing it.
+
+    Args:
+        model: ONNX file, `zoo:NAME` or `assets:PATH`.
+        placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
+        out: File to write.
+        backend: Benchmarker whose dialect the pairs have; its device may be absent.
+        described: `precision`, and keys of the model in an experiment.
+
+    Raises:
+        UserError: Anything that cannot be used, or a placement that does not fit the model.
+    """
+    precision = described.pop("precision")
+    entry = _initial_entry(placement)
+    experiment = parse_experiment(
+        dump_yaml(
+            {
+                "experiment": "insert",
+                "models": [{"use": model, "label": model_label(model), **described}],
+                "backends": [{"use": backend.use, "params": dict(backend.params)}],
+                "precision": [precision],
+                "initial": [entry],
+                "baselines": [entry["label"]] if entry["label"] != "float" else ["all"],
+                "searchers": [],
+            }
+        ),
+        "insert",
+        Path.cwd(),
+    )
+    spec = plan_tasks(experiment)[0]
+    dialect = load_dialect(_dialect_name(backend))
+    with tempfile.TemporaryDirectory(prefix="qdq-insert-") as scratch:
+        task = _calibrated(experiment, spec, dialect, Path(scratch), observer)
+        design = InitialDesign(
+            spec=spec,
+            space=task.space,
+            model=task.model,
+            external_models=load_imported_models(experiment.initial),
+            observer=observer,
+            facts={"name": backend.use},
+        )
+        found = design.placements(experiment.initial)[entry["label"]].get(entry["label"])
+        if found is None:
+            raise UserError(f"--placement {placement}: its placement cannot be read back, as said above")
+        resolved = task.space.resolve(found)
+        made = task.inserter.export(resolved, Path(scratch) / out.name)
+        with explain_write_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            move_model(made, out)
+        return InsertedModel(
+            path=out,
+            pairs=task.inserter.count_pairs(resolved),
+            edges=len(resolved),
+            dialect=dialect.name,
+            calibrated_on=task.calibrated_on,
+        )
+
+
+def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: Path, observer: Observer) -> Task:
+    """Return the calibrated task of a model in a dialect, on a machine that may lack the runtime."""
+    model = open_model(spec.model, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
+    space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
+    if not len(space):
+        raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
+    feeds = CalibrationBatches(spec.model, model, input_types(model))
+    if feeds.is_random:
+        observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
+    runtime = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=True)
+    file = save_to_folder(model, work)
+    return calibrate_task(spec, model, file, space, runtime=runtime, feeds=feeds, observer=observer)
+
+
+def _initial_entry(placement: str) -> dict[str, Any]:
+    """Return the entry of `initial` for the name of a rule, a folder to deploy or a Q/DQ file."""
+    path = Path(placement)
+    if (path / FACTS_FILE).is_file():
+        path = path / read_bundle(path)["file"]
+    if not path.is_file():
+        return {"use": placement, "label": placement}
+    own = any(
+        NAME_PREFIX in node.output[0] for node in read_qdq_graph(path).proto.graph.node if node.op_type in QDQ_OPS
+    )
+    return {"use": "placement" if own else "import", "params": {"path": str(path.resolve())}, "label": ROW}
+
+
+def _dialect_name(backend: PluginSpec) -> str:
+    """Return the dialect of a benchmarker on this machine, or its usual one if the runtime or its device is absent."""
+    benchmarker = create_plugin("benchmarker", backend.use, backend.params)
+    try:
+        facts = benchmarker.describe()
+    except UserError:
+        facts = {}
+    return dialect_name_for(benchmarker, backend.use, facts)

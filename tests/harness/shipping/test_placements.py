@@ -1,0 +1,154 @@
+"""Placements without a search: written by rule, and moved to the next version of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from onnx_models import activation_ranges, loaded
+from small import qdq, save_small
+
+from harness.errors import UserError
+from harness.graph.io.files import digest_file
+from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.qdq_graph import count_pairs, read_qdq_graph
+from harness.graph.qdq.space import build_space
+from harness.graph.qdq.transfer_placement import transfer_placement
+from harness.graph.rules.dialects import OPENVINO
+from harness.report.load.results import load as load_results
+from harness.results_dir.io import write_json
+from harness.shipping.bundle import MANIFEST_FILE
+
+
+def retrain(path: Path, target: Path, change: Any = lambda proto: None) -> Path:
+    """Write a model with other weights and other names of nodes and weights."""
+    proto = onnx.load(path)
+    names = {tensor.name: f"new.{tensor.name}" for tensor in proto.graph.initializer}
+    for tensor in proto.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(numpy_helper.from_array((values * 1.1).astype(values.dtype), names[tensor.name]))
+    for node in proto.graph.node:
+        node.name = f"new.{node.name}"
+        node.input[:] = [names.get(name, name) for name in node.input]
+    change(proto)
+    onnx.save(proto, target)
+    return target
+
+
+def export_all(path: Path, target: Path) -> Path:
+    model = load(path)
+    space = build_space(model, OPENVINO, precisions=("int8",))
+    feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
+    inserter = Inserter(model, OPENVINO, activation_ranges(model, [feed]))
+    return inserter.export(space.resolve(space.quantize_all()), target)
+
+
+def test_a_placement_fits_a_retrained_model(tmp_path: Path) -> None:
+    shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "all.onnx")
+    model = load(retrain(tmp_path / "net.onnx", tmp_path / "new.onnx"))
+    found = transfer_placement(shipped, model)
+    space = build_space(model, OPENVINO, precisions=("int8",))
+    assert found == dict(space.resolve(space.quantize_all()))
+    assert {edge.consumer.startswith("new.") for edge in found if edge.consumer} == {True}
+
+
+def rename_operator(proto: onnx.ModelProto) -> None:
+    next(node for node in proto.graph.node if node.op_type == "Relu").op_type = "Sigmoid"
+
+
+def change_attribute(proto: onnx.ModelProto) -> None:
+    conv = next(node for node in proto.graph.node if node.op_type == "Conv")
+    next(attribute for attribute in conv.attribute if attribute.name == "pads").ints[:] = [2, 1, 0, 1]
+
+
+def change_wiring(proto: onnx.ModelProto) -> None:
+    add = next(node for node in proto.graph.node if node.op_type == "Add")
+    add.input[:] = reversed(add.input)
+
+
+def remove_last(proto: onnx.ModelProto) -> None:
+    last = proto.graph.node.pop()
+    proto.graph.output[0].name = last.input[0]
+
+
+def widen_weight(proto: onnx.ModelProto) -> None:
+    kernel = next(tensor for tensor in proto.graph.initializer if list(tensor.dims) == [12, 12, 1, 1])
+    wide = np.zeros((12, 12, 3, 3), np.float32)
+    kernel.CopyFrom(numpy_helper.from_array(wide, kernel.name))
+    conv = next(node for node in proto.graph.node if kernel.name in node.input)
+    for attribute in conv.attribute:
+        if attribute.name == "kernel_shape":
+            attribute.ints[:] = [3, 3]
+        elif attribute.name == "pads":
+            attribute.ints[:] = [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (rename_operator, "Sigmoid"),
+        (change_attribute, "attributes"),
+        (change_wiring, "counterpart"),
+        (remove_last, "nothing"),
+        (widen_weight, "new."),
+    ],
+)
+def test_another_structure_is_refused_with_the_first_difference(tmp_path: Path, change: Any, fact: str) -> None:
+    shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "all.onnx")
+    model = loaded(onnx.load(retrain(tmp_path / "net.onnx", tmp_path / "new.onnx", change)))
+    with pytest.raises(UserError, match="structure") as refused:
+        transfer_placement(shipped, model)
+    assert fact in str(refused.value)
+
+
+def test_insert_writes_a_rule_and_a_stored_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net, first, second = save_small(tmp_path / "net.onnx"), tmp_path / "a.onnx", tmp_path / "b.onnx"
+    np.save(tmp_path / "calib.npy", np.random.default_rng(0).random((4, 3, 16, 16), np.float32))
+    data = ["--calibration", str(tmp_path / "calib.npy")]
+    assert qdq("insert", str(net), "-o", str(first), "--placement", "linear", "--backend", "tensorrt", *data) == 0
+    assert f"{first}: {count_pairs(first)} Q/DQ pairs" in capsys.readouterr().out
+    assert qdq("insert", str(net), "-o", str(second), "--placement", str(first), "--backend", "tensorrt", *data) == 0
+    assert digest_file(first) == digest_file(second)
+    assert qdq("insert", str(net), "-o", str(net)) == 2
+    assert qdq("insert", str(net), "-o", str(second), "--placement", "linar") == 2
+    assert "linear" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_apply_measures_the_placement_in_the_next_version_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    stored = {
+        "experiment": "mine",
+        "models": [{"use": "net.onnx", "calibration": {"samples": 2}}],
+        "backends": [{"use": "simulated", "params": {"seed": 3, "noise": 0.0}}],
+        "precision": ["int8"],
+        "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
+    }
+    write_json(shipped.with_name("ship.json"), {"schema": 1, "file": "net.onnx", "experiment": stored})
+    lines = [f"{digest}  {name}\n" for name, digest in _sha256(shipped.parent).items()]
+    shipped.with_name(MANIFEST_FILE).write_text("".join(lines))
+    new = retrain(tmp_path / "net.onnx", tmp_path / "new.onnx")
+    assert qdq("apply", str(shipped.parent), str(new), "--out", "out") == 0
+    assert "applied" in capsys.readouterr().out
+    (task,) = load_results(tmp_path / "out").tasks
+    (choice,) = (pick for pick in task.picks if pick.method == "applied")
+    exported = task.folder / "models" / task.rows[choice.row].file
+    assert len(read_qdq_graph(exported).edges) == len(read_qdq_graph(shipped).edges)
+    assert str(tmp_path) not in (tmp_path / "out/experiment.yaml").read_text()
+    other = retrain(tmp_path / "net.onnx", tmp_path / "other.onnx", rename_operator)
+    assert qdq("apply", str(shipped.parent), str(other), "--out", "again") == 2
+    assert "Sigmoid" in capsys.readouterr().err
+
+
+def _sha256(folder: Path) -> dict[str, str]:
+    import hashlib
+
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
