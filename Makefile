@@ -35,5 +35,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or later is needed; say which: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[modelopt,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[modelopt,nncf,dev]'
 	@touch $@

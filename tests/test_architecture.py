@@ -35,7 +35,10 @@ def test_search_needs_little_and_optuna_in_its_bridge_alone():
         assert foreign <= {"numpy", "scipy", "sklearn"} | ({"optuna"} if path.stem in bridge else set()), path
 
 
-CALIBRATION_WITH_ONNX = ("histogram_calibrators", "sentinel_observer", "ptq_child")
+CALIBRATION_WITH_ONNX = (
+    "calibration/histogram_calibrators", "calibration/sentinel_observer", "calibration/ptq_child",
+    "tools/programs/nncf_child",
+)  # fmt: skip
 
 
 def test_only_graph_imports_onnx():
@@ -46,8 +49,8 @@ def test_only_graph_imports_onnx():
         and any(line.startswith(("import onnx\n", "import onnx ", "from onnx ", "from onnx.", "import onnx_g"))
                 for line in path.read_text().splitlines(keepends=True))
     ]  # fmt: skip
-    # These two run in ONNX Runtime's calibration, the third in a process of its own.
-    allowed = {f"harness/accuracy/calibration/{name}.py" for name in CALIBRATION_WITH_ONNX}
+    # The first two run in ONNX Runtime's calibration, the others in processes of their own.
+    allowed = {f"harness/accuracy/{name}.py" for name in CALIBRATION_WITH_ONNX}
     assert set(offenders) <= allowed
 
 
@@ -100,6 +103,7 @@ NATIVE_CALLS = {
 }  # fmt: skip
 NATIVE_MODULES = {
     "accuracy.calibration.histogram_calibrators", "accuracy.calibration.ptq_child", "accuracy.calibration.ranges",
+    "accuracy.tools.programs.nncf_child",
     "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
     "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.model_checks", "runtimes.tensorrt_rtx",

@@ -17,13 +17,14 @@ import typer
 from harness.cli.common import echo, print_table, replace_change_advice, short_path
 from harness.errors import CandidateError, UserError, install_hint
 
-__all__ = ["doctor", "examine_machine", "validate_gpu"]
+__all__ = ["doctor", "examine_machine", "tools", "validate_gpu"]
 
 #: Name: module to look for, and the command that installs it.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
     "openvino": ("openvino", install_hint("cpu")),
     "onnxruntime": ("onnxruntime", f"{install_hint('cpu')}, or {install_hint('modelopt')}, never both"),
     "modelopt": ("modelopt", install_hint("modelopt")),
+    "nncf": ("nncf", install_hint("nncf")),
     "tensorrt": ("tensorrt", f"{install_hint('tensorrt')} (needs an NVIDIA GPU)"),
     "cuda-python": ("cuda.bindings", install_hint("tensorrt")),
     "tensorrt-rtx": ("tensorrt_rtx", f"{install_hint('rtx')} (a compiler; needs no GPU)"),
@@ -74,6 +75,26 @@ def validate_gpu(
     )
     if counts["failed"]:
         raise typer.Exit(1)
+
+
+def tools(
+    action: Annotated[str, typer.Argument(help="install, or list.", show_default=False)] = "list",
+    name: Annotated[str, typer.Argument(help="Tool to install.", show_default=False)] = "",
+    index_url: Annotated[
+        str | None, typer.Option(help="Additional package index, such as that of PyTorch for CPUs.", show_default=False)
+    ] = None,
+) -> None:
+    """List or install tools that run in an environment of their own, because their dependencies contradict ours.
+
+    Example: `qdq tools install quark`
+    """
+    from harness.accuracy.tools.environments import install_environment
+
+    if action not in ("list", "install"):
+        raise UserError(f"qdq tools: install or list, but got {action!r}")
+    if action == "install":
+        install_environment(name, index_url)
+    print_table(("what", "state", "detail"), list(_tool_environments()))
 
 
 def examine_machine() -> list[Row]:
@@ -146,7 +167,16 @@ def _one_line(error: Exception, prefix: str = "") -> str:
     return " ".join(str(error).removeprefix(f"{prefix}: ").split())
 
 
+def _tool_environments() -> Iterator[Row]:
+    from harness.accuracy.tools.environments import REQUIREMENTS, environment_python
+
+    for name, requirements in REQUIREMENTS.items():
+        ready = environment_python(name) is not None
+        yield (f"tool {name}", "ok" if ready else "missing", requirements[0] if ready else f"qdq tools install {name}")
+
+
 def _tools() -> Iterator[Row]:
+    yield from _tool_environments()
     trtexec = shutil.which("trtexec")
     yield ("trtexec", "ok" if trtexec else "missing", trtexec or "part of TensorRT's archive, not of its pip package")
     assets = os.environ.get("QDQ_ASSETS", "")

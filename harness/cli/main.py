@@ -17,7 +17,7 @@ import typer
 
 from harness.cli.common import add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
-from harness.cli.doctor import doctor, validate_gpu
+from harness.cli.doctor import doctor, tools, validate_gpu
 from harness.cli.list import list_plugins
 from harness.cli.models import check, explain, regions, zoo
 from harness.cli.placements import apply, insert
@@ -57,6 +57,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "zoo": zoo,
     "list": list_plugins,
     "doctor": doctor,
+    "tools": tools,
     "validate-gpu": validate_gpu,
 }
 #: `autotune` resumes too, and prints a message itself.
@@ -83,6 +84,7 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
     "list",
     "ptq",
     "report",
+    "tools",
     "trace",
     "validate-gpu",
     "zoo",

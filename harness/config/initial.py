@@ -11,13 +11,15 @@ from harness.errors import suggest_names
 from search.heuristics import HEURISTIC_RULES
 
 __all__ = [
-    "DEFAULT_BASELINES", "DEFAULT_INITIAL", "FILE_SOURCES", "FULLY_QUANTIZED", "PTQ_TOOLS", "as_list",
+    "BASELINE_TOOLS", "DEFAULT_BASELINES", "DEFAULT_INITIAL", "FILE_SOURCES", "FULLY_QUANTIZED", "PTQ_TOOLS", "as_list",
     "check_baselines", "check_initial", "initial_count", "split_rule_precision",
 ]  # fmt: skip
 
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
 #: Placements of PTQ tools, made for each model; the last one has INT8 activations for every dialect of the backend.
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
+#: Tools whose models are baselines alone: a file of another form, or pairs that are no placement of the dialect.
+BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_control", "quark_ptq")
 #: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
 #: pattern cache, or the output of `qdq sensitivity`.
 FILE_SOURCES = ("import", "placement", "pattern_cache", "sensitivity")
@@ -91,7 +93,8 @@ def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None
 
     "float" is none, because the float model always has its row.
     """
-    known = (*_RULE_PLACEMENTS[1:], *PTQ_TOOLS, *(entry.name for entry in initial if entry.use in FILE_SOURCES))
+    tools = (*PTQ_TOOLS, *BASELINE_TOOLS)
+    known = (*_RULE_PLACEMENTS[1:], *tools, *(entry.name for entry in initial if entry.use in FILE_SOURCES))
     for name in names:
         if name not in known:
             raise ValueError(f"baselines: no baseline is called {name!r}; {suggest_names(name, known)}")

@@ -85,7 +85,7 @@ class _Exporter:
         """Return the row of an existing model file."""
         if row not in self.rows:
             with explain_write_errors(self._models / f"{row}.onnx"):
-                target = copy_model(self._task.runtime_input_file(path), self._models, f"{row}.onnx")
+                target = copy_model(self._task.runtime_input_file(path), self._models, f"{row}{path.suffix}")
             self._add_row(row, target, pairs)
         return row
 
@@ -114,7 +114,14 @@ def _baseline_rows(experiment: Experiment, task: Task, exporter: _Exporter, othe
     for name in experiment.baselines:
         row, reason = _baseline_row(name, task, exporter)
         timed = not row or exporter.rows[row].timed
-        yield Choice(method=name, kind="baseline", row=row, reason=reason if timed else ACCURACY_ONLY_VERDICT)
+        tool = task.external_models.get(name)
+        yield Choice(
+            method=name,
+            kind="baseline",
+            row=row,
+            reason=reason if timed else ACCURACY_ONLY_VERDICT,
+            minutes=None if tool is None or tool.seconds is None else tool.seconds / 60,
+        )
 
 
 def _transferred_rows(brought: Mapping[str, TransferredPlacement], exporter: _Exporter) -> Iterator[Choice]:

@@ -40,6 +40,7 @@ from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
 from harness.pipeline.export import export_finalists
+from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.pipeline.task_run import TaskRun
@@ -261,6 +262,8 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             if book.has_unscored_rows(table):
                 scoring.prepare_evaluators(book, task.model_file)
             book.score_rows(table)
+            if checker is not None:
+                score_tool_files(table, worker, experiment.limits, observer, facts_digest(scoring.facts))
         if checker is not None:
             checker.check_rows(table, place.retry_failed)
         backend = engines.describe()

@@ -15,7 +15,7 @@ from harness import registry
 from harness.api import Array, Candidate, capabilities_of
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
-from harness.graph.io.files import digest_file
+from harness.graph.io.files import IR_SUFFIX, digest_file
 from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
 from harness.progress import Observer
 from harness.random_inputs import feeds_digest
@@ -49,6 +49,7 @@ REPORT_FOLDER_NAME = "wrong_result"
 """Folder, in that of a task, of small models that show a fault."""
 REFERENCE_THREADS = 4
 FLOAT_REFERENCE_LABEL = "the float model in ONNX Runtime"
+_IR_REASON = "an OpenVINO IR, whose operators were not compared one by one"
 _SATURATION_REASON = "this processor adds products of 8-bit integers in 16 bits; the result is right with"
 SATURATION_REASONS: Mapping[Literal["weights", "data"], str] = {
     "weights": f"{_SATURATION_REASON} weights of 7 bits (reduce_range: true)",
@@ -180,6 +181,8 @@ class RuntimeChecker:
             own = require_outputs(self._float_outputs(benchmarker), "the engine")
             return compare_float(compare.floats, own, compare.precision, compare.skipped)
         found = compare.judge(path)
+        if path.suffix == IR_SUFFIX:
+            return replace(found, reason=_IR_REASON) if found.is_wrong else found
         if found.is_wrong and self._plan.saturates:
             target = self._scratch / "narrow.onnx"
             for what, remedy in SATURATION_REASONS.items():
@@ -196,9 +199,20 @@ class RuntimeChecker:
             engine_float=None if isinstance(own, Failed) else own,
             precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
             skipped=self._compared_outputs[0],
-            reference=lambda path: self._reference(self._truncated_model(path), self._feeds),
+            reference=self._file_outputs,
             engine=lambda path: self._run(self._truncated_model(path), self._feeds, benchmarker),
         )
+
+    def _file_outputs(self, path: Path) -> Outputs | Failed:
+        """Return what a file describes: an OpenVINO IR is computed by OpenVINO without integer kernels."""
+        if path.suffix != IR_SUFFIX:
+            return self._reference(self._truncated_model(path), self._feeds)
+        params = {"integer_kernels": False, "precision": "f32", "threads": 1}
+        worker = WorkerSpec(
+            benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="openvino", params=params)}, workdir=self._scratch
+        )
+        with open_engines(worker, self._plan.limits) as engines:
+            return _run_model(engines, path, self._feeds)
 
     @cached_property
     def _compared_outputs(self) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -215,7 +229,7 @@ class RuntimeChecker:
 
     def _truncated_model(self, path: Path) -> Path:
         """Return the file itself, or where every output depends on indices, a copy that ends in front of them."""
-        if not self._compared_outputs[1]:
+        if not self._compared_outputs[1] or path.suffix == IR_SUFFIX:
             return path
         target = self._scratch / "cut.onnx"
         ModelGraph(path).write_submodel(target, self._compared_outputs[1])

@@ -39,6 +39,7 @@ from harness.report.tables.notes import partial_note, progress_note
 from harness.report.tables.overview import overview_frame
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.report.tables.searchers import pair_frame, score_frame
+from harness.report.tables.tools import tool_frame
 from harness.report.tables.transfer import transfer_frame
 from harness.results_dir.io import explain_write_errors, write_json, write_text
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
@@ -66,6 +67,7 @@ class Frames:
         finalists: All confirmed placements of searches.
         precision: Methods with a score, or of several precisions.
         decision: Float precisions, PTQ tools, rules, and the best found.
+        tools: Methods of tasks with rows of other tools, also scored as their files describe them.
         budget: Confirmed speedup by searcher and budget.
         fixed: Gain over the best fixed row of the task.
         targets: Evaluations and minutes to a share of the best gain.
@@ -86,6 +88,7 @@ class Frames:
     finalists: pd.DataFrame
     precision: pd.DataFrame
     decision: pd.DataFrame
+    tools: pd.DataFrame
     budget: pd.DataFrame
     fixed: pd.DataFrame
     targets: pd.DataFrame
@@ -115,6 +118,7 @@ def load(folder: Path | str) -> Frames:
         finalists=finalist_frame(results),
         precision=precision_frame(main),
         decision=decision_frame(results, main),
+        tools=tool_frame(results, main),
         budget=budgets,
         fixed=fixed_frame(results),
         targets=target_frame(results),

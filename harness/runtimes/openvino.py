@@ -57,6 +57,7 @@ class OpenVINOBenchmarker:
         profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
         reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: where the processor adds products in 16
             bits, in which those of 8 bits saturate.
+        integer_kernels: False: compute every quantization as the file describes it, in float; a reference.
 
     Raises:
         UserError: OpenVINO is not installed.
@@ -67,7 +68,12 @@ class OpenVINOBenchmarker:
     capabilities = Capabilities(emulated=frozenset({"fp8", "fp8e5m2"}))
 
     def __init__(
-        self, threads: int = 1, precision: Precision = "auto", profile: bool = False, reduce_range: bool | None = None
+        self,
+        threads: int = 1,
+        precision: Precision = "auto",
+        profile: bool = False,
+        reduce_range: bool | None = None,
+        integer_kernels: bool = True,
     ) -> None:
         precision = normalize_float_precision(precision)
         if precision not in PRECISIONS:
@@ -82,13 +88,15 @@ class OpenVINOBenchmarker:
         self._float = "f32" if self._open else precision
         self._offered = ("f32", "bf16") if "BF16" in offered else ("f32",)
         self._profile = profile
+        self._integer_kernels = integer_kernels
         self._reduced = machine_lacks_vnni() if reduce_range is None else reduce_range
         self._dialect = "openvino_7bit" if self._reduced else "openvino"
         self.capabilities = replace(self.capabilities, dialect=self._dialect)
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {**engine_properties(self._threads, self._float), "PERF_COUNT": self._profile}
+        described = {} if self._integer_kernels else {"LP_TRANSFORMS_MODE": False}
+        return {**engine_properties(self._threads, self._float), "PERF_COUNT": self._profile, **described}
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Compile the candidate's file.
@@ -146,6 +154,8 @@ class OpenVINOBenchmarker:
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`."""
         profiled = {"profile": True} if self._profile else {}
+        if not self._integer_kernels:
+            profiled["integer_kernels"] = False
         return {
             "name": "openvino",
             "version": self._ov.__version__,

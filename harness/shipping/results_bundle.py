@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.config.yaml_loader import read_experiment_yaml
+from harness.graph.io.files import IR_SUFFIX
 from harness.progress import Observer
 from harness.report.frames.confirmation import valid_turns
 from harness.report.load.results import Results, TaskResults
@@ -52,8 +53,8 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
         if row is None or target is None or FLOAT_ROW not in task.rows:
             continue
         model, floating = (exported(task, task.rows[name]) for name in (row["row"], FLOAT_ROW))
-        if not (model.exists() and floating.exists()):
-            continue
+        if not (model.exists() and floating.exists()) or model.suffix == IR_SUFFIX:
+            continue  # an IR of another tool is taken from the folder of the exported models
         dynamic = dynamic_model_path(model)
         shipment = Shipment(
             name=task.name,

@@ -6,16 +6,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import distributions
-from importlib.util import find_spec
 from pathlib import Path
 
-from harness.accuracy.calibration.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
+from harness.accuracy.calibration.ptq import MetricRequest, PtqOptions, ptq_fingerprint, quantize
+from harness.accuracy.tools.catalog import TOOLS, method_substitute, unavailable_reason
 from harness.api import Array
 from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
 from harness.config.plan import quantized_precisions
-from harness.errors import BuildFailed, install_hint
+from harness.errors import BuildFailed
+from harness.graph.io.files import IR_SUFFIX
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs
@@ -26,44 +28,15 @@ from harness.results_dir.io import explain_write_errors
 from search.space import Space
 
 __all__ = [
-    "PTQ_FUNCTIONS", "ExternalModel", "QuantizationRequest", "fully_quantized_symmetric", "method_substitute",
-    "run_external_tool", "tool_remarks", "unavailable_reason",
+    "PTQ_FUNCTIONS", "ExternalModel", "QuantizationRequest", "fully_quantized_symmetric", "run_external_tool",
+    "tool_remarks",
 ]  # fmt: skip
 
 SIGNED_ORT_TOOL = "ort_static_s8"
-PTQ_FUNCTIONS = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, SIGNED_ORT_TOOL: ort_static}
-PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PtqTool:
-    """Options of an experiment that a PTQ tool supports.
-
-    Attributes:
-        modules: What must be installed, by the name that is imported.
-        precisions: Precisions that it quantizes to.
-        methods: Its calibration methods, by our names.
-    """
-
-    modules: tuple[str, ...]
-    precisions: tuple[str, ...]
-    methods: tuple[str, ...]
-
-    def nearest_method(self, method: str) -> str:
-        """Return a method, or the nearest one that the tool has: entropy clips, as all but the mean of extremes do."""
-        return method if method in self.methods else "minmax" if method == "mean" else "entropy"
-
-
-_ORT_TOOL = PtqTool(modules=("onnxruntime",), precisions=("int8",), methods=("minmax", "max", "entropy", "percentile"))
-PTQ_TOOLS: Mapping[str, PtqTool] = {
-    "modelopt_ptq": PtqTool(
-        modules=("modelopt", "torch", "onnx_graphsurgeon"),
-        precisions=("int8", "fp8"),
-        methods=("minmax", "max", "entropy"),
-    ),
-    "ort_static": _ORT_TOOL,
-    SIGNED_ORT_TOOL: _ORT_TOOL,
-}
+PTQ_FUNCTIONS = {name: partial(quantize, name) for name in TOOLS}
+PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime", "nncf", "openvino")
+_IR_TOOLS = frozenset({"nncf_ptq", "nncf_accuracy_control"})
+"""Tools that deliver an OpenVINO IR to OpenVINO, as their guides have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +45,7 @@ class ExternalModel:
 
     Attributes:
         method: How the tool calibrated, where it lacks the method of the experiment; "" otherwise.
+        seconds: Wall-clock that the tool took; None for an imported model.
     """
 
     name: str
@@ -79,6 +53,7 @@ class ExternalModel:
     pairs: int = 0
     reason: str = ""
     method: str = ""
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +64,7 @@ class QuantizationRequest:
         source: The model, for people.
         data: Calibration batches; gone through only where a model is made.
         data_key: Changes with the model, the data, and what is done to them.
+        metric: Evaluator and bound of the search, for tools that keep one; None if there is no bound.
     """
 
     model_file: Path
@@ -96,6 +72,7 @@ class QuantizationRequest:
     data: Iterable[Mapping[str, Array]]
     data_key: str
     options: PtqOptions
+    metric: MetricRequest | None = None
 
 
 def run_external_tool(name: str, order: QuantizationRequest, observer: Observer) -> ExternalModel:
@@ -106,45 +83,38 @@ def run_external_tool(name: str, order: QuantizationRequest, observer: Observer)
     Raises:
         UserError: The disk is full.
     """
-    options = order.options
-    if reason := unavailable_reason(name, options.get("precision", "int8")):
+    options, tool = order.options, TOOLS[name]
+    reason = unavailable_reason(name, options.get("precision", "int8"))
+    if tool.controls_accuracy and order.metric is None:
+        reason = reason or "keeps a bound on accuracy, but the objective has none"
+    if reason:
         observer.say(f"{order.source}: {name} cannot run: {reason}")
         return ExternalModel(name=name, path=None, reason=reason)
     asked = options.get("method", "minmax")
-    method = PTQ_TOOLS[name].nearest_method(asked)
+    method = tool.nearest_method(asked)
     options = {**options, "method": method}
     if name == SIGNED_ORT_TOOL:
         options = {**options, "dialect_name": _signed_dialect_name(options["dialect_name"])}
-    instead = method if method != asked else ""
-    if instead:
-        observer.say(f"{order.source}: {method_substitute(name, asked)}")
-    path = cache_dir() / "ptq" / _cache_key(name, options, order.data_key) / f"{name}.onnx"
+    instead = method if (remark := method_substitute(name, asked)) else ""
+    if remark:
+        observer.say(f"{order.source}: {remark}")
+    metric = order.metric if tool.controls_accuracy else None
+    is_ir = name in _IR_TOOLS and options["dialect_name"].startswith("openvino")
+    key = _cache_key(name, options, f"{order.data_key}{metric or ''}")
+    path = cache_dir() / "ptq" / key / f"{name}{IR_SUFFIX if is_ir else '.onnx'}"
+    seconds_file = path.with_suffix(".seconds")
     if not path.exists():
         with observer.work(f"{order.source}: quantize with {name}", 1) as step, explain_write_errors(path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                PTQ_FUNCTIONS[name](order.model_file, path, order.data, **options)
+                seconds = PTQ_FUNCTIONS[name](order.model_file, path, order.data, metric=metric, **options)
             except BuildFailed as error:
                 observer.say(f"{order.source}: {name} failed: {error}")
                 return ExternalModel(name=name, path=None, reason=str(error), method=instead)
+            seconds_file.write_text(f"{seconds:.2f}", encoding="ascii")
             step.advance()
-    return ExternalModel(name=name, path=path, pairs=count_pairs(path), method=instead)
-
-
-def unavailable_reason(name: str, precision: str) -> str:
-    """Return why a tool cannot run here or at a precision; "" where it can."""
-    tool = PTQ_TOOLS[name]
-    if missing := [module for module in tool.modules if find_spec(module) is None]:
-        return f"{', '.join(missing)} not installed: {install_hint('modelopt')}"
-    if precision not in tool.precisions:
-        return f"quantizes to {' or '.join(tool.precisions)}, not to {precision}"
-    return ""
-
-
-def method_substitute(name: str, method: str) -> str:
-    """Return the method that a tool uses instead of one that it lacks, or "" if it supports the method."""
-    instead = PTQ_TOOLS[name].nearest_method(method)
-    return "" if instead == method else f"{name} has no calibration method {method} and calibrates by {instead}"
+    taken_s = float(seconds_file.read_text(encoding="ascii")) if seconds_file.exists() else None
+    return ExternalModel(name=name, path=path, pairs=count_pairs(path), method=instead, seconds=taken_s)
 
 
 def tool_remarks(experiment: Experiment) -> Iterator[str]:
@@ -188,5 +158,5 @@ def _signed_dialect_name(dialect_name: str) -> str:
 
 def _cache_key(name: str, options: PtqOptions, data_key: str) -> str:
     tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name and d.name.startswith(PTQ_PACKAGES))
-    text = json.dumps([name, ptq_fingerprint(options), data_key, tools])
+    text = json.dumps([name, ptq_fingerprint(options, name), data_key, tools])
     return hashlib.sha256(text.encode()).hexdigest()[:24]

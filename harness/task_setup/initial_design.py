@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.initial import split_rule_precision
+from harness.config.initial import BASELINE_TOOLS, split_rule_precision
 from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
@@ -96,6 +96,8 @@ class InitialDesign:
             yield from self._pattern_cache_placements(start)
         elif start.use == "sensitivity":
             yield from self._prior_placements(start)
+        elif start.use in BASELINE_TOOLS:
+            return
         elif start.name in self.external_models:
             yield from self._read_external_placement(start.name, self.external_models[start.name].path)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness import registry
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.ptq import MetricRequest
 from harness.accuracy.calibration.ranges import (
     Ranges,
     cached_ranges,
@@ -20,8 +21,9 @@ from harness.accuracy.calibration.ranges import (
 from harness.api import Array, Candidate, capabilities_of, require_timing
 from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
+from harness.config.objective import Objective
 from harness.config.plan import TaskSpec
-from harness.config.sections import PluginSpec
+from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
@@ -205,6 +207,7 @@ def compose_task(
         data=feeds,
         data_key=repr(feeds.cache_key),
         options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
+        metric=_metric_request(experiment.objective, spec.model, model, work),
     )
     foreign = {
         start.name: run_external_tool(start.name, order, observer) for start in starts if start.use in PTQ_FUNCTIONS
@@ -225,6 +228,14 @@ def compose_task(
         external_models=foreign,
         cache_remarks=seeding.foreign_origin_notes(starts),
     )
+
+
+def _metric_request(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> MetricRequest | None:
+    """Return the evaluator of the searches and the bound, or None if there is no bound."""
+    if objective.max_drop is None or spec.evaluator is None:
+        return None
+    evaluator = evaluator_spec(spec, model, work / "tools", "search" if objective.halves else None)
+    return None if evaluator is None else MetricRequest(evaluator=evaluator, max_drop=objective.max_drop)
 
 
 def calibrate_task(  # noqa: PLR0913 - what, and with what

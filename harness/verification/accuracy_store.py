@@ -18,10 +18,12 @@ from harness.results_dir.io import read_json, write_json
 from harness.timing.workers.engines import Engines, ScoringCallback
 from search.space import edges_digest
 
-__all__ = ["ACCURACY_FILE_NAME", "AccuracyStore", "read_scores", "scoring_progress"]
+__all__ = ["ACCURACY_FILE_NAME", "FILE_BENCHMARKER", "AccuracyStore", "read_scores", "scoring_progress"]
 
 ACCURACY_FILE_NAME = "accuracy.json"
 """Name of the file in the folder of a task."""
+FILE_BENCHMARKER = "file"
+"""Name of the benchmarker that computes a model as its file describes it."""
 
 
 class AccuracyStore:
@@ -134,11 +136,11 @@ class AccuracyStore:
             return _prepare(self._engines, candidate, evaluator, watch)
 
 
-def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Return the stored scores of the present rows, by row id."""
+def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Mapping[str, Any]]:
+    """Return the stored scores of the present rows by a benchmarker, by default that of the row, by row id."""
     scores = _read_stored_scores(folder)
     rows, _ = read_finalists(folder)
-    found = {row.id: scores.get(_score_key(row.sha256, row.benchmarker)) for row in rows}
+    found = {row.id: scores.get(_score_key(row.sha256, benchmarker or row.benchmarker)) for row in rows}
     return {row: score for row, score in found.items() if score is not None}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.graph.dynamic_axes import write_dynamic
-from harness.graph.io.files import move_model
+from harness.graph.io.files import IR_SUFFIX, move_model
 from harness.graph.model import Model
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FinalistSet
@@ -93,7 +93,7 @@ def write_dynamic_rows(model: Model, table: FinalistSet, backend: str, observer:
     if model.origin is None:
         return
     noted = {} if not (path := table.folder / DYNAMIC_AXES_FILE).exists() else read_json(path)
-    rows = [row for row in table.rows if row.pairs]
+    rows = [row for row in table.rows if row.pairs and not row.file.endswith(IR_SUFFIX)]
     with observer.work("dynamic axes", len(rows)) as step:
         for row in rows:
             file = table.folder / "models" / row.file

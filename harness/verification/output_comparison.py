@@ -110,6 +110,8 @@ class OutputCheck:
     def __str__(self) -> str:
         if self.verdict == "not checked":
             return f"not checked: {self.reason}"
+        if self.engine_db is None:  # found by the scores alone
+            return f"{self.label}: {self.reason}"
         against = "" if self.file_db is None else f", the file is {self.file_db:.1f} dB from the float model"
         figures = f"{self.engine_db:.1f} dB from the file at output {self.output!r}{self.part and f' ({self.part})'}"
         said = f"{self.label}: {figures}{against}"

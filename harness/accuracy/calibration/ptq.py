@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,12 +18,15 @@ import time
 import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
+from harness.accuracy.tools.catalog import TOOLS, tool_python
 from harness.api import Array
+from harness.config.sections import PluginSpec
 from harness.errors import BuildFailed, UserError
 from harness.graph.io.files import copy_model, move_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, StepLimits
@@ -30,18 +34,48 @@ from harness.graph.plugin_operators import extract_plugin_subgraph
 from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
 from harness.timing.workers.process import POLL_INTERVAL_S, used_memory_gb
 
-__all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
+__all__ = ["MetricRequest", "PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint", "quantize"]
 
 logger = logging.getLogger(__name__)
 
-_CHILD_BOOTSTRAP = (
-    "import runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
-    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+_RUN_PROGRAM = (
+    "sys.argv = sys.argv[1:]; sys.path.append(os.path.dirname(sys.argv[0])); "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+_CHILD_BOOTSTRAP = (
+    "import os, runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
+    + _RUN_PROGRAM
+)
+_PLAIN_BOOTSTRAP = (  # the same for interpreters without the harness: see end_with_driver
+    "import fcntl, os, runpy, signal, sys; signal.signal(signal.SIGIO, signal.SIG_DFL); "
+    "fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp()); "
+    "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC); " + _RUN_PROGRAM
+)
+_MODELOPT_PROGRAM = Path(__file__).with_name("ptq_child.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRequest:
+    """Metric that a tool has to keep.
+
+    Attributes:
+        evaluator: Evaluator with all of its parameters.
+        max_drop: See `harness.config.objective.Objective`.
+    """
+
+    evaluator: PluginSpec
+    max_drop: float | str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the bound as a number: a loss in the metric's unit, or relative to the float model's figure."""
+        relative = isinstance(self.max_drop, str)
+        bound = float(self.max_drop.strip(" %")) / 100 if isinstance(self.max_drop, str) else self.max_drop
+        return {"max_drop": bound, "relative_drop": relative}
 
 
 class PtqOptions(TypedDict, total=False):
-    """Options that both tools take.
+    """Options that all tools take.
 
     Attributes:
         dialect_name: Name of the dialect of the runtime that the model is for.
@@ -76,16 +110,39 @@ def modelopt_ptq(
     Raises:
         BuildFailed: The tool's own words on one line.
     """
-    return _run_tool(
-        "modelopt_ptq", (model_path, output_path), batches, _tool_settings(options), options.get("limit_s")
-    )
+    quantize("modelopt_ptq", model_path, output_path, batches, **options)
+    return output_path
 
 
 def ort_static(
     model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
 ) -> Path:
     """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
-    return _run_tool("ort_static", (model_path, output_path), batches, _tool_settings(options), options.get("limit_s"))
+    quantize("ort_static", model_path, output_path, batches, **options)
+    return output_path
+
+
+def quantize(
+    tool: str,
+    model_path: Path,
+    output_path: Path,
+    batches: Iterable[Mapping[str, Array]],
+    metric: MetricRequest | None = None,
+    **options: Unpack[PtqOptions],
+) -> float:
+    """Quantize with a tool of `harness.accuracy.tools.catalog`, see `modelopt_ptq`; return the seconds that it took.
+
+    Args:
+        tool: Name of the tool.
+        model_path: See `modelopt_ptq`.
+        output_path: An ONNX file or, by its suffix, an OpenVINO IR (.xml).
+        batches: See `modelopt_ptq`.
+        metric: What the tool has to keep, if it can.
+        **options: See `PtqOptions`.
+    """
+    return _run_tool(
+        tool, (model_path, output_path), batches, _tool_settings(options), options.get("limit_s"), metric
+    )  # fmt: skip
 
 
 def modelopt(
@@ -99,17 +156,18 @@ def modelopt(
         batches: Calibration data, input arrays by name; read once, one at a time.
         arguments: Arguments of `modelopt.onnx.quantization.quantize` except model, output and data; JSON-able.
     """
-    return _run_tool("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
+    _run_tool("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
+    return output_path
 
 
-def ptq_fingerprint(options: PtqOptions) -> str:
+def ptq_fingerprint(options: PtqOptions, tool: str = "") -> str:
     """Return a fingerprint of the options, the dialect's fields and the way the tool is called.
 
     Raises:
         UserError: The dialect is unknown.
     """
     digest = hashlib.sha256(json.dumps(_tool_settings(options), sort_keys=True).encode())
-    digest.update(Path(__file__).with_name("ptq_child.py").read_bytes())
+    digest.update((TOOLS[tool].program if tool in TOOLS else _MODELOPT_PROGRAM).read_bytes())
     return digest.hexdigest()
 
 
@@ -119,7 +177,8 @@ def _run_tool(
     batches: Iterable[Mapping[str, Array]],
     settings: Mapping[str, Any],
     limit_s: float | None = None,
-) -> Path:
+    metric: MetricRequest | None = None,
+) -> float:
     from harness.accuracy.calibration.histogram_calibrators import runtime_operators
 
     model_path, output_path = paths
@@ -146,7 +205,12 @@ def _run_tool(
             "model": str(copy),
             "output": str(made),
             "reason": str(folder / "reason.txt"),
+            "seconds": str(folder / "seconds.txt"),
         }
+        if metric is not None:
+            (folder / "evaluator.pickle").write_bytes(pickle.dumps(metric.evaluator))
+            request |= {**metric.settings, "evaluator": str(folder / "evaluator.pickle")}
+        started_s = time.monotonic()
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         done = _run_child(tool, folder, limit_s)
         if done.returncode or not made.exists():
@@ -157,7 +221,8 @@ def _run_tool(
             except UserError as error:
                 raise BuildFailed(f"{tool}: {error}") from error
         move_model(made, output_path)
-    return output_path
+        told = folder / "seconds.txt"
+        return float(told.read_text(encoding="ascii")) if told.exists() else time.monotonic() - started_s
 
 
 def _uses_tensorrt_plugins(settings: Mapping[str, Any]) -> bool:
@@ -193,17 +258,16 @@ def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str,
 
 
 def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:
-    """Run the child with the scratch folder as its working and temporary folder; -P keeps ours off its path.
+    """Run the child with the scratch folder as its working and temporary folder.
 
     Raises:
         BuildFailed: It took too long, or too much memory.
     """
-    child = Path(__file__).with_name("ptq_child.py")
     environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
     theirs, ours = os.pipe()  # never written to: see end_with_driver
     with open(ours, "wb"), open(theirs, "rb") as stdin:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CHILD_BOOTSTRAP, str(child), str(folder / "request.json")],
+            _child_command(tool, folder / "request.json"),
             cwd=folder, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
@@ -215,6 +279,19 @@ def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.Com
                     os.killpg(process.pid, signal.SIGKILL)
     logger.debug("%s", printed)
     return subprocess.CompletedProcess(process.args, process.returncode, printed)
+
+
+def _child_command(tool: str, request: Path) -> list[str]:
+    """Return the command of a tool's child process; -P keeps the working directory off its path.
+
+    A tool's own environment lacks the harness, and its program finds the protocol in its own folder.
+    """
+    found = TOOLS.get(tool)
+    program = _MODELOPT_PROGRAM if found is None else found.program
+    python = sys.executable if found is None else str(tool_python(found))
+    if python == sys.executable:
+        return [python, "-P", "-c", _CHILD_BOOTSTRAP, str(program), str(request)]
+    return [python, "-c", _PLAIN_BOOTSTRAP, str(program), str(request)]
 
 
 def _read_output(process: subprocess.Popen[str], tool: str, limit_s: float | None) -> str:

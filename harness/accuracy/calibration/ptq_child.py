@@ -8,14 +8,16 @@ strings, so that only a fixed PYTHONHASHSEED gives the same file twice.
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
+import onnx
 
+from harness.accuracy.tools.programs.tool_child import UnsupportedOption, serve_request
 from harness.registry import without_module
 
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
@@ -24,10 +26,7 @@ with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is
 __all__ = ["main"]
 
 _EXTERNAL_BYTES = 1 << 30
-
-
-class UnsupportedOption(ValueError):
-    """Option that a tool does not offer."""
+_DYNAMIC_OPS = ("MatMul", "Gemm")
 
 
 class _NpzBatchReader(CalibrationDataReader):  # type: ignore[misc]
@@ -136,20 +135,42 @@ def modelopt(request: dict[str, Any], reader: _NpzBatchReader) -> None:
     )  # fmt: skip
 
 
+def ort_dynamic(request: dict[str, Any], reader: _NpzBatchReader) -> None:
+    """Run ONNX Runtime's `quantize_dynamic` on products with constant weights, as its guide advises for transformers.
+
+    It needs no calibration data: each inference takes the ranges of its own activations.
+    """
+    if request["precision"] != "int8":
+        raise UnsupportedOption(f"quantizes to int8, not to {request['precision']}")
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantize_dynamic(
+        request["model"],
+        request["output"],
+        op_types_to_quantize=list(_DYNAMIC_OPS),
+        per_channel=True,
+        reduce_range=request.get("reduce_range", False),
+        weight_type=QuantType.QInt8,
+        use_external_data_format=_needs_external_data(request["model"]),
+    )
+    if not any(node.op_type == "MatMulInteger" for node in onnx.load(request["output"]).graph.node):
+        raise UnsupportedOption(f"no {' or '.join(_DYNAMIC_OPS)} with constant weights, so nothing is quantized")
+
+
 def main(request_path: str) -> None:
-    """Execute a request file; an exception's message goes to the file that it names."""
-    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    """Execute a request file, see `tool_child`."""
 
-    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        words = " ".join(str(error).split()) or "no message"
-        said = words if issubclass(kind, UnsupportedOption) else f"{kind.__name__}: {words}"
-        Path(request["reason"]).write_text(said, encoding="utf-8")
-        sys.__excepthook__(kind, error, trace)
+    def run(tool: Callable[[dict[str, Any], _NpzBatchReader], None], request: dict[str, Any]) -> None:
+        tool(request, _NpzBatchReader(request["data"], request["names"], request["count"]))
 
-    sys.excepthook = record
-    reader = _NpzBatchReader(request["data"], request["names"], request["count"])
-    tools = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, "modelopt": modelopt}
-    tools[request["tool"]](request, reader)
+    tools = {
+        "modelopt_ptq": modelopt_ptq,
+        "ort_static": ort_static,
+        "ort_static_s8": ort_static,
+        "ort_dynamic": ort_dynamic,
+        "modelopt": modelopt,
+    }
+    serve_request({name: partial(run, tool) for name, tool in tools.items()}, request_path)
 
 
 def _needs_external_data(model: str) -> bool:

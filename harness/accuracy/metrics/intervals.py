@@ -35,6 +35,7 @@ __all__ = [
     "encode_evidence",
     "few_images_note",
     "metric_estimate",
+    "probability_within",
 ]  # fmt: skip
 
 MIN_IMAGES = 20
@@ -46,6 +47,8 @@ MAX_RESAMPLING_BYTES = 256 * 2**20
 MAX_IMAGES = 1_000_000
 ROUNDING_TOLERANCE = 1e-6
 """A figure and what is computed again may differ by so much, relative or absolute: by the order of a sum."""
+ROUND_OFF = 1e-9
+"""A loss exceeds a bound if it is larger by more."""
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -137,8 +140,39 @@ def drop_estimate(
     if first[1] != second[1]:
         raise ValueError(f"a paired interval needs the same images, but there are {first[1]} and {second[1]}")
     sign = 1.0 if higher_is_better else -1.0
-    value = sign * (reference.metrics[metric] - found.metrics[metric])
+    value = sign * _difference(reference, found, metric)
     return _estimate(value, sign * (first[0] - second[0]), first[1])
+
+
+def probability_within(
+    reference: Accuracy, found: Accuracy, metric: str, bound: float, *, higher_is_better: bool = True
+) -> float | None:
+    """Return the probability that the loss of a metric is at most a bound, by the draws of `drop_estimate`.
+
+    It agrees with the interval: at its upper limit the probability is 97.5 %. None where there is no interval.
+    """
+    first, second = (_metric_draws(accuracy, metric, None) for accuracy in (reference, found))
+    if first is None or second is None or first[1] != second[1]:
+        return None
+    sign = 1.0 if higher_is_better else -1.0
+    losses = sign * (first[0] - second[0])
+    known = losses[np.isfinite(losses)]
+    if not len(known):
+        return None
+    value = sign * _difference(reference, found, metric)
+    bias, within = (_normal_score(known, edge) for edge in (value, bound + ROUND_OFF))
+    return NormalDist().cdf(within - 2 * bias)
+
+
+def _difference(reference: Accuracy, found: Accuracy, metric: str) -> float:
+    return reference.metrics[metric] - found.metrics[metric]
+
+
+def _normal_score(draws: Values, value: float) -> float:
+    """Return the standard normal quantile of the share of draws below a value, where equal draws count half."""
+    edge = 0.5 / len(draws)
+    below = float(np.mean(draws < value) + np.mean(draws == value) / 2)
+    return NormalDist().inv_cdf(min(max(below, edge), 1 - edge))
 
 
 def check_consistency(accuracy: Accuracy, metric: str) -> str:
@@ -178,9 +212,7 @@ def _estimate(value: float, draws: Values, images: int) -> Estimate:
     known = draws[np.isfinite(draws)]
     if not len(known):
         return Estimate(interval=Interval(value=value, low=float("-inf"), high=float("inf")), images=images)
-    normal, edge = NormalDist(), 0.5 / len(known)
-    below = float(np.mean(known < value) + np.mean(known == value) / 2)
-    bias = normal.inv_cdf(min(max(below, edge), 1 - edge))
+    normal, bias = NormalDist(), _normal_score(known, value)
     reach = normal.inv_cdf((1 + CONFIDENCE_LEVEL) / 2)
     low, high = np.quantile(known, [normal.cdf(2 * bias + way * reach) for way in (-1, 1)]).tolist()
     return Estimate(interval=Interval(value=value, low=low, high=high), images=images)

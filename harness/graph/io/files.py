@@ -26,10 +26,12 @@ from harness.errors import UserError
 from harness.graph.protos import copy_message, iter_graphs, iter_nodes
 
 __all__ = [
-    "check_functions", "copy_model", "digest_file", "digest_model", "is_large", "load_external_data",
+    "IR_SUFFIX", "check_functions", "copy_model", "digest_file", "digest_model", "is_large", "load_external_data",
     "model_files", "move_model", "read_model", "refuse_damage", "serialize_model", "to_proto", "write_model",
 ]  # fmt: skip
 
+IR_SUFFIX = ".xml"
+"""Of an OpenVINO IR, whose weights are in a `.bin` file of the same name."""
 MAX_INLINED_NODES = 100_000
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
 _READ_CHUNK_BYTES = 1 << 24
@@ -261,7 +263,7 @@ def digest_file(model_path: Path) -> str:
     files = _distinct_files(external)
     _rename_files(external, {file: str(number) for number, file in enumerate(files)})
     digest = hashlib.sha256(proto.SerializeToString(deterministic=True) if files else content)
-    for file in files:
+    for file in files or _ir_weights(model_path):
         with file.open("rb") as stream:
             while chunk := stream.read(_READ_CHUNK_BYTES):
                 digest.update(chunk)
@@ -270,13 +272,17 @@ def digest_file(model_path: Path) -> str:
 
 def model_files(model_path: Path) -> list[Path]:
     """Return a model's file, followed by the files of its external data."""
-    return [model_path, *_distinct_files(_external_tensors(model_path.read_bytes(), model_path)[1])]
+    return [
+        model_path,
+        *_ir_weights(model_path),
+        *_distinct_files(_external_tensors(model_path.read_bytes(), model_path)[1]),
+    ]
 
 
 def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, _ExternalTensors]:
     """Return a model as it is in its file, and its external tensors; an empty model if it has none."""
     proto = onnx.ModelProto()
-    if b"location" not in content:  # part of every reference, so most models need not be parsed
+    if model_path.suffix == IR_SUFFIX or b"location" not in content:  # part of every reference: few need be parsed
         return proto, []
     try:
         proto.ParseFromString(content)
@@ -286,9 +292,16 @@ def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto
         return proto, load_external_data(proto, model_path.parent, str(model_path))
 
 
+def _ir_weights(model_path: Path) -> list[Path]:
+    """Return the file of the weights of an OpenVINO IR, which has the model's name; none for an ONNX file."""
+    return [model_path.with_suffix(".bin")] if model_path.suffix == IR_SUFFIX else []
+
+
 def _renamed_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:
     """Return a model's bytes with external data named after `target`, and the destination of each of these files."""
     content = model_path.read_bytes()
+    if weights := _ir_weights(model_path):
+        return content, {file: target.with_suffix(file.suffix) for file in weights}
     proto, external = _external_tensors(content, model_path)
     destinations = {
         file: target.with_name(f"{target.name}.data{number or ''}")

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, numpy_helper
 
 from harness.errors import UserError
-from harness.graph.io.files import read_model, refuse_damage, write_model
+from harness.graph.io.files import IR_SUFFIX, read_model, refuse_damage, write_model
 from harness.graph.protos import attribute_value, constants_by_name, copy_message
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.operator_sets import LINEAR_OPS
@@ -62,13 +62,21 @@ def diff_edges(expected: Resolved, source: Path | onnx.ModelProto) -> tuple[Reso
 
 
 def count_pairs(path: Path) -> int:
-    """Return the number of Q/DQ pairs of a model: quantized tensors, however many consumers each has."""
-    edges = read_qdq_graph(path).edges
-    return len({(edge.tensor, precision) for edge, precision in edges.items()})
+    """Return the number of Q/DQ pairs of a model: quantized tensors, however many consumers each has.
+
+    Of an OpenVINO IR its FakeQuantize operators, and of an ONNX file without pairs its integer operators.
+    """
+    if path.suffix == IR_SUFFIX:
+        return path.read_bytes().count(b'type="FakeQuantize"')
+    graph = read_qdq_graph(path)
+    pairs = len({(edge.tensor, precision) for edge, precision in graph.edges.items()})
+    return pairs or sum(node.op_type.endswith("Integer") for node in graph.proto.graph.node)
 
 
 def read_precisions(path: Path) -> frozenset[str]:
     """Return the precisions of the quantized edges of a model file; empty for a float model."""
+    if path.suffix == IR_SUFFIX:
+        return frozenset({"int8"})
     return frozenset(read_qdq_graph(path).edges.values())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.accuracy.metrics.base import NEGLIGIBLE_SCORE
+from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
 from harness.errors import UserError
 from harness.records import Failed
 from harness.report.load.stored_experiment import (
@@ -29,11 +30,16 @@ from harness.selection.confirmation import read_events, read_noise_floor
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, read_speedups
 from harness.timing.confirmation import RowSummary, summarize_turns
 from harness.timing.turn_log import RowFailure, TurnEvent
+from harness.verification.accuracy_store import FILE_BENCHMARKER, read_scores
 from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, read_checks
 
 __all__ = ["NOISY_FLOOR", "Results", "TaskResults", "load"]
 
 NOISY_FLOOR = 0.10  # noise floor of a noisy machine, on which gains of the size that quantization has are lost
+
+MAX_SCORE_DIFFERENCE = 0.01
+"""Rounding ties that fall the other way move a metric by less."""
+_Scores = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,7 @@ class TaskResults:
             that it is the same in each of them.
         selection_speedups: Speedup over the float model in the final selection, by digest; empty without one.
         scores: Record of the evaluator by row id.
+        file_scores: The same of rows of PTQ tools, computed as their files describe them.
         events: Events of the confirmation, in order.
         summaries: Confirmed figures by row id.
         failed: Last failure of each row that failed in the confirmation.
@@ -72,6 +79,7 @@ class TaskResults:
     latencies_ms: Mapping[str, float]
     selection_speedups: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
+    file_scores: Mapping[str, Mapping[str, Any]]
     events: tuple[TurnEvent, ...]
     summaries: Mapping[str, RowSummary]
     failed: Mapping[str, Failed]
@@ -245,6 +253,10 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
     summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=noise_floor) if events else None
     named = {row.id: row for row in rows}
     checks = read_or_explain(folder / CHECK_FILE_NAME, lambda: read_checks(folder, named))
+    accuracy_file = folder / "accuracy.json"
+    scores = read_or_explain(accuracy_file, lambda: read_metric_scores(folder, str(facts.get("metric"))))
+    file_scores = read_or_explain(accuracy_file, lambda: read_scores(folder, FILE_BENCHMARKER))
+    checks = checks | _differing_scores(facts, scores, file_scores, checks)
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
     builds = read_builds(folder / "confirmation.jsonl") or (stored.builds if events else None)
     metric = facts.get("metric")
@@ -260,7 +272,8 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
         selection_speedups=read_or_explain(
             folder / FINAL_SELECTION_LOG_NAME, lambda: read_speedups(folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
         ),
-        scores=read_or_explain(folder / "accuracy.json", lambda: read_metric_scores(folder, str(facts.get("metric")))),
+        scores=scores,
+        file_scores=file_scores,
         events=events,
         summaries={} if summary is None else _with_checks(summary.rows, checks),
         failed={} if summary is None else summary.failed,
@@ -276,6 +289,28 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
         and summary.builds >= builds
         and _picks_are_current(searches, picks),
     )
+
+
+def _differing_scores(
+    facts: Mapping[str, Any], scores: _Scores, file_scores: _Scores, checks: Mapping[str, OutputCheck]
+) -> dict[str, OutputCheck]:
+    """Return the checks of rows whose score by the runtime differs from that by the file by more than chance.
+
+    By chance: the paired interval contains 0, or the difference is at most `MAX_SCORE_DIFFERENCE`.
+    """
+    metric, found = str(facts.get("metric")), {}
+    for row in file_scores.keys() & scores.keys() - {name for name, check in checks.items() if check.is_wrong}:
+        if not all("metrics" in record.get(row, {}) for record in (scores, file_scores)):
+            continue
+        said, own = decode_accuracy(file_scores[row]), decode_accuracy(scores[row])
+        estimate = drop_estimate(said, own, metric)
+        if estimate is None or abs(estimate.interval.value) <= MAX_SCORE_DIFFERENCE:
+            continue
+        if estimate.interval.low > 0 or estimate.interval.high < 0:
+            reason = f"{metric} is {own.metrics[metric]:.4f} by the runtime, and {said.metrics[metric]:.4f} by the file"
+            known = checks.get(row, OutputCheck(verdict="right", runtime=str(facts["backend"].get("name", ""))))
+            found[row] = replace(known, verdict="wrong result", reason=reason)
+    return found
 
 
 def _with_checks(summaries: Mapping[str, RowSummary], checks: Mapping[str, OutputCheck]) -> dict[str, RowSummary]:

@@ -25,6 +25,7 @@ from harness.report.tables.notes import (
 from harness.report.tables.overview import OVERVIEW, overview_frame, overview_table
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
 from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
+from harness.report.tables.tools import TOOLS, tool_table
 from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
 
 __all__ = ["SPECS", "build_tables"]
@@ -33,8 +34,8 @@ __all__ = ["SPECS", "build_tables"]
 SPECS: Mapping[str, TableSpec] = {
     spec.name: spec
     for spec in (
-        MAIN, OVERVIEW, PRECISION, DECISION, BUDGET, FIXED, TARGETS, FINALISTS, COST, SCORE, PAIRS, ABLATION, TRANSFER,
-        TRANSFER_MODELS, VOLUME, VARIANCE,
+        MAIN, OVERVIEW, PRECISION, DECISION, TOOLS, BUDGET, FIXED, TARGETS, FINALISTS, COST, SCORE, PAIRS, ABLATION,
+        TRANSFER, TRANSFER_MODELS, VOLUME, VARIANCE,
     )
 }  # fmt: skip
 
@@ -63,6 +64,7 @@ def _iter_tables(results: Results) -> Iterator[ReportTable]:
     yield overview_table(overview_frame(main, budgets))
     yield precision_table(main)
     yield decision_table(results, main)
+    yield tool_table(results, main)
     yield BUDGET.build(budgets)
     yield fixed_table(results)
     yield TARGETS.build(target_frame(results))

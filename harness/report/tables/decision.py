@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.config.initial import PTQ_TOOLS
+from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
 from harness.report.frames.main_frame import UNUSABLE_DECISIONS, with_backend_column
 from harness.report.load.display_names import score_column_title
 from harness.report.load.results import Results, TaskResults
@@ -125,8 +125,9 @@ def _iter_roles(
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     named = [(PRECISION_LABELS.get(row["precision"], FLOAT_ROW), row) for row in rows if row["method"] == FLOAT_ROW]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
-    yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in PTQ_TOOLS)
-    rules = (row for row in rows if row["method"] in stored.baselines and row["method"] not in PTQ_TOOLS)
+    tools = {*PTQ_TOOLS, *BASELINE_TOOLS}
+    yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in tools)
+    rules = (row for row in rows if row["method"] in stored.baselines and row["method"] not in tools)
     yield from ((RULE_LABELS.get(row["method"], row["method"]), row) for row in rules)
     if searched := [row for row in rows if row["method"] in stored.searchers]:
         yield BEST_FOUND, _best_row(searched, losses)

@@ -83,9 +83,10 @@ def test_a_tool_without_the_calibration_method_uses_its_nearest(
     """One that no tool has left the rows of all of them empty."""
     seen: list[str] = []
 
-    def record(model: Path, output: Path, batches: Any, **options: Any) -> None:
+    def record(model: Path, output: Path, batches: Any, **options: Any) -> float:
         seen.append(options["method"])
         output.write_bytes(model.read_bytes())
+        return 1.0
 
     monkeypatch.setitem(foreign.PTQ_FUNCTIONS, name, record)
     made = run_external_tool(name, replace(order, options={**order.options, "method": method}), NullProgress())

@@ -21,6 +21,7 @@ from harness.accuracy.metrics.intervals import (
     drop_estimate,
     encode_evidence,
     metric_estimate,
+    probability_within,
 )
 from harness.api import Accuracy
 
@@ -151,6 +152,21 @@ def test_the_interval_of_a_mean_is_that_of_theory() -> None:
     half = 1.96 * values.std() / np.sqrt(500)
     assert estimate.interval.low == pytest.approx(values.mean() - half, abs=0.03)
     assert estimate.interval.high == pytest.approx(values.mean() + half, abs=0.03)
+
+
+def test_the_probability_of_a_bound_agrees_with_the_interval_of_the_drop() -> None:
+    rng = np.random.default_rng(3)
+    hits = (rng.random((2, 400)) < [[0.8], [0.75]]).astype(float)
+    reference, found = (Accuracy(metrics={"top1": float(row.mean())}, per_item=tuple(row)) for row in hits)
+    estimate = drop_estimate(reference, found, "top1")
+    assert estimate is not None
+    interval = estimate.interval
+    bounds = (interval.low, interval.value, interval.high)
+    shares = [probability_within(reference, found, "top1", bound) for bound in bounds]
+    assert shares == pytest.approx([0.025, 0.5, 0.975], abs=0.03)
+    assert probability_within(reference, found, "top1", 1.0) == pytest.approx(1.0, abs=0.01)
+    assert probability_within(reference, found, "top1", 0.0, higher_is_better=False) > 0.9
+    assert probability_within(reference, dataclasses.replace(found, per_item=()), "top1", 0.1) is None
 
 
 def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_one() -> None:

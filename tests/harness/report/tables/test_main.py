@@ -437,3 +437,23 @@ def test_the_decision_note_defines_the_best_found(folder):
     raw_main(folder)
     assert read_table(folder, "decision")[-1]["decision"] == "not shipped: accuracy (random)"
     assert f"If no searcher's choice keeps the bound ({TASK})" in read_note(folder, "decision")
+
+
+@pytest.mark.parametrize(("by_file", "wrong"), [(70, False), (71, False), (85, True)])
+def test_a_tool_whose_file_scores_otherwise_than_the_runtime_is_shown_and_never_shipped(folder, by_file, wrong):
+    images = {"sha of float main": 80, "sha of all main": 70, "sha of all file": by_file}
+
+    def add_images(body):
+        body["sha of all file"] = {**body["sha of all main"], "metrics": {"top1": by_file / 100}}
+        body["sha of all main"]["metrics"]["top1"] = 0.7
+        for name, hits in images.items():
+            body[name]["per_item"] = [1.0] * hits + [0.0] * (100 - hits)
+
+    edit_json(folder / TASK / "accuracy.json", add_images)
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal(**BOUND, max_drop=0.2)))
+    raw = raw_main(folder)
+    assert ("wrong result" in raw.loc["all", "verdict"]) == wrong
+    rows = {row["method"]: row for row in read_table(folder, "tools")}
+    assert rows["all"]["by the file"] == f"top-1 {by_file / 100:.4f}"
+    assert rows["float"]["by the file"] == "-"
+    assert rows["all"]["within the bound"].startswith("surely within (")

@@ -1,0 +1,95 @@
+"""PTQ tools: the options of an experiment that each supports, and the interpreter that runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness.accuracy.tools.environments import environment_python
+from harness.errors import install_hint
+
+__all__ = ["TOOLS", "PtqTool", "method_substitute", "tool_python", "unavailable_reason"]
+
+_PROGRAMS = Path(__file__).with_name("programs")
+_PTQ_CHILD = Path(__file__).parents[1] / "calibration" / "ptq_child.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PtqTool:
+    """PTQ tool, as the harness calls it.
+
+    Attributes:
+        modules: What must be installed, by the name that is imported.
+        precisions: Precisions that it quantizes to.
+        methods: Its calibration methods, by our names; one alone if it always calibrates in the same way.
+        program: Program of the child process, which finds the tool's function by its name.
+        extra: Optional dependencies of the project that bring the tool.
+        environment: Name of the tool's own environment; "" if it runs in the current one.
+        controls_accuracy: It keeps a bound on the metric, so it needs an evaluator and a bound.
+    """
+
+    modules: tuple[str, ...]
+    precisions: tuple[str, ...] = ("int8",)
+    methods: tuple[str, ...]
+    program: Path = _PTQ_CHILD
+    extra: str = "modelopt"
+    environment: str = ""
+    controls_accuracy: bool = False
+
+    def nearest_method(self, method: str) -> str:
+        """Return a method, or the nearest one that the tool has: entropy clips, as all but the mean of extremes do."""
+        if method in self.methods:
+            return method
+        return self.methods[0] if len(self.methods) == 1 else "minmax" if method == "mean" else "entropy"
+
+
+_ORT_STATIC = PtqTool(modules=("onnxruntime",), methods=("minmax", "max", "entropy", "percentile"))
+_NNCF = PtqTool(
+    modules=("nncf", "openvino"), methods=("mean",), program=_PROGRAMS / "nncf_child.py", extra="nncf"
+)  # fmt: skip
+TOOLS: Mapping[str, PtqTool] = {
+    "modelopt_ptq": PtqTool(
+        modules=("modelopt", "torch", "onnx_graphsurgeon"),
+        precisions=("int8", "fp8"),
+        methods=("minmax", "max", "entropy"),
+    ),
+    "ort_static": _ORT_STATIC,
+    "ort_static_s8": _ORT_STATIC,
+    "ort_dynamic": PtqTool(modules=("onnxruntime",), methods=("none",)),
+    "nncf_ptq": _NNCF,
+    "nncf_ptq_onnx": _NNCF,
+    "nncf_accuracy_control": PtqTool(
+        modules=_NNCF.modules, methods=_NNCF.methods, program=_NNCF.program, extra="nncf", controls_accuracy=True
+    ),
+    "quark_ptq": PtqTool(
+        modules=("quark",), methods=("minmax",), program=_PROGRAMS / "quark_child.py", environment="quark"
+    ),
+}  # fmt: skip
+
+
+def unavailable_reason(name: str, precision: str) -> str:
+    """Return why a tool cannot run here or at a precision; "" where it can."""
+    tool = TOOLS[name]
+    if tool_python(tool) is None:
+        return f"{tool.environment} not installed: qdq tools install {tool.environment}"
+    if not tool.environment and (missing := [module for module in tool.modules if find_spec(module) is None]):
+        return f"{', '.join(missing)} not installed: {install_hint(tool.extra)}"
+    if precision not in tool.precisions:
+        return f"quantizes to {' or '.join(tool.precisions)}, not to {precision}"
+    return ""
+
+
+def tool_python(tool: PtqTool) -> Path | None:
+    """Return the interpreter that runs a tool, or None if its environment is not installed."""
+    return environment_python(tool.environment) if tool.environment else Path(sys.executable)
+
+
+def method_substitute(name: str, method: str) -> str:
+    """Return the method that a tool uses instead of one that it lacks, or "" if it supports the method."""
+    instead = TOOLS[name].nearest_method(method)
+    if instead in (method, "none"):  # "none": it calibrates nothing
+        return ""
+    return f"{name} has no calibration method {method} and calibrates by {instead}"

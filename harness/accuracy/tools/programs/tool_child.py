@@ -1,0 +1,54 @@
+"""Protocol of the child programs: a request file in, a model file and its time out.
+
+The programs run in a tool's own environment too, so they import the standard library, NumPy and the tool alone.
+A request is a JSON object:
+    tool            name of the function to call
+    model           float ONNX file
+    output          file to write
+    data            .npz file: array "I_J" is batch I of input J
+    names, count    inputs by J, and the number of batches
+    reason          file that takes the message of an exception
+    seconds         file that takes the seconds that the tool took, without the imports
+Other keys are options of the tools.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["UnsupportedOption", "iter_batches", "serve_request"]
+
+
+class UnsupportedOption(ValueError):
+    """Option that a tool does not offer."""
+
+
+def iter_batches(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the calibration batches, one at a time: input arrays by name."""
+    with np.load(request["data"], allow_pickle=False) as arrays:
+        for index in range(request["count"]):
+            yield {name: arrays[f"{index}_{slot}"] for slot, name in enumerate(request["names"])}
+
+
+def serve_request(tools: Mapping[str, Callable[[dict[str, Any]], None]], request_path: str) -> None:
+    """Run the tool that a request names; the message of an exception goes to the file that the request names."""
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        words = " ".join(str(error).split()) or "no message"
+        said = words if issubclass(kind, UnsupportedOption) else f"{kind.__name__}: {words}"
+        Path(request["reason"]).write_text(said, encoding="utf-8")
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = record
+    started_s = time.monotonic()
+    tools[request["tool"]](request)
+    Path(request["seconds"]).write_text(f"{time.monotonic() - started_s:.2f}", encoding="ascii")

@@ -1,0 +1,60 @@
+"""Scores of the files of other tools: what the file describes, next to what the runtime computes of it.
+
+A runtime may compute a file wrongly, or saturate, and a wrong figure may be close to the float model's by chance. So
+each file of a tool is scored a second time, in ONNX Runtime without graph optimizations, and an OpenVINO IR in OpenVINO
+without integer kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
+from harness.config.sections import Limits, PluginSpec
+from harness.graph.io.files import IR_SUFFIX
+from harness.progress import Observer
+from harness.records import MAIN_BENCHMARKER
+from harness.results_dir.artifacts import FinalistSet
+from harness.timing.provenance import count_cores
+from harness.timing.workers.engines import WorkerSpec
+from harness.timing.workers.sandbox import open_engines
+from harness.verification.accuracy_store import FILE_BENCHMARKER, AccuracyStore
+
+__all__ = ["score_tool_files"]
+
+
+def score_tool_files(
+    table: FinalistSet, worker: WorkerSpec, limits: Limits, observer: Observer, evaluator: str
+) -> None:
+    """Score the rows of PTQ tools as their files describe them, as far as they are not scored yet.
+
+    Args:
+        table: Exported rows.
+        worker: Worker of the task, whose evaluators are used.
+        limits: Of the process that scores.
+        observer: Receives the progress.
+        evaluator: See `AccuracyStore`.
+    """
+    rows = [row for row in table.rows if row.id in {*PTQ_TOOLS, *BASELINE_TOOLS}]
+    for suffix, use in _reference_runtimes().items():
+        own = tuple(replace(row, benchmarker=FILE_BENCHMARKER) for row in rows if Path(row.file).suffix == suffix)
+        if not own:
+            continue
+        reference = replace(worker, benchmarkers={MAIN_BENCHMARKER: use, FILE_BENCHMARKER: use})
+        with open_engines(reference, limits) as engines:
+            store = AccuracyStore(table.folder, engines, observer, evaluator)
+            if store.has_unscored_rows(files := replace(table, rows=own)):
+                store.score_rows(files)
+
+
+def _reference_runtimes() -> Mapping[str, PluginSpec]:
+    """Return the runtimes that compute files as they are written, by suffix."""
+    threads = count_cores()
+    return {
+        ".onnx": PluginSpec(use="onnxruntime", params={"optimization": "disabled", "threads": threads}),
+        IR_SUFFIX: PluginSpec(
+            use="openvino", params={"integer_kernels": False, "precision": "f32", "threads": threads}
+        ),
+    }

@@ -1,0 +1,198 @@
+"""PTQ tools in child processes: the protocol with a fake tool, NNCF where it is installed, and the files of an IR."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from harness.accuracy.calibration import ptq
+from harness.accuracy.calibration.ptq import MetricRequest, quantize
+from harness.accuracy.tools import catalog, environments
+from harness.accuracy.tools.catalog import TOOLS, PtqTool, unavailable_reason
+from harness.accuracy.tools.environments import environment_python, install_environment
+from harness.api import Candidate
+from harness.config.sections import PluginSpec
+from harness.errors import BuildFailed, UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.files import copy_model, digest_file, model_files, move_model
+from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
+from harness.random_inputs import random_feeds
+from harness.runtimes.openvino import OpenVINOBenchmarker
+from harness.task_setup.model_loader import complete_evaluator
+
+BATCHES = list(random_feeds({"x": ("float", (1, 3, 16, 16))}, 3, 0))
+FAKE_PROGRAM = """
+import json, sys
+from tool_child import UnsupportedOption, iter_batches, serve_request
+
+def fake(request):
+    assert "harness" not in sys.modules
+    if request["method"] != "minmax":
+        raise UnsupportedOption("calibrates by minmax")
+    total = sum(float(batch["x"].sum()) for batch in iter_batches(request))
+    with open(request["model"], "rb") as model, open(request["output"], "wb") as made:
+        made.write(model.read())
+    print(json.dumps({"total": total}))
+    with open({log!r}, "w") as log:
+        json.dump({"total": total, "count": request["count"], "prefix": sys.prefix}, log)
+
+def broken(request):
+    raise ZeroDivisionError("by\\nzero")
+
+serve_request({"fake": fake, "broken": broken}, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3))
+    x = builder.op("Flatten", builder.op("GlobalAveragePool", builder.conv(x, 8, 3)))
+    builder.output(builder.gemm(x, 10), name="logits")
+    return builder.save(tmp_path_factory.mktemp("float") / "net.onnx")
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tools of a fake program in an environment of their own, which the tests' interpreter stands for."""
+    log = tmp_path / "log.json"
+    programs = catalog._PROGRAMS
+    (tmp_path / "tool_child.py").write_bytes((programs / "tool_child.py").read_bytes())
+    program = tmp_path / "fake_child.py"
+    program.write_text(FAKE_PROGRAM.replace("{log!r}", repr(str(log))))
+    tool = PtqTool(modules=("fake",), methods=("minmax",), program=program, environment="fake")
+    monkeypatch.setattr(ptq, "TOOLS", {"fake": tool, "broken": tool})
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)  # another path, so that it is called without the harness
+    monkeypatch.setattr(ptq, "tool_python", lambda _: link)
+    return log
+
+
+def test_a_program_of_another_environment_gets_the_batches_and_returns_a_file_and_its_seconds(
+    fake: Path, model: Path, tmp_path: Path
+) -> None:
+    made = tmp_path / "made.onnx"
+    seconds = quantize("fake", model, made, BATCHES, dialect_name="openvino")
+    assert 0 <= seconds < 30
+    assert made.read_bytes() == model.read_bytes()
+    log = json.loads(fake.read_text())
+    assert log["count"] == len(BATCHES)
+    assert log["total"] == pytest.approx(float(np.sum([batch["x"].sum() for batch in BATCHES])), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tool", "method", "message"),
+    [("fake", "mse", "fake: calibrates by minmax"), ("broken", "minmax", "broken: ZeroDivisionError: by zero")],
+)
+def test_a_program_that_fails_says_why_and_leaves_no_file(
+    fake: Path, model: Path, tmp_path: Path, tool: str, method: str, message: str
+) -> None:
+    with pytest.raises(BuildFailed) as caught:
+        quantize(tool, model, tmp_path / "made.onnx", BATCHES, dialect_name="openvino", method=method)
+    assert str(caught.value) == message
+    assert not (tmp_path / "made.onnx").exists()
+
+
+def test_bounds_of_a_metric() -> None:
+    evaluator = PluginSpec(use="top1")
+    assert MetricRequest(evaluator=evaluator, max_drop=0.01).settings == {"max_drop": 0.01, "relative_drop": False}
+    assert MetricRequest(evaluator=evaluator, max_drop="1 %").settings == {"max_drop": 0.01, "relative_drop": True}
+
+
+def test_an_environment_is_made_once_and_a_failure_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    called: list[Any] = []
+    status = 1
+
+    def run(command: list[Any], check: bool) -> SimpleNamespace:
+        called.append([str(part) for part in command])
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(
+        environments, "venv", SimpleNamespace(create=lambda folder, with_pip: folder.mkdir(parents=True))
+    )
+    monkeypatch.setattr(environments, "subprocess", SimpleNamespace(run=run))
+    with pytest.raises(UserError, match="pip"):
+        install_environment("quark", "https://example.org/whl")
+    assert environment_python("quark") is None
+    assert unavailable_reason("quark_ptq", "int8") == "quark not installed: qdq tools install quark"
+    status = 0
+    python = install_environment("quark")
+    assert python == environment_python("quark") == install_environment("quark")
+    assert len(called) == 2
+    assert "--extra-index-url" in called[0]
+    assert all("==" in requirement for requirement in called[1][5:])
+    assert unavailable_reason("quark_ptq", "int8") == ""
+    with pytest.raises(UserError, match="quark"):
+        install_environment("quart")
+
+
+def test_tools_calibrate_by_their_own_method() -> None:
+    assert TOOLS["nncf_ptq"].nearest_method("mse") == "mean"
+    assert catalog.method_substitute("ort_dynamic", "mse") == ""
+
+
+@pytest.fixture(scope="module")
+def ir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("nncf")
+    path = tmp_path_factory.mktemp("nncf") / "q.xml"
+    quantize("nncf_ptq", model, path, BATCHES, dialect_name="openvino")
+    return path
+
+
+def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_its_weights(
+    ir: Path, tmp_path: Path
+) -> None:
+    assert count_pairs(ir) >= 4
+    assert read_precisions(ir) == {"int8"}
+    assert [path.suffix for path in model_files(ir)] == [".xml", ".bin"]
+    copy = copy_model(ir, tmp_path, "c.xml")
+    assert digest_file(copy) == digest_file(ir)
+    move_model(copy, tmp_path / "d" / "m.xml")
+    assert digest_file(tmp_path / "d" / "m.xml") == digest_file(ir)
+    weights = tmp_path / "d" / "m.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    assert digest_file(tmp_path / "d" / "m.xml") != digest_file(ir)
+
+
+def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir: Path, model: Path, tmp_path: Path) -> None:
+    found = []
+    for path, options in ((model, {}), (ir, {}), (ir, {"integer_kernels": False})):
+        runtime = OpenVINOBenchmarker(precision="f32", **options)
+        artifact = runtime.build(Candidate(digest="", edges=(), source=lambda path=path: path), tmp_path)
+        with runtime.open(artifact) as probe:
+            found.append(probe.infer(BATCHES[0])["logits"])
+    reference, integers, described = found
+    scale = float(np.abs(reference).max())
+    np.testing.assert_allclose(described, reference, atol=0.1 * scale)
+    np.testing.assert_allclose(integers, described, atol=0.1 * scale)
+
+
+def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("nncf")
+    np.savez(tmp_path / "test.npz", x=np.concatenate([batch["x"] for batch in BATCHES]), y=np.zeros(3, np.int64))
+    data = {"use": "npz", "path": str(tmp_path / "test.npz"), "labels": "y"}
+    types = {"x": ("float", (1, 3, 16, 16))}
+    evaluator = complete_evaluator(PluginSpec(use="top1", params={"data": data}), types, tmp_path, None)
+    made = tmp_path / "q.onnx"
+    metric = MetricRequest(evaluator=evaluator, max_drop=0.5)
+    quantize("nncf_accuracy_control", model, made, BATCHES, metric=metric, dialect_name="onnxruntime")
+    assert "QuantizeLinear" in {node.op_type for node in onnx.load(made).graph.node}
+    assert count_pairs(made) > 0
+
+
+def test_dynamic_quantization_counts_its_integer_operators(model: Path, tmp_path: Path) -> None:
+    made = tmp_path / "d.onnx"
+    quantize("ort_dynamic", model, made, BATCHES, dialect_name="onnxruntime")
+    assert count_pairs(made) == 1
+    builder = GraphBuilder("conv", seed=1)
+    builder.output(builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3))
+    with pytest.raises(BuildFailed, match="MatMul"):
+        quantize("ort_dynamic", builder.save(tmp_path / "conv.onnx"), made, BATCHES, dialect_name="onnxruntime")
