@@ -5,25 +5,23 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
-from harness.accuracy.calibration.ranges import Ranges, calibrate, calibrate_by_methods, finite_ranges
 from harness.accuracy.metrics.intervals import drop_estimate
 from harness.accuracy.recovery.pipeline import PlacedModel, RecoveryStep, StepGain, create_steps, recover
 from harness.api import Accuracy
 from harness.errors import UserError
-from harness.graph.load import save_to_folder
-from harness.graph.model import Model
-from harness.graph.quantize.numeric_choices import Granularity, NumericChoices, depthwise_inputs
+from harness.graph.quantize.numeric_choices import Granularity, NumericChoices
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION, Failed
 from harness.results_dir.io import explain_write_errors, write_json
 from harness.statistics import Interval
 from harness.task_setup.accuracy import Scoring, make_scoring
 from harness.task_setup.model_loader import input_types
+from harness.task_setup.placed_models import open_placer
 from harness.task_setup.study_task import StudyTask, prepare_study
 from harness.task_setup.task import Task
 from harness.timing.workers.sandbox import open_engines
@@ -123,38 +121,15 @@ def _iter_models(
 ) -> Iterator[tuple[NumericChoices, tuple[StepGain, ...], PlacedModel]]:
     """Yield the placement with each combination of choices, and again with recovery."""
     combinations = request.combinations(task.choices)
-    for choices in combinations:
-        choices.adapt_dialect(task.dialect)  # raises before minutes of calibration
     feeds = CalibrationBatches(study.spec.model, task.model, input_types(task.model))
-    channels = depthwise_inputs(task.model) if any(c.depthwise == "channel" for c in combinations) else {}
-    tensors = sorted({e.tensor for d in task.space.dimensions for e in d.edges if e.tensor not in task.model.constants})
-    with observer.work(f"calibrate {task.model.source}", feeds.count) as progress:
-        by_method = calibrate_by_methods(
-            task.float_file,
-            tensors,
-            feeds,
-            methods=tuple(dict.fromkeys(c.activations for c in combinations)),
-            percentile=task.choices.percentile,
-            channels=channels,
-            progress=lambda _: progress.advance(),
-            source=task.model.source,
-        )
+    placer = open_placer(task, combinations, feeds, feeds.count, observer)
     batches = list(feeds) if steps else []
-    resolved = _resolve(task, request)
-    for choices in combinations:
-        placed = PlacedModel(
-            model=task.model,
-            reference=task.model,
-            dialect=task.dialect,
-            ranges=finite_ranges(by_method[choices.activations]),
-            resolved=resolved,
-            choices=choices,
-        )
-        yield choices, (), placed
+    for placed in placer.place(_resolve(task, request)):
+        yield placed.choices, (), placed
         if steps:
-            recalibrate = _calibration(task, choices, tensors, batches)
+            recalibrate = placer.recalibration(placed.choices, batches)
             recovered, gains = recover(placed, steps, batches, recalibrate, observer)
-            yield choices, gains, recovered
+            yield placed.choices, gains, recovered
 
 
 def _resolve(task: Task, request: RecoveryRequest) -> Resolved:
@@ -166,24 +141,6 @@ def _resolve(task: Task, request: RecoveryRequest) -> Resolved:
             raise UserError(f"--float-node {pattern}: no quantized node has such a name")
     left_out = {name for pattern in request.float_nodes for name in fnmatch.filter(names, pattern)}
     return tuple((edge, precision) for edge, precision in found if edge.consumer not in left_out)
-
-
-def _calibration(
-    task: Task, choices: NumericChoices, tensors: Sequence[str], batches: Sequence[Mapping[str, object]]
-) -> Callable[[Model], Ranges]:
-    def calibrate_again(model: Model) -> Ranges:
-        found = calibrate(
-            save_to_folder(model, task.work / "recovery"),
-            tensors,
-            batches,  # type: ignore[arg-type]
-            method=choices.activations,
-            percentile=choices.percentile,
-            channels=depthwise_inputs(model) if choices.depthwise == "channel" else None,
-            source=task.model.source,
-        )
-        return finite_ranges(found)
-
-    return calibrate_again
 
 
 def _drop(scoring: Scoring, reference: Accuracy, score: Accuracy | Failed) -> Interval | None:

@@ -45,6 +45,8 @@ __all__ = ["Incumbent", "SelectionResult", "rank_finalists", "select_final"]
 MAX_FRONT_CANDIDATES = 8  # of a Pareto front, unless `top_k` is larger
 Incumbent = Evaluation | WarmStartModel
 """An evaluated placement, or the model whose placement was an initial placement."""
+RecoveredModels = Mapping[str, tuple[WarmStartModel, ...]]
+"""Recovered models by the name of the search."""
 _GroupKey = tuple[str | int, ...]
 _StatesByBudget = Mapping[str, Mapping[int, BudgetState]]
 _IncumbentsByBudget = Mapping[str, Mapping[int, tuple[Incumbent, ...]]]
@@ -68,7 +70,10 @@ class SelectionResult:
 
 
 def select_final(
-    running: TaskRun, open_engines: Callable[[], AbstractContextManager[Engines]], retry_failed: bool = False
+    running: TaskRun,
+    open_engines: Callable[[], AbstractContextManager[Engines]],
+    retry_failed: bool = False,
+    recovered: RecoveredModels | None = None,
 ) -> SelectionResult:
     """Return the state of each search of a task, with the incumbents to confirm, best first.
 
@@ -77,14 +82,16 @@ def select_final(
 
     Args:
         retry_failed: Time failed rows once more.
+        recovered: Models of `harness.pipeline.recovery`, which compete at the largest budget.
 
     Raises:
         UserError: The float model fails, or the log cannot be written.
     """
-    found = _race_incumbents(running, open_engines, retry_failed)
+    recovered = recovered or {}
+    found = _race_incumbents(running, open_engines, retry_failed, recovered)
     chosen = [(run, found.incumbents.get(run.name, {}).values()) for run in running.task.spec.runs]
     if any(_computes_wrong_result(running, run, leader) for run, led in chosen for leader in chain.from_iterable(led)):
-        return _race_incumbents(running, open_engines, retry_failed, look=True)
+        return _race_incumbents(running, open_engines, retry_failed, recovered, look=True)
     return found
 
 
@@ -101,10 +108,11 @@ def _race_incumbents(
     running: TaskRun,
     open_engines: Callable[[], AbstractContextManager[Engines]],
     retry_failed: bool,
+    recovered: RecoveredModels,
     look: bool = False,
 ) -> SelectionResult:
     """Select by a race; see `_exclude_wrong_results` for `look`."""
-    found, told = _exclude_wrong_results(running, look)
+    found, told = _exclude_wrong_results(running, recovered, look)
     led: dict[str, dict[int, tuple[Incumbent, ...]]] = {
         run.name: {
             budget: (*there.best, *(told.get(run.name, {}).get(budget, ()) if there.best else ()))
@@ -143,7 +151,7 @@ def _race_incumbents(
 
 
 def _exclude_wrong_results(
-    running: TaskRun, look: bool
+    running: TaskRun, recovered: RecoveredModels, look: bool
 ) -> tuple[_StatesByBudget, Mapping[str, Mapping[int, tuple[WarmStartModel, ...]]]]:
     """Return the states of the searches and their warm-start models, without models known to compute wrong results.
 
@@ -152,7 +160,8 @@ def _exclude_wrong_results(
     Args:
         look: Compare incumbents with their files if they were not compared before.
     """
-    wrong, seen, told = set[str](), set[str](), _warm_start_models_by_budget(running)
+    wrong, seen, largest = set[str](), set[str](), max(running.experiment.budget.evaluations)
+    told = _warm_start_models_by_budget(running) | {name: {largest: models} for name, models in recovered.items()}
     while True:
         found = _states_by_search(running, wrong)
         before = len(wrong)

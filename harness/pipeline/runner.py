@@ -8,6 +8,7 @@ A results folder holds, for each task:
     runs/*.jsonl            one journal per search
     runs/*.ended.txt        reason why a search spent less than its budget; removed when it continues
     runs/*.failed.txt       error of a searcher, with the end of its traceback
+    recovery.json           placements that missed the bound, with recovery steps and what these gained
     final_selection.jsonl   raw samples of the final selection among the best of each search
     rows.json               finalists: exported files with their hashes, and the methods that chose them
     accuracy.json           figures of the evaluator for each file
@@ -42,6 +43,7 @@ from harness.errors import UserError
 from harness.pipeline.export import export_finalists
 from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
+from harness.pipeline.recovery import recovered_models
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.pipeline.task_run import TaskRun
 from harness.pipeline.transfer import transferred_placements, write_pattern_cache
@@ -248,7 +250,8 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             run_concurrently(searches, experiment.executor.searches)
         write_pattern_cache(task, goal, folder)
         others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
-        found = select_final(running, lambda: site.open(worker), place.retry_failed)
+        recovered = recovered_models(running, book)
+        found = select_final(running, lambda: site.open(worker), place.retry_failed, recovered)
         if place.searching:
             export_finalists(running, found, others)
             return

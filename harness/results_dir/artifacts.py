@@ -13,15 +13,22 @@ from harness.results_dir.io import read_json
 from search.space import Placement, Space, edges_digest
 
 __all__ = [
-    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "FLOAT_ROW", "Choice", "ExportedModel", "FinalistSet", "best_choice",
-    "read_finalists",
+    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "FLOAT_ROW", "RECOVERY_FILE", "Choice", "ExportedModel",
+    "FinalistSet", "best_choice", "read_finalists", "recovered_row",
 ]  # fmt: skip
 
 FLOAT_ROW = "float"
 #: By row: file with the dynamic axes of the original model, if it was checked, or why there is none.
 DYNAMIC_AXES_FILE = "dynamic.json"
+#: Recovered placements of a task with their steps and gains.
+RECOVERY_FILE = "recovery.json"
 #: Verdict in tables if the device only emulates a row's precision.
 ACCURACY_ONLY_VERDICT = "accuracy only"
+
+
+def recovered_row(sha256: str) -> str:
+    """Return the row of a recovered model, whose placement has a row of its own."""
+    return f"recovered-{sha256[:12]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

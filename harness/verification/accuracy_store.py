@@ -85,11 +85,11 @@ class AccuracyStore:
         """Return the accuracy of a row, whose model is given as a candidate."""
         return self._score(candidate, _score_key(row.sha256, row.benchmarker), row=row)
 
-    def score_file(self, path: Path, name: str) -> Accuracy | Failed:
+    def score_file(self, path: Path, name: str, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
         """Return the accuracy of a Q/DQ model file, which has a name for the progress bar."""
         sha256 = digest_file(path)
         candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
-        return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER), name=name)
+        return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER, evaluator), evaluator, name=name)
 
     def score_rows(self, table: FinalistSet) -> None:
         """Score the rows that have no score yet."""

@@ -29,7 +29,7 @@ from search.space import Resolved
 
 __all__ = [
     "Feeds", "PlacedModel", "RecoveryStep", "RecoveryStepContract", "StepGain", "create_steps", "quantized_layers",
-    "recover", "split_held_out",
+    "rank_by_sqnr", "recover", "split_held_out",
 ]  # fmt: skip
 
 Feeds = Mapping[str, Array]
@@ -178,6 +178,17 @@ def recover(
                     placed, best_db = candidate, after_db
             progress.advance(str(gains[-1]))
     return placed, tuple(gains)
+
+
+def rank_by_sqnr(models: Sequence[PlacedModel], held: Sequence[Feeds]) -> list[PlacedModel]:
+    """Return placed models of one reference in the order of the SQNR of their outputs on samples, the best first.
+
+    Raises:
+        UserError: ONNX Runtime does not run a model.
+    """
+    with tempfile.TemporaryDirectory(prefix="qdq-recover-") as scratch:
+        judge = _Judge(models[0].reference, held, Path(scratch))
+        return sorted(models, key=judge.sqnr_db, reverse=True)
 
 
 class _Judge:

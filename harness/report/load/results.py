@@ -21,7 +21,8 @@ from harness.report.load.stored_experiment import (
     read_stored_experiment,
     read_task_facts,
 )
-from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, read_finalists
+from harness.results_dir.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists
+from harness.results_dir.io import read_json
 from harness.results_dir.manifest import require_unchanged_results
 from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
@@ -57,6 +58,7 @@ class TaskResults:
         selection_speedups: Speedup over the float model in the final selection, by digest; empty without one.
         scores: Record of the evaluator by row id.
         file_scores: The same of rows of PTQ tools, computed as their files describe them.
+        recovery: Record of recovered placements by their digest.
         events: Events of the confirmation, in order.
         summaries: Confirmed figures by row id.
         failed: Last failure of each row that failed in the confirmation.
@@ -80,6 +82,7 @@ class TaskResults:
     selection_speedups: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
     file_scores: Mapping[str, Mapping[str, Any]]
+    recovery: Mapping[str, Mapping[str, Any]]
     events: tuple[TurnEvent, ...]
     summaries: Mapping[str, RowSummary]
     failed: Mapping[str, Failed]
@@ -274,6 +277,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
         ),
         scores=scores,
         file_scores=file_scores,
+        recovery=read_or_explain(folder / RECOVERY_FILE, lambda: _read_recovery(folder / RECOVERY_FILE)),
         events=events,
         summaries={} if summary is None else _with_checks(summary.rows, checks),
         failed={} if summary is None else summary.failed,
@@ -289,6 +293,11 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
         and summary.builds >= builds
         and _picks_are_current(searches, picks),
     )
+
+
+def _read_recovery(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = read_json(path)["placements"] if path.exists() else {}
+    return found
 
 
 def _differing_scores(

@@ -25,7 +25,7 @@ from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.notes import float_estimate, group_names, noise_floor_note, partial_note
-from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
+from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, recovered_row
 from harness.statistics import Interval
 
 __all__ = [
@@ -165,6 +165,7 @@ def main_note(results: Results) -> str:
                 if (names := _disturbed_rows(c))
             ),
             *(f"Calibration of {c.name}: {text}." for c in tasks for text in c.remarks),
+            *(line for task in tasks for line in _recovery_notes(task)),
             *(f"Initial placements of {c.name}: {text}." for c in tasks for text in c.cache_remarks),
             *(f"Baselines of {c.name}: {text}." for c in tasks if (text := _tool_note(c))),
             *filter(None, [partial_note(results)]),
@@ -294,6 +295,25 @@ def _check_notes(task: TaskResults) -> Iterator[str]:
     reasons = group_names((check.reason, name) for check, name in named if check.verdict == "not checked")
     for reason, names in reasons.items():
         yield f"Not compared with their files, {task.name}: {names} ({reason})."
+
+
+def _recovery_notes(task: TaskResults) -> Iterator[str]:
+    """Yield a line for each placement that missed the bound: what recovered it, or that nothing did."""
+    for digest, facts in task.recovery.items():
+        if "loss" not in facts:
+            continue
+        gains = [
+            f"{step['step']} {step['before_db']:.1f} to {step['after_db']:.1f} dB"
+            for step in facts["steps"]
+            if step["kept"]
+        ]
+        steps = f" ({'; '.join(gains)})" if gains else ""
+        found = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
+        yield (
+            f"Recovery in {task.name}: placement {digest} with {facts['label']}{steps} {found}; drop of "
+            f"{metric_name(task.metric)} on the images of the search {facts['loss_before']:.4f} before, "
+            f"{facts['loss']:.4f} after."
+        )
 
 
 def wrong_result_rows(task: TaskResults) -> dict[str, str]:

@@ -1,0 +1,100 @@
+"""One placement with different contents of its Q/DQ pairs, ready for recovery steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.accuracy.calibration.ranges import Ranges, calibrate, calibrate_by_methods, finite_ranges
+from harness.accuracy.recovery.pipeline import PlacedModel
+from harness.api import Array
+from harness.graph.load import save_to_folder
+from harness.graph.model import Model
+from harness.graph.quantize.numeric_choices import NumericChoices, depthwise_inputs
+from harness.progress import Observer
+from harness.task_setup.task import Task
+from search.space import Resolved
+
+__all__ = ["ModelPlacer", "open_placer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlacer:
+    """Ranges of the activations of a task by each of several estimators.
+
+    Attributes:
+        combinations: Contents of the pairs, of which each gives a model.
+        tensors: Activations of the space.
+    """
+
+    task: Task
+    combinations: Sequence[NumericChoices]
+    tensors: Sequence[str]
+    by_method: Mapping[str, Ranges]
+
+    def place(self, resolved: Resolved) -> Iterator[PlacedModel]:
+        """Yield quantized edges with each combination of contents."""
+        for choices in self.combinations:
+            yield PlacedModel(
+                model=self.task.model,
+                reference=self.task.model,
+                dialect=self.task.dialect,
+                ranges=finite_ranges(self.by_method[choices.activations]),
+                resolved=resolved,
+                choices=choices,
+            )
+
+    def recalibration(
+        self, choices: NumericChoices, batches: Sequence[Mapping[str, Array]]
+    ) -> Callable[[Model], Ranges]:
+        """Return the calibration of a changed float model with the same choices."""
+
+        def calibrate_again(model: Model) -> Ranges:
+            found = calibrate(
+                save_to_folder(model, self.task.work / "recovery"),
+                self.tensors,
+                batches,
+                method=choices.activations,
+                percentile=choices.percentile,
+                channels=depthwise_inputs(model) if choices.depthwise == "channel" else None,
+                source=self.task.model.source,
+            )
+            return finite_ranges(found)
+
+        return calibrate_again
+
+
+def open_placer(
+    task: Task,
+    combinations: Sequence[NumericChoices],
+    batches: Collection[Mapping[str, Array]] | Iterable[Mapping[str, Array]],
+    count: int,
+    observer: Observer,
+) -> ModelPlacer:
+    """Calibrate a task by the estimators of some combinations, in one pass over the data.
+
+    Args:
+        combinations: Contents of the pairs.
+        batches: Calibration samples.
+        count: Number of the batches, for the progress bar.
+        observer: Receives the progress.
+
+    Raises:
+        UserError: The dialect does not offer a combination.
+    """
+    for choices in combinations:
+        choices.adapt_dialect(task.dialect)  # raises before minutes of calibration
+    tensors = sorted({e.tensor for d in task.space.dimensions for e in d.edges if e.tensor not in task.model.constants})
+    channels = depthwise_inputs(task.model) if any(c.depthwise == "channel" for c in combinations) else {}
+    with observer.work(f"calibrate {task.model.source}", count) as progress:
+        by_method = calibrate_by_methods(
+            task.float_file,
+            tensors,
+            batches,
+            methods=tuple(dict.fromkeys(c.activations for c in combinations)),
+            percentile=task.choices.percentile,
+            channels=channels,
+            progress=lambda _: progress.advance(),
+            source=task.model.source,
+        )
+    return ModelPlacer(task=task, combinations=combinations, tensors=tensors, by_method=by_method)

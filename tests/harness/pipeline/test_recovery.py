@@ -1,0 +1,130 @@
+"""Placements that are fast and miss the bound: which get a second chance, what they get, and what is kept of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.api import Accuracy
+from harness.config.experiment import parse_experiment
+from harness.config.plan import plan_tasks
+from harness.graph.builder import GraphBuilder
+from harness.graph.qdq.qdq_graph import count_pairs
+from harness.pipeline import recovery
+from harness.pipeline.recovery import near_misses, recovered_models
+from harness.progress import NullProgress
+from harness.results_dir.io import read_json
+from harness.search_loop.journal_reader import Evaluation
+from harness.search_loop.objective import AccuracyGate, Goal, score_values
+from harness.statistics import Interval
+from harness.task_setup.task import Task, compose_task
+
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 8}, evaluator: fidelity}]
+backends: [{use: onnxruntime, params: {optimization: disabled}}]
+searchers: [random]
+initial: [float]
+baselines: [linear]
+budget: {evaluations: [5]}
+objective: {max_drop: 0.05}
+"""
+GOAL = Goal(metric="top1", reference=0.8, max_drop=0.05)
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    net, rng = GraphBuilder("net", seed=0), np.random.default_rng(0)
+    scale = np.array([0.02, 1, 5, 9], np.float32)
+    x = net.op("Mul", net.input("x", (1, 4, 8, 8)), net.const(scale.reshape(1, 4, 1, 1)))
+    weight = net.const((rng.normal(0.3, 1, (4, 1, 3, 3)) / scale.reshape(4, 1, 1, 1)).astype(np.float32))
+    x = net.op("Conv", x, weight, group=4, pads=[1] * 4, kernel_shape=[3, 3], name="depthwise")
+    net.output(net.conv(net.op("Relu", x), 4, 1), name="y")
+    net.save(tmp_path / "net.onnx")
+    experiment = parse_experiment(EXPERIMENT, "small.yaml", tmp_path)
+    task = compose_task(experiment, plan_tasks(experiment)[0], tmp_path / "out" / "work", NullProgress())
+    return SimpleNamespace(
+        experiment=experiment,
+        task=task,
+        judge=AccuracyGate(goal=GOAL),
+        scoring=SimpleNamespace(prepare_evaluators=lambda *_: None),
+        noise_floor=0.02,
+        folder=tmp_path / "out",
+        observer=NullProgress(),
+        checker=object(),
+    )
+
+
+def trial(task: Task, choices: tuple[int, ...], latency_ms: float, top1: float, name: str = "") -> Evaluation:
+    interval = Interval(value=latency_ms, low=latency_ms, high=latency_ms)
+    return Evaluation(
+        evaluations=1, elapsed_s=1.0, digest=name or f"{latency_ms}", choices=choices, origin="random",
+        latency_ms=latency_ms, score=score_values(interval, {"top1": top1}, GOAL),
+    )  # fmt: skip
+
+
+def search(monkeypatch: pytest.MonkeyPatch, trials: list[Evaluation]) -> None:
+    monkeypatch.setattr(recovery, "read_journal", lambda path: ())
+    monkeypatch.setattr(recovery, "iter_evaluations", lambda entries, goal: trials)
+
+
+class Book:
+    """Scores in the order of the files."""
+
+    def __init__(self, *values: float) -> None:
+        self.values, self.files = list(values), list[str]()
+
+    def score_file(self, path: Path, name: str, evaluator: str) -> Accuracy:
+        self.files.append(name)
+        assert count_pairs(path) > 0
+        return Accuracy(metrics={"top1": self.values.pop(0)})
+
+
+def test_the_fastest_and_the_closest_of_those_that_miss_the_bound_get_a_second_chance(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = tuple(running.task.space.quantize_all().choices)
+    cases = {"within": (5.0, 0.79), "fastest": (2.0, 0.5), "closest": (3.0, 0.74), "other": (2.5, 0.6),
+             "slower": (5.5, 0.7), "noise": (4.95, 0.745), "broken": (1.0, 0.1)}  # fmt: skip
+    search(monkeypatch, [trial(running.task, everything, *values, name) for name, values in cases.items()])
+    (found,) = near_misses(running).values()
+    assert [each.digest for each in found] == ["fastest", "closest"]
+
+
+def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = running.task.space.quantize_all()
+    search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
+    book = Book(0.7, 0.77)
+    (models,) = recovered_models(running, book).values()  # type: ignore[arg-type]
+    (model,) = models
+    (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
+    assert model.digest == f"recovered-{facts['sha256'][:12]}"
+    assert model.path.name == facts["file"]
+    assert facts["within"]
+    assert "depthwise channel" in facts["label"], "the channels differ in scale"
+    assert (facts["loss_before"], facts["loss"]) == (pytest.approx(0.2), pytest.approx(0.03))
+    assert len(book.files) == 2
+    again = recovered_models(running, Book())  # type: ignore[arg-type]
+    assert again == {next(iter(again)): models}, "recovered once"
+    running.experiment = running.experiment.model_copy(
+        update={"objective": running.experiment.objective.model_copy(update={"recover": False})}
+    )
+    assert recovered_models(running, Book()) == {}  # type: ignore[arg-type]
+
+
+def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = running.task.space.quantize_all()
+    search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
+    book = Book(0.7, 0.71, 0.72)
+    assert list(recovered_models(running, book).values()) == [()]  # type: ignore[arg-type]
+    (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
+    assert (facts["within"], facts["loss"]) == (False, pytest.approx(0.8 - max(0.7, 0.71, 0.72)))
