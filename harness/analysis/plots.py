@@ -15,7 +15,7 @@ from harness.analysis.noise import Floats, NoiseComponents
 from harness.analysis.sensitivity import QuantizationUnit, SensitivityAnalysis, UnitEffect
 from harness.records import Failed
 
-__all__ = ["COLOURS", "draw_noise", "draw_sensitivities", "figure_file"]
+__all__ = ["COLOURS", "draw_layer_losses", "draw_noise", "draw_sensitivities", "figure_file"]
 
 #: Distinct for colour-blind readers too (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -30,6 +30,25 @@ def figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...
         yield tuple(figure.subplots(1, len(columns), squeeze=False, width_ratios=columns)[0])
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=200)
+
+
+def draw_layer_losses(before_db: Mapping[str, float], after_db: Mapping[str, float], title: str, path: Path) -> None:
+    """Plot the SQNR of each layer's result in the order of the graph, as given and recovered.
+
+    Args:
+        before_db: SQNR in dB by the name of the layer.
+        after_db: The same of the recovered model.
+        title: Title of the plot.
+        path: PNG to write.
+    """
+    with figure_file(path, columns=(1,)) as (axes,):
+        for label, colour, values in (("as given", COLOURS[1], before_db), ("recovered", COLOURS[0], after_db)):
+            axes.plot(range(len(values)), list(values.values()), ".-", color=colour, label=label, linewidth=1)
+        worst = min(before_db, key=lambda name: before_db[name])
+        axes.annotate(worst, (list(before_db).index(worst), before_db[worst]), fontsize=7, va="top")
+        axes.set(title=title, xlabel="layer, in the order of the graph", ylabel="SQNR of its result in dB")
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Path) -> None:

@@ -12,9 +12,12 @@ from pathlib import Path
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.metrics.intervals import drop_estimate
 from harness.accuracy.recovery.pipeline import PlacedModel, RecoveryStep, StepGain, create_steps, recover
+from harness.analysis.plots import draw_layer_losses
 from harness.api import Accuracy
 from harness.errors import UserError
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.quantize.numeric_choices import Granularity, NumericChoices
+from harness.graph.segmented_run import layer_sqnr_db
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION, Failed
 from harness.results_dir.io import explain_write_errors, write_json
@@ -32,6 +35,7 @@ __all__ = ["PLACEMENT_NAMES", "RecoveryRequest", "recovery_report"]
 
 PLACEMENT_NAMES: Mapping[str, tuple[str, ...]] = {"linear": ("linear",), "all": ()}
 """Roles of the points that are quantized; none: every point."""
+PLOTTED_SAMPLES = 4
 COLUMN_NAMES = ("pairs", "recovery", "{metric}", "drop [95 % CI]", "gain of each step on held-out samples")
 
 
@@ -81,7 +85,7 @@ def recovery_report(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """Score a placement with each combination of choices, as it is and with recovery; return a table with its notes.
 
-    Writes `recovery.json`, and the file of each row to `models/`.
+    Writes `recovery.json`, the file of each row to `models/`, and the loss of each layer to `layers.png`.
 
     Raises:
         UserError: The study cannot be used, has no evaluator, or needs a cast model.
@@ -105,6 +109,7 @@ def recovery_report(
             rows.append(
                 _Row(choices=choices, gains=gains, path=path, score=score, drop=_drop(scoring, reference, score))
             )
+    plotted = _plot_layers(task, rows, scoring, folder)
     header = tuple(name.format(metric=scoring.metric) for name in COLUMN_NAMES)
     figure = f"{reference.metrics[scoring.metric]:.4f}"
     _write_rows(rows, scoring.metric, reference, folder / "recovery.json")
@@ -112,8 +117,27 @@ def recovery_report(
     notes = [
         f"{task.spec.name}: placement {request.placement}, calibrated on {task.calibrated_on}",
         f"files: {folder}/models",
+        *plotted,
     ]
     return header, cells, notes
+
+
+def _plot_layers(task: Task, rows: Sequence[_Row], scoring: Scoring, folder: Path) -> Iterator[str]:
+    """Plot the loss of each layer in the first file and in the best one; nothing if they are the same."""
+    sign = 1 if scoring.higher_is_better else -1
+    scored = [row for row in rows if isinstance(row.score, Accuracy)]
+    best = max(scored, key=lambda row: sign * row.score.metrics[scoring.metric or ""], default=None)  # type: ignore[union-attr]
+    if best is None or best is rows[0]:
+        return
+    layers = [node.name for node in task.model.nodes if node.op in task.dialect.linear_ops]
+    samples = list(itertools.islice(task.feeds, PLOTTED_SAMPLES))
+    what = f"losses by layer of {task.model.source}"
+    before, after = (
+        call_in_helper_process(what, layer_sqnr_db, task.float_file, row.path, layers, samples, factor=RUNTIME_FACTOR)
+        for row in (rows[0], best)
+    )
+    draw_layer_losses(before, after, task.spec.model.name, folder / "layers.png")
+    yield f"loss by layer: {folder}/layers.png"
 
 
 def _iter_models(

@@ -13,7 +13,7 @@ from harness.api import Array
 from harness.graph.protos import copy_message, tensors_read
 from harness.graph.qdq.qdq_graph import unique_node_names
 
-__all__ = ["SegmentedRun", "channel_maxima", "iter_outputs", "measure_layer_shifts"]
+__all__ = ["SegmentedRun", "channel_maxima", "iter_outputs", "layer_sqnr_db", "measure_layer_shifts"]
 
 Feeds = Mapping[str, Array]
 
@@ -109,6 +109,27 @@ class SegmentedRun:
         proto = helper.make_model(graph, opset_imports=self._proto.opset_import)
         proto.ir_version = self._proto.ir_version
         return proto
+
+
+def layer_sqnr_db(
+    float_path: Path, quantized_path: Path, layers: Sequence[str], batches: Sequence[Feeds]
+) -> dict[str, float]:
+    """Return the SQNR of the results of layers in dB, mean over the batches; call it in the helper process.
+
+    Args:
+        float_path: The float model.
+        quantized_path: A Q/DQ model of it, with the same names of nodes.
+        layers: Names of nodes.
+        batches: Inputs; the activations of all of them are in memory at a time.
+    """
+    runs = SegmentedRun(float_path, batches), SegmentedRun(quantized_path, batches)
+    found: dict[str, float] = {}
+    for name in (name for name in runs[1].names if name in set(layers)):
+        reference, quantized = (run.values[target] for run in runs for target in [run.run_to(name)])
+        pairs = [(f.astype(np.float64), q.astype(np.float64)) for f, q in zip(reference, quantized, strict=True)]
+        ratios = [np.square(f).sum() / max(np.square(q - f).sum(), np.finfo(float).tiny) for f, q in pairs]
+        found[name] = float(np.mean(10 * np.log10(np.maximum(ratios, np.finfo(float).tiny))))
+    return found
 
 
 def measure_layer_shifts(
