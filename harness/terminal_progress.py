@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from rich.progress import (
 from harness.progress import ProgressTask
 from harness.text import printable, printable_lines
 
-__all__ = ["TerminalProgress"]
+__all__ = ["EventProgress", "TerminalProgress"]
 
 MIN_SHARE_FOR_ETA = 0.05
 """Share of a task before which no remaining time is shown: the first step may include a build."""
@@ -117,3 +118,47 @@ class _ProgressLines:
         if self._done >= MIN_SHARE_FOR_ETA * self._total:
             said += f", about {minutes}:{seconds:02d} min left"
         self._say(f"{said}, {self.note}" if self.note else said)
+
+
+class EventProgress:
+    """An observer that prints each event as a JSON object on a line of standard error.
+
+    Events have `time_s` (since the start), `event` ("line", "start", "step" or "end"), and `text`, or `work` with
+    `done`, `total` and `note`.
+    """
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        """Print a line of text."""
+        self._print("line", text=text)
+
+    @contextmanager
+    def work(self, title: str, total: int) -> Iterator[ProgressTask]:
+        """Print the start, each step and the end of a task."""
+        task = _EventTask(self._print, title, total)
+        self._print("start", work=title, total=total)
+        yield task
+        self._print("end", work=title, done=task.done, total=total)
+
+    def _print(self, event: str, **facts: object) -> None:
+        time_s = round(time.monotonic() - self._start_s, 3)
+        print(json.dumps({"time_s": time_s, "event": event, **facts}), file=sys.stderr, flush=True)
+
+
+class _EventTask:
+    def __init__(self, report: Callable[..., None], title: str, total: int) -> None:
+        self._report, self._title, self._total = report, title, total
+        self.done = 0
+
+    def advance(self, note: str = "") -> None:
+        """Print one step."""
+        self.done += 1
+        self._report("step", work=self._title, done=self.done, total=self._total, note=note)

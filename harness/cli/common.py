@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
     "StudyArgument", "StudyBackendOption", "TargetOption", "add_to_sys_path", "backend_spec", "count_option",
-    "explain_relative_paths", "parse_sizes", "print_rich_or_text", "print_table", "replace_change_advice",
+    "explain_relative_paths", "parse_sizes", "print_json", "print_rich_or_text", "print_table", "replace_change_advice",
     "short_path", "study_of",
 ]  # fmt: skip
 
@@ -197,8 +198,21 @@ def print_rich_or_text(text: str, drawing: RenderableType) -> None:
         echo(text)
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
-    """Print a table and its notes; without a terminal as tab-separated lines. Cells are plain text, not markup."""
+def print_json(value: Any) -> None:
+    """Print a value as JSON; characters beyond ASCII are escaped."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), *, as_json: bool = False
+) -> None:
+    """Print a table and its notes; without a terminal as tab-separated lines. Cells are plain text, not markup.
+
+    As JSON, it is an object with `rows`, each with its cells by heading, and `notes`.
+    """
+    if as_json:
+        print_json({"rows": [dict(zip(header, row, strict=True)) for row in rows], "notes": list(notes)})
+        return
     if sys.stdout.isatty():
         drawn = Table(*header)
         for row in rows:

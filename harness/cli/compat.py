@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import ParamOption, add_to_sys_path, backend_spec, count_option, echo, print_table, short_path
+from harness.cli.common import (
+    JsonOption,
+    ParamOption,
+    add_to_sys_path,
+    backend_spec,
+    count_option,
+    echo,
+    print_table,
+    short_path,
+)
 from harness.errors import prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
@@ -157,6 +166,7 @@ def evaluate(
         list[Path], typer.Argument(help="Spec files with a section 'evaluate'; the first is the baseline.")
     ],
     suggest: Annotated[bool, typer.Option(help="Suggest layers to leave native if the drop is above 0.01.")] = True,
+    as_json: JsonOption = False,
 ) -> None:
     """Score an engine or a model on labelled images; with several spec files, print the drops against the first.
 
@@ -177,7 +187,9 @@ def evaluate(
     with TerminalProgress() as terminal:
         rows = compare_evaluations([run(spec, path, terminal) for path, spec in found.items()])
     header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
-    print_table(header, [row.cells() for row in rows])
+    print_table(header, [row.cells() for row in rows], as_json=as_json)
+    if as_json:
+        return
     models: set[Path | None] = set()
     for row, (path, spec) in zip(rows, found.items(), strict=True):
         if suggest and row.scored.model not in models:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.common import echo, print_table, replace_change_advice, short_path
+from harness.cli.common import JsonOption, echo, print_table, replace_change_advice, short_path
 from harness.errors import CandidateError, UserError, install_hint
 
 __all__ = ["doctor", "examine_machine", "tools", "validate_gpu"]
@@ -39,12 +39,12 @@ NO_VNNI_WARNING = (
 Row = tuple[str, str, str]
 
 
-def doctor() -> None:
+def doctor(as_json: JsonOption = False) -> None:
     """Show which runtimes work on this machine, and how to install the others.
 
     Example: `qdq doctor`
     """
-    print_table(("what", "state", "detail"), examine_machine())
+    print_table(("what", "state", "detail"), examine_machine(), as_json=as_json)
 
 
 def validate_gpu(

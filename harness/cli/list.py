@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.common import print_table
+from harness.cli.common import JsonOption, print_table
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["list_plugins", "plugin_purpose"]
 
 
-def list_plugins() -> None:
+def list_plugins(as_json: JsonOption = False) -> None:
     """List searchers, benchmarkers, evaluators, preprocessings, estimators, dialects and zoo models in a line each.
 
     Example: `qdq list | grep searcher`
@@ -30,7 +30,7 @@ def list_plugins() -> None:
         for plugin in installed_plugins(kind)
     ]
     rows += [("zoo model", name, "", purpose) for name, purpose in zoo.model_names().items()]
-    print_table(("kind", "name", "origin", "what it does"), rows)
+    print_table(("kind", "name", "origin", "what it does"), rows, as_json=as_json)
 
 
 def plugin_purpose(plugin: Plugin) -> str:

@@ -70,7 +70,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings=HELP_SETTINGS,
 )
 #: For commands that parse their arguments themselves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from harness.cli.common import (
     BaseOption,
     DimOption,
+    JsonOption,
     ModelArgument,
     ParamOption,
     ShapeOption,
@@ -19,6 +21,7 @@ from harness.cli.common import (
     echo,
     explain_relative_paths,
     parse_sizes,
+    print_json,
     short_path,
 )
 from harness.cli.report import report_afterwards, show_report
@@ -57,6 +60,7 @@ def insert(
     samples: Annotated[int, count_option("Maximum number of calibration samples.")] = DEFAULT_SAMPLES,
     shape: ShapeOption = None,
     dim: DimOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a model with the Q/DQ pairs of a rule or of a stored placement, without a search and without timing.
 
@@ -74,6 +78,9 @@ def insert(
         made = insert_placement(
             model, placement, output, terminal, backend=backend_spec(backend, param), precision=precision, **described
         )
+    if as_json:
+        print_json({**asdict(made), "path": str(made.path)})
+        return
     echo(
         f"{made.path}: {made.pairs} Q/DQ pairs at {made.edges} inputs, dialect {made.dialect}, calibrated on "
         f"{made.calibrated_on}"

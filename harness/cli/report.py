@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import ResultsArgument, count_option, echo, print_rich_or_text, short_path
+from harness.cli.common import (
+    JsonOption,
+    ResultsArgument,
+    count_option,
+    echo,
+    print_json,
+    print_rich_or_text,
+    short_path,
+)
 
 __all__ = ["compare", "report", "report_afterwards", "show_report", "trace"]
 
@@ -20,12 +29,13 @@ def report(
         bool | None,
         typer.Option("--plots/--no-plots", help="Write the plots of each task as PNG and SVG. [up to 20 tasks]"),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the tables and curves of a results folder again if anything has changed, and print the main table.
 
     Example: `qdq report out/quickstart`
     """
-    show_report(folder, task_plots=plots)
+    show_report(folder, task_plots=plots, as_json=as_json)
 
 
 @contextmanager
@@ -41,12 +51,13 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
     show()
 
 
-def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = False) -> None:
+def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = False, as_json: bool = False) -> None:
     """Write the report of a results folder unless it is up to date; print answers, main table and next steps.
 
     Args:
         task_plots: Write the plots of each task; None: if there are few tasks.
         ship: Write the folder `ship` with the models to deploy.
+        as_json: Print answers, next steps and the raw values of each table as JSON.
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
@@ -65,10 +76,17 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
         with TerminalProgress() as terminal:
             for main in mains:
                 ship_results(results, main, terminal)
-    for line in (line for main in mains for line in describe_answers(results, main)):
+    answers = [line for main in mains for line in describe_answers(results, main)]
+    steps = [line for main in mains for line in describe_next_steps(results, main)]
+    if as_json:
+        frames = {table.name: table.raw for table in tables}
+        values = {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}
+        print_json({"answers": answers, "next_steps": steps, "tables": values})
+        return
+    for line in answers:
         echo(f"{line}\n")
     print_rich_or_text(report_text(results, tables), report_renderable(results, tables))
-    for line in (line for main in mains for line in describe_next_steps(results, main)):
+    for line in steps:
         echo(f"\n{line}")
     echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
     if current:
@@ -78,6 +96,7 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
 def compare(
     first: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
     second: Annotated[Path, typer.Argument(help="Results of another machine or version, or after a change.")],
+    as_json: JsonOption = False,
 ) -> None:
     """Compare two results folders: matching rows, ratio with interval, differences of the environment.
 
@@ -90,8 +109,11 @@ def compare(
     first, second = short_path(first), short_path(second)
     one, two = load(first), load(second)
     table = comparison_table(one, two)
-    print_rich_or_text(f"{render_plain_text(table)}\n", table)
     lines = list(describe_differences(one, two))
+    if as_json:
+        print_json({"rows": json.loads(table.raw.to_json(orient="records")), "differences": lines})
+        return
+    print_rich_or_text(f"{render_plain_text(table)}\n", table)
     echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:
         echo(f"  {line}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,13 @@ import typer
 
 from harness.cli.common import (
     BaseOption,
+    JsonOption,
     ResultsArgument,
     TargetOption,
     add_to_sys_path,
     echo,
     explain_relative_paths,
+    print_json,
     replace_change_advice,
     short_path,
 )
@@ -52,6 +55,10 @@ def run(
         ),
     ] = False,
     target: TargetOption = None,
+    events: Annotated[
+        bool, typer.Option("--events", help="Print progress as one JSON object a line on standard error.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run an experiment and print its tables. After an interruption, run the same command again to continue.
 
@@ -60,7 +67,7 @@ def run(
     from harness.config.experiment import load_experiment
     from harness.pipeline.runner import run_experiment
     from harness.task_setup.preflight import check_experiment
-    from harness.terminal_progress import TerminalProgress
+    from harness.terminal_progress import EventProgress, TerminalProgress
 
     if compile_models and not check:
         raise UserError("--compile: only with --check")
@@ -74,7 +81,8 @@ def run(
         if compile_models:
             _compile_models(experiment, config, target)
         return
-    with report_afterwards(lambda: show_report(folder, ship=True)), TerminalProgress() as terminal:
+    progress = EventProgress() if events else TerminalProgress()
+    with report_afterwards(lambda: show_report(folder, ship=True, as_json=as_json)), progress as terminal:
         run_experiment(config, out=folder, observer=terminal, accept_changes=accept_changes, retry_failed=retry_failed)
 
 
@@ -180,6 +188,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure an exported model again and compare it with the tables: hash, Q/DQ edges, accuracy, speedup.
 
@@ -219,7 +228,9 @@ def verify(
     add_to_sys_path(start)
     with explain_relative_paths(start), TerminalProgress() as terminal:
         checks = verify_model(model, terminal, results=results, base=start, max_drop=bound)
-    for check in checks:
+    if as_json:
+        print_json([asdict(check) for check in checks])
+    for check in () if as_json else checks:
         word = BROKEN_BOUND_WORD if check.what == "bound" and check.holds is False else VERDICT_WORDS[check.holds]
         echo(f"{check.what}: {word}: {check.found}")
     if any(check.holds is False for check in checks):

@@ -10,6 +10,7 @@ import typer
 
 from harness.cli.common import (
     DimOption,
+    JsonOption,
     ParamOption,
     ShapeOption,
     StudyArgument,
@@ -46,6 +47,7 @@ def sensitivity(
     out: Annotated[
         Path | None, typer.Option(help="Folder [default: sensitivity-MODEL-BACKEND-PRECISION].", show_default=False)
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the effect of each pattern, or each point, on latency and fidelity: alone, and left out of a full model.
 
@@ -61,7 +63,7 @@ def sensitivity(
     folder = short_path(out or Path(f"sensitivity-{made.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:
         table = sensitivity_report(made, by, folder, terminal, samples)
-    print_table(*table)
+    print_table(*table, as_json=as_json)
 
 
 def recover(
@@ -82,6 +84,7 @@ def recover(
     shape: ShapeOption = None,
     dim: DimOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder [default: recover-MODEL].", show_default=False)] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Score a placement by what its Q/DQ pairs contain, and with recovery steps that cost no latency.
 
@@ -107,7 +110,7 @@ def recover(
     folder = short_path(out or Path(f"recover-{made.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:
         table = recovery_report(made, request, folder, terminal)
-    print_table(*table)
+    print_table(*table, as_json=as_json)
 
 
 def record(
@@ -168,6 +171,7 @@ def replay(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Reject a table that was not recorded on this model.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for curves.csv and curves.png.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Replay searchers on a recorded table, and ten thousand random searches from the same start.
 
@@ -178,8 +182,9 @@ def replay(
 
     table = read_table(recorded)
     request = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
-    echo("\n".join(table_lines(table)))
-    print_table(*replay_all(table, tuple(searcher or ()), request, out))
+    if not as_json:
+        echo("\n".join(table_lines(table)))
+    print_table(*replay_all(table, tuple(searcher or ()), request, out), as_json=as_json)
 
 
 def study(
@@ -259,6 +264,7 @@ def noise(
     out: Annotated[
         Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT].")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the sources of a latency's noise: within a run, between builds, between processes.
 
@@ -276,4 +282,4 @@ def noise(
     folder = out or Path(f"noise-{study_name(made, placement)}")
     with replace_change_advice(), TerminalProgress() as terminal:
         table = noise_report(made, placement, design, folder, terminal)
-    print_table(*table)
+    print_table(*table, as_json=as_json)

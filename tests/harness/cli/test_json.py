@@ -1,0 +1,59 @@
+"""Commands that print a table print it as JSON too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import qdq
+from small_results import TASK, write_folder
+
+from harness.cli.main import COMMANDS
+from harness.terminal_progress import EventProgress
+
+TABLE_COMMANDS = {
+    "run", "report", "compare", "verify", "explain", "check", "regions", "insert", "evaluate", "sensitivity", "recover",
+    "replay", "noise", "list", "doctor",
+}  # fmt: skip
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    capsys.readouterr()
+    assert qdq(*arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_command_with_a_table_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in sorted(TABLE_COMMANDS):
+        assert name in COMMANDS
+        assert qdq(name, "--help") == 0
+        assert "--json" in capsys.readouterr().out, name
+
+
+def test_a_report_and_a_comparison_have_raw_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path)
+    found = printed(capsys, "report", str(folder), "--json", "--no-plots")
+    speedups = {row["method"]: row["speedup"] for row in found["tables"]["main"] if row["task"] == TASK}
+    assert speedups["all"] == pytest.approx(4.0)
+    assert isinstance(found["answers"], list)
+    found = printed(capsys, "compare", str(folder), str(folder), "--json")
+    assert found["rows"]
+    assert found["differences"] == []
+
+
+def test_lists_are_objects_by_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "list", "--json")["rows"]
+    assert {"searcher", "benchmarker", "zoo model"} <= {row["kind"] for row in rows}
+    assert all(set(row) == {"kind", "name", "origin", "what it does"} for row in rows)
+
+
+def test_events_are_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with EventProgress() as progress:
+        progress.say("a\nb")
+        with progress.work("search", 2) as step:
+            step.advance("2.0x")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["line", "start", "step", "end"]
+    assert (lines[2]["done"], lines[2]["total"], lines[2]["note"]) == (1, 2, "2.0x")
