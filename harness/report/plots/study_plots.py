@@ -38,14 +38,16 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
         for index, (column, part) in enumerate(overview.groupby("column", sort=False)):
             colour, _, mark = series_style(index)
             axes.plot([], [], mark, ms=4.5, color=colour, label=fill(str(column), 24))
-            for row in part[part["speedup"].notna()].to_dict("records"):
-                place = bands.index((row["task"], row["model"])) + (index - (len(columns) - 1) / 2) * step
-                low, high = float(row["speedup_low"] or 0), float(row["speedup_high"] or 0)
-                known = low > 0 and np.isfinite(high)  # one build has no interval
+            part = part[part["speedup"].notna()]
+            shift = (index - (len(columns) - 1) / 2) * step
+            places = [bands.index(band) + shift for band in zip(part["task"], part["model"], strict=True)]
+            low, high = (part[f"speedup_{end}"].astype(float).fillna(0.0) for end in ("low", "high"))
+            known = (low > 0) & np.isfinite(high)  # one build has no interval
+            for (beyond, has_interval), rows in part.assign(place=places).groupby([part["beyond"].astype(bool), known]):
+                errors = [rows["speedup"] - low[rows.index], high[rows.index] - rows["speedup"]]
                 axes.errorbar(
-                    [row["speedup"]], [place], fmt=mark, ms=4.5, color=colour, elinewidth=0.9,
-                    xerr=[[row["speedup"] - low], [high - row["speedup"]]] if known else None,
-                    mfc="white" if row["beyond"] else colour,
+                    rows["speedup"], rows["place"], fmt=mark, ms=4.5, color=colour, elinewidth=0.9,
+                    xerr=errors if has_interval else None, mfc="white" if beyond else colour,
                 )  # fmt: skip
         axes.set_xscale("log")
         wide = bool(overview["speedup"].max() > 2 * overview["speedup"].min())  # else too few ticks
