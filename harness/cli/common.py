@@ -200,7 +200,7 @@ def print_rich_or_text(text: str, drawing: RenderableType) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON; characters beyond ASCII are escaped."""
-    typer.echo(json.dumps(value, indent=1))
+    echo(json.dumps(value, indent=1))
 
 
 def print_table(
