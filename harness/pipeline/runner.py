@@ -224,7 +224,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             task=task,
             engines=engines,
             scoring=scoring,
-            judge=scoring.make_accuracy_gate(goal),
+            judge=scoring.make_accuracy_gate(goal, book, task.model_file),
             noise_floor=noise_floor,
             folder=folder,
             observer=observer,

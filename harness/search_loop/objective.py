@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
+from harness.api import Accuracy
 from harness.config.objective import Minimize
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.statistics import Interval, median_ci, rebuilt_ci, stderr_from_interval
-from harness.timing.workers.engines import Engines
+from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR, Engines
 from search.api import Failure, Score
 
 __all__ = [
     "PREDICTED_METRIC",
     "PROXY",
     "AccuracyGate",
+    "FirstStage",
     "Goal",
     "IncumbentState",
     "ScoredPlacement",
@@ -176,6 +178,14 @@ MIN_WITNESS_PLACEMENTS = 3
 """Number of placements closer to the float model by the proxy that suffice to exclude one further away."""
 
 
+class FirstStage(Protocol):
+    """Decision about a candidate by a few of the images."""
+
+    def rejected_loss(self, found: Accuracy) -> float | None:
+        """Return the loss on these images if it is beyond the bound with a stated error, else None."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyGate:
     """Looks at accuracy as far as it takes: first at the proxy, and at the metric where the candidate may win.
@@ -183,11 +193,13 @@ class AccuracyGate:
     Attributes:
         evaluator: Name of the evaluator that the search scores with.
         proxy: Name of the evaluator of the proxy, a `harness.accuracy.metrics.fidelity.Fidelity`; None: there is none.
+        first: Decides by the evaluator `FIRST_STAGE_EVALUATOR` whether the others are scored; None: all are.
     """
 
     goal: Goal = field(default_factory=Goal)
     evaluator: str = MAIN_BENCHMARKER
     proxy: str | None = None
+    first: FirstStage | None = None
 
     def latency_to_beat(self, incumbent: Interval | None) -> Interval | None:
         """Return the latency that a candidate must beat, or None if latency alone does not decide."""
@@ -213,7 +225,14 @@ class AccuracyGate:
         scored = incumbent.scored if isinstance(incumbent, IncumbentState) else ()
         loss = loss_lower_bound(scored, metrics.get(PROXY), self.goal)
         per_item: tuple[float, ...] = ()
-        if self._can_improve(median_ci(measured.samples_ms).value, loss, incumbent, scored):
+        wanted = self._can_improve(median_ci(measured.samples_ms).value, loss, incumbent, scored)
+        if wanted and self.first is not None:
+            early = engines.evaluate(handle, FIRST_STAGE_EVALUATOR)
+            if isinstance(early, Failed):
+                return early
+            rejected = self.first.rejected_loss(early)
+            wanted, loss = rejected is None, loss if rejected is None else rejected
+        if wanted:
             accuracy = engines.evaluate(handle, self.evaluator)
             if isinstance(accuracy, Failed):
                 return accuracy

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness import registry
 from harness.accuracy.metrics.base import low_reference_warning
+from harness.accuracy.metrics.intervals import probability_within
 from harness.api import Accuracy
 from harness.config.experiment import Experiment
 from harness.config.objective import Objective, absolute_bound, check_objective
@@ -24,16 +25,23 @@ from harness.search_loop.objective import AccuracyGate, Goal
 from harness.selection.confirmation import baseline_latency
 from harness.statistics import Interval
 from harness.task_setup.model_loader import evaluator_spec
+from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR
 from harness.verification.accuracy_store import AccuracyStore
 
 __all__ = [
-    "PROXY_EVALUATOR", "SEARCH_EVALUATOR", "Scoring", "bound_lines", "bound_resolution_note", "bound_status",
-    "check_bound", "make_proxy_evaluator", "make_scoring",
+    "PROXY_EVALUATOR", "SEARCH_EVALUATOR", "Scoring", "StagedBound", "bound_lines", "bound_resolution_note",
+    "bound_status", "check_bound", "make_proxy_evaluator", "make_scoring",
 ]  # fmt: skip
 
 SEARCH_EVALUATOR = "search"
 """Name of the evaluator that searches score with, where it is not the finalists' own."""
 PROXY_EVALUATOR = "proxy"
+MIN_STAGE_IMAGES = 30
+"""Of the first stage; fewer decide little."""
+MAX_STAGE_STEP = 4
+"""The first stage has at least one image of so many."""
+MAX_FALSE_REJECTION = 0.01
+"""Probability that a candidate which the first stage rejects is within the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +121,38 @@ class Scoring:
         """
         return {name: book.require_float_score(model_file, name) for name in self.evaluators}
 
-    def make_accuracy_gate(self, goal: Goal) -> AccuracyGate:
-        """Return the accuracy gate of candidates for a goal."""
+    def make_accuracy_gate(self, goal: Goal, book: AccuracyStore, model_file: Path) -> AccuracyGate:
+        """Return the accuracy gate of candidates for a goal; `goal` has scored the float model before."""
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
-        return AccuracyGate(goal=goal, evaluator=self.search_evaluator, proxy=proxy)
+        reference = book.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
+        staged = FIRST_STAGE_EVALUATOR in self.evaluators and reference is not None and goal.metric is not None
+        first = StagedBound(goal=goal, reference=reference) if staged and reference is not None else None
+        return AccuracyGate(goal=goal, evaluator=self.search_evaluator, proxy=proxy, first=first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedBound:
+    """Sequential test of the bound: a candidate that breaks it on the first images is not scored on the others.
+
+    Attributes:
+        reference: Accuracy of the float model on the first images.
+    """
+
+    goal: Goal
+    reference: Accuracy
+
+    def rejected_loss(self, found: Accuracy) -> float | None:
+        """See `FirstStage`; by the paired bootstrap over the first images."""
+        goal, metric = self.goal, self.goal.metric or ""
+        if goal.max_drop is None:
+            return None
+        within = probability_within(
+            self.reference, found, metric, goal.max_drop, higher_is_better=goal.higher_is_better
+        )  # fmt: skip
+        if within is None or within >= MAX_FALSE_REJECTION:
+            return None
+        loss = self.reference.metrics[metric] - found.metrics[metric]
+        return loss if goal.higher_is_better else -loss
 
 
 def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:
@@ -142,6 +178,11 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
     evaluators = {MAIN_BENCHMARKER: main}
     if objective.halves:
         evaluators[SEARCH_EVALUATOR] = _require_evaluator(evaluator_spec(spec, model, work, "search"))
+    if objective.minimize == "latency" and objective.max_drop is not None and main.use != "fidelity":
+        first, every = _first_stage(spec, model, work, "search" if objective.halves else None)
+        if first is not None:
+            evaluators[FIRST_STAGE_EVALUATOR] = first
+            facts["first_stage"] = every
     if objective.uses_accuracy and objective.proxy and main.use != "fidelity":
         evaluators[PROXY_EVALUATOR] = make_proxy_evaluator(objective.proxy, spec, model, work)
     return Scoring(
@@ -152,6 +193,21 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
         facts=facts,
         data={name: told for name, use in evaluators.items() if (told := _evaluator_data_digest(use))},
     )
+
+
+def _first_stage(spec: ModelSpec, model: Model, work: Path, half: str | None) -> tuple[PluginSpec | None, int]:
+    """Return the evaluator on every n-th image of the search, and n; None for few images, or data of another kind."""
+    whole = _require_evaluator(evaluator_spec(spec, model, work, half))
+    data = whole.params.get("data")
+    if not isinstance(data, Mapping) or "every" in data or "reference" in whole.params:
+        return None, 0
+    made = registry.call_plugin(
+        f"evaluator {whole.use!r}", lambda: registry.create_plugin("evaluator", whole.use, whole.params)
+    )
+    every = min(MAX_STAGE_STEP, getattr(made, "inferences", 0) // MIN_STAGE_IMAGES)
+    if every < 2:
+        return None, 0
+    return whole.model_copy(update={"params": {**whole.params, "data": {**data, "every": every}}}), every
 
 
 def _evaluator_data_digest(use: PluginSpec) -> str:

@@ -11,7 +11,7 @@ from harness.errors import MAX_COUNT, UserError
 
 __all__ = ["HALF_NAMES", "SUBSET_KEYS", "canonical_json", "half_of", "read_int_key", "read_text_key", "select_rows"]
 
-SUBSET_KEYS = ("start", "count", "half")
+SUBSET_KEYS = ("start", "count", "half", "every")
 HALF_NAMES = ("search", "report")
 
 
@@ -35,7 +35,7 @@ def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Seq
         chosen = [i for i in chosen if half_of(names[i]) == half]
         if not chosen:
             raise UserError(f"data.half: none of the {count} samples is of the half {half!r}; use more of them")
-    return chosen
+    return chosen[:: read_int_key(spec, "every", 1)]
 
 
 def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:

@@ -14,9 +14,11 @@ from harness.records import MAIN_BENCHMARKER, Failed
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
 
-__all__ = ["BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
+__all__ = ["FIRST_STAGE_EVALUATOR", "BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
 
 T = TypeVar("T")
+FIRST_STAGE_EVALUATOR = "first stage"
+"""Name of the evaluator on some of the images of the search's evaluator, if candidates are scored in stages."""
 ScoringCallback = Callable[[int, int], None]
 """Receives the number of finished inferences of a scoring and their total, at intervals."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import math
@@ -12,9 +13,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from harness import registry
 from harness.api import (
@@ -39,13 +42,15 @@ from harness.statistics import Interval
 from harness.timing.machine_noise import MachineMonitor
 from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
 from harness.timing.sampling import Samples, sample_engine, warm_up
-from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR, BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from search.space import edges_digest
 
 __all__ = ["InProcess", "as_outcome", "last_lines", "with_progress"]
 
 T = TypeVar("T")
 MAX_LOG_LINES = 40
+MAX_KEPT_BYTES = 256 * 2**20
+"""Of the outputs of an engine between two stages of its scoring."""
 PROGRESS_INTERVAL_S = 0.5
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _STAGES = {"open": "measure", "sample": "measure", "prepare": "evaluate", "infer": "evaluate"}
@@ -58,6 +63,7 @@ class _OpenEngine:
     workdir: Path
     opened: ExitStack
     probe: Probe | None = None
+    outputs: dict[bytes, Mapping[str, Array]] = field(default_factory=dict)
 
 
 class InProcess(Engines):
@@ -174,7 +180,10 @@ class InProcess(Engines):
 
     def _evaluate(self, handle: int, name: str, on_progress: ScoringCallback | None) -> Accuracy:
         evaluator = self._evaluator(name)
-        return _checked(evaluator.score(with_progress(self._probe(handle).infer, evaluator, on_progress)), evaluator)
+        infer: Infer = self._probe(handle).infer
+        if FIRST_STAGE_EVALUATOR in self._spec.evaluators:
+            infer = _remember_outputs(infer, self._engines[handle].outputs, keep=name == FIRST_STAGE_EVALUATOR)
+        return _checked(evaluator.score(with_progress(infer, evaluator, on_progress)), evaluator)
 
     def _infer(self, handle: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return dict(self._probe(handle).infer(feeds))
@@ -209,6 +218,24 @@ def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
         if not math.isfinite(value):
             raise EvaluationFailed(f"per_item[{number}] is {value}: give a figure for every item, or for none")
     return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
+
+
+def _remember_outputs(infer: Infer, known: dict[bytes, Mapping[str, Array]], keep: bool) -> Infer:
+    """Wrap `infer` to return the known outputs of an engine for the same inputs, and to `keep` those of this scoring.
+
+    Images of the first stage are among those of the whole scoring, which follows on the same engine.
+    """
+
+    def remembering(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        key = hashlib.blake2b(b"".join(np.ascontiguousarray(feeds[name]).tobytes() for name in sorted(feeds))).digest()
+        if key in known:
+            return known[key]
+        outputs = infer(feeds)
+        if keep and sum(array.nbytes for array in outputs.values()) * (len(known) + 1) <= MAX_KEPT_BYTES:
+            known[key] = {name: np.array(array) for name, array in outputs.items()}
+        return outputs
+
+    return remembering
 
 
 def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:

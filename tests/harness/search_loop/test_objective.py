@@ -28,6 +28,7 @@ from harness.search_loop.objective import (
     score_outcome,
 )
 from harness.statistics import Interval
+from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR
 from search.api import Score
 
 
@@ -190,6 +191,26 @@ def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric() -> None:
     assert metrics_of(look(slow, GOAL, 11.0, INCUMBENT)) == {PROXY: 20.0}
     assert metrics_of(look(fast, GOAL, 5.0, INCUMBENT)) == {PROXY: 20.0, "map": 0.45}
     assert (slow.diary, fast.diary) == (["proxy"], ["proxy", "search"])
+
+
+@pytest.mark.parametrize(("rejected", "metrics", "diary"), [
+    (None, {"map": 0.45}, [FIRST_STAGE_EVALUATOR, "search"]),
+    (0.2, {PREDICTED_METRIC: pytest.approx(0.3)}, [FIRST_STAGE_EVALUATOR]),
+])  # fmt: skip
+def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(
+    rejected: float | None, metrics: dict[str, Any], diary: list[str]
+) -> None:
+    class First:
+        def rejected_loss(self, found: Accuracy) -> float | None:
+            return rejected
+
+    engines: Any = Evaluators()
+    gate = AccuracyGate(goal=GOAL, evaluator="search", first=First())
+    assert metrics_of(gate.evaluate_accuracy(engines, 0, outcome(5.0), INCUMBENT)) == metrics
+    assert engines.diary == diary
+    slow = Evaluators()
+    gate.evaluate_accuracy(slow, 0, outcome(11.0), INCUMBENT)  # type: ignore[arg-type]
+    assert slow.diary == []
 
 
 def test_a_candidate_that_the_proxy_rules_out_is_not_scored() -> None:

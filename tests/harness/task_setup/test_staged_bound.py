@@ -1,0 +1,69 @@
+"""Scoring in stages: the error of the sequential test, the images of the first stage, and outputs that are reused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.accuracy.data.subsets import select_rows
+from harness.api import Accuracy
+from harness.search_loop.objective import Goal
+from harness.task_setup.accuracy import StagedBound
+from harness.timing.workers.in_process import _remember_outputs
+
+
+def accuracies(losses: float, images: int, seed: int) -> tuple[Accuracy, Accuracy]:
+    """Float model and candidate that loses a share of the images, and gains a few."""
+    rng = np.random.default_rng(seed)
+    base = rng.random(images) < 0.8
+    lost, gained = rng.random(images) < losses + 0.02, rng.random(images) < 0.02 * 4
+    found = np.where(base, ~lost, gained)
+    return tuple(Accuracy(metrics={"top1": float(x.mean())}, per_item=tuple(x.astype(float))) for x in (base, found))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("losses", "least", "most"), [(0.0, 0.0, 0.02), (0.01, 0.0, 0.03), (0.3, 0.9, 1.0)])
+def test_few_candidates_within_the_bound_are_rejected_and_most_bad_ones(
+    losses: float, least: float, most: float
+) -> None:
+    goal = Goal(metric="top1", reference=0.8, max_drop=0.01)
+    rejected = []
+    for seed in range(200):
+        reference, found = accuracies(losses, 120, seed)
+        loss = StagedBound(goal=goal, reference=reference).rejected_loss(found)
+        rejected.append(loss is not None)
+        if loss is not None:
+            assert loss == pytest.approx(reference.metrics["top1"] - found.metrics["top1"])
+    assert least <= np.mean(rejected) <= most
+
+
+def test_a_rejected_loss_of_a_metric_that_should_be_small() -> None:
+    goal = Goal(metric="loss", reference=0.1, max_drop=0.01, higher_is_better=False)
+    reference = Accuracy(metrics={"loss": 0.1}, per_item=(0.1,) * 40)
+    found = Accuracy(metrics={"loss": 0.5}, per_item=(0.5,) * 40)
+    assert StagedBound(goal=goal, reference=reference).rejected_loss(found) == pytest.approx(0.4)
+    assert StagedBound(goal=goal, reference=reference).rejected_loss(reference) is None
+    assert StagedBound(goal=Goal(metric="loss", max_drop=None), reference=reference).rejected_loss(found) is None
+
+
+def test_the_first_images_are_every_nth_of_a_half() -> None:
+    names = [f"{i}.jpg" for i in range(40)]
+    half = list(select_rows({"half": "search"}, names, "data"))
+    assert list(select_rows({"half": "search", "every": 4}, names, "data")) == half[::4]
+
+
+def test_outputs_of_the_first_stage_are_reused_for_the_same_inputs() -> None:
+    calls: list[float] = []
+
+    def infer(feeds: Any) -> Any:
+        calls.append(float(feeds["x"][0]))
+        return {"y": feeds["x"] + 1}
+
+    known: dict[bytes, Any] = {}
+    images = [{"x": np.full(4, value, np.float32)} for value in range(8)]
+    first = [_remember_outputs(infer, known, keep=True)(feeds) for feeds in images[::4]]
+    whole = [_remember_outputs(infer, known, keep=False)(feeds) for feeds in images]
+    assert calls == [0, 4, 1, 2, 3, 5, 6, 7]
+    np.testing.assert_array_equal(first[1]["y"], whole[4]["y"])
+    assert len(known) == 2
