@@ -18,6 +18,7 @@ from harness.cli.common import (
     print_table,
     short_path,
 )
+from harness.cli.run import run_and_report
 from harness.errors import prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
@@ -28,14 +29,23 @@ HELP_OPTIONS = frozenset({"-h", "--help"})
 def autotune(context: typer.Context) -> None:
     """Optimize one model with the command line, files and defaults of ModelOpt's autotune; no GPU is needed.
 
+    With `--max_drop` the fastest file within a bound on accuracy is searched for, as `qdq run` does.
+
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
+
+    Under a bound: `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
     """
     from harness.compat.modelopt_autotune.__main__ import autotune as run
-    from harness.compat.modelopt_autotune.settings import get_parser
+    from harness.compat.modelopt_autotune.bounded import bounded_experiment
+    from harness.compat.modelopt_autotune.settings import get_parser, parse_arguments
     from harness.terminal_progress import TerminalProgress
 
     if not HELP_OPTIONS.isdisjoint(context.args):
         get_parser("qdq autotune").print_help()
+        return
+    options = parse_arguments(context.args, "qdq autotune")
+    if options.max_drop is not None:
+        run_and_report(bounded_experiment(options), Path(options.output_dir))
         return
     with TerminalProgress() as terminal:
         try:

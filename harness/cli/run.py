@@ -27,7 +27,7 @@ from harness.errors import UserError, prefix_file
 if TYPE_CHECKING:
     from harness.config.experiment import Experiment
 
-__all__ = ["reproduce", "run", "verify"]
+__all__ = ["reproduce", "run", "run_and_report", "verify"]
 
 VERDICT_WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
 BROKEN_BOUND_WORD = "BROKEN"  # no recorded value differs if only the bound on accuracy is violated
@@ -65,9 +65,7 @@ def run(
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
     from harness.config.experiment import load_experiment
-    from harness.pipeline.runner import run_experiment
     from harness.task_setup.preflight import check_experiment
-    from harness.terminal_progress import EventProgress, TerminalProgress
 
     if compile_models and not check:
         raise UserError("--compile: only with --check")
@@ -81,6 +79,29 @@ def run(
         if compile_models:
             _compile_models(experiment, config, target)
         return
+    run_and_report(
+        config,
+        folder,
+        accept_changes=accept_changes,
+        retry_failed=retry_failed,
+        events=events,
+        as_json=as_json,
+    )
+
+
+def run_and_report(
+    config: Experiment,
+    folder: Path,
+    *,
+    accept_changes: bool = False,
+    retry_failed: bool = False,
+    events: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Run an experiment, print its tables and write the folder to deploy."""
+    from harness.pipeline.runner import run_experiment
+    from harness.terminal_progress import EventProgress, TerminalProgress
+
     progress = EventProgress() if events else TerminalProgress()
     with report_afterwards(lambda: show_report(folder, ship=True, as_json=as_json)), progress as terminal:
         run_experiment(config, out=folder, observer=terminal, accept_changes=accept_changes, retry_failed=retry_failed)

@@ -297,6 +297,16 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "help": "INT8 activations with zero point 0 (default: as the runtime takes them)",
         },
     },
+    "Accuracy": {
+        "--max_drop --max-drop": {
+            "type": float,
+            "metavar": "POINTS",
+            "help": "largest loss of the metric in points (0.5 is 0.005): the run is that of qdq run, with recovery",
+        },
+        "--test_data": {"metavar": "FILE", "help": ".npz file with labelled samples for --max_drop"},
+        "--test_labels": {"default": "labels", "help": f"array of --test_data with the labels {_DEFAULT}"},
+        "--metric": {"default": "top1", "help": f"evaluator, see qdq list {_DEFAULT}"},
+    },
     "Benchmark": {
         "--backend": {
             "help": "openvino, onnxruntime, tensorrt, ... (see qdq list; default: openvino, which needs no GPU)"

@@ -1,0 +1,62 @@
+"""The autotuner's command line under a bound on accuracy: an experiment of one model, as `qdq run` runs it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from harness.compat.modelopt_autotune.settings import AutotunerError, parse_shapes
+from harness.config.experiment import Experiment, parse_experiment
+from harness.config.yaml_loader import dump_yaml
+from harness.graph.passes.static_shapes import parse_dims
+
+__all__ = ["bounded_experiment"]
+
+DEFAULT_EVALUATIONS = 50
+PROXY_SAMPLES = 8
+
+
+def bounded_experiment(options: argparse.Namespace) -> Experiment:
+    """Return the experiment of a command line with `--max_drop`.
+
+    The search and its recovery see one half of the test data, the figures are of the other half.
+
+    Args:
+        options: Parsed arguments; `max_drop` in points, hundredths of the metric.
+
+    Raises:
+        AutotunerError: There are no test data.
+        UserError: An argument cannot be used.
+    """
+    if options.test_data is None:
+        raise AutotunerError("--max_drop needs labelled data: --test_data test.npz (inputs and an array 'labels')")
+    test = {"use": "npz", "path": options.test_data, "labels": options.test_labels}
+    calibration: dict[str, Any] = {"method": options.calibration_method, "weights": options.weight_method,
+                                   "depthwise": options.depthwise, "symmetric": options.symmetric}  # fmt: skip
+    if options.calibration_data is not None:
+        suffix = Path(options.calibration_data).suffix.lstrip(".")
+        calibration["data"] = {"use": suffix, "path": options.calibration_data}
+    if options.calibration_samples is not None:
+        calibration["samples"] = options.calibration_samples
+    model = {
+        "use": options.onnx_path,
+        "label": "model",
+        "shapes": parse_shapes(options),
+        "dims": parse_dims(options.dim or ()),
+        "calibration": calibration,
+        "evaluator": {"use": options.metric, "params": {"data": test}},
+    }
+    described = {
+        "experiment": "autotune",
+        "models": [model],
+        "backends": [options.backend or "openvino"],
+        "precision": [options.quant_type],
+        "objective": {"max_drop": options.max_drop / 100, "halves": True, "proxy": PROXY_SAMPLES},
+        "searchers": [options.searcher or "auto"],
+        "seeds": [options.seed],
+        "initial": ["float", "all", "linear", "linear_add", "movers"],
+        "baselines": ["all", "linear"],
+        "budget": {"evaluations": [options.max_evals or DEFAULT_EVALUATIONS]},
+    }
+    return parse_experiment(dump_yaml(described), "qdq autotune", Path.cwd())
