@@ -20,7 +20,7 @@ from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, p
 from harness.cli.doctor import doctor, tools, validate_gpu
 from harness.cli.list import list_plugins
 from harness.cli.models import check, explain, regions, zoo
-from harness.cli.placements import apply, insert
+from harness.cli.placements import apply, export_recipe, insert
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, recover, replay, sensitivity, study
@@ -39,6 +39,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "reproduce": reproduce,
     "insert": insert,
     "apply": apply,
+    "export-recipe": export_recipe,
     "regions": regions,
     "explain": explain,
     "check": check,
@@ -80,6 +81,7 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
     "check",
     "compare",
     "doctor",
+    "export-recipe",
     "list",
     "ptq",
     "report",

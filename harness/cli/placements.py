@@ -1,4 +1,4 @@
-"""`qdq insert` and `qdq apply`: placements without a search."""
+"""`qdq insert`, `qdq apply` and `qdq export-recipe`: placements without a search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from harness.cli.report import report_afterwards, show_report
 from harness.errors import UserError
 from harness.paths import check_path
 
-__all__ = ["apply", "insert"]
+__all__ = ["apply", "export_recipe", "insert"]
 
 DEFAULT_SAMPLES = 48
 
@@ -122,3 +122,21 @@ def apply(
             echo(remark, err=True)
     with report_afterwards(lambda: show_report(out, ship=True)), TerminalProgress() as terminal:
         run_experiment(config, out=out, observer=terminal)
+
+
+def export_recipe(
+    result: Annotated[Path, typer.Argument(help="Folder to deploy, RESULTS/ship/NAME.", show_default=False)],
+    tool: Annotated[str, typer.Option("--for", help="ort, modelopt, nncf or olive.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
+) -> None:
+    """Write a shipped placement as the input of another quantization tool, and list what that cannot express.
+
+    Example: `qdq export-recipe out/mine/ship/NAME --for ort -o quantize.py`
+    """
+    from harness.shipping.bundle import read_bundle
+    from harness.shipping.recipes import export_recipe as export
+
+    found = export(result, read_bundle(result), tool, output)
+    echo(f"{output}: {', '.join(found.op_types)}; {len(found.excluded)} nodes of these stay in float")
+    for edge in found.inexpressible:
+        echo(f"not expressed: input {edge.slot} of {edge.consumer} ({edge.tensor}) is float; the tool may quantize it")

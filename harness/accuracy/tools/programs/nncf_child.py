@@ -1,6 +1,6 @@
 """Program of NNCF's child process: `quantize`, and `quantize_with_accuracy_control` by the metric of the task.
 
-For OpenVINO the model is converted first and the result is an IR file, as NNCF's guide has it; otherwise it is an ONNX
+For OpenVINO the model is converted first and the result is an IR file, as in NNCF's guide; otherwise it is an ONNX
 file with Q/DQ pairs. Source: NNCF 3.4, "Post-training quantization" and "Quantizing with accuracy control".
 """
 

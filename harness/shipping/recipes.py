@@ -1,0 +1,237 @@
+"""Export of a placement as the input of another quantization tool: which operators and nodes it leaves in float."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+from harness.errors import UserError, suggest_names
+from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, read_precisions, read_qdq_graph
+from search.space import Edge
+
+__all__ = ["RECIPES", "PlacementSummary", "export_recipe", "summarize_placement"]
+
+_CAST_OPS = frozenset({"Cast", "Identity"})
+_HEAD = '''"""Quantize a model as qdq-bench placed Q/DQ pairs in {shipped}, with {tool}.
+
+    python {file} model.onnx calibration.npz model-quantized.onnx
+
+calibration.npz has one array by input name, with the samples along a new first axis. The node names are those of the
+float model that qdq-bench prepared, float.onnx of the task in the results folder.
+"""
+
+import sys
+
+import numpy as np
+
+OP_TYPES = {op_types}
+FLOAT_NODES = {float_nodes}
+
+
+def samples(path):
+    """Yield a mapping of input names to arrays for each sample."""
+    with np.load(path, allow_pickle=False) as arrays:
+        found = {{name: arrays[name] for name in arrays.files}}
+    for values in zip(*found.values(), strict=True):
+        yield dict(zip(found, values, strict=True))
+
+'''
+_ORT_BODY = '''
+def quantize(model, calibration, output):
+    """Quantize with ONNX Runtime's quantize_static."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self):
+            self._samples = samples(calibration)
+
+        def get_next(self):
+            return next(self._samples, None)
+
+    quantize_static(
+        model,
+        output,
+        Reader(),
+        quant_format=QuantFormat.QDQ,
+        per_channel=True,
+        reduce_range={reduce_range},
+        activation_type=QuantType.{activation},
+        weight_type=QuantType.QInt8,
+        op_types_to_quantize=OP_TYPES,
+        nodes_to_exclude=FLOAT_NODES,
+        extra_options={{"OpTypesToExcludeOutputQuantization": OP_TYPES, "ActivationSymmetric": {symmetric}}},
+    )
+
+'''
+_MODELOPT_BODY = '''
+def quantize(model, calibration, output):
+    """Quantize with NVIDIA ModelOpt; excluded nodes are regular expressions there."""
+    import re
+
+    from modelopt.onnx.quantization import quantize as modelopt_quantize
+
+    rows = list(samples(calibration))
+    modelopt_quantize(
+        model,
+        quantize_mode="{precision}",
+        calibration_data={{name: np.concatenate([row[name] for row in rows]) for name in rows[0]}},
+        op_types_to_quantize=OP_TYPES,
+        nodes_to_exclude=[f"^{{re.escape(name)}}$" for name in FLOAT_NODES],
+        output_path=output,
+    )
+
+'''
+_NNCF_BODY = '''
+def quantize(model, calibration, output):
+    """Quantize with NNCF; operators that it would quantize and the placement leaves in float are ignored."""
+    import nncf
+    import onnx
+
+    data = nncf.Dataset(list(samples(calibration)))
+    scope = nncf.IgnoredScope(names=FLOAT_NODES, validate=False)
+    preset = nncf.QuantizationPreset.{preset}
+    onnx.save(nncf.quantize(onnx.load(model), data, preset=preset, ignored_scope=scope), output)
+
+'''
+_TAIL = """
+if __name__ == "__main__":
+    quantize(*sys.argv[1:])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSummary:
+    """Placement in the terms of tools that quantize whole nodes.
+
+    Attributes:
+        op_types: Operators of which at least one node is quantized.
+        excluded: Nodes of these operators that are not quantized.
+        unquantized: All nodes that are not quantized.
+        inexpressible: Inputs that the placement leaves in float and a tool may quantize: others of a quantized node,
+            and other readers of a quantized tensor, because a tool has one pair for all of them.
+        precision: Precision of the pairs.
+        symmetric: Activations have zero point 0.
+    """
+
+    op_types: tuple[str, ...]
+    excluded: tuple[str, ...]
+    unquantized: tuple[str, ...]
+    inexpressible: tuple[Edge, ...]
+    precision: str
+    symmetric: bool
+
+
+def summarize_placement(path: Path) -> PlacementSummary:
+    """Return the placement of a Q/DQ file.
+
+    Raises:
+        UserError: It cannot be read, has no Q/DQ pair, or pairs of several precisions.
+    """
+    graph = read_qdq_graph(path)
+    precisions = read_precisions(path)
+    if len(precisions) != 1:
+        found = ", ".join(sorted(precisions)) or "none"
+        raise UserError(f"{path}: a recipe has pairs of one precision, but this file has {found}")
+    quantized = {(edge.consumer, edge.slot) for edge in graph.edges}
+    shared = {edge.tensor for edge in graph.edges} - graph.constants.keys()
+    op_types: set[str] = set()
+    floats: dict[str, str] = {}
+    partial: list[Edge] = []
+    for node, label in zip(graph.proto.graph.node, graph.labels, strict=True):
+        if node.op_type in QDQ_OPS | _CAST_OPS:
+            continue
+        sources = {slot: graph.before_pairs(name) for slot, name in enumerate(node.input) if name}
+        data = [slot for slot, name in sources.items() if name not in graph.constants]
+        whole = any((label, slot) in quantized for slot in data)
+        if whole:
+            op_types.add(node.op_type)
+        else:
+            floats[label] = node.op_type
+        left = (slot for slot in data if (label, slot) not in quantized)
+        partial += (Edge(sources[slot], label, slot) for slot in left if whole or sources[slot] in shared)
+    return PlacementSummary(
+        op_types=tuple(sorted(op_types)),
+        excluded=tuple(name for name, op in floats.items() if op in op_types),
+        unquantized=tuple(floats),
+        inexpressible=tuple(partial),
+        precision=next(iter(precisions)),
+        symmetric=_is_symmetric(graph),
+    )
+
+
+def _is_symmetric(graph: QDQGraph) -> bool:
+    pairs = (node for node in graph.proto.graph.node if node.op_type in QDQ_OPS and len(node.input) > 2)
+    zeros = (graph.values(node.input[2]) for node in pairs)
+    return all(zero is None or not zero.any() for zero in zeros)
+
+
+def _script(body: str, tool: str, names: Callable[[PlacementSummary], tuple[str, ...]]) -> Any:
+    def render(found: PlacementSummary, file: str, facts: Mapping[str, Any]) -> str:
+        dialect = str(facts["runtime"].get("dialect", facts["runtime"].get("name")))
+        head = _HEAD.format(
+            shipped=facts["file"],
+            tool=tool,
+            file=file,
+            op_types=pformat(list(found.op_types), width=110),
+            float_nodes=pformat(list(names(found)), width=110),
+        )
+        filled = body.format(
+            reduce_range=dialect.endswith("_7bit"),
+            activation="QInt8" if found.symmetric else "QUInt8",
+            symmetric=found.symmetric,
+            precision=found.precision,
+            preset="PERFORMANCE" if found.symmetric else "MIXED",
+        )
+        return f"{head}{filled}{_TAIL}"
+
+    return render
+
+
+def _olive_config(found: PlacementSummary, file: str, facts: Mapping[str, Any]) -> str:
+    """Return the pass of an Olive workflow as JSON (Olive docs, OnnxStaticQuantization)."""
+    described = {
+        "type": "OnnxStaticQuantization",
+        "quant_format": "QDQ",
+        "per_channel": True,
+        "activation_type": "int8" if found.symmetric else "uint8",
+        "weight_type": "int8",
+        "op_types_to_quantize": list(found.op_types),
+        "nodes_to_exclude": list(found.excluded),
+        "extra_options": {"OpTypesToExcludeOutputQuantization": list(found.op_types)},
+    }
+    return json.dumps({"passes": {"qdq_bench_placement": described}}, indent=1) + "\n"
+
+
+#: Writer of a recipe by the name of the tool.
+RECIPES: Mapping[str, Callable[[PlacementSummary, str, Mapping[str, Any]], str]] = {
+    "ort": _script(_ORT_BODY, "ONNX Runtime", lambda found: found.excluded),
+    "modelopt": _script(_MODELOPT_BODY, "NVIDIA ModelOpt", lambda found: found.excluded),
+    "nncf": _script(_NNCF_BODY, "NNCF", lambda found: found.unquantized),
+    "olive": _olive_config,
+}
+
+
+def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) -> PlacementSummary:
+    """Write the recipe of a folder to deploy for another tool, and return the placement in its terms.
+
+    Args:
+        folder: Folder to deploy.
+        facts: Its facts; see `harness.shipping.bundle.read_bundle`.
+        tool: Name in `RECIPES`.
+        out: File to write.
+
+    Raises:
+        UserError: Another tool, or a placement that no recipe has; see `summarize_placement`.
+    """
+    if tool not in RECIPES:
+        raise UserError(f"--for {tool}: no recipe for it; {suggest_names(tool, RECIPES)}")
+    found = summarize_placement(folder / str(facts["file"]))
+    if tool in ("ort", "olive", "nncf") and found.precision != "int8":
+        raise UserError(f"--for {tool}: it quantizes to int8, but the placement has {found.precision}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(RECIPES[tool](found, out.name, facts), encoding="utf-8")
+    return found

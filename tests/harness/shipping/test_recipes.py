@@ -1,0 +1,77 @@
+"""Recipes for other tools: ONNX Runtime makes the same edges; hostile names stay data."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx_models import activation_ranges
+from small import save_small
+
+from harness.errors import UserError
+from harness.graph.load import load
+from harness.graph.model import Model
+from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME
+from harness.shipping.recipes import RECIPES, export_recipe, summarize_placement
+from search.heuristics import HEURISTIC_RULES
+
+FACTS: dict[str, Any] = {"file": "net.onnx", "runtime": {"name": "onnxruntime", "dialect": "onnxruntime"}}
+
+
+def ship(folder: Path, *, without: str = "") -> tuple[Model, Path]:
+    """Return a model and the folder of its placement `linear` without the inputs of one node."""
+    folder.mkdir()
+    model = load(save_small(folder / "float.onnx"))
+    onnx.save(model.proto, folder / "float.onnx")
+    feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
+    space = build_space(model, ONNXRUNTIME, precisions=("int8",))
+    placed = space.resolve(HEURISTIC_RULES["linear"](space, None))
+    kept = tuple((edge, precision) for edge, precision in placed if edge.consumer != without)
+    Inserter(model, ONNXRUNTIME, activation_ranges(model, [feed])).export(kept, folder / "net.onnx")
+    return model, folder
+
+
+def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path: Path) -> None:
+    model, _ = ship(tmp_path / "whole")
+    left_out = next(node.name for node in model.nodes if node.op == "Conv")
+    model, folder = ship(tmp_path / "part", without=left_out)
+    found = export_recipe(folder, FACTS, "ort", folder / "recipe.py")
+    assert (found.op_types, found.excluded) == (("Conv",), (left_out,))
+    np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 1, 3, 16, 16), np.float32))
+    script = runpy.run_path(str(folder / "recipe.py"))
+    script["quantize"](str(folder / "float.onnx"), str(tmp_path / "calib.npz"), str(tmp_path / "theirs.onnx"))
+    theirs, ours = (import_placement(path, model) for path in (tmp_path / "theirs.onnx", folder / "net.onnx"))
+    assert theirs == ours | dict.fromkeys(found.inexpressible, "int8"), "one pair for all readers of a tensor"
+    assert [edge.consumer for edge in found.inexpressible] == ["Add"]
+
+
+def test_every_recipe_is_valid_and_names_are_data(tmp_path: Path) -> None:
+    _, folder = ship(tmp_path / "net")
+    proto = onnx.load(folder / "net.onnx")
+    name = '"""\nimport os\nos.abort()'
+    next(node for node in proto.graph.node if node.op_type == "Relu").name = name
+    onnx.save(proto, folder / "net.onnx")
+    for tool in RECIPES:
+        out = folder / f"recipe.{tool}"
+        export_recipe(folder, FACTS, tool, out)
+        if tool == "olive":
+            assert json.loads(out.read_text())["passes"]["qdq_bench_placement"]["op_types_to_quantize"] == ["Conv"]
+        else:
+            assert runpy.run_path(str(out))["OP_TYPES"] == ["Conv"]
+    assert name in summarize_placement(folder / "net.onnx").unquantized
+
+
+def test_unknown_tools_and_float_models_are_refused(tmp_path: Path) -> None:
+    _, folder = ship(tmp_path / "net")
+    with pytest.raises(UserError, match="olive"):
+        export_recipe(folder, FACTS, "oliv", folder / "recipe.py")
+    with pytest.raises(UserError, match="none"):
+        summarize_placement(folder / "float.onnx")
