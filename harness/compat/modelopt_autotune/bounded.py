@@ -10,6 +10,7 @@ from harness.compat.modelopt_autotune.settings import AutotunerError, parse_shap
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.passes.static_shapes import parse_dims
+from harness.task_setup.study_task import model_label
 
 __all__ = ["bounded_experiment"]
 
@@ -41,7 +42,7 @@ def bounded_experiment(options: argparse.Namespace) -> Experiment:
         calibration["samples"] = options.calibration_samples
     model = {
         "use": options.onnx_path,
-        "label": "model",
+        "label": model_label(options.onnx_path),
         "shapes": parse_shapes(options),
         "dims": parse_dims(options.dim or ()),
         "calibration": calibration,
