@@ -457,3 +457,28 @@ def test_a_tool_whose_file_scores_otherwise_than_the_runtime_is_shown_and_never_
     assert rows["all"]["by the file"] == f"top-1 {by_file / 100:.4f}"
     assert rows["float"]["by the file"] == "-"
     assert rows["all"]["within the bound"].startswith("surely within (")
+
+
+def test_the_note_lists_recovered_placements_with_their_steps(folder):
+    step = {"step": "bias_correction", "before_db": 3.0, "after_db": 9.5, "kept": True}
+    undone = {"step": "smoothing", "before_db": 3.0, "after_db": 2.0, "kept": False}
+    facts = {
+        "label": "depthwise channel, bias_correction",
+        "steps": [undone, step],
+        "loss_before": 0.2,
+        "sha256": "ab" * 32,
+    }
+    placements = {
+        "first": {**facts, "loss": 0.004, "within": True},
+        "second": {**facts, "loss": 0.1, "within": False},
+        "third": {"label": "nothing to try", "within": False},
+    }
+    write_json(folder / TASK / "recovery.json", {"placements": placements})
+    note = main_note(folder)
+    assert (
+        f"first with depthwise channel, bias_correction (bias_correction 3.0 to 9.5 dB) is recovered-{'ab' * 6}" in note
+    )
+    assert "0.2000 before, 0.0040 after" in note
+    assert "second with" in note
+    assert "still misses the bound" in note
+    assert "third" not in note
