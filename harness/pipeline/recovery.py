@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -122,7 +123,7 @@ def _loss(running: TaskRun, trial: Evaluation) -> float:
 
 
 def _recover_all(running: TaskRun, book: AccuracyStore, misses: Sequence[Evaluation]) -> dict[str, dict[str, Any]]:
-    task = running.task
+    task, started_s = running.task, time.monotonic()
     batches = list(task.feeds)
     try:
         split_held_out(batches)
@@ -134,7 +135,9 @@ def _recover_all(running: TaskRun, book: AccuracyStore, misses: Sequence[Evaluat
     with running.observer.work(f"{task.spec.name}: recover placements", len(misses)) as step:
         for miss in misses:
             facts = _recover(running, book, placer, miss, batches)
-            _write_known(running, miss.digest, facts)
+            ended_s = time.monotonic()
+            _write_known(running, miss.digest, {**facts, "seconds": round(ended_s - started_s, 1)})
+            started_s = ended_s  # the first one has the calibration
             step.advance(facts["label"])
     return _read_known(running)
 

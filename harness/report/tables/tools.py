@@ -45,7 +45,7 @@ TOOLS = TableSpec(
         "By the file: the metric of the same file in ONNX Runtime without graph optimizations, of an OpenVINO IR in "
         "OpenVINO without integer kernels. If the two figures differ by more than chance, the runtime computes "
         "something other than the file describes, and the row is never chosen. Within the bound: the share of draws "
-        "of images in which the drop keeps it. Seconds: of the tool, or of the search with its scoring."
+        "of images in which the drop keeps it. Seconds: of the tool, or of the search with its scoring and recovery."
     ),
     drop_empty=True,
     timed=True,
@@ -75,7 +75,9 @@ _NEW = ("file_score", "within", "seconds")
 
 def _figures(task: TaskResults, row: Mapping[Any, Any]) -> dict[str, float | None]:
     name, metric = row["row"], task.metric or ""
-    minutes = None if is_missing(row["minutes"]) else float(row["minutes"])
+    seconds = None if is_missing(row["minutes"]) else 60 * float(row["minutes"])
+    if seconds is not None and not is_missing(row["budget"]):  # of a search
+        seconds += sum(facts.get("seconds", 0.0) for facts in task.recovery.values())
     records = [task.scores.get(each, {}) for each in (FLOAT_ROW, name)]
     within = None
     if task.allowed is not None and name != FLOAT_ROW and all("metrics" in record for record in records):
@@ -86,5 +88,5 @@ def _figures(task: TaskResults, row: Mapping[Any, Any]) -> dict[str, float | Non
     return {
         "file_score": task.file_scores.get(name, {}).get("metrics", {}).get(metric),
         "within": within,
-        "seconds": None if minutes is None else 60 * minutes,
+        "seconds": seconds,
     }
