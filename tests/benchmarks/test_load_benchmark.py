@@ -2,7 +2,7 @@
 
 Run with `pytest tests/benchmarks/test_load_benchmark.py --benchmark-enable -s`; it prints the figures of
 docs/explanation/reliability.md. Each is taken in a process of its own. QDQ_TASKS sets the number of tasks of the report
-(200), QDQ_EVALUATIONS those of a search (2000).
+(40), QDQ_EVALUATIONS those of a search (1000) and of a search by one of Optuna's samplers (at most 500 without it).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from harness.graph.builder import GraphBuilder
 from harness.results_dir.io import read_json, write_json
 
 pytestmark = pytest.mark.slow
-TASKS = int(os.environ.get("QDQ_TASKS", "200"))
-EVALUATIONS = int(os.environ.get("QDQ_EVALUATIONS", "2000"))
+TASKS = int(os.environ.get("QDQ_TASKS", "40"))
+EVALUATIONS = int(os.environ.get("QDQ_EVALUATIONS", "1000"))
+OPTUNA_SAMPLERS = ("RandomSampler", "NSGAIISampler")
 HEAD = """
 import json, resource, sys, time
 from pathlib import Path
@@ -55,19 +56,23 @@ run_experiment(load_experiment(folder / sys.argv[2]), out=folder / "out" / sys.a
 figures()
 """
 SEARCH = """
+import json, sys, time
 from importlib.metadata import entry_points
 from search.synthetic_problem import SyntheticObjective, common_initial_placements, synthetic_space
-(point,) = entry_points(group="qdq.searchers", name=sys.argv[2])
+name, params, evaluations = sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+(point,) = entry_points(group="qdq.searchers", name=name)
 space = synthetic_space(40)
-objective, searcher = SyntheticObjective(space, seed=0), point.load()(space, seed=0)
-asked, spent_s = common_initial_placements(space), 0.0
-for number in range(int(sys.argv[3])):
+objective, searcher = SyntheticObjective(space, seed=0), point.load()(space, seed=0, **params)
+asked, spent_s, known = common_initial_placements(space), 0.0, {}
+while len(known) < evaluations and asked:
     told = [objective.observe(placement) for placement in asked]
     started_s = time.process_time()
     for observation in told:
-        searcher.tell(observation)
+        searcher.tell(known.setdefault(observation.digest, observation))
     asked = searcher.ask(1)
     spent_s += time.process_time() - started_s
+    if len(known) in (100, 250, 500, 1000, 2000, 5000, evaluations):
+        print(f"{len(known)}: {spent_s:.2f} s", file=sys.stderr)
 print(json.dumps([spent_s, 0.0]))
 """
 
@@ -157,9 +162,12 @@ def test_the_memory_of_a_run(benchmark: Any, folder: Path, evaluations: int) -> 
     print(f"\n| a run of {evaluations} evaluations a search | {most_mib:.0f} MiB |")
 
 
-@pytest.mark.parametrize("searcher", ["random", "evolutionary", "auto", "nsga2", "tpe"])
+@pytest.mark.parametrize("searcher", ["random", "evolutionary", "auto", "nsga2", "tpe", *OPTUNA_SAMPLERS])
 def test_the_time_of_a_searcher(benchmark: Any, searcher: str) -> None:
     if benchmark.disabled:
         pytest.skip("tests/search/test_growth.py counts; enable benchmarks to take the time")
-    spent_s, _ = measure(benchmark, SEARCH, ".", searcher, EVALUATIONS)
-    print(f"\n| {searcher}, 40 points, {EVALUATIONS} evaluations | {spent_s:.1f} s of processor time |")
+    name, params = ("optuna", {"sampler": searcher}) if searcher in OPTUNA_SAMPLERS else (searcher, {})
+    slow = name in ("optuna", "tpe") and "QDQ_EVALUATIONS" not in os.environ
+    evaluations = min(EVALUATIONS, 500) if slow else EVALUATIONS
+    spent_s, _ = measure(benchmark, SEARCH, ".", name, json.dumps(params), evaluations)
+    print(f"\n| {searcher}, 40 points, {evaluations} evaluations | {spent_s:.1f} s of processor time |")
