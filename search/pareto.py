@@ -111,7 +111,7 @@ def dominates(one: Sequence[float], other: Sequence[float], noise: float = 0.0) 
 
     Args:
         one: Coordinates of the point.
-        other: Those of the other point.
+        other: Values of the other point.
         noise: Difference of the first coordinates that counts as none.
     """
     pairs = list(zip(one, other, strict=True))

@@ -33,7 +33,7 @@ class FeatureRows:
             multiply-accumulates.
         scopes: The same for each role within each pattern, weighted.
         points: One-hot states of the atoms, weighted.
-        pairs: Where one of two neighbouring atoms is quantized and the other is not, weighted.
+        pairs: Weighted number of neighbouring atoms of which one alone is quantized.
         borders: The same summed over pairs of roles.
     """
 

@@ -98,7 +98,7 @@ class Space:
 
     Attributes:
         dimensions: The insertion points, in graph order of their first region.
-        agreements: Where two precisions must agree; see `Agreement`.
+        agreements: Pairs of precisions that must agree; see `Agreement`.
     """
 
     dimensions: tuple[Dimension, ...]

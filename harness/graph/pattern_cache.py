@@ -32,7 +32,7 @@ class MeasurementOrigin:
 
     Attributes:
         backend: Name of the benchmarker.
-        precision: What its points are quantized to: "int8", "fp8".
+        precision: Precision of its points: "int8", "fp8".
         device: As the benchmarker describes it; "" where it is not known.
     """
 

@@ -55,7 +55,7 @@ def write_cache(cache: PatternCache, path: Path) -> None:
     """Write a cache file in one step.
 
     Raises:
-        OSError: It cannot be written; the old one stands.
+        OSError: It cannot be written; the old one is kept.
     """
     limits = {"minimum_distance": cache.minimum_distance, "maximum_schemes": cache.maximum_schemes}
     patterns = [
@@ -94,7 +94,7 @@ def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
     """Replace a YAML file in one step; lists of plain values stand on one line each.
 
     Raises:
-        OSError: It cannot be written; the old one stands.
+        OSError: It cannot be written; the old one is kept.
     """
     text = yaml.dump(dict(body), Dumper=_AliasFreeDumper, sort_keys=False, default_flow_style=None, width=4096)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def truncate_before_plugins(
 
     Args:
         file: A model whose nodes are in topological order; its external data stay as they are.
-        tensors: Those that are of interest.
+        tensors: Tensors of interest.
         known: See `find_plugin_nodes`.
 
     Returns:
@@ -80,9 +80,9 @@ class PluginSubgraph:
 
     Attributes:
         proto: The whole model.
-        nodes: What was taken out, by index.
+        nodes: Nodes that were removed, by index.
         known: See `find_plugin_nodes`.
-        source: What messages call the model.
+        source: Name of the model in messages.
     """
 
     proto: onnx.ModelProto
@@ -115,7 +115,7 @@ def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], sour
     Args:
         file: A model whose nodes are in topological order.
         known: See `find_plugin_nodes`.
-        source: What messages call the model.
+        source: Name of the model in messages.
 
     Raises:
         BuildFailed: Nothing is left, or type or shape of a tensor is not known.
@@ -135,7 +135,7 @@ def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
     """Return a copy of a model without these nodes; the tensors that they read become outputs, those they make inputs.
 
     Args:
-        source: What messages call the model.
+        source: Name of the model in messages.
 
     Raises:
         BuildFailed: Type or shape of such a tensor is not known.
@@ -171,7 +171,7 @@ def restore_plugins(
     """Return a model with the plug-ins put back; what they read and make has the types of the original.
 
     Args:
-        cut: What `remove_plugins` gave, with its operators in other types.
+        cut: Result of `remove_plugins`, with its operators in other types.
         proto: The original model.
         plugins: Its plug-in nodes.
     """

@@ -38,9 +38,9 @@ def export_finalists(
     """Select and export the finalists of a task; deterministic for the same journals and the same final selection.
 
     Args:
-        found: What its searches came to, see `harness.pipeline.final_selection`.
+        found: Result of its searches, see `harness.pipeline.final_selection`.
         others: Float precisions other than the baseline's; each gets a row.
-        brought: What other tasks found, by the name of its row; see `harness.pipeline.transfer`.
+        brought: Placements found by other tasks, by the name of the row; see `harness.pipeline.transfer`.
 
     Raises:
         UserError: A file cannot be written.

@@ -112,10 +112,10 @@ def _race_incumbents(
     look: bool = False,
 ) -> SelectionResult:
     """Select by a race; see `_exclude_wrong_results` for `look`."""
-    found, told = _exclude_wrong_results(running, recovered, look)
+    found, external = _exclude_wrong_results(running, recovered, look)
     led: dict[str, dict[int, tuple[Incumbent, ...]]] = {
         run.name: {
-            budget: (*there.best, *(told.get(run.name, {}).get(budget, ()) if there.best else ()))
+            budget: (*there.best, *(external.get(run.name, {}).get(budget, ()) if there.best else ()))
             for budget, there in found.get(run.name, {}).items()
         }
         for run in running.task.spec.runs
@@ -161,13 +161,13 @@ def _exclude_wrong_results(
         look: Compare incumbents with their files if they were not compared before.
     """
     wrong, seen, largest = set[str](), set[str](), max(running.experiment.budget.evaluations)
-    told = _warm_start_models_by_budget(running) | {name: {largest: models} for name, models in recovered.items()}
+    external = _warm_start_models_by_budget(running) | {name: {largest: models} for name, models in recovered.items()}
     while True:
         found = _states_by_search(running, wrong)
         before = len(wrong)
         for run in running.task.spec.runs if found else ():
             leaders: list[Incumbent] = [leader for there in found[run.name].values() for leader in there.best]
-            leaders += chain.from_iterable(told.get(run.name, {}).values())
+            leaders += chain.from_iterable(external.get(run.name, {}).values())
             for leader in (each for each in leaders if each.digest not in seen):
                 seen.add(leader.digest)
                 if _computes_wrong_result(running, run, leader, look):
@@ -176,7 +176,7 @@ def _exclude_wrong_results(
             break
     kept = {
         name: {budget: tuple(model for model in models if model.digest not in wrong) for budget, models in each.items()}
-        for name, each in told.items()
+        for name, each in external.items()
     }
     return found, kept
 
@@ -258,7 +258,7 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
         for leaders in led[run.name].values()
         for leader in leaders
     }
-    told = {
+    external = {
         leader.digest: digest_file(leader.path)
         for run in runs
         for leader in chain.from_iterable(led[run.name].values())
@@ -267,7 +267,7 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
     header = {
         "model_sha256": digest_file(task.model_file),
         "rows": sorted(rows),
-        **({"told": told} if told else {}),  # the digest of a placement determines its file
+        **({"told": external} if external else {}),  # the digest of a placement determines its file
         "heats": list(TURNS_PER_RACING_ROUND),
         "samples": SAMPLES_PER_TURN,
         "group": MAX_GROUP_ROWS,

@@ -86,7 +86,7 @@ def run_experiment(
     Args:
         out: Results folder; created where missing.
         accept_changes: Archive a task that was started with other inputs, and start it anew.
-        retry_failed: What failed in searches, final selections and confirmations is attempted once more.
+        retry_failed: Attempt once more what failed in searches, final selections and confirmations.
 
     Raises:
         SearchesBroke: Searchers raised what they should not; all else was done.
@@ -191,7 +191,7 @@ class _TaskContext:
 
     Attributes:
         commit: The commit of the code that runs.
-        site: Where its engines run.
+        site: Machine or cluster that runs its engines.
         retry_failed: See `run_experiment`.
         searching: Stop where the finalists are picked; what other tasks find is not among them yet.
     """

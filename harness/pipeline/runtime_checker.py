@@ -65,7 +65,7 @@ class CheckPlan:
         float_file: The float model in FP32.
         floats: Its file for each benchmarker of the engines.
         feeds: Calibration samples; the first few are used.
-        folder: Where the record and small models go.
+        folder: Folder of the record and of small models.
         work: Scratch folder.
         limits: Of the process that runs ONNX Runtime.
         saturates: The processor adds products of 8-bit integers in 16 bits.
@@ -97,7 +97,7 @@ class RuntimeChecker:
     """Check the models of one task. A context manager: it keeps a worker process for ONNX Runtime.
 
     Args:
-        plan: What is compared with what.
+        plan: Files to compare.
         engines: Of the runtime.
         observer: Hears of wrong results.
     """
@@ -132,7 +132,7 @@ class RuntimeChecker:
         """Compare a model in the runtime with its file; a recorded check is returned unless `again`.
 
         Args:
-            name: What messages call it.
+            name: Name in messages.
             again: Try once more what could not be checked.
 
         Raises:

@@ -181,8 +181,8 @@ class TaskRun:
     def is_unfinished(self, run: SearchSpec) -> bool:
         """Return whether a search may have something left to measure, also if it had no more proposals."""
         path = self._journal(run)
-        told = {entry.proposal.digest for entry in read_journal(path) if entry.result} if has_lines(path) else ()
-        return len(told) < max(self.experiment.budget.evaluations)
+        known = {entry.proposal.digest for entry in read_journal(path) if entry.result} if has_lines(path) else ()
+        return len(known) < max(self.experiment.budget.evaluations)
 
     @property
     def experiment_digest(self) -> str:

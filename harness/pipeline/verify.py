@@ -55,7 +55,7 @@ class CheckResult:
     Attributes:
         what: "file", "edges", "accuracy", "bound", "runtime" (it computes what the file says) or "latency".
         holds: It agrees with the results folder, and the accuracy bound holds; None if the folder has no record of it.
-        found: What is recorded, and what was found now.
+        found: Recorded value, and the value found now.
     """
 
     what: str

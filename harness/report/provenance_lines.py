@@ -47,7 +47,7 @@ class ValueSource:
     Attributes:
         head: File, and facts without readings.
         readings: Returns the readings in the order in which they were taken.
-        result: How the figure follows from the readings, or "".
+        result: Computation of the figure from the readings, or "".
     """
 
     head: tuple[str, ...]

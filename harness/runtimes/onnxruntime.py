@@ -64,10 +64,10 @@ class ONNXRuntimeBenchmarker:
         threads: Threads within an operator on the CPU, at most the cores that this process may use.
         optimization: Level of graph optimization; below "extended" no Q/DQ pair becomes an integer kernel, so that
             UINT8 activations have the dialect `onnxruntime_unfused`.
-        provider: Where the model runs. What CUDA or TensorRT cannot run falls to the next, CPU last.
+        provider: Execution provider. Operators that CUDA or TensorRT cannot run go to the next one, CPU last.
         activation: Storage of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
             `onnxruntime_s8`); weights are INT8 in both. TensorRT takes INT8 alone, in its own dialect.
-        precision: What float operations run in. "f16" for TensorRT alone; "auto" leaves it to the harness there.
+        precision: Precision of float operations. "f16" for TensorRT alone; "auto" leaves it to the harness there.
         profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
         reduce_range: Store weights in 7 bits; None: on the CPU where it adds products in 16 bits, in which those of 8
             bits saturate. Not for TensorRT.

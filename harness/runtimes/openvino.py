@@ -52,7 +52,7 @@ class OpenVINOBenchmarker:
 
     Args:
         threads: Inference threads, at most the cores that this process may use.
-        precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to the
+        precision: Precision of float operations (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to the
             harness, which times both where the CPU reports BF16; until it has, that is FP32.
         profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
         reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: where the processor adds products in 16

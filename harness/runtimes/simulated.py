@@ -135,7 +135,7 @@ class _MachineNoise:
     """Noise that all engines of one process share: a constant factor, and a drifting speed.
 
     Args:
-        settings: How noisy it is.
+        settings: Properties of the noise.
     """
 
     def __init__(self, settings: SimulatedBenchmarker) -> None:

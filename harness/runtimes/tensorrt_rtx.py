@@ -46,7 +46,7 @@ class _RTXHandle:
     """Resources that need the plug-in and a GPU, created on first use.
 
     Attributes:
-        stream: That all sessions run on: the plug-in takes one when a session is made.
+        stream: Stream of all sessions: the plug-in takes one when a session is made.
     """
 
     ort: Any

@@ -61,12 +61,12 @@ class SearchTask:
     """Everything that defines one search; the same task gives the same asks for the same outcomes.
 
     Attributes:
-        searcher: What proposes, or how its making failed.
+        searcher: Searcher, or the failure of its constructor.
         candidate: Makes the candidate of a placement (its model is written only when asked for).
         evaluations: Budget: unique placements attempted, failures and seeds included.
         seconds: Wall-clock budget, counted apart; None: no limit.
         window: Proposals that may await their outcomes at once.
-        retry_failed: What failed in an earlier part of this run is attempted once more, at no cost to the budget.
+        retry_failed: Attempt once more each trial that failed in an earlier part of this run, at no cost to the budget.
         patience: Without an initial design, the search stops if this number of first evaluations all fail.
     """
 
@@ -108,7 +108,7 @@ class SearchLoopResult:
     Attributes:
         evaluations: Spent when it did; what is known of an earlier part of it counts, come to again or not.
         reason: Why it spent no more; "" where the budget, of evaluations or of time, was spent.
-        broken: What its searcher raised; None where it raised nothing.
+        broken: Exception of its searcher, or None.
     """
 
     evaluations: int
@@ -149,8 +149,8 @@ def run_search(
     loop.fill_window()
     while loop.waiting:
         asked, placement = loop.waiting.popleft()
-        told, resumed = loop.await_outcome(asked)
-        loop.tell(asked, placement, told, resumed)
+        result, resumed = loop.await_outcome(asked)
+        loop.tell(asked, placement, result, resumed)
         loop.fill_window()
     return loop.result()
 
@@ -293,25 +293,25 @@ class _SearchLoop:
                 f"a library changed: {CHANGED_RUN_ADVICE}"
             )
 
-    def tell(self, asked: Proposal, placement: Placement, told: TrialResult, resumed: bool) -> None:
+    def tell(self, asked: Proposal, placement: Placement, result: TrialResult, resumed: bool) -> None:
         """Tell the searcher the outcome of a proposal."""
-        self._seen[asked.digest] = told
-        if isinstance(told.outcome, Failed):
-            self._failures[asked.digest] = (placement, told.outcome)
+        self._seen[asked.digest] = result
+        if isinstance(result.outcome, Failed):
+            self._failures[asked.digest] = (placement, result.outcome)
         else:
             self._failures.pop(asked.digest, None)
-        score = score_outcome(told.outcome, self._task.goal)
-        scored = scored_placement(told.outcome, self._task.goal)
+        score = score_outcome(result.outcome, self._task.goal)
+        scored = scored_placement(result.outcome, self._task.goal)
         if scored is not None and asked.duplicate_of is None:
             self._scored.append(scored)
-        if isinstance(told.outcome, Measured) and isinstance(score, Score) and is_feasible(score):
-            own = median_ci(told.outcome.samples_ms)
+        if isinstance(result.outcome, Measured) and isinstance(score, Score) and is_feasible(score):
+            own = median_ci(result.outcome.samples_ms)
             if self._best is None or own.value < self._best.value:
                 self._best, self._best_is_float = own, placement == self._float
         self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
         trial = TrialEvent(
             asked=asked,
-            outcome=told.outcome,
+            outcome=result.outcome,
             evaluations=len(self._seen),
             best_ms=self._best.value if self._best else None,
             resumed=resumed,
@@ -328,9 +328,9 @@ class _SearchLoop:
             return recorded.result, True
         while asked.number not in self._come:
             number, outcome = self._executor.collect()
-            told = TrialResult(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
-            self._journal.append(told)
-            self._come[number] = told
+            result = TrialResult(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
+            self._journal.append(result)
+            self._come[number] = result
         return self._come.pop(asked.number), False
 
     def _journaled_outcome(self, number: int) -> JournalEntry | None:

@@ -53,7 +53,7 @@ class SearchLog:
         float_ms: Latency of the float model by the search's own samples; None if the search did not measure it.
         float_value: Metric of the float model, in the same way.
         cost: Seconds and readings spent, with those of retries; see `harness.report.tables.cost.cost_frame`.
-        end: How the search ended before its budget was spent, or None.
+        end: Reason why the search ended before its budget was spent, or None.
     """
 
     searcher: str

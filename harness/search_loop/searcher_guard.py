@@ -28,10 +28,10 @@ class SearcherGuard:
 
     Args:
         searcher: Or how its making failed.
-        space: What it proposes from.
+        space: Space of the search.
 
     Attributes:
-        broken: What it raised, with the end of its traceback; None as long as it works.
+        broken: Its exception with the end of the traceback, or None.
         spent_s: Wall-clock of its asks and tells so far.
     """
 

@@ -57,7 +57,7 @@ def make_trial_fn(
 
     Args:
         judge: Accuracy gate; by default accuracy is not checked.
-        care: What is done about noise.
+        care: Policy against noise.
     """
     return _TrialRunner(engines, sampling, judge or AccuracyGate(), care).attempt
 

@@ -155,7 +155,7 @@ def _table_result(landscape: Landscape, curves: dict[str, SearchCurves], study: 
         float_ms=landscape.anchors_ms.get("float", float(landscape.latency_ms.max())),
         random_ms=random_search(landscape, study.max_evaluations, first),
         curves=curves,
-        told=len({int(landscape.identity[landscape.index(placement)]) for placement in first}),
+        initial_count=len({int(landscape.identity[landscape.index(placement)]) for placement in first}),
     )
 
 

@@ -59,7 +59,7 @@ class TableResult:
     Attributes:
         float_ms: Latency that a gain starts from: the float model's, or the slowest if that failed.
         random_ms: Latency of random searches, [search, evaluation]; see `simulated_selection.random_search`.
-        told: Number of evaluations that the initial placements take; a model counts once.
+        initial_count: Number of evaluations that the initial placements take; a model counts once.
     """
 
     name: str
@@ -67,7 +67,7 @@ class TableResult:
     float_ms: float
     random_ms: Floats
     curves: Mapping[str, SearchCurves]
-    told: int = 0
+    initial_count: int = 0
 
 
 def budget_tables(
@@ -215,7 +215,7 @@ def _score_lines(blocks: Sequence[TableResult]) -> Iterator[_Line]:
     for block in blocks:
         random_ms = block.random_ms.mean(axis=0)
         for name, latency_ms in _latencies(block).items():
-            scores = score_against_random(latency_ms, random_ms, block.optimum_ms, block.told)
+            scores = score_against_random(latency_ms, random_ms, block.optimum_ms, block.initial_count)
             mean, low, high = _mean_interval(scores, 2)
             line = {"table": block.name, "searcher": name}
             yield {**line, "score": mean, "low": low, "high": high}, {**line, "score": format_interval(mean, low, high)}

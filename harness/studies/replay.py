@@ -167,8 +167,8 @@ def optimum_in_initial_design(landscape: Landscape, initial: Sequence[str]) -> s
     """
     near_ms = (1 + NEAR_OPTIMUM_SHARE) * float(landscape.latency_ms[landscape.optimum])
     found = zip(initial, initial_placements(landscape, initial), strict=True)
-    told = [(float(landscape.latency_ms[landscape.index(placement)]), name) for name, placement in found]
-    latency_ms, name = min(told, default=(float("inf"), ""))
+    measured = [(float(landscape.latency_ms[landscape.index(placement)]), name) for name, placement in found]
+    latency_ms, name = min(measured, default=(float("inf"), ""))
     return name if latency_ms <= near_ms else ""
 
 

@@ -110,16 +110,16 @@ def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayReq
     rows = [(name, *_format_row(latency_ms, marks, optimum_ms)) for name, latency_ms in curves]
     spent = f"after {', '.join(header[1:])} evaluations"
     columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
-    told = _describe_initial_latency(landscape, order.initial)
+    initial = _describe_initial_latency(landscape, order.initial)
     nothing = _explain_flat_table(landscape, order.initial)
-    return header, rows, [columns, RISES, *filter(None, [told, nothing]), *_format_notes(replayed)]
+    return header, rows, [columns, RISES, *filter(None, [initial, nothing]), *_format_notes(replayed)]
 
 
 def _describe_initial_latency(landscape: Landscape, initial: Sequence[str]) -> str:
     """Return the latencies of the initial placements with the dimensions that the table fixes; "" for none."""
     found = zip(initial, initial_placements(landscape, initial), strict=True)
-    told = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in found]
-    return f"initial placements, with the dimensions that the table fixes: {', '.join(told)}" if told else ""
+    initial = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in found]
+    return f"initial placements, with the dimensions that the table fixes: {', '.join(initial)}" if initial else ""
 
 
 def _explain_flat_table(landscape: Landscape, initial: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ class Scoring:
         evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH_EVALUATOR` the candidates of searches if
             they have their own half of the data, `PROXY_EVALUATOR` is the proxy. Empty if the model has no evaluator.
         metric: Metric of `MAIN_BENCHMARKER`; None without an evaluator.
-        facts: How the searches' figures came about; what a run depends on.
+        facts: Facts that the searches' figures depend on.
         data: Digests of what the evaluators score on, by their names, as far as they tell it; a run depends on it too.
     """
 
@@ -191,7 +191,7 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
         metric=factory.metric,
         higher_is_better=factory.higher_is_better,
         facts=facts,
-        data={name: told for name, use in evaluators.items() if (told := _evaluator_data_digest(use))},
+        data={name: digest for name, use in evaluators.items() if (digest := _evaluator_data_digest(use))},
     )
 
 
@@ -215,8 +215,8 @@ def _evaluator_data_digest(use: PluginSpec) -> str:
     made = registry.call_plugin(
         f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params)
     )
-    told = getattr(made, "fingerprint", None)
-    return facts_digest(told) if isinstance(told, str) else ""
+    fingerprint = getattr(made, "fingerprint", None)
+    return facts_digest(fingerprint) if isinstance(fingerprint, str) else ""
 
 
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
@@ -244,7 +244,7 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
     Args:
         objective: Of the experiment.
         metric: Of the model's evaluator; None where it has none.
-        model: What messages call the model.
+        model: Name of the model in messages.
 
     Raises:
         UserError: The metric ends at 1, or in dB, and all of it may be lost.
@@ -274,7 +274,7 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
     Args:
         objective: Of the experiment.
         metric: Of the model's evaluator.
-        images: How many are scored.
+        images: Number of scored images.
     """
     bound = objective.max_drop
     most = 0.0 if bound is None else absolute_bound(bound, 1.0)

@@ -44,7 +44,7 @@ class ExternalModel:
     """A Q/DQ model that another tool made, or the reason why it could not.
 
     Attributes:
-        method: How the tool calibrated, where it lacks the method of the experiment; "" otherwise.
+        method: Calibration method of the tool if it lacks that of the experiment; "" otherwise.
         seconds: Wall-clock that the tool took; None for an imported model.
     """
 

@@ -79,7 +79,7 @@ class WarmStartModel:
     """Q/DQ model of another tool whose placement a method evaluates first, in the tool's own form.
 
     Attributes:
-        digest: What its row is called, the name of the start; a placement's row is called by its digest.
+        digest: Name of its row: the name of the initial placement; the row of a placement has its digest as name.
         placement_digest: Digest of the placement that the method starts from.
         path: The tool's file.
     """
@@ -96,11 +96,13 @@ def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel,
         return ()
     precisions = set(task.spec.precisions) - task.accuracy_only
     own = task_for_method(task, method)
-    told = {seed.name: own.space.digest(seed.placement) for seed in own.initial_design}
+    known = {seed.name: own.space.digest(seed.placement) for seed in own.initial_design}
     return tuple(
-        WarmStartModel(digest=foreign.name, placement_digest=told[foreign.name], path=foreign.path, pairs=foreign.pairs)
+        WarmStartModel(
+            digest=foreign.name, placement_digest=known[foreign.name], path=foreign.path, pairs=foreign.pairs
+        )
         for foreign in task.external_models.values()
-        if foreign.name in told and foreign.path and read_precisions(foreign.path) <= precisions
+        if foreign.name in known and foreign.path and read_precisions(foreign.path) <= precisions
     )
 
 
@@ -109,7 +111,7 @@ def open_search(run: SearchSpec, task: Task, keep: int) -> Iterator[SearchSetup]
     """Open a method for searching.
 
     Args:
-        keep: How many of its best placements may be confirmed.
+        keep: Maximum number of its placements that are confirmed.
     """
     if is_external_searcher(run.searcher):
         with _open_external_searcher(run, task, keep) as search:

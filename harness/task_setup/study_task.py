@@ -100,11 +100,11 @@ def study_name(study: StudyTask, placement: str) -> str:
     """
     spec = study.spec
     given = {**spec.backend.params, **spec.model.shapes, **spec.model.dims}
-    told = "-".join(f"{name}={value}" for name, value in sorted(given.items()) if name != "base")
+    options = "-".join(f"{name}={value}" for name, value in sorted(given.items()) if name != "base")
     what = placement if placement == "float" else f"{placement}-{spec.precision}"
     plain = (
         each if SAFE_FOLDER_NAME.fullmatch(each) else hashlib.sha256(each.encode()).hexdigest()[:12]
-        for each in (told, what)
+        for each in (options, what)
     )
     return "-".join(filter(None, (spec.model.name, spec.backend.name, *plain)))
 

@@ -72,9 +72,9 @@ class Task:
         ranges: Lowest and highest value of each activation, from the calibration.
         choices: Contents of the Q/DQ pairs.
         placements: By name, those of the seeds and of the fixed baselines.
-        calibrated_on: What the ranges were taken from, for the tables.
-        remarks: What is odd about the activations on calibration data, for the tables.
-        cache_remarks: Which schemes of pattern caches were measured elsewhere, for the tables.
+        calibrated_on: Source of the ranges, for the tables.
+        remarks: Remarks on the activations of the calibration data, for the tables.
+        cache_remarks: Remarks on schemes of pattern caches that were measured elsewhere, for the tables.
         external_models: Models of the PTQ tools, and imported ones.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.

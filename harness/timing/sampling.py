@@ -50,7 +50,7 @@ class Samples:
         reference_ms: The reference's turns, before the first of `raw_ms` and after each.
         discarded_ms: Readings of a first attempt that was repeated.
         disturbance: Reason of the repetition, or "".
-        disturbed: What disturbed the readings that count although they were repeated, or "".
+        disturbed: Disturbance of the readings that count although they were repeated, or "".
         warmup: Number of inferences before the first reading.
         measure_s: Wall-clock time of all attempts.
         stable: Whether the warm-up ended in a steady state and the readings were neither disturbed nor drifting.
@@ -76,7 +76,7 @@ class SampleRun:
     """Readings of one attempt; fields as in `Samples`.
 
     Attributes:
-        drift: How the engine's latency changed during the attempt, or "".
+        drift: Change of the engine's latency during the attempt, or "".
     """
 
     latency_ms: Sequence[float]

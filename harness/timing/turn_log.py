@@ -42,7 +42,7 @@ class Turn:
         row: `TimedRow.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
         discarded_ms: Readings of disturbed earlier attempts, which were repeated.
-        disturbed: What disturbed `samples_ms` too, or "".
+        disturbed: Disturbance of `samples_ms` too, or "".
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

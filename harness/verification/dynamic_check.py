@@ -94,17 +94,17 @@ def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     if run[0] is None:
         return "not checked: ONNX Runtime does not run the float model at the size of the search"
     known = [(case, outputs) for case, outputs in zip(cases, run, strict=False) if outputs is not None]
-    told = []
+    lines = []
     for runtime in CHECK_RUNTIMES:
         try:
-            told.append(_compare_files(runtime, subject, known))
+            lines.append(_compare_files(runtime, subject, known))
         except _OutputMismatch as error:
             if runtime in (backend, CHECK_RUNTIMES[0]):
                 raise UserError(f"{runtime}: {error}") from error
-            told.append(f"not for {runtime}: {error}")
+            lines.append(f"not for {runtime}: {error}")
         except UserError as error:
-            told.append(f"not checked in {runtime} ({error})")
-    return "; ".join([_describe_shapes(subject, [shape for (_, shape), _ in known[RANDOM_INPUTS_PER_SHAPE:]]), *told])
+            lines.append(f"not checked in {runtime} ({error})")
+    return "; ".join([_describe_shapes(subject, [shape for (_, shape), _ in known[RANDOM_INPUTS_PER_SHAPE:]]), *lines])
 
 
 def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> str:
@@ -114,9 +114,9 @@ def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> s
     few = "" if len(shapes) == OTHER_SHAPE_COUNT else "; the float model runs at no second size that was tried"
     searched, *others = (dict(_iter_sizes(subject.axes, shape)) for shape in (subject.searched_shapes, *shapes))
     still = [name for name, size in searched.items() if all(other[name] == size for other in others)]
-    told = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)
+    sizes = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)
     fixed = f"; the float model runs at no other size of {', '.join(still)} that was tried" if still else ""
-    return f"checked at {told}{few}{fixed}"
+    return f"checked at {sizes}{few}{fixed}"
 
 
 def _iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
@@ -134,7 +134,7 @@ def _compare_files(runtime: str, subject: DynamicCheckTarget, known: Sequence[tu
     """Compare the files in a runtime; return the figures.
 
     Args:
-        known: What the float model makes of each case, the `RANDOM_INPUTS_PER_SHAPE` of the search first.
+        known: Outputs of the float model for each case, the `RANDOM_INPUTS_PER_SHAPE` of the search first.
 
     Raises:
         UserError: The runtime does not run the fixed file.

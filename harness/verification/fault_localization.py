@@ -48,7 +48,7 @@ class WrongOperator:
         feeds: Inputs of that model.
         file: Its outputs in ONNX Runtime without graph optimizations.
         engine: Its outputs in the runtime.
-        checked: How far they are apart.
+        checked: Difference between them.
     """
 
     operator: str

@@ -143,7 +143,7 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
         file: Of the model's file in ONNX Runtime.
         engine: Of the engine.
         engine_float: Of the float model in the runtime; None where it does not run there.
-        precision: What float operations run in.
+        precision: Precision of float operations.
         skipped: Outputs that are not compared.
         most_db: No engine has to be closer to its file than this.
         whole: Compare outputs as they are, also where their slices differ in scale.

@@ -75,7 +75,7 @@ def draw_split(name: str, count: int | None = None) -> ShapesSplit:
 
     Args:
         name: "train", "calibration" or "evaluation".
-        count: How many images; by default 6000, 64 and 200.
+        count: Number of images; by default 6000, 64 and 200.
 
     Raises:
         UserError: No split has this name, or count is not 1 to `MAX_IMAGES`.

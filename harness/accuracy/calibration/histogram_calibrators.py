@@ -63,7 +63,7 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
         model_path: ONNX file; a "-inferred" file appears next to it temporarily.
         folder: Scratch folder for the augmented model.
         tensors: Activations to observe.
-        collector: Where they go.
+        collector: Collector of the values.
 
     Raises:
         UserError: A tensor is not among the float activations of the model.

@@ -79,7 +79,7 @@ class PtqOptions(TypedDict, total=False):
 
     Attributes:
         dialect_name: Name of the dialect of the runtime that the model is for.
-        method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile", neither tool
+        method: Estimator of ranges; "minmax" if not given. ModelOpt knows no "percentile", neither tool
             knows "mse".
         percentile: For method "percentile", in per cent; 99.99 if not given.
         precision: "int8" if not given. ONNX Runtime knows no "fp8" that other runtimes read.
@@ -100,7 +100,7 @@ def modelopt_ptq(
 
     Args:
         model_path: Float model with unique node names and static shapes; its folder is left as it is.
-        output_path: Where the Q/DQ model goes; appears whole or not at all.
+        output_path: Path of the Q/DQ model, which appears whole or not at all.
         batches: Calibration data, input arrays by name; read once, one at a time.
         **options: See `PtqOptions`.
 
@@ -137,7 +137,7 @@ def quantize(
         model_path: See `modelopt_ptq`.
         output_path: An ONNX file or, by its suffix, an OpenVINO IR (.xml).
         batches: See `modelopt_ptq`.
-        metric: What the tool has to keep, if it can.
+        metric: Metric and bound for tools that keep one.
         **options: See `PtqOptions`.
     """
     return _run_tool(
@@ -221,8 +221,8 @@ def _run_tool(
             except UserError as error:
                 raise BuildFailed(f"{tool}: {error}") from error
         move_model(made, output_path)
-        told = folder / "seconds.txt"
-        return float(told.read_text(encoding="ascii")) if told.exists() else time.monotonic() - started_s
+        file = folder / "seconds.txt"
+        return float(file.read_text(encoding="ascii")) if file.exists() else time.monotonic() - started_s
 
 
 def _uses_tensorrt_plugins(settings: Mapping[str, Any]) -> bool:
@@ -308,8 +308,8 @@ def _read_output(process: subprocess.Popen[str], tool: str, limit_s: float | Non
 
 
 def _failure_reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
-    told = folder / "reason.txt"
-    if told.exists():
-        return told.read_text(encoding="utf-8")[:1000]
+    file = folder / "reason.txt"
+    if file.exists():
+        return file.read_text(encoding="utf-8")[:1000]
     last = done.stdout.strip().rpartition("\n")[2][:500]
     return f"ended with code {done.returncode} and no model; its last words: {last or 'none'}"

@@ -136,7 +136,7 @@ def calibrate_by_methods(  # noqa: PLR0913 - one option, one parameter
         channels: Number of channels (axis 1) of tensors whose channels have ranges too, by the names that
             `harness.graph.quantize.numeric_choices.channel_name` gives.
         progress: Called with the number of batches done after each one.
-        source: What messages call the model; by default its file.
+        source: Name of the model in messages; by default its file.
 
     Returns:
         By method, the lowest and highest value of each tensor, and of the channels seen. A tensor that no scale can be

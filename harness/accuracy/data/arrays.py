@@ -35,7 +35,7 @@ class ArrayDataset:
     """Ready-made inputs by name, the samples along the first axis.
 
     Attributes:
-        source: What they are called in messages: the file.
+        source: Name in messages: the file.
         labels: One row for each sample; None: not labelled.
         rows: Their row in the file.
         total: Rows of the file.

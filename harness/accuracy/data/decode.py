@@ -170,7 +170,7 @@ def suppress_overlaps(
         scores: n values.
         classes: n class indices.
         threshold: Intersection over union.
-        top: How many to take at most, over all classes.
+        top: Maximum number over all classes.
 
     Returns:
         Indices of the boxes taken, best first.

@@ -68,7 +68,7 @@ def decode_rtdetr(
         prepared: The image that was run.
         size: Height and width of the model's input.
         score: Score above which a box counts.
-        top: How many boxes to keep.
+        top: Number of boxes to keep.
 
     Raises:
         EvaluationFailed: The outputs have other shapes, or there are 4 classes and no name says which output is which.

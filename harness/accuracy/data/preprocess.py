@@ -57,7 +57,7 @@ class Prepared:
     Attributes:
         tensor: Channels x height x width.
         scale: Input pixels per image pixel; (along x, along y) where they differ.
-        offset: Where the image's top left corner lies in the input: (x, y) in input pixels.
+        offset: Position of the image's top left corner in the input: (x, y) in input pixels.
         original: Height and width of the image.
     """
 
@@ -200,7 +200,7 @@ class TorchImageNet:
     https://pytorch.org/vision/stable/models.html, "transforms" of a classification weight.
 
     Attributes:
-        resize: What comes before the crop. "shrink": a shorter side above 8/7 of the crop (256 for
+        resize: Resizing before the crop. "shrink": a shorter side above 8/7 of the crop (256 for
             224) is brought to it, and smaller images are cropped as they are, so that images cut
             beforehand (227 x 227) keep their pixels; "shorter_side": always brought to it, as
             torchvision does; "center_crop": never. An image smaller than the crop is enlarged to it.

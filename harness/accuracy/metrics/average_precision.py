@@ -79,7 +79,7 @@ def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Val
     Args:
         facts: See the module's text.
         metric: A key of `MAP_METRICS`.
-        weights: How often each image is in each draw: draws x images.
+        weights: Number of times that each image is in each draw: draws x images.
     """
     area, levels = MAP_METRICS[metric]
     ranking = _rank_detections(facts["areas"][area], weights.shape[1])
@@ -97,7 +97,7 @@ class _RankedDetections:
         hits: Its bits, see the module's text.
         counts: Its bits of hits and misses together: where it counts at all.
         first: Place of each category's first detection.
-        truth: How many boxes that count: images x categories.
+        truth: Number of boxes that count: images x categories.
     """
 
     image: Counts

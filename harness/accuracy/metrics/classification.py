@@ -31,7 +31,7 @@ class Top1:
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
         input_name: Set by the harness: name of the model's image input; not for arrays.
         input_shape: Set by the harness: its static shape, batch x 3 x height x width.
-        output: Which output holds the logits; not needed where there is one.
+        output: Name of the output with the logits; not needed if there is one output.
         base: Set by the harness: folder that relative paths start from.
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
 

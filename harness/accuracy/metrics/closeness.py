@@ -82,7 +82,7 @@ class Closeness:
 
     Attributes:
         figures: One value a batch of sqnr_db, cosine and kl, each of the output or part that is worst by its mean.
-        worst: Which output, or part of one, the SQNR is of; "" where there is one alone.
+        worst: Output, or part of one, that the SQNR belongs to; "" where there is one alone.
     """
 
     figures: Mapping[str, Sequence[float]]

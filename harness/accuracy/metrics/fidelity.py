@@ -44,7 +44,7 @@ class Fidelity:
         reference: Set by the harness: file of the float model's outputs (inputs are never stored).
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
         data: Images or arrays (`harness.accuracy.data.datasets`); None: random inputs.
-        preprocess: What turns an image into an input; name, or `{use: NAME, params: {...}}`.
+        preprocess: Preprocessing of an image; name, or `{use: NAME, params: {...}}`.
         samples: Maximum number of samples, None: all; for random data the number of batches, None: 16.
         base: Set by the harness: folder that relative paths start from.
 

@@ -59,7 +59,7 @@ class Estimate:
 
     Attributes:
         interval: In the metric's unit.
-        images: How many images, or batches where the metric is one over batches.
+        images: Number of images, or of batches for a metric over batches.
     """
 
     interval: Interval
@@ -105,7 +105,7 @@ def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = No
     """Return a metric with its confidence interval, or None if the record does not allow one.
 
     Args:
-        accuracy: What an evaluator found.
+        accuracy: Result of an evaluator.
         metric: One of its metrics.
         primary: The evaluator's `metric`, which `per_item` is of; by default `metric` itself.
 
@@ -179,20 +179,20 @@ def check_consistency(accuracy: Accuracy, metric: str) -> str:
     """Return the contradiction between a figure and its own record, or "" if they agree or cannot be compared.
 
     Args:
-        accuracy: What an evaluator found.
+        accuracy: Result of an evaluator.
         metric: The evaluator's `metric`.
 
     Raises:
         ValueError: The evidence is damaged.
     """
     said = accuracy.metrics[metric]
-    told = _recompute_metric(accuracy.evidence, metric, _unit_weights)
-    again = said if told is None or math.isnan(told[0][0]) else float(told[0][0])
+    recomputed = _recompute_metric(accuracy.evidence, metric, _unit_weights)
+    again = said if recomputed is None or math.isnan(recomputed[0][0]) else float(recomputed[0][0])
     if not _nearly_equal(said, again):
         return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
     if accuracy.per_item:
         # An evaluator that is made of another one may keep single images of the other's metric.
-        known = accuracy.metrics.values() if told is not None else (said,)
+        known = accuracy.metrics.values() if recomputed is not None else (said,)
         mean = float(_weighted_means(accuracy.per_item, _unit_weights)[0][0])
         if not any(_nearly_equal(mean, figure) for figure in known):
             return f"{metric} is {said:.6g}, but by its own per_item it is {mean:.6g}"

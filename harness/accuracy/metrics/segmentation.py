@@ -31,8 +31,8 @@ class MeanIoU(LabelledImages):
         preprocess: Name, or `{use: NAME, params: {...}}`; one that shows the model the whole image, "tf_imagenet" with
             `resize: stretch` for instance.
         input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
-        output: Which output holds the logits, 1 x classes x height x width, or the class of each pixel, 1 x height x
-            width or 1 x 1 x height x width; not needed where there is one output.
+        output: Name of the output with the logits, 1 x classes x height x width, or the class of each pixel, 1 x
+            height x width or 1 x 1 x height x width; not needed if there is one output.
 
     Raises:
         UserError: Anything wrong with these.

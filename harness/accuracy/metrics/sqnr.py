@@ -130,8 +130,8 @@ class _SliceStatistics:
 
     Attributes:
         power: Mean square of each slice.
-        scale: What slices are grouped by: the RMS, or the standard deviation of slices with one value a sample, because
-            a logit may be near 0 on all samples by chance.
+        scale: Quantity by which slices are grouped: the RMS, or the standard deviation of slices with one value a
+            sample, because a logit may be near 0 on all samples by chance.
         peak: Largest magnitude of each slice.
         probable: Whether all values of a slice lie within 0 to 1.
         constant: Whether a slice is the same all over, on all samples.

@@ -22,7 +22,7 @@ class PtqTool:
     """PTQ tool, as the harness calls it.
 
     Attributes:
-        modules: What must be installed, by the name that is imported.
+        modules: Required modules, by the name that is imported.
         precisions: Precisions that it quantizes to.
         methods: Its calibration methods, by our names; one alone if it always calibrates in the same way.
         program: Program of the child process, which finds the tool's function by its name.

@@ -119,7 +119,8 @@ def to_graph(model: Model, regions: Sequence[Region]) -> tuple[GraphRegion, Mapp
     """Convert regions to a tree of the graph package; return its ROOT and the converted region of each.
 
     Args:
-        regions: Those without a parent among them become the children of the ROOT. They need not cover the model.
+        regions: Regions; those without a parent among them become the children of the ROOT. They need not cover the
+            model.
 
     Raises:
         AutotunerError: A node is in two regions, or is not in the model.

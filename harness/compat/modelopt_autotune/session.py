@@ -198,7 +198,7 @@ class PatternSearch:
 
     Args:
         placement_map: The regions.
-        region: Region of the pattern; the region of the whole model stands for all patterns.
+        region: Region of the pattern; the region of the whole model includes all patterns.
         allowed: Dimensions that may be quantized.
         around: Placement of all other dimensions.
         config: Name and settings of the searcher.

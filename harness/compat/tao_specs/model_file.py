@@ -32,8 +32,8 @@ class ShapeOptionNames:
 
     Attributes:
         key: The shape of an input.
-        remedy: How to give a shape.
-        dim_remedy: How to give sizes of symbols; SIZES is replaced by the list of them.
+        remedy: Advice on giving a shape.
+        dim_remedy: Advice on giving sizes of symbols; SIZES is replaced by the list of them.
         dim_form: Form of one size, and the separator of two.
     """
 

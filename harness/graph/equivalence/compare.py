@@ -48,7 +48,7 @@ class EquivalenceVerdict:
     """Result of a comparison.
 
     Attributes:
-        change: What differs and by how much; "" if preparation changed nothing.
+        change: Difference and its size; "" if preparation changed nothing.
         unchecked: Why the comparison is not complete; "" if it is.
     """
 

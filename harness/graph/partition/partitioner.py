@@ -62,7 +62,7 @@ def partition_graph(
 
     Args:
         flow: Chains and branches.
-        kinds: What each vertex but the sink is.
+        kinds: Kind of each vertex but the sink.
         labels: Equal for vertices that do the same; this decides what counts as a repetition.
         longest: Most vertices of a leaf made of a sequence.
         smallest: Fewest vertices of a convergence that is split.

@@ -55,7 +55,7 @@ class CastInserter(Inserter):
 
     Args:
         cast: The cast model.
-        dialect: How the runtime wants its Q/DQ.
+        dialect: Form of Q/DQ of the runtime.
         ranges: Range of each activation by its tensor in the float model; at FP16 values end at 65504.
         model: The float model, by whose nodes and inputs the ranges are carried over; without it, by names of tensors.
         choices: Contents of the pairs; a depthwise Conv whose data has another name in the cast model has one scale.

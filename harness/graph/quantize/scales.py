@@ -58,7 +58,7 @@ class ScaleLinks:
 
     Attributes:
         source: By output of an operator that moves or repeats values: the tensor whose values it holds.
-        joins: Those operators and every Concat, in topological order.
+        joins: These operators and every Concat, in topological order.
         fixed: Indices of joins without an insertion point, which runtimes remove: their link holds in every placement.
     """
 

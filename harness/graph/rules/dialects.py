@@ -46,8 +46,8 @@ class Dialect:
         min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
         linear_ops: Operators that take data and weight quantized together.
         points: Further operators whose floating-point inputs may be quantized.
-        constant_operands: Those of them whose constants are quantized together with their data: the runtime has an
-            integer kernel for them only where every input is quantized.
+        constant_operands: Operators of `points` whose constants are quantized together with their data: the runtime has
+            an integer kernel for them only where every input is quantized.
         between_conv_and_activation: A Q/DQ pair between Conv, BatchNormalization and activation is legal.
         absorbed: Activations that the runtime computes by the clipping of the pair behind them: a pair in front of one,
             where nothing else reads that tensor, is never legal.

@@ -366,11 +366,11 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         "All inputs of a Concat share a scale: one point, at its first activation.",
         lambda s: s.node.op == "Concat" and s.slot > s.model.cached_analysis(_find_first_activations)[s.node.index],
     ),
-    PlacementRule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
+    PlacementRule("fusion", "No pair lies between Conv, BatchNormalization and activation.", _follows_convolution),
     PlacementRule(
         "residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand
     ),
-    PlacementRule("absorbed", "The pair behind this activation computes it: none stands in front.", _is_absorbed),
+    PlacementRule("absorbed", "The pair behind this activation computes it: no pair lies in front.", _is_absorbed),
     *(PlacementRule(name, fault.text, partial(_meets_fault, name)) for name, fault in RUNTIME_FAULTS.items()),
     PlacementRule(
         "float kernel",

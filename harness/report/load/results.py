@@ -184,7 +184,7 @@ class Results:
     Attributes:
         tasks: Tasks that have results, in the order of the experiment.
         waiting: Names of the other tasks.
-        starting: Those of `waiting` that have started: they are running or were stopped.
+        starting: Tasks of `waiting` that have started: they are running or were stopped.
         stops: Reason by task why its last run stopped early.
     """
 

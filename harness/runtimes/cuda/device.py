@@ -180,7 +180,7 @@ class GpuConditions:
     Attributes:
         mhz: Clock of its multiprocessors.
         memory_mhz: Clock of its memory.
-        held_back: What keeps the clock below what it could be, see `THROTTLE_REASONS`.
+        held_back: Reason why the clock is below its maximum, see `THROTTLE_REASONS`.
     """
 
     mhz: float | None = None

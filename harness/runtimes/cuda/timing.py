@@ -59,7 +59,7 @@ class GpuTimer:
 
     Args:
         cuda: The device.
-        enqueue: What is timed; addresses and shapes stay the same from now on.
+        enqueue: Function that is timed; addresses and shapes stay the same from now on.
         graph: Capture it into a CUDA graph and launch that. Where it cannot be captured, `why_eager` says why, and it
             is timed as it is.
         flush_bytes: Above 0: overwrite so much memory before each query, outside of its events, so that the L2 cache is

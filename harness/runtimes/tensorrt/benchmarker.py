@@ -42,7 +42,7 @@ class TensorRTBenchmarker:
     """Build TensorRT engines by its Python interface and time them on an NVIDIA GPU.
 
     Args:
-        precision: What float operations run in. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's
+        precision: Precision of float operations. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's
             own default; "f16" and "bf16": the ONNX file is cast first (strong typing), or TensorRT may choose them
             (weak). "auto" leaves it to the harness, which times those that the GPU has.
         typing: "strong", the only kind in 11; "weak" for 10.x alone.

@@ -41,7 +41,7 @@ def build_plan(
         model: A file, with external data next to it; or the serialized model.
         options: Their profiles are those of the dynamic inputs, see `harness.runtimes.tensorrt.options.fitted`.
         cache: See `TimingCache`.
-        quantized: The model has Q/DQ pairs; a weakly typed network must be told.
+        quantized: The model has Q/DQ pairs; a weakly typed network is configured by it.
 
     Raises:
         BuildFailed: TensorRT refuses the model or finds no engine; its own words, with the nodes that they are about.
@@ -84,7 +84,7 @@ def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
     Args:
         library: TensorRT.
         content: A plan.
-        source: What messages call it.
+        source: Name in messages.
 
     Raises:
         BuildFailed: It is none, or one of another TensorRT or GPU, or there is too little memory.

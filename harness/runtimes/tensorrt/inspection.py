@@ -20,7 +20,7 @@ from harness.runtimes.tensorrt.session import ExecutionSession, LoadedEngine
 __all__ = ["profile_layers", "read_layers"]
 
 DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")
-"""Where the type of a tensor stands; the first that tells one counts."""
+"""Places of the type of a tensor, by preference."""
 PRECISION_PATTERNS: tuple[tuple[str, str], ...] = (
     ("fp8|float8|e4m3", "fp8"), ("fp4|float4", "fp4"), ("uint8", "uint8"), ("int8", "int8"), ("int4", "int4"),
     ("bf16|bfloat16", "bf16"), ("fp16|half|float16", "f16"), ("fp32|float32|float", "f32"),

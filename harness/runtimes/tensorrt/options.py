@@ -48,7 +48,7 @@ class ParsedSource:
     Attributes:
         path: The file, cast where the options ask for it.
         structure: The model without its external data, as it was before.
-        options: Those of the build: with the profiles of dynamic inputs alone.
+        options: Options of the build, with the profiles of dynamic inputs alone.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class BuildOptions:
     """Build options that all candidates share.
 
     Attributes:
-        precision: What float operations run in: "f32", "tf32", "f16" or "bf16".
+        precision: Precision of float operations: "f32", "tf32", "f16" or "bf16".
         float_open: The harness may choose another precision.
         typing: "strong": the file's types are the engine's. "weak" (10.x): TensorRT may choose lower ones.
         workspace_bytes: Scratch memory that kernels may take; None: all of the device's.
@@ -118,7 +118,7 @@ class BuildOptions:
 
         Args:
             path: An ONNX file.
-            folder: Where a cast file goes.
+            folder: Folder of a cast file.
 
         Raises:
             BuildFailed: TensorRT is known to refuse it, it does not fit the profiles, or it cannot be read or cast.

@@ -78,7 +78,7 @@ class TrtexecBenchmarker:
 
     Args:
         path: The program; by default the one on PATH.
-        precision: What float operations run in; see benchmarker `tensorrt`.
+        precision: Precision of float operations; see benchmarker `tensorrt`.
         typing: "strong", or on 10 "weak".
         profiles: Shapes of dynamic inputs; see benchmarker `tensorrt`.
         workspace_gb: Scratch memory, in units of 10^9 bytes; None: all there is.

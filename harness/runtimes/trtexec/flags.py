@@ -122,7 +122,7 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
 
     Args:
         model: ONNX file.
-        engine: Where the plan goes.
+        engine: File of the plan.
         options: See `BuildOptions`.
         major: Of trtexec.
         quantized: The model has Q/DQ pairs.

@@ -104,7 +104,7 @@ class ThreadedExecutor:
     Args:
         open_worker: Opens the engines of one worker; called in threads.
         workers: Number of workers.
-        policy: Which builds and timings may overlap.
+        policy: Builds and timings that may overlap.
     """
 
     def __init__(self, open_worker: WorkerFactory, workers: int, policy: TimingPolicy) -> None:
