@@ -37,9 +37,9 @@ SEARCH_EVALUATOR = "search"
 """Name of the evaluator that searches score with, where it is not the finalists' own."""
 PROXY_EVALUATOR = "proxy"
 MIN_STAGE_IMAGES = 30
-"""Of the first stage; fewer decide little."""
+"""Least number of images of the first stage; fewer decide little."""
 MAX_STAGE_STEP = 4
-"""The first stage has at least one image of so many."""
+"""The first stage has at least one image in this number of images."""
 MAX_FALSE_REJECTION = 0.01
 """Probability that a candidate which the first stage rejects is within the bound."""
 
