@@ -46,7 +46,7 @@ def append(self, *_, **__):
     figures()
     os._exit(0)
 Journal.append = append
-main(["run", str(folder / "many.yaml"), "--out", str(folder / "out")])
+main(["run", str(folder / "many.yaml"), "--out", str(folder / "started")])
 """
 RUN = """
 from harness.config.experiment import load_experiment
