@@ -35,8 +35,8 @@ def autotune(context: typer.Context) -> None:
 
     Under a bound: `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
     """
+    from harness.compat.bounded_autotune import bounded_experiment
     from harness.compat.modelopt_autotune.__main__ import autotune as run
-    from harness.compat.modelopt_autotune.bounded import bounded_experiment
     from harness.compat.modelopt_autotune.settings import get_parser, parse_arguments
     from harness.terminal_progress import TerminalProgress
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small import save_chain
 
-from harness.compat.modelopt_autotune.bounded import bounded_experiment
+from harness.compat.bounded_autotune import bounded_experiment
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
 from harness.task_setup.preflight import check_experiment
 
