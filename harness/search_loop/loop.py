@@ -108,7 +108,7 @@ class SearchLoopResult:
     Attributes:
         evaluations: Spent when it did; what is known of an earlier part of it counts, come to again or not.
         reason: Why it spent no more; "" where the budget, of evaluations or of time, was spent.
-        broken: Exception of its searcher, or None.
+        failure: Exception of its searcher, or None.
     """
 
     evaluations: int

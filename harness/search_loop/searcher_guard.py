@@ -27,11 +27,11 @@ class SearcherGuard:
     A `UserError` and Ctrl-C pass, because neither is a fault of the searcher.
 
     Args:
-        searcher: Or how its making failed.
+        searcher: Searcher, or the failure of its constructor.
         space: Space of the search.
 
     Attributes:
-        broken: Its exception with the end of the traceback, or None.
+        failure: Exception of the searcher with the end of the traceback, or None.
         spent_s: Wall-clock of its asks and tells so far.
     """
 

@@ -1,4 +1,4 @@
-"""One placement with different contents of its Q/DQ pairs, ready for recovery steps."""
+"""Contents of the Q/DQ pairs of one placement in several combinations, ready for recovery steps."""
 
 from __future__ import annotations
 
