@@ -38,3 +38,28 @@ def test_pages_avoid_the_forbidden_words():
     pages = [path for pattern in ("*.j2", "*.js") for path in assets.glob(pattern) if ".min." not in path.name]
     found = {path.name: WORDS.findall(path.read_text(encoding="utf-8")) for path in pages}
     assert not any(found.values()), found
+
+
+def described_names(docstring: str, section: str) -> list[str]:
+    """Return the names that a section of a docstring describes, in order."""
+    found = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", docstring, flags=re.MULTILINE)
+    return re.findall(r"^    (\w+): ", found[1], flags=re.MULTILINE) if found else []
+
+
+def test_docstrings_describe_what_there_is():
+    """Attributes and arguments in docstrings have the names in the code, and start as noun phrases."""
+    stale, questions = [], []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or not (text := ast.get_docstring(node)):
+                continue
+            where = f"{path.relative_to(ROOT)} {node.name}"
+            questions += re.findall(r"^    (\w+: (?:What|Which|How|Where|Those|That) )", text, flags=re.MULTILINE)
+            if isinstance(node, ast.ClassDef):
+                code = "\n".join(ast.unparse(child) for child in node.body[1:])
+                names = described_names(text, "Attributes")
+                stale += [f"{where}: {name}" for name in names if not re.search(rf"\b{name}\b", code)]
+            else:
+                arguments = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+                stale += [f"{where}: {name}" for name in described_names(text, "Args") if name not in arguments]
+    assert (stale, questions) == ([], [])

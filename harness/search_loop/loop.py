@@ -106,8 +106,8 @@ class SearchLoopResult:
     """Result of a search loop.
 
     Attributes:
-        evaluations: Spent when it did; what is known of an earlier part of it counts, come to again or not.
-        reason: Why it spent no more; "" where the budget, of evaluations or of time, was spent.
+        evaluations: Number of evaluations spent, those of an earlier part of the search included.
+        reason: Reason why the search ended before its budget of evaluations or time was spent; "" if it was spent.
         failure: Exception of its searcher, or None.
     """
 

@@ -98,7 +98,7 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
         do with a model; a line each.
 
     Raises:
-        UserError: What is wrong with each that cannot be used, a line each.
+        UserError: One line for each that cannot be used, with the reason.
     """
     errors, remarks = ErrorCollector(), list[str]()
     precisions = _offered_precisions(experiment)
