@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -208,8 +207,7 @@ def _run_tool(
             "seconds": str(folder / "seconds.txt"),
         }
         if metric is not None:
-            (folder / "evaluator.pickle").write_bytes(pickle.dumps(metric.evaluator))
-            request |= {**metric.settings, "evaluator": str(folder / "evaluator.pickle")}
+            request |= {**metric.settings, "evaluator": metric.evaluator.model_dump(mode="json")}
         started_s = time.monotonic()
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         done = _run_child(tool, folder, limit_s)

@@ -6,7 +6,6 @@ file with Q/DQ pairs. Source: NNCF 3.4, "Post-training quantization" and "Quanti
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -93,8 +92,19 @@ def _dataset(nncf: Any, request: Mapping[str, Any]) -> Any:
 def _open_evaluator(request: Mapping[str, Any]) -> Any:
     from harness import registry  # this program runs in the harness's environment if there is an evaluator
 
-    use = pickle.loads(Path(request["evaluator"]).read_bytes())
-    return registry.create_plugin("evaluator", use.use, use.params)
+    use = request["evaluator"]
+    return registry.create_plugin("evaluator", use["use"], dict(_restore(use["params"])))
+
+
+def _restore(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters that the harness supplies with the types that JSON lacks."""
+    for name, value in params.items():
+        if name in ("base", "reference") and value is not None:
+            yield name, Path(value)
+        elif name == "inputs":
+            yield name, {each: (kind, tuple(shape)) for each, (kind, shape) in value.items()}
+        else:
+            yield name, tuple(value) if name == "input_shape" and value is not None else value
 
 
 def _infer_function(model: Any) -> Any:
