@@ -19,7 +19,7 @@ from harness.cli.common import (
     short_path,
 )
 from harness.cli.run import run_and_report
-from harness.errors import prefix_file
+from harness.errors import UserError, prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
 
@@ -44,6 +44,8 @@ def autotune(context: typer.Context) -> None:
         get_parser("qdq autotune").print_help()
         return
     options = parse_arguments(context.args, "qdq autotune")
+    if options.test_data is not None and options.max_drop is None:
+        raise UserError("--test_data: the labels serve a bound on accuracy; give --max_drop too, or leave them out")
     if options.max_drop is not None:
         run_and_report(bounded_experiment(options), Path(options.output_dir))
         return

@@ -95,14 +95,18 @@ def apply(
     out: Annotated[Path, typer.Option(help="Results folder.", show_default=False)],
     calibration: CalibrationOption = None,
     preprocess: PreprocessOption = None,
-    method: MethodOption = "minmax",
-    samples: Annotated[int, count_option("Maximum number of calibration samples.")] = DEFAULT_SAMPLES,
+    method: Annotated[
+        str | None, typer.Option(help="Range estimator [default: that of the earlier run].", show_default=False)
+    ] = None,
+    samples: Annotated[
+        int | None, count_option("Maximum number of calibration samples [default: that of the earlier run].")
+    ] = None,
     base: BaseOption = None,
 ) -> None:
     """Put a shipped placement into the next version of its model: calibrate anew, check speed and accuracy, ship it.
 
-    Runtime, evaluator and bound are those of the earlier run; without --calibration so are the calibration data. A
-    model of another structure is refused with the first difference.
+    Runtime, evaluator, bound and calibration are those of the earlier run, as far as no option changes them. A model of
+    another structure is refused with the first difference.
 
     Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
     """
@@ -115,7 +119,7 @@ def apply(
         raise UserError(f"{model}: no such file")
     start = (base or Path.cwd()).resolve()
     add_to_sys_path(start)
-    changes = {} if calibration is None else calibration_config(calibration, preprocess, samples, method, start)
+    changes = calibration_config(calibration, preprocess, samples, method, start)
     with explain_relative_paths(start):
         config = apply_experiment(short_path(result), model, changes, start)
         for remark in check_experiment(config):

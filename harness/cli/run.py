@@ -225,8 +225,8 @@ def verify(
 
     A new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
     """
-    if (file / "ship.json").is_file():
-        raise typer.Exit(_verify_bundle(short_path(file), runtime_python))
+    if any((file / name).is_file() for name in ("ship.json", "SHA256SUMS")):
+        raise typer.Exit(_verify_bundle(short_path(file), runtime_python, as_json=as_json))
     if runtime_python is not None:
         raise UserError(f"--runtime-python: {file} is no folder to deploy (no ship.json)")
     if file.is_dir() and row is None:
@@ -258,22 +258,29 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_bundle(folder: Path, python: Path | None) -> int:
+def _verify_bundle(folder: Path, python: Path | None, *, as_json: bool) -> int:
     """Print the checks of a folder to deploy, and return the exit status."""
     from harness.shipping.bundle import read_bundle, run_bundle
     from harness.shipping.runtime_comparison import compare_runtimes
     from harness.terminal_progress import TerminalProgress
 
     facts = read_bundle(folder)
-    echo(f"files: ok: as in the manifest; {facts['answer']}")
+    if not as_json:
+        echo(f"files: ok: as in the manifest; {facts['answer']}")
     if python is None:
         found = run_bundle(folder)
-        echo(f"run: ok: {found['latency_ms']:.3f} ms, {facts['latency_ms'][0]:.3f} ms recorded")
+        recorded_ms = facts["latency_ms"][0]
+        if as_json:
+            print_json({"files": "ok", "run": found, "recorded_ms": recorded_ms})
+        else:
+            echo(f"run: ok: {found['latency_ms']:.3f} ms in one process ({recorded_ms:.3f} ms recorded, not compared)")
         return 0
     with TerminalProgress() as terminal:
         compared = compare_runtimes(folder, str(python), terminal)
-    for line in compared.lines():
-        echo(line)
+    if as_json:
+        print_json({"files": "ok", "holds": compared.holds, **asdict(compared)})
+    else:
+        echo("\n".join(compared.lines()))
     return int(not compared.holds)
 
 

@@ -100,7 +100,8 @@ def _format_change(row: Row) -> str:
     """Return the change of a metric, in points if it is a share: "top-1 -0.4 points [-1.0, +0.2]"."""
     name = metric_name(row["metric"])
     scale, unit, digits = (100, " points", 1) if row["metric"] in SHARE_METRICS else (1, "", 4)
-    value, low, high = (-scale * _or_nan(row[key]) for key in ("drop", "drop_high", "drop_low"))
+    # Adding 0 after rounding turns -0.0 into 0.0.
+    value, low, high = (round(-scale * _or_nan(row[key]), digits) + 0.0 for key in ("drop", "drop_high", "drop_low"))
     limits = "" if math.isnan(low) or math.isnan(high) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
     return f"{name} {value:+.{digits}f}{unit}{limits}"
 

@@ -151,7 +151,15 @@ def main(load: Callable[..., Any]) -> None:
         name, _, file = text.partition("=")
         if name not in feeds:
             parser.error(f"--input {text}: the inputs are {', '.join(feeds)}")
-        feeds[name] = np.load(file, allow_pickle=False).astype(INPUTS[name][1]).reshape(INPUTS[name][0])
+        shape, dtype = INPUTS[name]
+        try:
+            array = np.load(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            parser.error(f"--input {text}: {error}")
+        array = array[None] if array.shape == tuple(shape[1:]) else array
+        if array.shape != tuple(shape):
+            parser.error(f"--input {text}: shape {array.shape}, but the model takes {tuple(shape)}")
+        feeds[name] = array.astype(dtype)
     start = time.perf_counter()
     run = load(given.model)
     outputs = run(feeds)  # the first run allocates memory

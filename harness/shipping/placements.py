@@ -11,10 +11,11 @@ from typing import Any
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.config.experiment import Experiment, parse_experiment
+from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
-from harness.errors import UserError
+from harness.errors import UserError, suggest_names
 from harness.graph.io.files import move_model
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.qdq_graph import QDQ_OPS, read_qdq_graph
@@ -30,6 +31,7 @@ from harness.task_setup.initial_design import InitialDesign, load_imported_model
 from harness.task_setup.model_loader import MIN_OPSET, input_types, open_model
 from harness.task_setup.study_task import model_label
 from harness.task_setup.task import BackendProperties, Task, calibrate_task
+from search.heuristics import HEURISTIC_RULES
 
 __all__ = ["InsertedModel", "apply_experiment", "calibration_config", "insert_placement"]
 
@@ -55,22 +57,23 @@ class InsertedModel:
 
 
 def calibration_config(
-    data: Path | None, preprocess: str | None, samples: int, method: str, base_dir: Path
+    data: Path | None, preprocess: str | None, samples: int | None, method: str | None, base_dir: Path
 ) -> dict[str, Any]:
     """Return the keys `calibration` and `preprocess` of a model.
 
     Args:
         data: `.npy` or `.npz` file, or a folder of images; None: random data.
         preprocess: Preprocessing of images.
-        samples: Maximum number of samples.
-        method: Range estimator.
+        samples: Maximum number of samples; None: not among the keys.
+        method: Range estimator; None: not among the keys.
         base_dir: Folder that relative paths of the experiment start from.
 
     Raises:
         UserError: Images without a preprocessing.
     """
+    given = {key: value for key, value in (("method", method), ("samples", samples)) if value is not None}
     if data is None:
-        return {"calibration": {"method": method, "samples": samples}}
+        return {"calibration": given} if given else {}
     path = os.path.relpath(data, base_dir)  # results have no absolute paths
     if data.is_dir():
         if preprocess is None:
@@ -80,7 +83,7 @@ def calibration_config(
         source: dict[str, Any] = {"use": "images", "images": path}
     else:
         source = {"use": data.suffix.removeprefix(".") or "npy", "path": path}
-    found: dict[str, Any] = {"calibration": {"data": source, "method": method, "samples": samples}}
+    found: dict[str, Any] = {"calibration": {"data": source, **given}}
     return found | ({"preprocess": preprocess} if preprocess is not None else {})
 
 
@@ -100,7 +103,9 @@ def apply_experiment(folder: Path, model: Path, changes: Mapping[str, Any], base
     stored, shipped = facts["experiment"], os.path.relpath(folder / facts["file"], base_dir)
     if not stored:
         raise UserError(f"{folder / FACTS_FILE}: has no experiment, so its settings are unknown")
-    known = {key: value for key, value in stored["models"][0].items() if key not in changes}
+    known = stored["models"][0]
+    calibration = {**known.get("calibration", {}), **changes.get("calibration", {})}
+    changes = {**changes, **({"calibration": calibration} if calibration else {})}
     described = {
         **stored,
         "experiment": f"{ROW}-{model_label(str(model))}",
@@ -160,6 +165,8 @@ def insert_placement(
         if found is None:
             raise UserError(f"--placement {placement}: its placement cannot be read back, as said above")
         resolved = task.space.resolve(found)
+        if not resolved and placement != "float":
+            raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written")
         made = task.inserter.export(resolved, Path(scratch) / out.name)
         with explain_write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -193,11 +200,25 @@ def _initial_entry(placement: str) -> dict[str, Any]:
     if (path / FACTS_FILE).is_file():
         path = path / read_bundle(path)["file"]
     if not path.is_file():
+        _check_rule(placement, path)
         return {"use": placement, "label": placement}
     own = any(
         NAME_PREFIX in node.output[0] for node in read_qdq_graph(path).proto.graph.node if node.op_type in QDQ_OPS
     )
     return {"use": "placement" if own else "import", "params": {"path": str(path.resolve())}, "label": ROW}
+
+
+def _check_rule(placement: str, path: Path) -> None:
+    """Raise `UserError` for the name of no rule, with the remedy."""
+    if placement in (*PTQ_TOOLS, *BASELINE_TOOLS):
+        raise UserError(f"--placement {placement}: a tool and no rule; run the tool, or `qdq ptq` for ModelOpt's")
+    if (path / "experiment.yaml").is_file():
+        raise UserError(f"--placement {placement}: a results folder; name one of its folders to deploy, ship/NAME")
+    rules = ("float", "all", *HEURISTIC_RULES)
+    if placement not in rules:
+        raise UserError(
+            f"--placement {placement}: no such rule, folder to deploy or file; {suggest_names(placement, rules)}"
+        )
 
 
 def _dialect_name(backend: PluginSpec) -> str:

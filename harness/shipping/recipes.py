@@ -10,6 +10,7 @@ from pprint import pformat
 from typing import Any
 
 from harness.errors import UserError, suggest_names
+from harness.graph.protos import input_values
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, read_precisions, read_qdq_graph
 from search.space import Edge
 
@@ -20,24 +21,30 @@ _HEAD = '''"""Quantize a model as qdq-bench placed Q/DQ pairs in {shipped}, with
 
     python {file} model.onnx calibration.npz model-quantized.onnx
 
-calibration.npz has one array by input name, with the samples along a new first axis. The node names are those of the
-float model that qdq-bench prepared, float.onnx of the task in the results folder.
+calibration.npz has one array by input name, with the samples along the first axis; a .npy file is the only input. The
+node names are those of the float model that qdq-bench prepared, float.onnx of the task in the results folder.
 """
 
+import shutil
 import sys
+import tempfile
 
 import numpy as np
 
 OP_TYPES = {op_types}
 FLOAT_NODES = {float_nodes}
+RANKS = {ranks}  # of the inputs
 
 
 def samples(path):
-    """Yield a mapping of input names to arrays for each sample."""
-    with np.load(path, allow_pickle=False) as arrays:
-        found = {{name: arrays[name] for name in arrays.files}}
-    for values in zip(*found.values(), strict=True):
-        yield dict(zip(found, values, strict=True))
+    """Yield a mapping of input names to arrays for each sample, with a batch of 1."""
+    found = np.load(path, allow_pickle=False)
+    arrays = dict(found) if hasattr(found, "files") else {{next(iter(RANKS)): found}}
+    if missing := RANKS.keys() - arrays.keys():
+        sys.exit(f"{{path}}: no array for input {{', '.join(sorted(missing))}}")
+    for values in zip(*(arrays[name] for name in RANKS), strict=True):
+        named = dict(zip(RANKS, values, strict=True))
+        yield {{name: value if value.ndim == RANKS[name] else value[None] for name, value in named.items()}}
 
 '''
 _ORT_BODY = '''
@@ -75,14 +82,16 @@ def quantize(model, calibration, output):
     from modelopt.onnx.quantization import quantize as modelopt_quantize
 
     rows = list(samples(calibration))
-    modelopt_quantize(
-        model,
-        quantize_mode="{precision}",
-        calibration_data={{name: np.concatenate([row[name] for row in rows]) for name in rows[0]}},
-        op_types_to_quantize=OP_TYPES,
-        nodes_to_exclude=[f"^{{re.escape(name)}}$" for name in FLOAT_NODES],
-        output_path=output,
-    )
+    with tempfile.TemporaryDirectory() as scratch:  # ModelOpt writes to the file that it reads, and next to it
+        copy = shutil.copy(model, scratch)
+        modelopt_quantize(
+            copy,
+            quantize_mode="{precision}",
+            calibration_data={{name: np.concatenate([row[name] for row in rows]) for name in rows[0]}},
+            op_types_to_quantize=OP_TYPES,
+            nodes_to_exclude=[f"^{{re.escape(name)}}$" for name in FLOAT_NODES],
+            output_path=output,
+        )
 
 '''
 _NNCF_BODY = '''
@@ -99,6 +108,8 @@ def quantize(model, calibration, output):
 '''
 _TAIL = """
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     quantize(*sys.argv[1:])
 """
 
@@ -115,6 +126,7 @@ class PlacementSummary:
             and other readers of a quantized tensor, because a tool has one pair for all of them.
         precision: Precision of the pairs.
         symmetric: Activations have zero point 0.
+        ranks: Number of dimensions of each input.
     """
 
     op_types: tuple[str, ...]
@@ -123,6 +135,7 @@ class PlacementSummary:
     inexpressible: tuple[Edge, ...]
     precision: str
     symmetric: bool
+    ranks: Mapping[str, int]
 
 
 def summarize_placement(path: Path) -> PlacementSummary:
@@ -160,6 +173,7 @@ def summarize_placement(path: Path) -> PlacementSummary:
         inexpressible=tuple(partial),
         precision=next(iter(precisions)),
         symmetric=_is_symmetric(graph),
+        ranks={value.name: len(value.type.tensor_type.shape.dim) for value in input_values(graph.proto.graph)},
     )
 
 
@@ -169,18 +183,23 @@ def _is_symmetric(graph: QDQGraph) -> bool:
     return all(zero is None or not zero.any() for zero in zeros)
 
 
+def _has_narrow_weights(facts: Mapping[str, Any]) -> bool:
+    """Return whether the weights have 7 bits, as on processors that add products in 16 bits."""
+    return str(facts["runtime"].get("dialect", "")).endswith("_7bit")
+
+
 def _script(body: str, tool: str, names: Callable[[PlacementSummary], tuple[str, ...]]) -> Any:
     def render(found: PlacementSummary, file: str, facts: Mapping[str, Any]) -> str:
-        dialect = str(facts["runtime"].get("dialect", facts["runtime"].get("name")))
         head = _HEAD.format(
             shipped=facts["file"],
             tool=tool,
             file=file,
             op_types=pformat(list(found.op_types), width=110),
             float_nodes=pformat(list(names(found)), width=110),
+            ranks=pformat(dict(found.ranks), width=110),
         )
         filled = body.format(
-            reduce_range=dialect.endswith("_7bit"),
+            reduce_range=_has_narrow_weights(facts),
             activation="QInt8" if found.symmetric else "QUInt8",
             symmetric=found.symmetric,
             precision=found.precision,
@@ -201,7 +220,11 @@ def _olive_config(found: PlacementSummary, file: str, facts: Mapping[str, Any]) 
         "weight_type": "int8",
         "op_types_to_quantize": list(found.op_types),
         "nodes_to_exclude": list(found.excluded),
-        "extra_options": {"OpTypesToExcludeOutputQuantization": list(found.op_types)},
+        "reduce_range": _has_narrow_weights(facts),
+        "extra_options": {
+            "OpTypesToExcludeOutputQuantization": list(found.op_types),
+            "ActivationSymmetric": found.symmetric,
+        },
     }
     return json.dumps({"passes": {"qdq_bench_placement": described}}, indent=1) + "\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.report.load.display_names import format_score, metric_name
+from harness.report.load.display_names import metric_name
 from harness.text import printable
 from harness.timing.provenance import format_options
 
@@ -54,7 +54,7 @@ def _figures(facts: Facts) -> Iterator[str]:
         ("peak memory, MB", _number(base.get("peak_memory_mb"), 0), _number(own.get("peak_memory_mb"), 0)),
     ]  # fmt: skip
     if facts["metric"] is not None:
-        scores = (format_score(facts[key], facts["metric"]) for key in ("float_score", "score"))
+        scores = (_number(facts[key], 4) for key in ("float_score", "score"))
         rows.insert(2, (metric_name(facts["metric"]), *scores))
     yield "| | float | this file |"
     yield "|---|---|---|"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -50,9 +51,10 @@ class RuntimeComparison:
     def lines(self) -> Iterator[str]:
         """Yield a line for latency and one for outputs, with verdicts."""
         speed = self.speedup
+        ratio = f"{speed.value:.3f}x [{speed.low:.3f}, {speed.high:.3f}]"
         yield (
-            f"latency: {self.verdict}: {self.latencies_ms[0]:.3f} ms here, {self.latencies_ms[1]:.3f} ms there "
-            f"({speed.value:.3f}x [{speed.low:.3f}, {speed.high:.3f}], noise floor {100 * self.noise_floor:.1f} %)"
+            f"latency: {self.verdict}: the other environment is {ratio} as fast by turns, noise floor "
+            f"{100 * self.noise_floor:.1f} % (medians {self.latencies_ms[0]:.3f} and {self.latencies_ms[1]:.3f} ms)"
         )
         word = "ok" if self.sqnr_db >= MIN_SQNR_DB else "MISMATCH"
         yield f"outputs: {word}: they agree to {self.sqnr_db:.1f} dB (at least {MIN_SQNR_DB:g})"
@@ -70,6 +72,8 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, rounds: i
         UserError: It is no such folder, a file is damaged, or the script fails in an environment.
     """
     read_bundle(folder)
+    if shutil.which(python) is None:
+        raise UserError(f"--runtime-python {python}: no such program")
     script = folder / SCRIPT_FILE
     places = {"this": sys.executable, "twin": sys.executable, "other": python}
     medians_ms: dict[str, list[float]] = {name: [] for name in places}

@@ -265,9 +265,10 @@ class Delivery:
             return "keep the float model, because no placement of Q/DQ pairs proved faster in fresh builds"
         row, target = summary.rows["final"], find_target(backend)
         speed = row.speedup
+        accuracy = "not measured" if result.calibrated else "unknown: ranges of random data, calibrate before use"
         answer = (
-            f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {result.pairs} Q/DQ pairs (accuracy not "
-            f"measured); on this processor, {result.options}"
+            f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {result.pairs} Q/DQ pairs (accuracy {accuracy}); "
+            f"on this processor, {result.options}"
         )
         if target is None:
             return f"take {result.file}: {answer}"

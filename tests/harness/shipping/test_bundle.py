@@ -96,6 +96,10 @@ def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) 
     (wanted,) = run_onnxruntime(tmp_path / "all.onnx", {"x": feed})
     (found,) = np.load(tmp_path / "y.npz").values()
     np.testing.assert_allclose(found, wanted, atol=0.05)
+    np.save(tmp_path / "x.npy", feed.transpose(0, 2, 3, 1))
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "shape (1, 8, 8, 3)" in refused.stderr
     facts = read_bundle(folder)
     assert facts["footprint"]["model"]["load_ms"] > 0
     assert facts["footprint"]["float"]["peak_memory_mb"] > 0
@@ -178,7 +182,9 @@ def test_verify_runs_the_folder_and_compares_environments(tmp_path: Path, capsys
     found = compare_runtimes(folder, sys.executable, NullProgress(), rounds=2)
     assert found.sqnr_db > 100, "the same environment computes the same"
     assert list(found.lines())[1].startswith("outputs: ok")
-    with pytest.raises(UserError, match="nowhere"):
+    assert qdq("verify", str(folder), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["run"]["latency_ms"] > 0
+    with pytest.raises(UserError, match="no such program"):
         compare_runtimes(folder, str(tmp_path / "nowhere"), NullProgress(), rounds=1)
     assert qdq("verify", str(tmp_path), "--runtime-python", sys.executable) == 2
 

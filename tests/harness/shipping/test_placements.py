@@ -115,8 +115,9 @@ def test_insert_writes_a_rule_and_a_stored_placement(tmp_path: Path, capsys: pyt
     assert qdq("insert", str(net), "-o", str(second), "--placement", str(first), "--backend", "tensorrt", *data) == 0
     assert digest_file(first) == digest_file(second)
     assert qdq("insert", str(net), "-o", str(net)) == 2
-    assert qdq("insert", str(net), "-o", str(second), "--placement", "linar") == 2
-    assert "linear" in capsys.readouterr().err
+    for wrong, remedy in {"linar": "linear", "modelopt_ptq": "ptq", "ship/gone": "no such"}.items():
+        assert qdq("insert", str(net), "-o", str(second), "--placement", wrong) == 2
+        assert remedy in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -142,7 +143,9 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
     (choice,) = (pick for pick in task.picks if pick.method == "applied")
     exported = task.folder / "models" / task.rows[choice.row].file
     assert len(read_qdq_graph(exported).edges) == len(read_qdq_graph(shipped).edges)
-    assert str(tmp_path) not in (tmp_path / "out/experiment.yaml").read_text()
+    text = (tmp_path / "out/experiment.yaml").read_text()
+    assert str(tmp_path) not in text
+    assert "samples: 2" in text, "the calibration of the earlier run"
     other = retrain(tmp_path / "net.onnx", tmp_path / "other.onnx", rename_operator)
     assert qdq("apply", str(shipped.parent), str(other), "--out", "again") == 2
     assert "Sigmoid" in capsys.readouterr().err

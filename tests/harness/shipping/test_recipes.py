@@ -45,9 +45,11 @@ def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path: Path) -> Non
     model, folder = ship(tmp_path / "part", without=left_out)
     found = export_recipe(folder, FACTS, "ort", folder / "recipe.py")
     assert (found.op_types, found.excluded) == (("Conv",), (left_out,))
-    np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 1, 3, 16, 16), np.float32))
+    np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 3, 16, 16), np.float32))
     script = runpy.run_path(str(folder / "recipe.py"))
     script["quantize"](str(folder / "float.onnx"), str(tmp_path / "calib.npz"), str(tmp_path / "theirs.onnx"))
+    whole = script["samples"](str(tmp_path / "calib.npz"))
+    assert [sample["x"].shape for sample in whole] == [(1, 3, 16, 16)] * 2
     theirs, ours = (import_placement(path, model) for path in (tmp_path / "theirs.onnx", folder / "net.onnx"))
     assert theirs == ours | dict.fromkeys(found.inexpressible, "int8"), "one pair for all readers of a tensor"
     assert [edge.consumer for edge in found.inexpressible] == ["Add"]
