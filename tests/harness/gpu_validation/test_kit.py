@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A simulated GPU with TensorRT 11 and trtexec, also for programs that are started."""
     program = folder / "bin" / "trtexec"
     program.parent.mkdir()
@@ -51,6 +52,9 @@ def machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FAKES / "gpu_machine"))
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorrt", "cuda")]:
         monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorrt", "cuda")]:
+        del sys.modules[name]  # PyTorch asks each module of this name for its specification
 
 
 def records(out: Path) -> dict[str, dict[str, Any]]:
