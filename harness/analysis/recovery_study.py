@@ -109,32 +109,38 @@ def recovery_report(
             rows.append(
                 _Row(choices=choices, gains=gains, path=path, score=score, drop=_drop(scoring, reference, score))
             )
-    plotted = _plot_layers(task, rows, scoring, folder)
+    best = _best_row(rows, scoring.metric, higher_is_better=scoring.higher_is_better)
+    plotted = [] if best is None else _plot_layers(task, rows[0], best, folder)
     header = tuple(name.format(metric=scoring.metric) for name in COLUMN_NAMES)
     figure = f"{reference.metrics[scoring.metric]:.4f}"
     _write_rows(rows, scoring.metric, reference, folder / "recovery.json")
     cells = [("float", "", figure, "", ""), *(_cells(row, scoring.metric) for row in rows)]
     notes = [
         f"{task.spec.name}: placement {request.placement}, calibrated on {task.calibrated_on}",
-        f"files: {folder}/models",
+        f"files in the order of the rows: {folder}/models",
+        *([] if best is None else [f"best: {best.path}"]),
         *plotted,
     ]
     return header, cells, notes
 
 
-def _plot_layers(task: Task, rows: Sequence[_Row], scoring: Scoring, folder: Path) -> Iterator[str]:
+def _best_row(rows: Sequence[_Row], metric: str, *, higher_is_better: bool) -> _Row | None:
+    """Return the row with the best figure, the first of equal ones, or None if no file was scored."""
+    figures = {index: row.score.metrics[metric] for index, row in enumerate(rows) if isinstance(row.score, Accuracy)}
+    sign = 1 if higher_is_better else -1
+    return rows[max(figures, key=lambda index: sign * figures[index])] if figures else None
+
+
+def _plot_layers(task: Task, first: _Row, best: _Row, folder: Path) -> Iterator[str]:
     """Plot the loss of each layer in the first file and in the best one; nothing if they are the same."""
-    sign = 1 if scoring.higher_is_better else -1
-    scored = [row for row in rows if isinstance(row.score, Accuracy)]
-    best = max(scored, key=lambda row: sign * row.score.metrics[scoring.metric or ""], default=None)  # type: ignore[union-attr]
-    if best is None or best is rows[0]:
+    if best is first:
         return
     layers = [node.name for node in task.model.nodes if node.op in task.dialect.linear_ops]
     samples = list(itertools.islice(task.feeds, PLOTTED_SAMPLES))
     what = f"losses by layer of {task.model.source}"
     before, after = (
         call_in_helper_process(what, layer_sqnr_db, task.float_file, row.path, layers, samples, factor=RUNTIME_FACTOR)
-        for row in (rows[0], best)
+        for row in (first, best)
     )
     draw_layer_losses(before, after, task.spec.model.name, folder / "layers.png")
     yield f"loss by layer: {folder}/layers.png"

@@ -63,7 +63,7 @@ BaseOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
-OTHER_FOLDER_ADVICE = "use another --out, or move the existing results away to start over"
+OTHER_FOLDER_ADVICE = "use another {}, or move the existing results away to start over"
 
 
 def count_option(help_text: str, *, least: int = 1, most: int = MAX_COUNT) -> Any:
@@ -72,8 +72,8 @@ def count_option(help_text: str, *, least: int = 1, most: int = MAX_COUNT) -> An
 
 
 @contextmanager
-def replace_change_advice() -> Iterator[None]:
-    """Remove --accept-changes from the advice of errors, for commands without that option."""
+def replace_change_advice(option: str = "--out") -> Iterator[None]:
+    """Replace --accept-changes in the advice of errors, for commands without it, by the option of their folder."""
     from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
 
     try:
@@ -81,7 +81,7 @@ def replace_change_advice() -> Iterator[None]:
     except UserError as error:
         if CHANGED_RUN_ADVICE not in str(error):
             raise
-        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, OTHER_FOLDER_ADVICE)) from error
+        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, OTHER_FOLDER_ADVICE.format(option))) from error
 
 
 @contextmanager

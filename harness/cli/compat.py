@@ -16,6 +16,7 @@ from harness.cli.common import (
     count_option,
     echo,
     print_table,
+    replace_change_advice,
     short_path,
 )
 from harness.cli.run import run_and_report
@@ -35,9 +36,10 @@ def autotune(context: typer.Context) -> None:
 
     Under a bound: `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
     """
-    from harness.compat.bounded_autotune import bounded_experiment
+    from harness.compat.bounded_autotune import bounded_experiment, ignored_flags
     from harness.compat.modelopt_autotune.__main__ import autotune as run
     from harness.compat.modelopt_autotune.settings import get_parser, parse_arguments
+    from harness.task_setup.preflight import check_experiment
     from harness.terminal_progress import TerminalProgress
 
     if not HELP_OPTIONS.isdisjoint(context.args):
@@ -47,7 +49,11 @@ def autotune(context: typer.Context) -> None:
     if options.test_data is not None and options.max_drop is None:
         raise UserError("--test_data: the labels serve a bound on accuracy; give --max_drop too, or leave them out")
     if options.max_drop is not None:
-        run_and_report(bounded_experiment(options), Path(options.output_dir))
+        config = bounded_experiment(options)
+        for remark in (*ignored_flags(options), *check_experiment(config)):
+            echo(remark, err=True)
+        with replace_change_advice("--output_dir"):
+            run_and_report(config, Path(options.output_dir))
         return
     with TerminalProgress() as terminal:
         try:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.common import JsonOption, echo, print_table, replace_change_advice, short_path
+from harness.cli.common import JsonOption, echo, print_json, print_table, replace_change_advice, short_path
 from harness.errors import CandidateError, UserError, install_hint
 
 __all__ = ["doctor", "examine_machine", "tools", "validate_gpu"]
@@ -53,6 +54,7 @@ def validate_gpu(
         bool, typer.Option("--check", help="List the steps and what this machine lacks, then stop.")
     ] = False,
     retry_failed: Annotated[bool, typer.Option(help="Run failed steps once more.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check the TensorRT side of this project on an NVIDIA GPU, once; the result is one folder to send back.
 
@@ -64,11 +66,14 @@ def validate_gpu(
     from harness.gpu_validation.kit import check_steps, run_validation
 
     if check:
-        print_table(("step", "state", "detail"), list(check_steps(out)))
+        print_table(("step", "state", "detail"), list(check_steps(out)), as_json=as_json)
         return
     with replace_change_advice():
         records = run_validation(out, echo, retry_failed=retry_failed)
     counts = Counter(record.status for record in records)
+    if as_json:
+        print_json([asdict(record) for record in records])
+        raise typer.Exit(int(bool(counts["failed"])))
     echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     echo(
         f"Send back the folder {short_path(out / 'send')}: texts without models and names; its manifest lists the files"

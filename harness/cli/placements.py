@@ -22,9 +22,10 @@ from harness.cli.common import (
     explain_relative_paths,
     parse_sizes,
     print_json,
+    replace_change_advice,
     short_path,
 )
-from harness.cli.report import report_afterwards, show_report
+from harness.cli.run import run_and_report
 from harness.errors import UserError
 from harness.paths import check_path
 
@@ -110,10 +111,8 @@ def apply(
 
     Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
     """
-    from harness.pipeline.runner import run_experiment
-    from harness.shipping.placements import apply_experiment, calibration_config
+    from harness.shipping.placements import apply_experiment, calibration_config, check_structure
     from harness.task_setup.preflight import check_experiment
-    from harness.terminal_progress import TerminalProgress
 
     if not model.is_file():
         raise UserError(f"{model}: no such file")
@@ -124,8 +123,9 @@ def apply(
         config = apply_experiment(short_path(result), model, changes, start)
         for remark in check_experiment(config):
             echo(remark, err=True)
-    with report_afterwards(lambda: show_report(out, ship=True)), TerminalProgress() as terminal:
-        run_experiment(config, out=out, observer=terminal)
+        check_structure(config)
+    with replace_change_advice():
+        run_and_report(config, out)
 
 
 def export_recipe(

@@ -230,7 +230,7 @@ def verify(
     if runtime_python is not None:
         raise UserError(f"--runtime-python: {file} is no folder to deploy (no ship.json)")
     if file.is_dir() and row is None:
-        raise typer.Exit(_check_folder(short_path(file)))
+        raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
     from harness.config.objective import parse_bound
     from harness.pipeline.verify import find_exported_row
     from harness.pipeline.verify import verify as verify_model
@@ -284,7 +284,7 @@ def _verify_bundle(folder: Path, python: Path | None, *, as_json: bool) -> int:
     return int(not compared.holds)
 
 
-def _check_folder(folder: Path) -> int:
+def _check_folder(folder: Path, *, as_json: bool) -> int:
     """Print what is damaged in a results folder, and return the exit status."""
     from harness.results_dir.integrity import check_results
     from harness.shipping.bundle import SHIP_FOLDER, check_bundle
@@ -294,6 +294,9 @@ def _check_folder(folder: Path) -> int:
     repair = f"remove the folder; qdq run writes {SHIP_FOLDER} again"
     shipped = [f"{problem}; {repair}" for bundle in bundles for problem in check_bundle(bundle)]
     problems = [*found.problems, *shipped]
+    if as_json:
+        print_json({"files": found.files, "complete": found.complete, "problems": problems})
+        return int(bool(problems))
     for problem in problems:
         echo(problem)
     state = "complete" if found.complete else "not complete: qdq run continues it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -18,6 +19,7 @@ from harness.cli.common import (
     add_to_sys_path,
     count_option,
     echo,
+    print_json,
     print_table,
     replace_change_advice,
     short_path,
@@ -212,6 +214,7 @@ def study(
     workers: Annotated[
         int | None, count_option("Number of replay processes. [default: one per core]", most=1_000)
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare every searcher on every recorded table at every budget, with statistics over seeds and tables.
 
@@ -233,6 +236,9 @@ def study(
     planned = _load_budget_study(what, {name: keys for name, keys in options.items() if keys})
     with TerminalProgress() as terminal:
         found = study_budgets(planned, out, terminal, workers=workers or count_cores())
+    if as_json:
+        print_json({table.name: json.loads(table.raw.to_json(orient="records")) for table in found})
+        return
     for table in found:
         echo(f"{render_markdown(table)}\n\n{render_note_markdown(table)}\n")
 

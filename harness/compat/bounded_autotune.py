@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.compat.modelopt_autotune.settings import AutotunerError, parse_shapes
+from harness.compat.modelopt_autotune.settings import AutotunerError, get_parser, parse_shapes
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.passes.static_shapes import parse_dims
 from harness.task_setup.study_task import model_label
 
-__all__ = ["bounded_experiment"]
+__all__ = ["bounded_experiment", "ignored_flags"]
 
 DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8
+USED_FLAGS = frozenset({
+    "onnx_path", "output_dir", "max_drop", "test_data", "test_labels", "metric", "calibration_data",
+    "calibration_samples", "calibration_method", "weight_method", "depthwise", "symmetric", "input_shapes", "dim",
+    "backend", "quant_type", "searcher", "seed", "max_evals", "verbose", "wait",
+})  # fmt: skip
+
+
+def ignored_flags(options: argparse.Namespace) -> Iterator[str]:
+    """Yield a remark for each flag that was given and has no effect under a bound."""
+    parser = get_parser()
+    for name, value in vars(options).items():
+        if name not in USED_FLAGS and value != parser.get_default(name):
+            yield f"without effect under --max_drop: --{name} {value}; an experiment for qdq run has all settings"
 
 
 def bounded_experiment(options: argparse.Namespace) -> Experiment:

@@ -144,6 +144,10 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame) -> dict[st
     if wrong := wrong_result_rows(task):
         reason = f"the results of {task.facts['backend'].get('name')} contradict the files of {', '.join(wrong)}"
         return {reason: list(_wrong_result_steps(task))}
+    ties = [row for row in slow if row["verdict"] == "tie" and row["speedup"] > 1 and task.obeys(row["row"])]
+    if beyond and ties:
+        steps = [*_latency_steps(task, slow, results), *_search_steps(task), *_accuracy_steps(task, beyond)]
+        return {_tie_reason(task, _fastest_row(ties)): steps}
     if beyond:
         return {_accuracy_reason(task, beyond): [*_search_steps(task), *_accuracy_steps(task, beyond)]}
     if slow:
@@ -194,6 +198,12 @@ def _accuracy_reason(task: TaskResults, rows: Sequence[Row]) -> str:
     )
 
 
+def _tie_reason(task: TaskResults, row: Row) -> str:
+    gain = f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+    floor = f"noise floor {100 * (task.noise_floor or 0.0):.1f} %"
+    return f"the fastest row within the bound, {row['method']}, is a tie with the float model at {gain}, {floor}"
+
+
 def _accuracy_steps(task: TaskResults, rows: Sequence[Row]) -> Iterator[str]:
     least = _least_lossy_row(rows)
     yield _calibration_hint(task)
@@ -201,7 +211,8 @@ def _accuracy_steps(task: TaskResults, rows: Sequence[Row]) -> Iterator[str]:
         yield "more images: the interval of that drop includes the bound"
     if least["drop"] <= MAX_SUGGESTED_DROP_SHARE * abs(task.score(FLOAT_ROW) or 0.0):
         bound = math.ceil(least["drop"] * 1e4 - 1e-6) / 1e4
-        yield f"a looser bound: at {bound:g} {least['method']} could be shipped, {least['speedup']:.2f}x"
+        found = f"{least['method']} could be shipped, {least['speedup']:.2f}x"
+        yield f"a looser bound, in a new results folder: at {bound:g} {found}"
 
 
 def _latency_steps(task: TaskResults, rows: Sequence[Row], results: Results) -> Iterator[str]:

@@ -23,7 +23,7 @@ from harness.timing.workers.locks import timing_lock
 
 __all__ = [
     "FACTS_FILE", "MANIFEST_FILE", "SCRIPT_FILE", "SHIP_FOLDER", "Shipment", "check_bundle", "read_bundle",
-    "run_bundle", "run_script", "write_bundle",
+    "remove_bundle", "run_bundle", "run_script", "shipment_facts", "write_bundle",
 ]  # fmt: skip
 
 SHIP_FOLDER = "ship"
@@ -44,8 +44,7 @@ class Shipment:
         dynamic_model: The same placement with the dynamic axes of the original model, or None.
         float_model: Baseline, whose load time and memory are measured for comparison.
         target: Runtime.
-        facts: JSON-able facts with the keys that `harness.shipping.report_text.report_text` reads, among them
-            `runtime`, the description of the benchmarker at the precision of the row.
+        facts: See `shipment_facts`.
     """
 
     name: str
@@ -54,6 +53,53 @@ class Shipment:
     target: DeployTarget
     facts: Mapping[str, Any]
     dynamic_model: Path | None = None
+
+
+def shipment_facts(  # noqa: PLR0913 - one fact, one parameter
+    *,
+    answer: str,
+    method: str,
+    decision: str,
+    timing: Mapping[str, Any],
+    runtime: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    calibration: Mapping[str, Any],
+    model: Mapping[str, Any],
+    dynamic_remark: str,
+    experiment: Mapping[str, Any],
+    accuracy: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the facts of a shipment.
+
+    Args:
+        answer: File, speedup, loss of accuracy and settings in one line.
+        method: Searcher or rule that chose the placement.
+        decision: Decision of the tables.
+        timing: Speedup and latencies in ms; see `harness.shipping.results_bundle.confirmation_facts`.
+        runtime: Description of the benchmarker.
+        environment: See `harness.timing.provenance.describe_environment`.
+        calibration: `data` and `method` as text, and the digest of the `ranges`.
+        model: `source` and `sha256` of the float model.
+        dynamic_remark: Result of the check of the form with dynamic axes, "NAME: TEXT".
+        experiment: Keys of an experiment with this task alone, without searches.
+        accuracy: `metric`, `score`, `float_score`, `drop` with its limits, `bound`; None: not measured.
+    """
+    unknown = dict.fromkeys(("metric", "score", "float_score", "drop", "bound"))
+    return {
+        "answer": answer,
+        "method": method,
+        "decision": decision,
+        **timing,
+        **unknown,
+        **(accuracy or {}),
+        "runtime": dict(runtime),
+        "python": environment.get("python"),
+        "packages": environment.get("packages", {}),
+        "calibration": dict(calibration),
+        "model": dict(model),
+        "dynamic_remark": dynamic_remark.partition(": ")[2],
+        "experiment": dict(experiment),
+    }
 
 
 def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
@@ -75,7 +121,7 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
     }
     if _is_current(target, facts):
         return target
-    _clear(target)
+    remove_bundle(target)
     with explain_write_errors(target):
         target.mkdir(parents=True, exist_ok=True)
         model = copy_model(shipment.model, target, facts["file"])
@@ -179,8 +225,8 @@ def _is_current(folder: Path, facts: Mapping[str, Any]) -> bool:
     return False
 
 
-def _clear(folder: Path) -> None:
-    """Remove an earlier bundle; raise `UserError` if the folder has other files."""
+def remove_bundle(folder: Path) -> None:
+    """Remove a bundle if there is one; raise `UserError` if the folder has other files."""
     if not folder.exists():
         return
     own = {SCRIPT_FILE, REPORT_FILE, FACTS_FILE, MANIFEST_FILE, "__pycache__"}

@@ -13,7 +13,7 @@ from typing import Any
 from harness.graph.protos import dtype_name, input_values
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.random_inputs import numpy_type_name
-from harness.runtimes.onnxruntime import OPTIMIZATION_LEVEL_NAMES
+from harness.runtimes.onnxruntime import OPTIMIZATION_LEVEL_NAMES, PROVIDER_NAMES
 from harness.runtimes.openvino import engine_properties
 from harness.runtimes.tensorrt.builder import TIMING_RUNS_PER_TACTIC, weak_typing_flags
 from harness.shipping import deploy_runtime
@@ -57,7 +57,7 @@ def _onnxruntime_settings(facts: Facts) -> dict[str, Any]:
         "threads": threads,
         "optimization": OPTIMIZATION_LEVEL_NAMES[str(options["optimization"])],
         "session_config": {"session.force_spinning_stop": "1"} if threads > 1 else {},
-        "providers": list(dict.fromkeys((provider, "CPUExecutionProvider"))),
+        "providers": next(list(names) for names in PROVIDER_NAMES.values() if names[0] == provider),
         "provider_options": {provider: tensorrt} if provider.startswith("Tensorrt") else {},
     }
 

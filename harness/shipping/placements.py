@@ -20,9 +20,11 @@ from harness.graph.io.files import move_model
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.qdq_graph import QDQ_OPS, read_qdq_graph
 from harness.graph.qdq.space import build_space
+from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.graph.rules.points import explain_no_points
+from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.registry import create_plugin
 from harness.results_dir.io import explain_write_errors
@@ -33,7 +35,7 @@ from harness.task_setup.study_task import model_label
 from harness.task_setup.task import BackendProperties, Task, calibrate_task
 from search.heuristics import HEURISTIC_RULES
 
-__all__ = ["InsertedModel", "apply_experiment", "calibration_config", "insert_placement"]
+__all__ = ["InsertedModel", "apply_experiment", "calibration_config", "check_structure", "insert_placement"]
 
 ROW = "applied"
 
@@ -115,6 +117,20 @@ def apply_experiment(folder: Path, model: Path, changes: Mapping[str, Any], base
         "searchers": [],
     }
     return parse_experiment(dump_yaml(described), str(folder / FACTS_FILE), base_dir)
+
+
+def check_structure(experiment: Experiment) -> None:
+    """Raise `UserError` if the model of `apply_experiment` has another structure than the shipped one.
+
+    A run would find it too, but only after it has begun a results folder.
+    """
+    spec = plan_tasks(experiment)[0]
+    dialect = load_dialect(_dialect_name(spec.backend))
+    shipped = resolve_path(experiment.initial[0].params["path"], experiment.base_dir)
+    with tempfile.TemporaryDirectory(prefix="qdq-apply-") as scratch:
+        transfer_placement(
+            shipped, open_model(spec.model, Path(scratch), max(MIN_OPSET, dialect.opset(spec.precisions)))
+        )
 
 
 def insert_placement(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from harness.report.load.task_files import exported
 from harness.report.next_steps import best_row, dynamic_axes_facts, format_answer, row_runtime
 from harness.report.table_spec import Row, is_missing
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.shipping.bundle import SHIP_FOLDER, Shipment, write_bundle
+from harness.shipping.bundle import SHIP_FOLDER, Shipment, remove_bundle, shipment_facts, write_bundle
 from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval
 from harness.timing.confirmation import ConfirmationSummary
@@ -27,11 +27,9 @@ from harness.verification.dynamic_delivery import dynamic_model_path
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["NOT_SCORED", "confirmation_facts", "experiment_excerpt", "ship_results"]
+__all__ = ["confirmation_facts", "experiment_excerpt", "ship_results"]
 
 TimedResults = TaskResults | ConfirmationSummary
-#: Facts of a model without an evaluator.
-NOT_SCORED: Mapping[str, None] = dict.fromkeys(("metric", "score", "float_score", "drop", "bound"))
 KEPT_KEYS = ("experiment", "sharing", "objective", "sampling", "confirmation", "limits")
 
 
@@ -39,7 +37,7 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
     """Write a folder `ship/TASK` for each finished task with a row that may be shipped.
 
     Tasks on runtimes without a generated script (simulated ones, plug-ins), and those whose models are absent, have
-    none.
+    none. The folder of a task whose float model is to be kept now is removed.
 
     Args:
         main: See `harness.report.frames.main_frame.main_frame`.
@@ -50,6 +48,8 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
     for task in results.tasks:
         row = best_row(task, main)
         target = find_target(task.facts["backend"])
+        if row is None and task.complete:
+            remove_bundle(results.folder / SHIP_FOLDER / task.name)
         if row is None or target is None or FLOAT_ROW not in task.rows:
             continue
         model, floating = (exported(task, task.rows[name]) for name in (row["row"], FLOAT_ROW))
@@ -68,31 +68,32 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
 
 
 def _row_facts(task: TaskResults, row: Row, results: Results) -> dict[str, Any]:
-    facts, environment = task.facts, task.environment
+    facts = task.facts
     calibration = facts.get("calibration") or {}
     drop = None if is_missing(row["drop"]) else [row["drop"], row["drop_low"], row["drop_high"]]
-    return {
-        "answer": f"{task.name}.onnx: {format_answer(task, row)}",
-        "method": row["method"],
-        "decision": row["decision"],
-        **confirmation_facts(task, task.events, row["row"], FLOAT_ROW),
-        "metric": task.metric,
-        "score": task.score(row["row"]),
-        "float_score": task.score(FLOAT_ROW),
-        "drop": None if drop is None else [None if is_missing(value) else value for value in drop],
-        "bound": task.allowed,
-        "runtime": row_runtime(task, row),
-        "python": environment.get("python"),
-        "packages": environment.get("packages", {}),
-        "calibration": {
+    return shipment_facts(
+        answer=f"{task.name}.onnx: {format_answer(task, row)}",
+        method=row["method"],
+        decision=row["decision"],
+        timing=confirmation_facts(task, task.events, row["row"], FLOAT_ROW),
+        accuracy={
+            "metric": task.metric,
+            "score": task.score(row["row"]),
+            "float_score": task.score(FLOAT_ROW),
+            "drop": None if drop is None else [None if is_missing(value) else value for value in drop],
+            "bound": task.allowed,
+        },
+        runtime=row_runtime(task, row),
+        environment=task.environment,
+        calibration={
             "data": facts["calibrated_on"],
             "method": calibration.get("method", "minmax"),
             "ranges": facts.get("ranges"),
         },
-        "model": {"source": facts["source"], "sha256": facts["model_sha256"]},
-        "dynamic_remark": str(dynamic_axes_facts(task, row["row"]).get("said", "")).partition(": ")[2],
-        "experiment": experiment_excerpt(results.stored, task.name),
-    }
+        model={"source": facts["source"], "sha256": facts["model_sha256"]},
+        dynamic_remark=str(dynamic_axes_facts(task, row["row"]).get("said", "")),
+        experiment=experiment_excerpt(results.stored, task.name),
+    )
 
 
 def confirmation_facts(found: TimedResults, events: Sequence[TurnEvent], row: str, base: str) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.api import Candidate
+from harness.compat.autotune_bundle import TunedModel, ship_tuned_model
 from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import Benchmark
 from harness.compat.modelopt_autotune.session import export_model
@@ -19,17 +20,11 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
 from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER
-from harness.results_dir.fingerprint import facts_digest
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, PairedComparison
 from harness.selection.racing import FIRST_SCHEDULE, select_winner
-from harness.shipping.bundle import SHIP_FOLDER, Shipment, write_bundle
-from harness.shipping.deploy_script import find_target
-from harness.shipping.results_bundle import NOT_SCORED, confirmation_facts
-from harness.task_setup.study_task import model_label
 from harness.timing.confirmation import ConfirmationSummary, TimedRow, summarize_turns
-from harness.timing.provenance import describe_environment, format_options, machine_lacks_vnni
+from harness.timing.provenance import format_options, machine_lacks_vnni
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.timing.turn_log import TurnEvent
 from harness.verification.dynamic_delivery import DynamicModel, format_fixed_shapes, write_dynamic_model
 from harness.verification.output_comparison import CHECK_FILE_NAME
 from search.space import Placement
@@ -150,7 +145,16 @@ class Delivery:
         lines = [*summary_lines(summary, result), *([] if dynamic is None else [self._dynamic_line(file, dynamic)])]
         lines += self._remarks
         if self._job.ship:
-            lines.insert(0, self._ship(summary, events, result, dynamic))
+            tuned = TunedModel(
+                file=file,
+                float_file=self._job.output_dir / BASELINE,
+                dynamic=dynamic,
+                pairs=pairs,
+                calibrated=result.calibrated,
+                proven=kept is None and is_proven_faster(summary),
+            )
+            runtime = dict(benchmark.describe())
+            lines.insert(0, ship_tuned_model(tuned, session.task, runtime, (summary, events), self._job.observer))
         if wrong:
             lines.append(
                 f"{wrong} of the fastest models are left out: {benchmark.describe().get('name')} computes something "
@@ -251,57 +255,6 @@ class Delivery:
 
     def _dynamic_line(self, file: Path, dynamic: DynamicModel) -> str:
         return f"{file.name} takes {format_fixed_shapes(self._session.task.model)} alone; {dynamic.remark}"
-
-    def _ship(
-        self,
-        summary: ConfirmationSummary,
-        events: Sequence[TurnEvent],
-        result: AutotuneResult,
-        dynamic: DynamicModel | None,
-    ) -> str:
-        """Write the folder to deploy, and return the answer in one line."""
-        backend, task = self._context.benchmark.describe(), self._session.task
-        if result.kept is not None or not result.pairs or "final" not in summary.rows:
-            return "keep the float model, because no placement of Q/DQ pairs proved faster in fresh builds"
-        row, target = summary.rows["final"], find_target(backend)
-        speed = row.speedup
-        accuracy = "not measured" if result.calibrated else "unknown: ranges of random data, calibrate before use"
-        answer = (
-            f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {result.pairs} Q/DQ pairs (accuracy {accuracy}); "
-            f"on this processor, {result.options}"
-        )
-        if target is None:
-            return f"take {result.file}: {answer}"
-        name = f"{model_label(task.model.source)}-{backend['name']}-{self._job.config.default_quant_type}"
-        environment = describe_environment()
-        shipment = Shipment(
-            name=name,
-            model=result.file,
-            dynamic_model=None if dynamic is None else dynamic.file,
-            float_model=self._job.output_dir / BASELINE,
-            target=target,
-            facts={
-                "answer": f"{name}.onnx: {answer}",
-                "method": "autotune",
-                "decision": row.verdict,
-                **confirmation_facts(summary, events, "final", "baseline"),
-                **NOT_SCORED,
-                "runtime": backend,
-                "python": environment.get("python"),
-                "packages": environment.get("packages", {}),
-                "calibration": {"data": task.calibrated_on, "method": "minmax", "ranges": facts_digest(task.ranges)},
-                "model": {"source": task.model.source, "sha256": task.model.sha256},
-                "dynamic_remark": "" if dynamic is None else dynamic.remark.partition(": ")[2],
-                "experiment": {
-                    "experiment": "autotune",
-                    "models": [task.spec.model.model_dump(mode="json")],
-                    "backends": [{"use": task.spec.backend.use, "params": dict(task.spec.backend.params)}],
-                    "precision": [task.spec.precision],
-                },
-            },
-        )
-        folder = write_bundle(self._job.output_dir / SHIP_FOLDER, shipment, self._job.observer)
-        return f"take {folder / f'{name}.onnx'}: {answer}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

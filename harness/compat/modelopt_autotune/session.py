@@ -334,7 +334,12 @@ def _make_task(
     if feeds.is_random:
         _logger.info("%s: calibrated on random data: do not trust any accuracy", model.source)
     task = calibrate_task(
-        TaskSpec(model=ModelSpec(use=model.source), backend=backend, precision=config.default_quant_type, runs=()),
+        TaskSpec(
+            model=ModelSpec(use=model.source, calibration=feeds.settings),
+            backend=backend,
+            precision=config.default_quant_type,
+            runs=(),
+        ),
         model,
         save_to_folder(model, folder),
         space,

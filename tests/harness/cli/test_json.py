@@ -15,7 +15,7 @@ from harness.terminal_progress import EventProgress
 
 TABLE_COMMANDS = {
     "run", "report", "compare", "verify", "explain", "check", "regions", "insert", "evaluate", "sensitivity", "recover",
-    "replay", "noise", "list", "doctor",
+    "replay", "noise", "list", "doctor", "study", "validate-gpu",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small import save_chain
 
-from harness.compat.bounded_autotune import bounded_experiment
+from harness.compat.bounded_autotune import bounded_experiment, ignored_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
 from harness.task_setup.preflight import check_experiment
 
@@ -38,3 +38,9 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
 def test_a_bound_needs_labelled_data() -> None:
     with pytest.raises(AutotunerError, match="--test_data"):
         bounded_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))
+
+
+def test_flags_without_effect_under_a_bound_are_named() -> None:
+    given = "--onnx_path zoo:mlp --max_drop 1 --test_data test.npz --mode quick --timing_runs 40 --seed 3"
+    found = [remark.partition(": ")[2] for remark in ignored_flags(parse_arguments(given.split(), "qdq autotune"))]
+    assert [remark.split(";")[0] for remark in found] == ["--mode quick", "--timing_runs 40"]

@@ -87,8 +87,8 @@ def test_refused_and_equal_candidates_are_not_timed(screen: Any) -> None:
 def test_known_outcomes_are_those_of_the_journal(screen: Any) -> None:
     (first,), _ = screen(Prescreening("sm89", (), reuse=True), {"a": built(kernel())})
     asked: Any = type("Asked", (), {"digest": "a"})
-    told: Any = type("Told", (), {"outcome": first})
-    entries = [JournalEntry(proposal=asked, result=told), JournalEntry(proposal=asked)]
+    result: Any = type("Result", (), {"outcome": first})
+    entries = [JournalEntry(proposal=asked, result=result), JournalEntry(proposal=asked)]
     (again,), timed = screen(Prescreening("sm89", entries, reuse=True), {"b": built(kernel())})
     assert (again.info["equal_kernels"], timed) == ("a", [])
 

@@ -1,4 +1,4 @@
-"""Placements that are fast and miss the bound: which get a second chance, what they get, and what is kept of it."""
+"""Recovery of fast placements that miss the bound: their selection, their new contents, and the kept files."""
 
 from __future__ import annotations
 

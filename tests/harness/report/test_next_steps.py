@@ -76,7 +76,7 @@ def test_faster_rows_beyond_the_bound_have_remedies(folder: Path) -> None:
         "+0.0100). Remedies:",
         "- a larger budget than 3 evaluations; existing results are kept",
         "- another calibration.method than minmax, for instance mse",
-        "- a looser bound: at 0.01 random could be shipped, 2.00x",
+        "- a looser bound, in a new results folder: at 0.01 random could be shipped, 2.00x",
     ]
 
 

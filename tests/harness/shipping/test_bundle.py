@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda
 from fake_trt import FakeTensorRT
 from onnx_models import activation_ranges, loaded, run_onnxruntime
 from small import qdq
-from small_results import TASK, write_folder
+from small_results import TASK, edit_json, write_folder
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -34,11 +34,13 @@ from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.io import read_json, write_json
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
+from harness.search_loop.objective import Goal
 from harness.shipping.bundle import Shipment, check_bundle, read_bundle, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
-from harness.shipping.results_bundle import NOT_SCORED, ship_results
+from harness.shipping.results_bundle import ship_results
 from harness.shipping.runtime_comparison import compare_runtimes
 
+NOT_SCORED = dict.fromkeys(("metric", "score", "float_score", "drop", "bound"))
 FACTS: dict[str, Any] = {
     "answer": "net.onnx: 2.00x [1.90, 2.10]", "method": "auto", "decision": "ship: fastest",
     "speedup": [2.0, 1.9, 2.1], "latency_ms": [1.0, 0.9, 1.1], "float_latency_ms": [2.0, 1.9, 2.1], "p99_ms": 1.2,
@@ -223,3 +225,7 @@ def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path: Path) -> Non
     assert facts["experiment"]["models"][0]["use"] == "net.onnx"
     (answer,) = describe_answers(results, main)
     assert answer.startswith(f"take {shipped}: 4.00x")
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal(metric="top1", reference=0.8, max_drop=0.001)))
+    results = load(folder)
+    ship_results(results, main_frame(results), NullProgress())
+    assert not shipped.exists(), "the float model is to be kept now"

@@ -149,6 +149,7 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
     other = retrain(tmp_path / "net.onnx", tmp_path / "other.onnx", rename_operator)
     assert qdq("apply", str(shipped.parent), str(other), "--out", "again") == 2
     assert "Sigmoid" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists(), "a corrected command can use the same folder"
 
 
 def _sha256(folder: Path) -> dict[str, str]:
