@@ -175,6 +175,7 @@ def main_note(results: Results) -> str:
 
 def _definitions(tasks: Sequence[TaskResults], bounds: Sequence[float]) -> Iterator[str]:
     counts = " or ".join(map(str, sorted({task.builds for task in tasks if task.builds is not None}))) or "some"
+    of_tools = any(pick.kind == "baseline" and pick.minutes is not None for task in tasks for pick in task.picks)
     within = f" with a drop of at most {' or '.join(f'{bound:g}' for bound in bounds)}" if bounds else ""
     yield (
         f"Latency: geometric mean over {counts} fresh builds of the median over turns; the baseline has at least as "
@@ -185,7 +186,8 @@ def _definitions(tasks: Sequence[TaskResults], bounds: Sequence[float]) -> Itera
         "Tie: the interval contains 1, or the gain is below 1 % or below the noise floor; use the float model then. "
         f"Bold: the fastest row of a finished task{within}. Underlined: not distinguishable from it by the same rule, "
         "paired. The row of a searcher is its best seed by the final selection, or by the search's own samples without "
-        "one. Builds ok: of the search, for other methods of the confirmation. Minutes: wall-clock of the search."
+        "one. Builds ok: of the search, for other methods of the confirmation. Minutes: wall-clock of the search"
+        f"{', or of the tool' if of_tools else ''}."
     )
     if any(task.score(FLOAT_ROW) is not None and task.metric not in METRIC_CAPS for task in tasks):
         yield (
