@@ -268,7 +268,7 @@ def _verify_bundle(folder: Path, python: Path | None, *, as_json: bool) -> int:
     if not as_json:
         echo(f"files: ok: as in the manifest; {facts['answer']}")
     if python is None:
-        found = run_bundle(folder)
+        found = run_bundle(folder, facts)
         recorded_ms = facts["latency_ms"][0]
         if as_json:
             print_json({"files": "ok", "run": found, "recorded_ms": recorded_ms})

@@ -7,23 +7,26 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
 from harness.graph.io.files import copy_model, digest_file, model_files
 from harness.progress import Observer
 from harness.results_dir.io import explain_write_errors, read_json, write_json, write_text
-from harness.shipping.deploy_script import DeployTarget, deploy_script
+from harness.shipping.deploy_script import DeployTarget, deploy_script, find_target
 from harness.shipping.report_text import report_text
 from harness.timing.workers.locks import timing_lock
 
 __all__ = [
-    "FACTS_FILE", "MANIFEST_FILE", "SCRIPT_FILE", "SHIP_FOLDER", "Shipment", "check_bundle", "read_bundle",
-    "remove_bundle", "run_bundle", "run_script", "shipment_facts", "write_bundle",
+    "FACTS_FILE", "MANIFEST_FILE", "SCRIPT_FILE", "SHIP_FOLDER", "Shipment", "check_bundle", "generated_script",
+    "read_bundle", "remove_bundle", "run_bundle", "run_script", "shipment_facts", "write_bundle",
 ]  # fmt: skip
 
 SHIP_FOLDER = "ship"
@@ -32,6 +35,19 @@ SCHEMA = 1
 FOOTPRINT_RUNS = 5
 SCRIPT_LIMIT_S = 600.0
 MAX_MANIFEST_BYTES = 100_000
+
+
+class StoredFacts(BaseModel):
+    """Keys of `ship.json` that commands use; see `shipment_facts`. It may come from a stranger."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    schema_version: Literal[1] = Field(alias="schema")
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.onnx$", max_length=200)]
+    answer: str
+    latency_ms: Annotated[list[float], Field(min_length=3, max_length=3)]
+    runtime: dict[str, Any]
+    experiment: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +166,12 @@ def read_bundle(folder: Path) -> dict[str, Any]:
     for problem in check_bundle(folder):
         raise UserError(f"{problem}; qdq run writes the folder again")
     found = read_json(folder / FACTS_FILE)
-    if found.get("schema") != SCHEMA or Path(str(found.get("file"))).name != found.get("file"):
-        raise UserError(f"{folder / FACTS_FILE}: not of schema {SCHEMA}")
+    try:
+        StoredFacts.model_validate(found)
+    except ValidationError as error:
+        details = error.errors()[0]
+        key = ".".join(map(str, details["loc"]))
+        raise UserError(f"{folder / FACTS_FILE}: {key}: {details['msg']}; qdq run writes the folder again") from error
     return found
 
 
@@ -181,17 +201,48 @@ def check_bundle(folder: Path) -> Iterator[str]:
         yield f"{path}: lists no {FACTS_FILE}"
 
 
-def run_bundle(folder: Path) -> dict[str, Any]:
-    """Run the `deploy.py` of a bundle in this environment, and return what it reports.
+@contextmanager
+def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
+    """Write the script of a bundle to a scratch folder again, and yield its path.
+
+    The stored `deploy.py` may be a stranger's, so no command runs it.
+
+    Args:
+        folder: Folder of the bundle.
+        facts: See `read_bundle`.
+
+    Raises:
+        UserError: The facts name no runtime with a script, or lack a setting of it.
+    """
+    target = find_target(facts["runtime"])
+    if target is None:
+        raise UserError(f"{folder / FACTS_FILE}: no script runs models of {facts['runtime'].get('name')!r}")
+    try:
+        text = deploy_script(folder / facts["file"], facts["runtime"], target)
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise UserError(f"{folder / FACTS_FILE}: runtime: {type(error).__name__}: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="qdq-deploy-") as scratch:
+        script = Path(scratch) / SCRIPT_FILE
+        script.write_text(text, encoding="utf-8")
+        yield script
+
+
+def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the script of a bundle, generated again, in this environment; return what it reports.
+
+    Args:
+        folder: Folder of the bundle.
+        facts: See `read_bundle`.
 
     Raises:
         UserError: It fails.
     """
-    return run_script(sys.executable, folder / SCRIPT_FILE)
+    with generated_script(folder, facts) as script:
+        return run_script(sys.executable, script, "--model", str(folder / facts["file"]))
 
 
 def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
-    """Run a `deploy.py` in a Python environment, and return what it reports with `--json`.
+    """Run a generated `deploy.py` in a Python environment, and return what it reports with `--json`.
 
     Raises:
         UserError: It fails, or exceeds its time limit; the message has its last line.

@@ -104,7 +104,7 @@ def deploy_script(model: Path, facts: Facts, target: DeployTarget) -> str:
         facts: Description of the benchmarker that timed it.
     """
     graph = read_qdq_graph(model).proto.graph
-    version = re.match(r"[\w.]*", str(facts.get("version", "")))[0]  # type: ignore[index] # matches any text
+    version = "".join(re.findall(r"^[\w.]+", str(facts.get("version", ""))))
     values = {
         "MODEL": model.name,
         "OPTIONS": target.settings(facts),

@@ -15,7 +15,7 @@ from harness.accuracy.metrics.sqnr import output_sqnr
 from harness.api import Array
 from harness.errors import UserError
 from harness.progress import Observer
-from harness.shipping.bundle import SCRIPT_FILE, read_bundle, run_script
+from harness.shipping.bundle import generated_script, read_bundle, run_script
 from harness.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.timing.workers.locks import timing_lock
 
@@ -61,7 +61,7 @@ class RuntimeComparison:
 
 
 def compare_runtimes(folder: Path, python: str, observer: Observer, *, rounds: int = ROUNDS) -> RuntimeComparison:
-    """Run a folder's `deploy.py` in this environment and in another one in turns, on the same random inputs.
+    """Run the script of a folder in this environment and in another one in turns, on the same random inputs.
 
     Args:
         folder: Folder to deploy; see `harness.shipping.bundle`.
@@ -71,21 +71,23 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, rounds: i
     Raises:
         UserError: It is no such folder, a file is damaged, or the script fails in an environment.
     """
-    read_bundle(folder)
+    facts = read_bundle(folder)
     if shutil.which(python) is None:
         raise UserError(f"--runtime-python {python}: no such program")
-    script = folder / SCRIPT_FILE
+    model = str(folder / facts["file"])
     places = {"this": sys.executable, "twin": sys.executable, "other": python}
     medians_ms: dict[str, list[float]] = {name: [] for name in places}
     with (
         tempfile.TemporaryDirectory(prefix="qdq-runtimes-") as scratch,
+        generated_script(folder, facts) as script,
         observer.work(f"compare environments on {folder.name}", rounds * len(places)) as step,
     ):
         for turn in range(rounds):
             for name in list(places)[:: 1 if turn % 2 else -1]:
                 output = Path(scratch) / f"{name}.npz"
                 with timing_lock():
-                    found = run_script(places[name], script, "--repeat", str(RUNS), "--output", str(output))
+                    arguments = ("--model", model, "--repeat", str(RUNS), "--output", str(output))
+                    found = run_script(places[name], script, *arguments)
                 medians_ms[name].append(float(found["latency_ms"]))
                 step.advance()
         sqnr_db = _least_agreement(*(_read_outputs(Path(scratch) / f"{name}.npz") for name in ("this", "other")))

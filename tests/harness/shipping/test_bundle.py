@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import runpy
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -109,6 +111,44 @@ def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) 
     assert (
         subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, check=False, capture_output=True).returncode == 0
     )
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of a folder as a stranger can."""
+    files = sorted(path for path in folder.iterdir() if path.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+def test_verify_runs_no_script_of_a_stranger(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (folder / "deploy.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
+    seal(folder)
+    assert qdq("verify", str(folder)) == 0
+    compare_runtimes(folder, sys.executable, NullProgress(), rounds=2)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"file": '"""\nimport os#.onnx'}, "file"),
+        ({"file": "../net.onnx"}, "file"),
+        ({"latency_ms": ["1", 1, 1]}, "latency_ms"),
+        ({"runtime": []}, "runtime"),
+        ({"runtime": {"name": "openvino"}}, "runtime"),
+        ({"runtime": {"name": "nothing"}}, "nothing"),
+        ({"schema": 9}, "schema"),
+    ],
+)
+def test_facts_of_a_stranger_are_checked(
+    tmp_path: Path, changes: Mapping[str, Any], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path)
+    edit_json(folder / "ship.json", **changes)
+    seal(folder)
+    assert qdq("verify", str(folder)) == 2
+    assert key in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("major", [10, 11])

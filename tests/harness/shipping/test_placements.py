@@ -133,7 +133,8 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
         "precision": ["int8"],
         "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
     }
-    write_json(shipped.with_name("ship.json"), {"schema": 1, "file": "net.onnx", "experiment": stored})
+    facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": stored}
+    write_json(shipped.with_name("ship.json"), {"schema": 1, "file": "net.onnx", **facts})
     lines = [f"{digest}  {name}\n" for name, digest in _sha256(shipped.parent).items()]
     shipped.with_name(MANIFEST_FILE).write_text("".join(lines))
     new = retrain(tmp_path / "net.onnx", tmp_path / "new.onnx")
