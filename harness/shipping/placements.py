@@ -103,10 +103,12 @@ def apply_experiment(folder: Path, model: Path, changes: Mapping[str, Any], base
     """
     facts = read_bundle(folder)
     stored, shipped = facts["experiment"], os.path.relpath(folder / facts["file"], base_dir)
-    if not stored:
-        raise UserError(f"{folder / FACTS_FILE}: has no experiment, so its settings are unknown")
-    known = stored["models"][0]
-    calibration = {**known.get("calibration", {}), **changes.get("calibration", {})}
+    models = stored.get("models")
+    known = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    own = known.get("calibration", {})
+    if not known or not isinstance(own, dict):
+        raise UserError(f"{folder / FACTS_FILE}: experiment: has no model, so the settings of the run are unknown")
+    calibration = {**own, **changes.get("calibration", {})}
     changes = {**changes, **({"calibration": calibration} if calibration else {})}
     described = {
         **stored,

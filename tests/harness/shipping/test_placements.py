@@ -23,6 +23,7 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.report.load.results import load as load_results
 from harness.results_dir.io import write_json
 from harness.shipping.bundle import MANIFEST_FILE
+from harness.shipping.placements import apply_experiment
 
 
 def retrain(path: Path, target: Path, change: Any = lambda proto: None) -> Path:
@@ -151,6 +152,15 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
     assert qdq("apply", str(shipped.parent), str(other), "--out", "again") == 2
     assert "Sigmoid" in capsys.readouterr().err
     assert not (tmp_path / "again").exists(), "a corrected command can use the same folder"
+
+
+@pytest.mark.parametrize("damaged", [{}, {"models": 3}, {"models": [{"use": "net.onnx", "calibration": 3}]}])
+def test_apply_refuses_an_experiment_without_a_model(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": damaged}
+    write_json(tmp_path / "ship.json", {"schema": 1, "file": "net.onnx", **facts})
+    (tmp_path / MANIFEST_FILE).write_text(f"{_sha256(tmp_path)['ship.json']}  ship.json\n")
+    with pytest.raises(UserError, match="experiment"):
+        apply_experiment(tmp_path, tmp_path / "new.onnx", {}, tmp_path)
 
 
 def _sha256(folder: Path) -> dict[str, str]:
