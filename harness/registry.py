@@ -1,7 +1,8 @@
 """Plug-ins by name: searchers, benchmarkers, evaluators and the like, built-in or third-party.
 
 `use: NAME` is an entry point of the group, from an installed package. `use: package.module:Class` imports any module,
-so it is refused unless the user trusts it (docs/explanation/security.md), and must be a class of the contract.
+so it is refused unless the user trusts it (docs/explanation/security.md), and must be a class of the contract. Objects
+of the calling program have names too (`register_object`), which no other process knows.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from harness.paths import TRUST_VARIABLE, plugins_trusted
 
 __all__ = [
     "ENTRY_POINT_GROUPS", "Plugin", "call_plugin", "check_params", "create_plugin",
-    "find_entry_point", "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature", 
-    "require_methods", "without_module",
+    "find_entry_point", "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature",
+    "register_object", "require_methods", "uses_objects", "without_module",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -62,6 +63,21 @@ CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "function": (),
     "weight estimator": ("rows", "quantize"),
 }
+
+
+_OBJECTS: dict[str, Callable[..., Any]] = {}
+
+
+def register_object(value: Any) -> str:
+    """Return a name for a function or a class of this process, to be used like `package.module:Class`."""
+    name = f"{value.__module__}:{value.__qualname__.rpartition('.')[2]}"
+    _OBJECTS[name] = value
+    return name
+
+
+def uses_objects(use: str, params: Mapping[str, Any]) -> bool:
+    """Return whether a plug-in or a parameter of it is an object of this process, which no worker can load."""
+    return any(isinstance(text, str) and text in _OBJECTS for text in (use, *params.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +163,8 @@ def load_plugin(kind: str, use: str) -> Callable[..., Any]:
     Raises:
         UserError: The name is unknown, or the import fails.
     """
+    if use in _OBJECTS:
+        return _OBJECTS[use]
     point = find_entry_point(kind, use)
     try:
         loaded: Callable[..., Any] = call_plugin(f"{kind} {use!r} ({point.value}) cannot be loaded", point.load)

@@ -1,4 +1,4 @@
-"""Shows a run in a terminal: progress bars with time left, or plain lines where the output is none."""
+"""Shows a run in a terminal or a notebook: progress bars with time left, or plain lines where the output is none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Self
 
@@ -40,7 +41,7 @@ class TerminalProgress:
     def __init__(self, *, every_s: float = 30.0) -> None:
         self._every_s = every_s
         self._console = Console(stderr=True, highlight=False)
-        self._live = sys.stderr.isatty()
+        self._live = sys.stderr.isatty() or (self._console.is_jupyter and find_spec("ipywidgets") is not None)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),

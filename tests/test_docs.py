@@ -4,18 +4,27 @@ import importlib
 import inspect
 import re
 import shlex
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import yaml
+from small import save_chain
 from typer.testing import CliRunner
 
+from harness import facade
 from harness.cli.main import COMMANDS, app
 from harness.config.experiment import parse_experiment, to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+QUICK_RUN = {
+    "initial": ["float", "linear"],
+    "baselines": ["linear"],
+    "sampling": {"warmup_ms": 1, "min_samples": 3, "max_ms": 5},
+    "confirmation": {"builds": 3, "rounds": 2, "candidates": 1},
+}
 BLOCKS = [
     pytest.param(source, block, id=f"{page.stem}: {source}")
     for page in PAGES
@@ -122,6 +131,29 @@ def test_every_command_of_the_tutorial_runs(tmp_path, monkeypatch):
     values = {}
     exec(program, values)
     assert values["detections"].ndim == 3
+
+
+def test_the_programs_of_the_python_page_run(tmp_path, monkeypatch):
+    """The measurements are shorter, and the runtime is in this process."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/python.md").read_text(), flags=re.DOTALL)
+    save_chain(tmp_path / "model.onnx", (8, 12))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "qdq", facade)
+    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
+    shorter = {
+        '"use": "openvino"': '"use": "here:OpenVINO"',
+        "evaluations=25": f"evaluations=4, progress=False, **{QUICK_RUN}",
+        "0, 12, 200": "0, 12, 40",
+        "(200,": "(40,",
+    }
+    values = {}
+    for program in programs:
+        for shown, ours in shorter.items():
+            program = program.replace(shown, ours)
+        exec(program, values)
+    assert values["result"].complete
+    assert (tmp_path / "model-int8.onnx").exists()
+    assert values["made"].pairs == values["made"].edges > 0
 
 
 def test_test_files_named_in_the_docs_exist():

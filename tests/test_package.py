@@ -4,12 +4,24 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = ["--quiet", "--disable-pip-version-check", "--no-deps"]
+
+
+def test_the_wheel_has_every_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for top in ("harness", "search")
+        for file in (ROOT / top).rglob("__init__.py")
+    }
+    mapped = {folder.replace("/", "."): name for name, folder in declared["package-dir"].items()}
+    assert sorted(declared["packages"]) == sorted(mapped.get(folder, folder) for folder in folders)
 
 
 @pytest.mark.slow
@@ -28,7 +40,7 @@ def test_a_wheel_installs_and_runs_outside_of_the_checkout(tmp_path):
         "cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(target)},
         "capture_output": True, "text": True, "check": True,
     }  # fmt: skip
-    where = subprocess.run([sys.executable, "-c", "import harness; print(harness.__file__)"], **outside)
+    where = subprocess.run([sys.executable, "-c", "import harness, qdq; print(qdq.__file__)"], **outside)
     assert Path(where.stdout.strip()).is_relative_to(target)
     qdq = [sys.executable, "-m", "harness.cli.main"]
     subprocess.run([*qdq, "zoo", "shapes_detector", "-o", "model.onnx"], **outside)

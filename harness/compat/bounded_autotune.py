@@ -1,9 +1,9 @@
-"""The autotuner's command line under a bound on accuracy: an experiment of one model, as `qdq run` runs it."""
+"""Autotuning as an experiment of one model, as `qdq run` runs it, from a command line with a bound or from Python."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from harness.config.yaml_loader import dump_yaml
 from harness.graph.passes.static_shapes import parse_dims
 from harness.task_setup.study_task import model_label
 
-__all__ = ["bounded_experiment", "ignored_flags"]
+__all__ = ["DEFAULT_EVALUATIONS", "autotune_experiment", "bounded_experiment", "drop_objective", "ignored_flags"]
 
 DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8
@@ -56,22 +56,44 @@ def bounded_experiment(options: argparse.Namespace) -> Experiment:
         calibration["samples"] = options.calibration_samples
     model = {
         "use": options.onnx_path,
-        "label": model_label(options.onnx_path),
         "shapes": parse_shapes(options),
         "dims": parse_dims(options.dim or ()),
         "calibration": calibration,
         "evaluator": {"use": options.metric, "params": {"data": test}},
     }
+    return autotune_experiment(
+        model,
+        "qdq autotune",
+        backends=[options.backend or "openvino"],
+        precision=[options.quant_type],
+        objective=drop_objective(options.max_drop),
+        searchers=[options.searcher or "auto"],
+        seeds=[options.seed],
+        budget={"evaluations": [options.max_evals or DEFAULT_EVALUATIONS]},
+    )
+
+
+def drop_objective(max_drop: float) -> dict[str, Any]:
+    """Return the objective of a bound in points, hundredths of the metric, on data of which one half is held back."""
+    return {"max_drop": max_drop / 100, "halves": True, "proxy": PROXY_SAMPLES}
+
+
+def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> Experiment:
+    """Return the experiment of one model, which is compared with rules.
+
+    Args:
+        model: Its keys; the label is made from `use`.
+        source: Name of the experiment in messages.
+        keys: Further keys of the experiment, which replace the defaults.
+
+    Raises:
+        UserError: A value cannot be used.
+    """
     described = {
         "experiment": "autotune",
-        "models": [model],
-        "backends": [options.backend or "openvino"],
-        "precision": [options.quant_type],
-        "objective": {"max_drop": options.max_drop / 100, "halves": True, "proxy": PROXY_SAMPLES},
-        "searchers": [options.searcher or "auto"],
-        "seeds": [options.seed],
+        "models": [{"label": model_label(model["use"]), **model}],
         "initial": ["float", "all", "linear", "linear_add", "movers"],
         "baselines": ["all", "linear"],
-        "budget": {"evaluations": [options.max_evals or DEFAULT_EVALUATIONS]},
+        **keys,
     }
-    return parse_experiment(dump_yaml(described), "qdq autotune", Path.cwd())
+    return parse_experiment(dump_yaml(described), source, Path.cwd())

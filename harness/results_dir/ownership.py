@@ -18,11 +18,13 @@ from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMisma
 from harness.results_dir.io import next_backup_path, write_text
 from harness.results_dir.manifest import reopen_results
 
-__all__ = ["LOCK_FILE", "check_ownership", "exclusive_lock", "owned_results_dir"]
+__all__ = ["INPUTS_FOLDER", "LOCK_FILE", "check_ownership", "exclusive_lock", "owned_results_dir"]
 
 LOCK_FILE = ".lock"
 EXPERIMENT_FILE = "experiment.yaml"
-_IGNORED_FILES = {LOCK_FILE, "experiment.tmp"}
+INPUTS_FOLDER = "inputs"
+"""Models and arrays that a Python program passed, as files; written before the run."""
+_IGNORED_FILES = {LOCK_FILE, "experiment.tmp", INPUTS_FOLDER}
 _CHANGEABLE_KEYS = {"description", "executor"}  # fingerprints of searches have the keys of the executor that matter
 #: Lists whose entries have tasks, journals or rows of their own, so that one more at the end changes no result.
 _EXTENDABLE_LISTS = frozenset({"models", "backends", "precision", "searchers", "seeds", "baselines"})

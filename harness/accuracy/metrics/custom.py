@@ -16,7 +16,7 @@ from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
-__all__ = ["Loss", "Metric"]
+__all__ = ["Loss", "Metric", "source_digest"]
 
 
 class Metric:
@@ -56,7 +56,7 @@ class Metric:
         self.samples = open_samples(data, preprocess, inputs, base)
         if self.samples.data.labels is None:
             raise UserError(f"{self.metric}: data.labels: labels are needed, one row for each sample")
-        self.fingerprint = f"{self.samples.fingerprint} {function} {_source_digest(self._function)}"
+        self.fingerprint = f"{self.samples.fingerprint} {function} {source_digest(self._function)}"
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -99,9 +99,11 @@ class Loss(Metric):
     higher_is_better = False
 
 
-def _source_digest(function: Any) -> str:
-    """Return a digest of the source file of a function, or "" if it has none."""
+def source_digest(function: Any) -> str:
+    """Return a digest of the source file of a function, of its own lines in a notebook, or "" if neither is known."""
     try:
-        return hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()
+        file = Path(inspect.getfile(function))
+        source = file.read_bytes() if file.exists() else inspect.getsource(function).encode()
     except (TypeError, OSError):
         return ""
+    return hashlib.sha256(source).hexdigest()

@@ -40,8 +40,8 @@ CURVE_NOTE = (
 
 
 @contextmanager
-def figure_file(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
-    """Yield the axes of a figure that is written as PNG and SVG; names are shown without markup.
+def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
+    """Yield the axes of a figure that is written as PNG and SVG, unless it has no path; names are without markup.
 
     The SVG has no date and no random identifiers, so the same results give the same bytes.
     """
@@ -54,6 +54,8 @@ def figure_file(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterat
             axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         _make_printable(figure)
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         for kind in PLOT_FILE_FORMATS:
             metadata = {"Date": None} if kind == "svg" else None
@@ -124,17 +126,17 @@ def _change_points(places: Values, values: Values) -> tuple[Values, Values]:
 def draw_curves(
     curves: pd.DataFrame,
     title: str,
-    path: Path,
+    path: Path | None = None,
     *,
     value: Literal["speedup", "volume"] = "speedup",
     over: Literal["evaluations", "minutes"] = "evaluations",
     confirmed: pd.DataFrame | None = None,
-) -> None:
+) -> Figure:
     """Draw speedup or hypervolume of searchers over evaluations or minutes: median over seeds with its interval.
 
     Args:
         curves: Columns searcher, seed, evaluations, minutes and `value`; see `harness.report.frames.curves`.
-        path: Output path without suffix.
+        path: Output path without suffix; None: nothing is written.
         confirmed: Columns searcher, budget, speedup, low, high of `budget_frame`, drawn as marks over evaluations.
     """
     is_speedup = value == "speedup"
@@ -159,6 +161,9 @@ def draw_curves(
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
         add_legend(axes)
+    figure = axes.figure
+    assert isinstance(figure, Figure)  # not a part of one
+    return figure
 
 
 def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:

@@ -34,7 +34,7 @@ from harness.api import (
     capabilities_of,
     require_timing,
 )
-from harness.config.sections import Sampling
+from harness.config.sections import PluginSpec, Sampling
 from harness.errors import CandidateError, EvaluationFailed, UserError, WorkerUnusable
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.io import explain_write_errors
@@ -45,7 +45,7 @@ from harness.timing.sampling import Samples, sample_engine, warm_up
 from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR, BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from search.space import edges_digest
 
-__all__ = ["InProcess", "as_outcome", "last_lines", "with_progress"]
+__all__ = ["InProcess", "Scorer", "as_outcome", "last_lines", "with_progress"]
 
 T = TypeVar("T")
 MAX_LOG_LINES = 40
@@ -66,6 +66,35 @@ class _OpenEngine:
     outputs: dict[bytes, Mapping[str, Array]] = field(default_factory=dict)
 
 
+class Scorer:
+    """Evaluators by name, constructed on first use.
+
+    Args:
+        plugins: Their specifications.
+    """
+
+    def __init__(self, plugins: Mapping[str, PluginSpec]) -> None:
+        self._plugins = plugins
+        self._evaluators: dict[str, Evaluator] = {}
+
+    def _evaluator(self, name: str) -> Evaluator:
+        if name not in self._evaluators:
+            plugin = self._plugins[name]
+            self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
+        return self._evaluators[name]
+
+    def prepare(self, infer: Infer, name: str, on_progress: ScoringCallback | None) -> None:
+        """Run the `prepare` of an evaluator that has one."""
+        evaluator = self._evaluator(name)
+        if isinstance(evaluator, NeedsPreparation):
+            evaluator.prepare(with_progress(infer, evaluator, on_progress))
+
+    def evaluate(self, infer: Infer, name: str, on_progress: ScoringCallback | None) -> Accuracy:
+        """Return the score of an engine, all figures finite; raise `EvaluationFailed` if there is none."""
+        evaluator = self._evaluator(name)
+        return _checked(evaluator.score(with_progress(infer, evaluator, on_progress)), evaluator)
+
+
 class InProcess(Engines):
     """Engines that are built, timed and scored in this process.
 
@@ -81,7 +110,7 @@ class InProcess(Engines):
         for name, plugin in spec.benchmarkers.items():
             require_timing(plugin.use, self._benchmarkers[name])
         self._spec = spec
-        self._evaluators: dict[str, Evaluator] = {}
+        self._scorer = Scorer(spec.evaluators)
         self._engines: dict[int, _OpenEngine] = {}
         self._handles = itertools.count(first_handle)
         self._spare_workdirs: list[Path] = []
@@ -167,23 +196,14 @@ class InProcess(Engines):
             engine.probe = engine.opened.enter_context(engine.benchmarker.open(engine.artifact))
         return engine.probe
 
-    def _evaluator(self, name: str) -> Evaluator:
-        if name not in self._evaluators:
-            plugin = self._spec.evaluators[name]
-            self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
-        return self._evaluators[name]
-
     def _prepare(self, handle: int, name: str, on_progress: ScoringCallback | None) -> None:
-        evaluator = self._evaluator(name)
-        if isinstance(evaluator, NeedsPreparation):
-            evaluator.prepare(with_progress(self._probe(handle).infer, evaluator, on_progress))
+        self._scorer.prepare(self._probe(handle).infer, name, on_progress)
 
     def _evaluate(self, handle: int, name: str, on_progress: ScoringCallback | None) -> Accuracy:
-        evaluator = self._evaluator(name)
         infer: Infer = self._probe(handle).infer
         if FIRST_STAGE_EVALUATOR in self._spec.evaluators:
             infer = _remember_outputs(infer, self._engines[handle].outputs, keep=name == FIRST_STAGE_EVALUATOR)
-        return _checked(evaluator.score(with_progress(infer, evaluator, on_progress)), evaluator)
+        return self._scorer.evaluate(infer, name, on_progress)
 
     def _infer(self, handle: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return dict(self._probe(handle).infer(feeds))

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Candidate, capabilities_of
+from harness.api import Accuracy, Array, Candidate, Infer, capabilities_of
 from harness.config.sections import Limits, Sampling
-from harness.errors import UserError
+from harness.errors import EvaluationFailed, UserError
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
-from harness.timing.workers.in_process import InProcess, as_outcome, last_lines
+from harness.timing.workers.in_process import InProcess, Scorer, as_outcome, last_lines
 from harness.timing.workers.locks import device_lock, timing_lock
 from harness.timing.workers.process import WorkerProcess, die_with_parent
 from harness.timing.workers.trial_pool import WorkerKilled
@@ -81,6 +81,7 @@ class Sandbox(Engines):
     def __init__(self, spec: WorkerSpec, limits: Limits) -> None:
         self._spec = spec
         self._limits = limits
+        self._scorer = Scorer(spec.evaluators)
         self._facts: Mapping[str, Mapping[str, Any]] = {}
         self._gpus: frozenset[str] = frozenset()
         self._worker: WorkerProcess | None = None
@@ -148,6 +149,35 @@ class Sandbox(Engines):
         if failed is None:
             self._opened.add(key)
         return failed
+
+    def evaluate(
+        self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
+    ) -> Accuracy | Failed:
+        """Score an engine: in the worker, or here if the evaluator is an object of this process."""
+        if not self._is_local(evaluator):
+            return super().evaluate(handle, evaluator, watch)
+        return as_outcome("evaluate", lambda: self._scorer.evaluate(self._infer_with(handle), evaluator, watch))
+
+    def prepare(
+        self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
+    ) -> Failed | None:
+        """Run an evaluator's `prepare`; see `evaluate`."""
+        if not self._is_local(evaluator):
+            return super().prepare(handle, evaluator, watch)
+        return as_outcome("evaluate", lambda: self._scorer.prepare(self._infer_with(handle), evaluator, watch))
+
+    def _is_local(self, evaluator: str) -> bool:
+        plugin = self._spec.evaluators[evaluator]
+        return registry.uses_objects(plugin.use, plugin.params)
+
+    def _infer_with(self, handle: int) -> Infer:
+        def infer(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+            outputs = self.infer(handle, feeds)
+            if isinstance(outputs, Failed):
+                raise EvaluationFailed(outputs.reason)
+            return outputs
+
+        return infer
 
     def release(self, handle: int) -> None:
         """Close an engine if its worker is alive."""

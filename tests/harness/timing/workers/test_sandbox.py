@@ -18,10 +18,11 @@ import numpy as np
 import psutil
 import pytest
 
-from harness.api import Accuracy, Candidate
+from harness.api import Accuracy, Candidate, Infer
 from harness.config.sections import Limits, PluginSpec, Sampling, TurnSchedule
 from harness.errors import UserError
 from harness.records import Failed, Measured
+from harness.registry import register_object
 from harness.search_loop.trial import make_trial_fn
 from harness.statistics import Interval
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns
@@ -56,6 +57,19 @@ def candidate(tmp_path: Path) -> MakeCandidate:
     return make
 
 
+class ObjectOfThisProgram:
+    """Evaluator that no worker can import: it is called here, with inferences of the worker."""
+
+    metric, higher_is_better = "score", True
+
+    def prepare(self, infer: Infer) -> None:
+        self.score(infer)
+
+    def score(self, infer: Infer) -> Accuracy:
+        infer({})
+        return Accuracy(metrics={"score": float(os.getpid())})
+
+
 def spec(workdir: Path, **params: object) -> WorkerSpec:
     scorers = {"main": {}, "nan": {"score": float("nan")}, "gap": {"per_item": [0.5, float("nan")]},
                "broken": {"broken": True}}  # fmt: skip
@@ -64,7 +78,10 @@ def spec(workdir: Path, **params: object) -> WorkerSpec:
             "main": PluginSpec(use="faulty:Faulty", params=params),
             "slow": PluginSpec(use="faulty:Faulty", params={"latency_ms": 5.0}),
         },
-        evaluators={name: PluginSpec(use="faulty:Scorer", params=given) for name, given in scorers.items()},
+        evaluators={
+            **{name: PluginSpec(use="faulty:Scorer", params=given) for name, given in scorers.items()},
+            "object": PluginSpec(use=register_object(ObjectOfThisProgram)),
+        },
         workdir=workdir,
     )
 
@@ -106,12 +123,15 @@ def test_engines_are_built_timed_scored_and_released(sandbox: Sandbox, candidate
         assert isinstance(samples, Samples)
         assert samples.latency_ms == (latency_ms,) * 3
     assert sandbox.evaluate(first.handle) == Accuracy(metrics={"score": 0.5})
+    assert sandbox.prepare(first.handle, "object") is None
+    assert sandbox.evaluate(first.handle, "object") == Accuracy(metrics={"score": float(os.getpid())})
     assert sandbox.describe()["name"] == "faulty"
     assert sandbox.describe("slow")["latency_ms"] == 5.0
     assert sandbox.describe()["pid"] != os.getpid()
     sandbox.release(first.handle)
     sandbox.release(first.handle)
     assert "KeyError" in failed(sandbox.sample(first.handle, SAMPLING)).reason
+    assert "KeyError" in failed(sandbox.evaluate(first.handle, "object")).reason
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,296 @@
+"""Python interface of qdq-bench, installed as the package `qdq`; docs/reference/python.md describes it.
+
+Modules that do the work are imported by the functions, so that `import qdq` takes no time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from harness.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from harness.progress import Observer
+    from harness.report.load.results import Results
+    from harness.shipping.placements import InsertedModel
+
+__all__ = ["RunResult", "TunedFile", "UserError", "autotune", "insert", "load_result"]
+
+Plugin = str | Mapping[str, Any] | type
+"""A name, `{"use": NAME, "params": {...}}`, or a class of this program."""
+Samples = Any
+"""An array, a mapping of input names to arrays, an iterable of either, a file, or a data mapping of an experiment."""
+
+
+def autotune(  # noqa: PLR0913 - one setting, one parameter
+    model: Any,
+    *,
+    calibration: Samples | None = None,
+    metric: Callable[..., Any] | Plugin | None = None,
+    test: tuple[Samples, Any] | None = None,
+    max_drop: float | None = None,
+    backend: Plugin = "openvino",
+    precision: str = "int8",
+    searcher: Plugin | Sequence[Plugin] = "auto",
+    seed: int | Sequence[int] = 0,
+    evaluations: int | None = None,
+    example_inputs: Any = None,
+    preprocess: Plugin | None = None,
+    out: Path | str | None = None,
+    progress: bool = True,
+    accept_changes: bool = False,
+    **keys: Any,
+) -> RunResult:
+    """Find the fastest placement of Q/DQ pairs within a bound on accuracy, as `qdq run` does.
+
+    The same call continues an interrupted run. Ctrl-C, or the stop button of a notebook, returns what was found.
+
+    Args:
+        model: ONNX file, `zoo:NAME`, serialized ONNX, `onnx.ModelProto`, or `torch.nn.Module`.
+        calibration: Inputs from which ranges are taken; None: random data, for which accuracy is meaningless.
+        metric: With `test`, a function `(outputs, labels)` or the name of an evaluator ("top1"). Without, a function
+            `(run)`, where `run` takes inputs by name and returns outputs by name, an object of the contract
+            `harness.api.Evaluator`, or `{"use": ..., "params": {...}}`. Functions return a number, more is better;
+            with `test` also one for each sample.
+        test: Labelled inputs, and their labels, one row a sample; searches see one half, the figures are of the other.
+        max_drop: Largest loss of the metric in points, hundredths of it; None: no bound.
+        backend: Runtime to measure on.
+        precision: "int8", "fp8", "fp8e5m2" or "mixed".
+        searcher: Search method, or several to be compared.
+        seed: Seed of the searches, or several.
+        evaluations: Placements that each search measures; default 50.
+        example_inputs: Inputs of one call of a PyTorch module.
+        preprocess: Preprocessing of images, where data are images.
+        out: Results folder; default `results/NAME` of the file, `results/autotune` for an object.
+        progress: Show the progress on standard error, or in the notebook.
+        accept_changes: Archive the results of a run with other settings in this folder, and start over.
+        keys: Further keys of an experiment file, such as `confirmation` or `initial`.
+
+    Raises:
+        UserError: Anything that cannot be used, or a searcher failed; the report of the others is written.
+    """
+    from harness.compat.bounded_autotune import DEFAULT_EVALUATIONS, autotune_experiment, drop_objective
+    from harness.pipeline.runner import run_experiment
+    from harness.progress import NullProgress
+    from harness.results_dir.ownership import INPUTS_FOLDER
+    from harness.results_dir.termination import SearcherFailures
+    from harness.task_setup.preflight import check_experiment
+    from harness.task_setup.program_objects import model_mapping, plugin_mapping
+    from harness.task_setup.study_task import model_label
+    from harness.terminal_progress import TerminalProgress
+
+    name = model_label(str(model)) if isinstance(model, str | Path) else "autotune"
+    folder = Path("results", name) if out is None else Path(out)
+    described = model_mapping(
+        model,
+        Path(os.path.relpath(folder / INPUTS_FOLDER)),  # results have no absolute paths
+        calibration=calibration,
+        metric=metric,
+        test=test,
+        preprocess=preprocess,
+        example_inputs=example_inputs,
+    )
+    if max_drop is not None:
+        halves = isinstance(described.get("evaluator", {}).get("params", {}).get("data"), dict)
+        keys = {"objective": {**drop_objective(max_drop), "halves": halves}, **keys}
+    searchers: Sequence[Any] = searcher if isinstance(searcher, list | tuple) else [searcher]
+    settings = {
+        "backends": [plugin_mapping(backend)],
+        "precision": [precision],
+        "searchers": [plugin_mapping(each) for each in searchers],
+        "seeds": [seed] if isinstance(seed, int) else list(seed),
+        "budget": {"evaluations": [evaluations or DEFAULT_EVALUATIONS]},
+    }
+    experiment = autotune_experiment(described, "qdq.autotune", **{**settings, **keys})
+    with TerminalProgress() if progress else nullcontext(NullProgress()) as observer:
+        for remark in check_experiment(experiment):
+            observer.say(remark)
+        try:
+            run_experiment(experiment, out=folder, observer=observer, accept_changes=accept_changes)
+        except KeyboardInterrupt:
+            observer.say(f"interrupted; {folder} keeps what was found, and the same call continues it")
+        except SearcherFailures:
+            _write_report(folder, observer)
+            raise
+        else:
+            _write_report(folder, observer)
+    return load_result(folder)
+
+
+def insert(
+    model: Any,
+    out: Path | str,
+    *,
+    placement: Path | str = "linear",
+    calibration: Samples | None = None,
+    backend: Plugin = "openvino",
+    precision: str = "int8",
+    **described: Any,
+) -> InsertedModel:
+    """Write a model with the Q/DQ pairs of a rule or of a stored placement, without a search; see `qdq insert`.
+
+    Args:
+        model: See `autotune`.
+        out: File to write.
+        placement: Name of a rule, a folder to deploy, or a Q/DQ file.
+        calibration: See `autotune`.
+        backend: Runtime whose form of Q/DQ pairs is written; its device may be absent.
+        precision: Precision of quantized values.
+        described: Further keys of the model in an experiment file, such as `shapes`; `example_inputs` of a module.
+
+    Raises:
+        UserError: Anything that cannot be used.
+    """
+    from tempfile import TemporaryDirectory
+
+    from harness.config.sections import PluginSpec
+    from harness.progress import NullProgress
+    from harness.shipping.placements import insert_placement
+    from harness.task_setup.program_objects import model_mapping, plugin_mapping
+
+    example_inputs = described.pop("example_inputs", None)
+    with TemporaryDirectory(prefix="qdq-insert-") as scratch:
+        entry = model_mapping(model, Path(scratch), calibration=calibration, example_inputs=example_inputs)
+        runtime = PluginSpec.model_validate(plugin_mapping(backend))
+        return insert_placement(
+            entry.pop("use"), str(placement), Path(out), NullProgress(), backend=runtime, precision=precision,
+            **entry, **described,
+        )  # fmt: skip
+
+
+def load_result(folder: Path | str) -> RunResult:
+    """Return the result in the folder of a run, finished or not, of `autotune` or of `qdq run`."""
+    return RunResult(Path(folder))
+
+
+@dataclass(frozen=True)
+class TunedFile:
+    """Model file of a result.
+
+    Attributes:
+        path: ONNX file, the bytes that were timed and scored.
+        method: Method that chose it; "float" for the float model.
+        speedup: Speedup over the float model with its 95 % interval: value, low, high.
+        drop: Loss of the metric; None without a metric.
+    """
+
+    path: Path
+    method: str
+    speedup: tuple[float, float, float]
+    drop: float | None
+
+    def save(self, path: Path | str) -> Path:
+        """Copy the model with its external data to a file, and return its path."""
+        from harness.graph.io.files import copy_model
+
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return copy_model(self.path, target.parent, target.name)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run.
+
+    Attributes:
+        folder: Results folder, which the commands `qdq report`, `verify` and `explain` take.
+    """
+
+    folder: Path
+
+    def __repr__(self) -> str:
+        return "\n".join(self.answers) or f"{self.folder}: not finished; the same call continues it"
+
+    @cached_property
+    def _results(self) -> Results:
+        from harness.report.load.results import load
+
+        return load(self.folder)
+
+    @cached_property
+    def _main(self) -> pd.DataFrame:
+        from harness.report.frames.main_frame import main_frame
+
+        return main_frame(self._results)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing of the run is missing."""
+        return self._results.complete
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """Return the file to take with its speedup and loss, or why to keep the float model, a line for each task."""
+        from harness.report.next_steps import describe_answers
+
+        return list(describe_answers(self._results, self._main))
+
+    @property
+    def best(self) -> TunedFile:
+        """Return the fastest file that may be shipped; the float model if no file is faster within the bound.
+
+        Raises:
+            UserError: The run has not reached its confirmation.
+        """
+        from harness.report.load.task_files import exported
+        from harness.report.next_steps import best_row
+        from harness.results_dir.artifacts import FLOAT_ROW
+
+        for task in self._results.tasks:
+            floating = self._main[self._main["task"].eq(task.name) & self._main["row"].eq(FLOAT_ROW)].to_dict("records")
+            if row := best_row(task, self._main) or (floating[0] if task.complete and floating else None):
+                drop = row["drop"]
+                return TunedFile(
+                    path=exported(task, task.rows[row["row"]]),
+                    method=row["method"],
+                    speedup=(row["speedup"], row["speedup_low"], row["speedup_high"]),
+                    drop=None if drop is None or drop != drop else float(drop),
+                )
+        raise UserError(f"{self.folder}: no file is confirmed yet; the same call continues the run")
+
+    @property
+    def ship(self) -> Path | None:
+        """Return the folder to deploy, or None if there is none."""
+        from harness.shipping.bundle import SHIP_FOLDER
+
+        return next(iter(sorted((self.folder / SHIP_FOLDER).glob("*"))), None)
+
+    def table(self) -> pd.DataFrame:
+        """Return the methods with their confirmed figures, unrounded, one row each."""
+        return self._main
+
+    def plot(self, over: Literal["evaluations", "minutes"] = "evaluations") -> Figure:
+        """Return a figure of the searches: the speedup of the incumbent, and the confirmed one at each budget.
+
+        Raises:
+            UserError: No search has started.
+        """
+        from harness.report.frames.curves import curve_frame
+        from harness.report.plots.result_plots import draw_curves
+        from harness.report.tables.budget import budget_frame
+
+        for task in self._results.tasks:
+            curves, budgets = curve_frame([task]), budget_frame(self._results)
+            if len(curves):
+                own = budgets[budgets["task"] == task.name] if over == "evaluations" else None
+                return draw_curves(curves, task.name, over=over, confirmed=own)
+        raise UserError(f"{self.folder}: no search has started; the same call continues the run")
+
+
+def _write_report(folder: Path, observer: Observer) -> None:
+    """Write the report, unless it is up to date, and the folder to deploy."""
+    from harness.report.frames.main_frame import main_frame
+    from harness.report.render import current_report, write_report
+    from harness.shipping.results_bundle import ship_results
+
+    results, _ = current_report(folder) or write_report(folder, observer=observer)
+    ship_results(results, main_frame(results), observer)

@@ -1,0 +1,202 @@
+"""Models, data, metrics and searchers that a Python program passes as objects, as entries of an experiment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.accuracy.metrics.custom import source_digest
+from harness.api import Accuracy
+from harness.errors import UserError
+from harness.graph.io.files import to_proto, write_model
+from harness.registry import register_object
+from harness.text import safe_file_name
+
+__all__ = ["data_mapping", "evaluator_mapping", "model_mapping", "plugin_mapping", "save_program_model"]
+
+
+def model_mapping(  # noqa: PLR0913 - one key, one parameter
+    model: Any,
+    folder: Path,
+    *,
+    calibration: Any = None,
+    metric: Any = None,
+    test: tuple[Any, Any] | None = None,
+    preprocess: Any = None,
+    example_inputs: Any = None,
+) -> dict[str, Any]:
+    """Return a model in the form of an experiment file; arguments are those of `harness.facade.autotune`.
+
+    Args:
+        folder: Folder for files of objects.
+
+    Raises:
+        UserError: An object cannot be used.
+    """
+    described: dict[str, Any] = {"use": save_program_model(model, folder, example_inputs)}
+    if calibration is not None:
+        described["calibration"] = {"data": data_mapping(calibration, folder / "calibration")}
+    if preprocess is not None:
+        described["preprocess"] = plugin_mapping(preprocess)
+    if metric is not None:
+        described["evaluator"] = evaluator_mapping(metric, test, folder)
+    return described
+
+
+def save_program_model(model: Any, folder: Path, example_inputs: Any = None) -> str:
+    """Return the name of a model for an experiment; an object is written to a file in a folder first.
+
+    Args:
+        model: A path, `zoo:NAME` or `assets:PATH`, which is returned; serialized ONNX, an `onnx.ModelProto`, or a
+            `torch.nn.Module`.
+        folder: The folder.
+        example_inputs: Inputs of a PyTorch module: a tensor, a tuple of them, or a mapping of keyword arguments.
+
+    Raises:
+        UserError: Another type, a PyTorch module without inputs, or a package of its export is missing.
+    """
+    if isinstance(model, str | Path):
+        return str(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch = sys.modules.get("torch")  # imported if the model is a module of it
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return str(_export_module(model, folder / f"{safe_file_name(type(model).__name__)}.onnx", example_inputs))
+    path = folder / "model.onnx"
+    if isinstance(model, bytes):
+        path.write_bytes(model)
+        return str(path)
+    try:
+        return str(write_model(to_proto(model), path))
+    except TypeError as error:
+        raise UserError(f"model: {error}; a path, bytes and a torch.nn.Module can be used too") from error
+
+
+def _export_module(module: Any, path: Path, example_inputs: Any) -> Path:
+    """Export a PyTorch module in evaluation mode; its own mode is kept."""
+    import torch
+
+    if example_inputs is None:
+        raise UserError("model: a PyTorch module needs example_inputs, a tensor or a tuple of the inputs of one call")
+    by_name = isinstance(example_inputs, dict)
+    args = () if by_name else example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    training = module.training
+    module.eval()
+    try:
+        program = torch.onnx.export(
+            module, args, kwargs=example_inputs if by_name else None, dynamo=True, verbose=False
+        )
+    except ImportError as error:
+        raise UserError(
+            f"model: the export of a PyTorch module needs onnxscript: pip install onnxscript ({error})"
+        ) from error
+    finally:
+        module.train(training)
+    return write_model(program.model_proto, path)
+
+
+def plugin_mapping(plugin: Any) -> dict[str, Any]:
+    """Return a plug-in in the form of an experiment file; a class of this program gets a name.
+
+    Args:
+        plugin: Name, mapping or class.
+    """
+    if isinstance(plugin, Mapping):
+        return dict(plugin)
+    return {"use": plugin if isinstance(plugin, str) else register_object(plugin)}
+
+
+def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -> dict[str, Any]:
+    """Return an evaluator in the form of an experiment file; an object of this program gets a name.
+
+    Args:
+        metric: See `harness.facade.autotune`.
+        test: Labelled inputs and their labels, or None.
+        folder: Folder for the files of these.
+
+    Raises:
+        UserError: It is none.
+    """
+    if isinstance(metric, str | Mapping):
+        described = plugin_mapping(metric)
+    elif hasattr(metric, "score"):
+        described = {"use": register_object(_factory_of(metric))}
+    elif not callable(metric):
+        raise UserError(f"metric: a function, an evaluator or the name of one, but got {type(metric).__name__}")
+    elif test is None:
+        described = {"use": register_object(_factory_of(_FunctionEvaluator(metric), metric))}
+    else:
+        described = {"use": "metric", "params": {"function": register_object(metric)}}
+    if test is None:
+        return described
+    samples, labels = test
+    data = data_mapping(samples, folder / "test")
+    np.save(folder / "labels.npy", np.asarray(labels))
+    return described | {
+        "params": {**described.get("params", {}), "data": {**data, "labels": str(folder / "labels.npy")}}
+    }
+
+
+class _FunctionEvaluator:
+    """Evaluator of a function of `run`."""
+
+    metric, higher_is_better = "metric", True
+
+    def __init__(self, function: Callable[[Any], float]) -> None:
+        self._function = function
+        self.fingerprint = source_digest(function)
+
+    def score(self, infer: Any) -> Any:
+        return Accuracy(metrics={self.metric: float(self._function(infer))})
+
+
+def _factory_of(evaluator: Any, named: Any = None) -> Any:
+    """Return a function without parameters that returns an evaluator, under the name of its class or function."""
+
+    def factory() -> Any:
+        return evaluator
+
+    source = type(evaluator) if named is None else named
+    factory.__module__, factory.__qualname__ = source.__module__, source.__qualname__
+    vars(factory).update(metric=evaluator.metric, higher_is_better=evaluator.higher_is_better)
+    return factory
+
+
+def data_mapping(samples: Any, stem: Path) -> dict[str, Any]:
+    """Return data in the form of an experiment file; arrays are written to a file.
+
+    Args:
+        samples: An array, a mapping of input names to arrays, an iterable of either, a file, or a data mapping.
+        stem: Path of the file without suffix.
+
+    Raises:
+        UserError: There are no samples.
+    """
+    if isinstance(samples, Mapping) and isinstance(samples.get("use"), str):
+        return dict(samples)
+    if isinstance(samples, str | Path):
+        return {"use": Path(samples).suffix.removeprefix("."), "path": str(samples)}
+    if not (isinstance(samples, Mapping) or hasattr(samples, "__array__")):
+        samples = _joined(samples)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(samples, Mapping):
+        path = stem.with_suffix(".npz")
+        arrays: dict[str, Any] = {name: np.asarray(array) for name, array in samples.items()}
+        np.savez(path, **arrays)
+    else:
+        path = stem.with_suffix(".npy")
+        np.save(path, np.asarray(samples))
+    return {"use": path.suffix.removeprefix("."), "path": str(path)}
+
+
+def _joined(batches: Iterable[Any]) -> Any:
+    """Return batches, each an array or a mapping, as one, joined along the first axis."""
+    found = list(batches)
+    if not found:
+        raise UserError("calibration: there are no samples")
+    if isinstance(found[0], Mapping):
+        return {name: np.concatenate([np.asarray(batch[name]) for batch in found]) for name in found[0]}
+    return np.concatenate([np.asarray(batch) for batch in found])

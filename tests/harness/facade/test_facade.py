@@ -1,0 +1,186 @@
+"""The Python interface: the same results folder as `qdq run`, from objects of the calling program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from here import OpenVINO
+from matplotlib.figure import Figure
+from small import save_chain
+
+import harness.facade as qdq
+from harness.pipeline import runner
+from harness.report import render
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.task_setup.program_objects import data_mapping, evaluator_mapping, save_program_model
+
+QUICK: dict[str, Any] = {
+    "initial": ["float", "linear"],
+    "baselines": ["linear"],
+    "sampling": {"warmup_ms": 1, "min_samples": 3, "max_ms": 5, "interleave": "never"},
+    "confirmation": {"builds": 3, "rounds": 2, "candidates": 1},
+    "progress": False,
+}
+SIMULATED: dict[str, Any] = {"use": "simulated", "params": {"seed": 1, "noise": 0.0}}
+
+
+class Redraw:
+    """Random search of the calling program."""
+
+    def __init__(self, space: Any, *, seed: int) -> None:
+        self.space, self.rng = space, np.random.default_rng(seed)
+
+    def ask(self, n: int) -> list[Any]:
+        return [self.space.random(self.rng) for _ in range(n)]
+
+    def tell(self, observation: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> onnx.ModelProto:
+    monkeypatch.chdir(tmp_path)
+    return onnx.load(save_chain(tmp_path / "net.onnx", (8, 4)))
+
+
+def test_a_function_of_this_program_scores_and_a_class_searches(
+    net: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "draw_plots", lambda *_, **__: [])
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((24, 3, 16, 16)).astype(np.float32)
+    session = ort.InferenceSession(net.SerializeToString())
+    labels = np.concatenate([session.run(None, {"x": image[None]})[0].reshape(1, -1).argmax(1) for image in images])
+    counted = []  # a function that a worker cannot load
+
+    def agreement(outputs: Any, labels: Any) -> Any:
+        counted.append(len(labels))
+        return outputs.reshape(len(labels), -1).argmax(1) == labels
+
+    def tune(**changes: Any) -> qdq.RunResult:
+        return qdq.autotune(
+            net, calibration=[image[None] for image in images[:8]], metric=agreement, test=(images, labels),
+            max_drop=20.0, backend=OpenVINO, searcher=[Redraw, "random"], evaluations=4, **QUICK, **changes,
+        )  # fmt: skip
+
+    result = tune()
+    assert result.complete
+    assert result.folder == Path("results/autotune")
+    table = result.table().set_index("method")
+    assert {"float", "linear", "Redraw", "random"} == set(table.index)
+    assert table.loc["float", "score"] == 1.0
+    assert 0 < sum(counted) < 24 * len(counted)  # searches see one half of the images
+    best = result.best
+    assert best.method in table.index
+    assert best.save(tmp_path / "deep" / "best.onnx").read_bytes() == best.path.read_bytes()
+    assert isinstance(result.plot(), Figure)
+    assert str(tmp_path) not in (result.folder / "experiment.yaml").read_text()
+    before = len(counted)
+    assert repr(tune()) == repr(result)
+    assert len(counted) == before  # nothing was left to do
+    with pytest.raises(qdq.UserError, match="another experiment"):
+        tune(sharing="region")
+
+
+def test_an_interrupted_run_returns_and_continues(net: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "confirm_rows", interrupted)
+        result = qdq.autotune(net, backend=SIMULATED, evaluations=4, out="out", **QUICK)
+    assert not result.complete
+    with pytest.raises(qdq.UserError, match="continues"):
+        _ = result.best
+    builds = []
+    build = SimulatedBenchmarker.build
+
+    def counting(self: Any, *args: Any) -> Any:
+        builds.append(args)
+        return build(self, *args)
+
+    monkeypatch.setattr(SimulatedBenchmarker, "build", counting)
+    again = qdq.autotune(net, backend=SIMULATED, evaluations=4, out="out", **QUICK)
+    assert again.complete
+    assert again.best.path.exists()
+    assert len(builds) < 20
+
+
+def test_a_function_of_run_and_an_evaluator_need_no_test_data(tmp_path: Path) -> None:
+    class Halved:
+        metric, higher_is_better, fingerprint = "error", False, "v1"
+
+        def score(self, infer: Any) -> Any:
+            raise NotImplementedError
+
+    assert evaluator_mapping(lambda run: 1.0, None, tmp_path)["use"].endswith(":<lambda>")
+    assert evaluator_mapping(Halved(), None, tmp_path)["use"].endswith(":Halved")
+    assert evaluator_mapping("fidelity", None, tmp_path) == {"use": "fidelity"}
+    with pytest.raises(qdq.UserError, match="metric"):
+        evaluator_mapping(3, None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("samples", "shapes"),
+    [
+        (np.zeros((4, 3)), {"": (4, 3)}),
+        ([np.zeros((1, 3)), np.ones((2, 3))], {"": (3, 3)}),
+        ({"a": np.zeros((2, 3)), "b": np.zeros((2, 5))}, {"a": (2, 3), "b": (2, 5)}),
+        (({"a": np.zeros((1, 3))} for _ in range(4)), {"a": (4, 3)}),
+    ],
+)
+def test_arrays_and_batches_become_files(samples: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
+    data = data_mapping(samples, tmp_path / "data")
+    found = np.load(data["path"])
+    arrays = {"": found} if data["use"] == "npy" else found
+    assert {name: array.shape for name, array in arrays.items()} == shapes
+
+
+def test_data_of_an_experiment_and_files_are_named_as_they_are(tmp_path: Path) -> None:
+    images = {"use": "images", "images": "train"}
+    assert data_mapping(images, tmp_path / "data") == images
+    assert data_mapping("calib.npz", tmp_path / "data") == {"use": "npz", "path": "calib.npz"}
+    with pytest.raises(qdq.UserError, match="no samples"):
+        data_mapping([], tmp_path / "data")
+
+
+def test_models_of_a_program_become_files(net: onnx.ModelProto, tmp_path: Path) -> None:
+    for model in (net, net.SerializeToString()):
+        assert onnx.load(save_program_model(model, tmp_path / "inputs")) == net
+    assert save_program_model("zoo:resnet18", tmp_path) == "zoo:resnet18"
+    with pytest.raises(qdq.UserError, match="ModelProto"):
+        save_program_model(3, tmp_path)
+
+
+def test_a_placement_is_inserted_without_a_search(net: onnx.ModelProto, tmp_path: Path) -> None:
+    made = qdq.insert(net, tmp_path / "linear.onnx", calibration=np.zeros((2, 3, 16, 16), np.float32) + 1)
+    assert made.pairs > 0
+    assert {"QuantizeLinear", "DequantizeLinear"} < {node.op_type for node in onnx.load(made.path).graph.node}
+
+
+@pytest.mark.slow
+def test_a_pytorch_module_is_exported(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
+    path = Path(save_program_model(module, tmp_path, torch.zeros(1, 4)))
+    assert path.name == "Sequential.onnx"
+    assert module.training
+    assert "Dropout" not in {node.op_type for node in onnx.load(path).graph.node}
+    with pytest.raises(qdq.UserError, match="example_inputs"):
+        save_program_model(module, tmp_path)
+
+
+def test_the_import_is_quick() -> None:
+    program = (
+        "import sys, harness.facade; print(*{'onnx', 'numpy', 'pandas', 'matplotlib', 'pydantic'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
