@@ -20,7 +20,7 @@ from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, p
 from harness.cli.doctor import doctor, tools, validate_gpu
 from harness.cli.list import list_plugins
 from harness.cli.models import check, explain, regions, zoo
-from harness.cli.placements import apply, export_recipe, insert
+from harness.cli.placements import apply, export_recipe, import_placement, insert
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import noise, record, recover, replay, sensitivity, study
@@ -38,6 +38,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "trace": trace,
     "reproduce": reproduce,
     "insert": insert,
+    "import": import_placement,
     "apply": apply,
     "export-recipe": export_recipe,
     "regions": regions,

@@ -1,10 +1,10 @@
-"""`qdq insert`, `qdq apply` and `qdq export-recipe`: placements without a search."""
+"""`qdq insert`, `qdq import`, `qdq apply` and `qdq export-recipe`: placements without a search."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +29,10 @@ from harness.cli.run import run_and_report
 from harness.errors import UserError
 from harness.paths import check_path
 
-__all__ = ["apply", "export_recipe", "insert"]
+if TYPE_CHECKING:
+    from harness.config.sections import PluginSpec
+
+__all__ = ["apply", "export_recipe", "import_placement", "insert"]
 
 DEFAULT_SAMPLES = 48
 
@@ -43,22 +46,28 @@ PreprocessOption = Annotated[
 MethodOption = Annotated[str, typer.Option(help="Range estimator: minmax, mean, percentile, entropy, mse, l2.")]
 
 
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="Runtime whose form of Q/DQ pairs is written; no device is needed.")
+]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="int8, fp8, fp8e5m2 or mixed.")]
+SamplesOption = Annotated[int, count_option("Maximum number of calibration samples.")]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.", show_default=False)]
+
+
 def insert(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.", show_default=False)],
+    output: OutputOption,
     placement: Annotated[
         str,
         typer.Option(help="Rule (all, linear, movers, ...), a folder to deploy (ship/NAME), or a Q/DQ file."),
     ] = "linear",
-    backend: Annotated[str, typer.Option(help="Runtime whose form of Q/DQ pairs is written; no device is needed.")] = (
-        "openvino"
-    ),
+    backend: BackendOption = "openvino",
     param: ParamOption = None,
-    precision: Annotated[str, typer.Option(help="int8, fp8, fp8e5m2 or mixed.")] = "int8",
+    precision: PrecisionOption = "int8",
     calibration: CalibrationOption = None,
     preprocess: PreprocessOption = None,
     method: MethodOption = "minmax",
-    samples: Annotated[int, count_option("Maximum number of calibration samples.")] = DEFAULT_SAMPLES,
+    samples: SamplesOption = DEFAULT_SAMPLES,
     shape: ShapeOption = None,
     dim: DimOption = None,
     as_json: JsonOption = False,
@@ -67,18 +76,58 @@ def insert(
 
     Example: `qdq insert model.onnx --placement linear --calibration calib.npy -o model-int8.onnx`
     """
-    from harness.shipping.placements import calibration_config, insert_placement
+    described = {**_ranges_config(calibration, preprocess, samples, method), **parse_sizes(shape, dim)}
+    _insert(model, placement, output, backend_spec(backend, param), as_json, precision=precision, **described)
+
+
+def import_placement(
+    file: Annotated[Path, typer.Argument(help="Q/DQ file that another tool made from the model.", show_default=False)],
+    model: ModelArgument,
+    output: OutputOption,
+    ranges: Annotated[bool, typer.Option("--ranges", help="Use the ranges of the file's Q/DQ pairs too.")] = False,
+    backend: BackendOption = "openvino",
+    param: ParamOption = None,
+    precision: PrecisionOption = "int8",
+    calibration: CalibrationOption = None,
+    preprocess: PreprocessOption = None,
+    method: MethodOption = "minmax",
+    samples: SamplesOption = DEFAULT_SAMPLES,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the placement of another tool's Q/DQ file (NNCF, ModelOpt, ONNX Runtime), from which searches can start.
+
+    Inputs that the dialect of the runtime quantizes otherwise are listed.
+
+    Example: `qdq import theirs.onnx model.onnx -o start.onnx`
+    """
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    described = {**_ranges_config(calibration, preprocess, samples, method), **parse_sizes(shape, dim)}
+    runtime = backend_spec(backend, param)
+    _insert(model, str(file), output, runtime, as_json, precision=precision, ranges=ranges, **described)
+    if not as_json:
+        params = f"{{path: {output}{', ranges: true' if ranges else ''}}}"
+        echo(f"to search from it: initial: [float, {{use: placement, params: {params}, label: theirs}}]")
+
+
+def _ranges_config(calibration: Path | None, preprocess: str | None, samples: int, method: str) -> dict[str, Any]:
+    from harness.shipping.placements import calibration_config
+
+    return calibration_config(calibration, preprocess, samples, method, Path.cwd())
+
+
+def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_json: bool, **described: Any) -> None:
+    """Write a model with a placement, and print its facts and how it differs from the file of another tool."""
+    from harness.shipping.placements import insert_placement
     from harness.terminal_progress import TerminalProgress
 
     check_path(Path(model))
     if output.exists() and output.resolve() == Path(model).resolve():
         raise UserError(f"--output {output}: is the float model; use another file")
-    ranges = calibration_config(calibration, preprocess, samples, method, Path.cwd())
-    described = {**ranges, **parse_sizes(shape, dim)}
     with TerminalProgress() as terminal:
-        made = insert_placement(
-            model, placement, output, terminal, backend=backend_spec(backend, param), precision=precision, **described
-        )
+        made = insert_placement(model, placement, output, terminal, backend=runtime, **described)
     if as_json:
         print_json({**asdict(made), "path": str(made.path)})
         return
@@ -86,6 +135,9 @@ def insert(
         f"{made.path}: {made.pairs} Q/DQ pairs at {made.edges} inputs, dialect {made.dialect}, calibrated on "
         f"{made.calibrated_on}"
     )
+    for title, edges in (("not expressed", made.missing), ("added", made.added)):
+        for edge, quantized in edges:
+            echo(f"{title}: {quantized} at input {edge.slot} of {edge.consumer or 'the model'} ({edge.tensor})")
 
 
 def apply(

@@ -21,7 +21,7 @@ PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
 #: Tools whose models are baselines alone: a file of another form, or pairs that are no placement of the dialect.
 BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_control", "quark_ptq")
 #: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
-#: pattern cache, or the output of `qdq sensitivity`.
+#: pattern cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
 FILE_SOURCES = ("import", "placement", "pattern_cache", "sensitivity")
 MAX_FILE_PLACEMENTS = 32
 
@@ -45,10 +45,14 @@ def _is_limit(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MAX_FILE_PLACEMENTS
 
 
-_PARAM_HINTS = {"path": "the name of a file", "limit": f"1 to {MAX_FILE_PLACEMENTS}"}
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_PARAM_HINTS = {"path": "the name of a file", "limit": f"1 to {MAX_FILE_PLACEMENTS}", "ranges": "true or false"}
 _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
-    "import": {"path": _is_path},
-    "placement": {"path": _is_path},
+    "import": {"path": _is_path, "ranges": _is_flag},
+    "placement": {"path": _is_path, "ranges": _is_flag},
     "pattern_cache": {"path": _is_path, "limit": _is_limit},
     "sensitivity": {"path": _is_path, "limit": _is_limit},
 }

@@ -18,6 +18,7 @@ from harness.config.yaml_loader import dump_yaml
 from harness.errors import UserError, suggest_names
 from harness.graph.io.files import move_model
 from harness.graph.load import save_to_folder
+from harness.graph.qdq.import_placement import compare_import
 from harness.graph.qdq.qdq_graph import QDQ_OPS, read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.qdq.transfer_placement import transfer_placement
@@ -29,11 +30,12 @@ from harness.progress import Observer
 from harness.registry import create_plugin
 from harness.results_dir.io import explain_write_errors
 from harness.shipping.bundle import FACTS_FILE, read_bundle
-from harness.task_setup.initial_design import InitialDesign, load_imported_models
+from harness.task_setup.initial_design import InitialDesign, load_imported_models, load_imported_ranges
 from harness.task_setup.model_loader import MIN_OPSET, input_types, open_model
 from harness.task_setup.study_task import model_label
 from harness.task_setup.task import BackendProperties, Task, calibrate_task
 from search.heuristics import HEURISTIC_RULES
+from search.space import Resolved
 
 __all__ = ["InsertedModel", "apply_experiment", "calibration_config", "check_structure", "insert_placement"]
 
@@ -49,6 +51,9 @@ class InsertedModel:
         edges: Number of quantized inputs.
         dialect: Name of the dialect.
         calibrated_on: Source of the ranges.
+        missing: Quantized inputs of another tool's file that the placement lacks; see
+            `harness.graph.qdq.import_placement.compare_import`.
+        added: Those that the placement adds.
     """
 
     path: Path
@@ -56,6 +61,8 @@ class InsertedModel:
     edges: int
     dialect: str
     calibrated_on: str
+    missing: Resolved = ()
+    added: Resolved = ()
 
 
 def calibration_config(
@@ -145,13 +152,13 @@ def insert_placement(
         placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
         out: File to write.
         backend: Benchmarker whose dialect the pairs have; its device may be absent.
-        described: `precision`, and keys of the model in an experiment.
+        described: `precision`; `ranges`, whether those of a Q/DQ file are used; and keys of the model in an experiment.
 
     Raises:
         UserError: Anything that cannot be used, or a placement that does not fit the model.
     """
     precision = described.pop("precision")
-    entry = _initial_entry(placement)
+    entry = _initial_entry(placement, described.pop("ranges", False))
     experiment = parse_experiment(
         dump_yaml(
             {
@@ -185,6 +192,11 @@ def insert_placement(
         resolved = task.space.resolve(found)
         if not resolved and placement != "float":
             raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written")
+        missing, added = (
+            compare_import(Path(entry["params"]["path"]), task.model, resolved)
+            if entry["use"] == "import"
+            else ((), ())
+        )
         made = task.inserter.export(resolved, Path(scratch) / out.name)
         with explain_write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -195,6 +207,8 @@ def insert_placement(
             edges=len(resolved),
             dialect=dialect.name,
             calibrated_on=task.calibrated_on,
+            missing=missing,
+            added=added,
         )
 
 
@@ -208,11 +222,11 @@ def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: 
     if feeds.is_random:
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     runtime = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=True)
-    file = save_to_folder(model, work)
-    return calibrate_task(spec, model, file, space, runtime=runtime, feeds=feeds, observer=observer)
+    file, known = save_to_folder(model, work), load_imported_ranges(experiment.initial, model)
+    return calibrate_task(spec, model, file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=known)
 
 
-def _initial_entry(placement: str) -> dict[str, Any]:
+def _initial_entry(placement: str, ranges: bool) -> dict[str, Any]:
     """Return the entry of `initial` for the name of a rule, a folder to deploy or a Q/DQ file."""
     path = Path(placement)
     if (path / FACTS_FILE).is_file():
@@ -223,7 +237,8 @@ def _initial_entry(placement: str) -> dict[str, Any]:
     own = any(
         NAME_PREFIX in node.output[0] for node in read_qdq_graph(path).proto.graph.node if node.op_type in QDQ_OPS
     )
-    return {"use": "placement" if own else "import", "params": {"path": str(path.resolve())}, "label": ROW}
+    params = {"path": str(path.resolve()), **({"ranges": True} if ranges else {})}
+    return {"use": "placement" if own else "import", "params": params, "label": ROW}
 
 
 def _check_rule(placement: str, path: Path) -> None:

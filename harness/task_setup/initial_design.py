@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.graph.model import Model
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
-from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.import_placement import import_placement, import_ranges
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.paths import resolve_path
@@ -28,7 +28,8 @@ from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
 __all__ = [
-    "InitialDesign", "ScreenedUnit", "check_files", "load_imported_models", "nested_prior_placements", "read_prior",
+    "InitialDesign", "ScreenedUnit", "check_files", "load_imported_models", "load_imported_ranges",
+    "nested_prior_placements", "read_prior",
     "tensorrt_guide_placement",
 ]  # fmt: skip
 
@@ -43,6 +44,19 @@ def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalMode
         start.name: resolve_path(start.params["path"], start.base_dir) for start in starts if start.use == "import"
     }
     return {name: ExternalModel(name=name, path=path, pairs=count_pairs(path)) for name, path in paths.items()}
+
+
+def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str, tuple[float, float]]:
+    """Return the ranges of the Q/DQ files that `initial` names with `ranges: true`, by tensor of the model.
+
+    Raises:
+        UserError: A file is not there or cannot be read.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for start in starts:
+        if start.params.get("ranges"):
+            found |= import_ranges(resolve_path(start.params["path"], start.base_dir), model)
+    return found
 
 
 def check_files(starts: Sequence[PluginSpec]) -> None:

@@ -45,7 +45,7 @@ from harness.task_setup.external_tools import (
     run_external_tool,
 )
 from harness.task_setup.float_baseline import CAST_FOLDER_NAME, FloatTrial, runtime_input_file
-from harness.task_setup.initial_design import InitialDesign, load_imported_models
+from harness.task_setup.initial_design import InitialDesign, load_imported_models, load_imported_ranges
 from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
@@ -199,7 +199,10 @@ def compose_task(
         FloatTrial(work, experiment.limits, observer).run(spec.model, model, model_file)
     if feeds.is_random:
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
-    task = calibrate_task(spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer)
+    known = load_imported_ranges(experiment.initial, model)
+    task = calibrate_task(
+        spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=known
+    )
     starts = _initial_and_baselines(experiment)
     order = QuantizationRequest(
         model_file=model_file,
@@ -248,6 +251,7 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     feeds: CalibrationBatches,
     observer: Observer,
     uncalibrated_abs_max: float = UNCALIBRATED_ABS_MAX,
+    known_ranges: Ranges | None = None,
 ) -> Task:
     """Calibrate a model and return its task without initial placements and baselines.
 
@@ -255,13 +259,16 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         model_file: File of the model; its folder is the scratch folder of the task.
         space: Space of the model; restricted to points with usable ranges.
         uncalibrated_abs_max: Bound of every range if plug-in operators prevent a calibration on random data.
+        known_ranges: Ranges from files, which replace those of the calibration.
 
     Raises:
         UserError: The calibration fails, or leaves no point of the space.
     """
     choices = feeds.numeric_choices
     choices.adapt_dialect(runtime.dialect)  # raises before minutes of calibration
-    observed = _calibrate_ranges(space, model, model_file, feeds, observer, uncalibrated_abs_max)
+    calibrated = _calibrate_ranges(space, model, model_file, feeds, observer, uncalibrated_abs_max)
+    used = {name: pair for name, pair in (known_ranges or {}).items() if name in calibrated}
+    observed = {**calibrated, **used}
     left, ranges = restrict_space(space, observed), finite_ranges(observed)
     if len(space):
         require_quantizable(left, observed, model.source)
@@ -274,7 +281,7 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         dialect=runtime.dialect,
         ranges=ranges,
         inserter=Inserter(model, runtime.dialect, ranges, choices),
-        calibrated_on=feeds.description,
+        calibrated_on=feeds.description + (f", {len(used)} ranges of files" if used else ""),
         remarks=range_warnings(observed),
         work=model_file.parent,
         accuracy_only=runtime.emulated.intersection(spec.precisions),

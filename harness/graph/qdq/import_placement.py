@@ -17,9 +17,9 @@ from harness.graph.model import Model, Node
 from harness.graph.protos import input_values
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
-from search.space import Edge
+from search.space import Edge, Resolved
 
-__all__ = ["import_placement", "map_to_float_tensors", "require_float_model"]
+__all__ = ["compare_import", "import_placement", "import_ranges", "map_to_float_tensors", "require_float_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge,
 
     A quantized input is matched by the name of its node, else by the tensor and the operator that reads it, else by
     what is computed there: names may all have changed. What the other tool fused or added finds no match and is left
-    out. Scales are not imported: ours come from calibration.
+    out. Scales are not imported, see `import_ranges`.
 
     Args:
         source: A file or a model, made from the saved `model` by another tool (ModelOpt, ONNX Runtime).
@@ -75,6 +75,48 @@ def _import_placement(source: Path | onnx.ModelProto, model: Model, name: str) -
         )
     logger.info("%s: %d of %d quantized edges found in %s", name, len(edges), len(found), model.source)
     return edges
+
+
+def compare_import(source: Path, model: Model, placed: Resolved) -> tuple[Resolved, Resolved]:
+    """Return the quantized edges of a Q/DQ model that a placement lacks, and those that it adds; both sorted.
+
+    An edge without a counterpart in `model` has the names of the file.
+
+    Args:
+        source: See `import_placement`.
+        model: The float model.
+        placed: Quantized edges of the placement.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    with refuse_damage(source):
+        theirs = QDQGraph(read_model(source, str(source))[0])
+        matcher = _EdgeMatcher(theirs, model)
+        wanted = {(matcher.match_edge(edge) or edge, precision) for edge, precision in theirs.edges.items()}
+    return tuple(sorted(wanted.difference(placed))), tuple(sorted(set(placed) - wanted))
+
+
+def import_ranges(source: Path, model: Model) -> dict[str, tuple[float, float]]:
+    """Return the lowest and the highest value that the Q/DQ pairs of activations represent, by tensor of `model`.
+
+    Pairs with a scale for each channel, and tensors without a counterpart, are left out.
+
+    Args:
+        source: See `import_placement`.
+        model: The float model.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    with refuse_damage(source):
+        theirs = QDQGraph(read_model(source, str(source))[0])
+        matcher, found = _EdgeMatcher(theirs, model), {}
+        for edge in sorted(theirs.edges):
+            ours, pair = matcher.match_edge(edge), theirs.edge_range(edge)
+            if ours is not None and pair is not None and ours.tensor not in model.constants:
+                found[ours.tensor] = pair
+        return found
 
 
 def require_float_model(model: Model) -> None:

@@ -36,6 +36,10 @@ _PRECISION_BY_STORAGE = {
     TensorProto.INT16: "int16", TensorProto.UINT16: "int16", TensorProto.INT4: "int4", TensorProto.UINT4: "int4",
     TensorProto.FLOAT8E5M2: "fp8e5m2", TensorProto.FLOAT4E2M1: "fp4",
 }  # fmt: skip
+_LIMITS_BY_STORAGE = {
+    TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.FLOAT8E4M3FN: (-448, 448),
+    TensorProto.FLOAT8E5M2: (-57344, 57344),
+}  # fmt: skip
 _EXTERNAL_TOOL_SUFFIXES = ("_quantized", "_QuantizeLinear_Input")  # of ONNX Runtime's quantization tools
 
 
@@ -167,6 +171,22 @@ class QDQGraph:
             if (source := self._resolve_dequantized(name)) is not None:
                 found[Edge(source[0], consumer, slot)] = source[1]
         return found
+
+    def edge_range(self, edge: Edge) -> tuple[float, float] | None:
+        """Return the values that the pair of an edge clips to; None without one constant scale, as of weights."""
+        nodes = dict(zip(self.labels, self.proto.graph.node, strict=True))
+        name = nodes[edge.consumer].input[edge.slot] if edge.consumer else edge.tensor
+        dequantize = self.producer_through(name, _CAST_OPS)
+        quantize = None if dequantize is None else self.producer_through(dequantize.input[0], _CAST_OPS)
+        if quantize is None or quantize.op_type != QUANTIZE:
+            return None
+        scale, limits = self.values(quantize.input[1]), _LIMITS_BY_STORAGE.get(self._stored_type(quantize))
+        if scale is None or scale.size != 1 or limits is None:
+            return None
+        zero = self.values(quantize.input[2]) if len(quantize.input) > 2 and quantize.input[2] else np.zeros(1)
+        low, high = limits
+        low = -high if low < 0 and not zero.any() else low  # symmetric, like the ranges of a calibration
+        return float((low - zero.item()) * scale.item()), float((high - zero.item()) * scale.item())
 
     def _resolve_dequantized(self, name: str) -> tuple[str, str] | None:
         """Return the original name and the precision of a dequantized tensor; None for any other tensor."""

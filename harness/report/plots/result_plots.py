@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal
@@ -39,6 +40,15 @@ CURVE_NOTE = (
 )
 
 
+class NotebookFigure(Figure):
+    """Figure that a notebook shows, whether pyplot is imported or not."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
 @contextmanager
 def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
     """Yield the axes of a figure that is written as PNG and SVG, unless it has no path; names are without markup.
@@ -47,7 +57,7 @@ def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) ->
     """
     settings: Any = {"text.usetex": False, "text.parse_math": False, "font.size": 9, "svg.hashsalt": "qdq-bench"}
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(6.4, height), layout="constrained")
+        figure = NotebookFigure(figsize=(6.4, height), layout="constrained")
         axes = figure.subplots()
         yield axes
         if grid:

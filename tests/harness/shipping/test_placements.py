@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from onnx_models import activation_ranges, loaded
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
 from small import qdq, save_small
 
 from harness.errors import UserError
 from harness.graph.io.files import digest_file
 from harness.graph.load import load
+from harness.graph.qdq.import_placement import compare_import, import_ranges
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs, read_qdq_graph
 from harness.graph.qdq.space import build_space
@@ -39,6 +42,67 @@ def retrain(path: Path, target: Path, change: Any = lambda proto: None) -> Path:
     change(proto)
     onnx.save(proto, target)
     return target
+
+
+def quantize_by_ort(path: Path, target: Path) -> Path:
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.feeds = iter([{"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}])
+
+        def get_next(self) -> Any:
+            return next(self.feeds, None)
+
+    quantize_static(path, target, Reader(), quant_format=QuantFormat.QDQ, per_channel=True)
+    return target
+
+
+def test_a_search_starts_from_the_file_of_another_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = load(save_small(tmp_path / "net.onnx"))
+    theirs = quantize_by_ort(tmp_path / "net.onnx", tmp_path / "theirs.onnx")
+    assert qdq("import", "theirs.onnx", "net.onnx", "--ranges", "-o", "start.onnx") == 0
+    printed = capsys.readouterr().out
+    space = build_space(model, OPENVINO, precisions=("int8",))
+    placed = tuple(transfer_placement(tmp_path / "start.onnx", model).items())
+    missing, added = compare_import(theirs, model, placed)
+    assert placed
+    assert missing
+    assert (printed.count("not expressed: "), printed.count("added: ")) == (len(missing), len(added))
+    assert {edge for edge, _ in missing}.isdisjoint(edge for edge, _ in placed)
+    ranges = import_ranges(theirs, model)
+    scales = {float(read_qdq_graph(theirs).values(node.input[1])) for node in quantizers(theirs)}
+    assert {np.float32((high - low) / 255) for low, high in ranges.values()} <= {np.float32(each) for each in scales}
+    assert {edge.tensor for dimension in space.dimensions for edge in dimension.edges} & ranges.keys()
+    (entry,) = re.findall(r"initial: (.*)", printed)
+    Path("e.yaml").write_text(f"{SIMULATED_RUN}initial: {entry}\n", encoding="utf-8")
+    assert qdq("run", "e.yaml", "--out", "out") == 0
+    facts = load_results(tmp_path / "out").tasks[0].facts
+    assert f"{len(ranges.keys() & searched_tensors(space))} ranges of files" in facts["calibrated_on"]
+    assert qdq("insert", "net.onnx", "--placement", "start.onnx", "-o", "again.onnx") == 0
+    assert read_qdq_graph(tmp_path / "again.onnx").edges == dict(placed)
+
+
+def quantizers(path: Path) -> list[onnx.NodeProto]:
+    graph = read_qdq_graph(path)
+    nodes = [node for node in graph.proto.graph.node if node.op_type == "QuantizeLinear"]
+    return [node for node in nodes if graph.values(node.input[1]).size == 1]
+
+
+def searched_tensors(space: Any) -> set[str]:
+    return {edge.tensor for dimension in space.dimensions for edge in dimension.edges}
+
+
+SIMULATED_RUN = """
+experiment: from_theirs
+models: [net.onnx]
+backends: [{use: simulated, params: {seed: 1, noise: 0.0}}]
+searchers: [random]
+baselines: [linear]
+budget: {evaluations: [4]}
+confirmation: {builds: 3, rounds: 2}
+"""
 
 
 def export_all(path: Path, target: Path) -> Path:
