@@ -53,7 +53,7 @@ class InsertedModel:
         calibrated_on: Source of the ranges.
         missing: Quantized inputs of another tool's file that the placement lacks; see
             `harness.graph.qdq.import_placement.compare_import`.
-        added: Those that the placement adds.
+        added: Quantized inputs that the placement adds.
     """
 
     path: Path
