@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from harness.cli.common import (
     short_path,
 )
 from harness.cli.run import run_and_report
-from harness.errors import UserError, prefix_file
+from harness.errors import prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
 
@@ -28,36 +29,40 @@ HELP_OPTIONS = frozenset({"-h", "--help"})
 
 
 def autotune(context: typer.Context) -> None:
-    """Optimize one model with the command line, files and defaults of ModelOpt's autotune; no GPU is needed.
+    """Optimize one model and write it to `OUTPUT_DIR/ship`; no GPU is needed, Ctrl-C keeps the best file so far.
 
-    With `--max_drop` the fastest file within a bound on accuracy is searched for, as `qdq run` does.
+    The flags are those of ModelOpt's autotune. Flags of its procedure (`--mode`, `--schemes_per_region`, ...) select
+    that procedure, region by region, with its files; without them the run is that of `qdq run` for one model.
 
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
 
     Under a bound: `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
     """
-    from harness.compat.bounded_autotune import bounded_experiment, ignored_flags
-    from harness.compat.modelopt_autotune.__main__ import autotune as run
-    from harness.compat.modelopt_autotune.settings import get_parser, parse_arguments
+    from harness.compat.autotune_experiment import command_experiment, region_flags
+    from harness.compat.modelopt_autotune.__main__ import autotune as run_regions
+    from harness.compat.modelopt_autotune.settings import check_counts, get_parser, parse_arguments
+    from harness.paths import WAIT_VARIABLE
     from harness.task_setup.preflight import check_experiment
     from harness.terminal_progress import TerminalProgress
 
+    prog = "qdq autotune"
     if not HELP_OPTIONS.isdisjoint(context.args):
-        get_parser("qdq autotune").print_help()
+        get_parser(prog).print_help()
         return
-    options = parse_arguments(context.args, "qdq autotune")
-    if options.test_data is not None and options.max_drop is None:
-        raise UserError("--test_data: the labels serve a bound on accuracy; give --max_drop too, or leave them out")
-    if options.max_drop is not None:
-        config = bounded_experiment(options)
-        for remark in (*ignored_flags(options), *check_experiment(config)):
+    options = parse_arguments(context.args, prog)
+    if not region_flags(context.args, prog):
+        check_counts(options)
+        if options.wait is not None:
+            os.environ[WAIT_VARIABLE] = f"{options.wait}"
+        config = command_experiment(options)
+        for remark in check_experiment(config):
             echo(remark, err=True)
         with replace_change_advice("--output_dir"):
-            run_and_report(config, Path(options.output_dir))
+            run_and_report(config, Path(options.output_dir), anytime=True)
         return
     with TerminalProgress() as terminal:
         try:
-            run(context.args, "qdq autotune", terminal)
+            run_regions(context.args, prog, terminal)
         except KeyboardInterrupt as stop:  # it has printed what is kept
             raise typer.Exit(130) from stop
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -55,6 +56,14 @@ def run(
         ),
     ] = False,
     target: TargetOption = None,
+    anytime: Annotated[
+        bool,
+        typer.Option(
+            "--anytime",
+            help="Confirm the incumbent while the search runs, and write ship/TASK each time it is better. Takes up "
+            "to a fifth of the search's time.",
+        ),
+    ] = False,
     events: Annotated[
         bool, typer.Option("--events", help="Print progress as one JSON object a line on standard error.")
     ] = False,
@@ -84,6 +93,7 @@ def run(
         folder,
         accept_changes=accept_changes,
         retry_failed=retry_failed,
+        anytime=anytime,
         events=events,
         as_json=as_json,
     )
@@ -95,16 +105,43 @@ def run_and_report(
     *,
     accept_changes: bool = False,
     retry_failed: bool = False,
+    anytime: bool = False,
     events: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Run an experiment, print its tables and write the folder to deploy."""
+    """Run an experiment, print its tables and write the folder to deploy.
+
+    Args:
+        anytime: Write the folder during the search too, for each confirmed incumbent.
+    """
+    from harness.pipeline.early_answer import EarlyAnswer
     from harness.pipeline.runner import run_experiment
+    from harness.shipping.tuned_model import ship_answer
     from harness.terminal_progress import EventProgress, TerminalProgress
 
     progress = EventProgress() if events else TerminalProgress()
+    started_s, answer = time.monotonic(), ""
+
+    def deliver(found: EarlyAnswer) -> None:
+        nonlocal answer
+        answer = ship_answer(found, short_path(folder), terminal)
+        after = f"after {time.monotonic() - started_s:.0f} s and {found.evaluations} evaluations"
+        terminal.say(f"{after}: {answer}; the search continues, Ctrl-C keeps this file")
+
     with report_afterwards(lambda: show_report(folder, ship=True, as_json=as_json)), progress as terminal:
-        run_experiment(config, out=folder, observer=terminal, accept_changes=accept_changes, retry_failed=retry_failed)
+        try:
+            run_experiment(
+                config,
+                out=folder,
+                observer=terminal,
+                accept_changes=accept_changes,
+                retry_failed=retry_failed,
+                answers=deliver if anytime else None,
+            )
+        except KeyboardInterrupt:
+            if answer:
+                terminal.say(answer)
+            raise
 
 
 def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: bool) -> None:

@@ -185,6 +185,8 @@ class Budget(ConfigSection):
     Attributes:
         evaluations: Budgets to report; the search runs to the largest.
         minutes: Wall-clock limit of one search; None: no limit.
+        stop_at: Probability that no gain above 0.5 % is left, at which a search ends early; None: it does not. See
+            `search.gain_forecast`.
     """
 
     evaluations: Annotated[
@@ -193,6 +195,7 @@ class Budget(ConfigSection):
         AfterValidator(require_distinct),
     ] = (25, 50)
     minutes: Annotated[float, Field(gt=0, le=MAX_MINUTES)] | None = None
+    stop_at: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
 class Sampling(ConfigSection):

@@ -67,7 +67,8 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
         precision: "int8", "fp8", "fp8e5m2" or "mixed".
         searcher: Search method, or several to be compared.
         seed: Seed of the searches, or several.
-        evaluations: Placements that each search measures; default 50.
+        evaluations: Placements that each search measures at most; default 50. It stops earlier where no further gain is
+            likely.
         example_inputs: Inputs of one call of a PyTorch module.
         preprocess: Preprocessing of images, where data are images.
         out: Results folder; default `results/NAME` of the file, `results/autotune` for an object.
@@ -78,11 +79,12 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     Raises:
         UserError: Anything that cannot be used, or a searcher failed; the report of the others is written.
     """
-    from harness.compat.bounded_autotune import DEFAULT_EVALUATIONS, autotune_experiment, drop_objective
+    from harness.compat.autotune_experiment import autotune_experiment, drop_objective, make_budget
     from harness.pipeline.runner import run_experiment
     from harness.progress import NullProgress
     from harness.results_dir.ownership import INPUTS_FOLDER
     from harness.results_dir.termination import SearcherFailures
+    from harness.shipping.tuned_model import ship_answer
     from harness.task_setup.preflight import check_experiment
     from harness.task_setup.program_objects import model_mapping, plugin_mapping
     from harness.task_setup.study_task import model_label
@@ -108,14 +110,20 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
         "precision": [precision],
         "searchers": [plugin_mapping(each) for each in searchers],
         "seeds": [seed] if isinstance(seed, int) else list(seed),
-        "budget": {"evaluations": [evaluations or DEFAULT_EVALUATIONS]},
+        "budget": make_budget(evaluations),
     }
     experiment = autotune_experiment(described, "qdq.autotune", **{**settings, **keys})
     with TerminalProgress() if progress else nullcontext(NullProgress()) as observer:
         for remark in check_experiment(experiment):
             observer.say(remark)
         try:
-            run_experiment(experiment, out=folder, observer=observer, accept_changes=accept_changes)
+            run_experiment(
+                experiment,
+                out=folder,
+                observer=observer,
+                accept_changes=accept_changes,
+                answers=lambda found: observer.say(ship_answer(found, folder, observer)),
+            )
         except KeyboardInterrupt:
             observer.say(f"interrupted; {folder} keeps what was found, and the same call continues it")
         except SearcherFailures:
@@ -238,12 +246,15 @@ class RunResult:
     def best(self) -> TunedFile:
         """Return the fastest file that may be shipped; the float model if no file is faster within the bound.
 
+        Of an interrupted run it is the file that was confirmed during the search.
+
         Raises:
-            UserError: The run has not reached its confirmation.
+            UserError: No file is confirmed yet.
         """
         from harness.report.load.task_files import exported
         from harness.report.next_steps import best_row
         from harness.results_dir.artifacts import FLOAT_ROW
+        from harness.shipping.bundle import read_bundle
 
         for task in self._results.tasks:
             floating = self._main[self._main["task"].eq(task.name) & self._main["row"].eq(FLOAT_ROW)].to_dict("records")
@@ -255,6 +266,12 @@ class RunResult:
                     speedup=(row["speedup"], row["speedup_low"], row["speedup_high"]),
                     drop=None if drop is None or drop != drop else float(drop),
                 )
+        if self.ship is not None:
+            facts = read_bundle(self.ship)
+            speedup, low, high = facts["speedup"]
+            return TunedFile(
+                path=self.ship / facts["file"], method=facts["method"], speedup=(speedup, low, high), drop=None
+            )
         raise UserError(f"{self.folder}: no file is confirmed yet; the same call continues the run")
 
     @property

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -40,6 +40,7 @@ from harness.cluster import open_execution_target
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
+from harness.pipeline.early_answer import AnswerSink, EarlyAnswers
 from harness.pipeline.export import export_finalists
 from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
@@ -80,6 +81,7 @@ def run_experiment(
     observer: Observer,
     accept_changes: bool = False,
     retry_failed: bool = False,
+    answers: AnswerSink | None = None,
 ) -> None:
     """Run the missing parts of an experiment; a task that cannot be run does not stop the others.
 
@@ -87,6 +89,7 @@ def run_experiment(
         out: Results folder; created where missing.
         accept_changes: Archive a task that was started with other inputs, and start it anew.
         retry_failed: Attempt once more what failed in searches, final selections and confirmations.
+        answers: Receives incumbents that are confirmed while a search runs; None: none are.
 
     Raises:
         SearchesBroke: Searchers raised what they should not; all else was done.
@@ -108,6 +111,7 @@ def run_experiment(
             site=site,
             retry_failed=retry_failed,
             searching=searching,
+            sink=answers,
         )
         try:
             run_with_recovery(folder, partial(_run_task, place, experiment, observer), accept_changes, observer)
@@ -194,6 +198,7 @@ class _TaskContext:
         site: Machine or cluster that runs its engines.
         retry_failed: See `run_experiment`.
         searching: Stop where the finalists are picked; what other tasks find is not among them yet.
+        sink: See `answers` of `run_experiment`.
     """
 
     spec: TaskSpec
@@ -202,6 +207,7 @@ class _TaskContext:
     site: ExecutionTarget
     retry_failed: bool
     searching: bool
+    sink: AnswerSink | None
 
 
 def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -> None:
@@ -230,6 +236,8 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             observer=observer,
             checker=checker,
         )
+        if place.sink is not None:
+            running = replace(running, answers=_make_answers(running, lambda: site.open(worker), place.sink))
         record_or_check(
             folder / "task.json",
             running.task_facts(),
@@ -275,6 +283,26 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     shutil.rmtree(task.work, ignore_errors=True)
     failed = any(end.failed for run in runs if (end := running.termination(run)))  # the same command tries it again
     complete_task(folder, asked, complete=not failed)
+
+
+def _make_answers(
+    running: TaskRun, open_engines: Callable[[], AbstractContextManager[Engines]], sink: AnswerSink
+) -> EarlyAnswers | None:
+    """Return the confirmation of incumbents, or None if several trials may run at once or latency is no objective."""
+    executor, goal = running.experiment.executor, running.judge.goal
+    serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
+    if not serial or goal.minimize != "latency" or running.task.accuracy_only:
+        return None
+    return EarlyAnswers(
+        running.task,
+        running.engines,
+        open_engines,
+        checker=running.checker,
+        noise_floor=running.noise_floor,
+        metric=goal.metric,
+        sink=sink,
+        observer=running.observer,
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 from harness.config.experiment import Experiment
 from harness.config.plan import SearchSpec
 from harness.graph.io.files import digest_file
+from harness.pipeline.early_answer import EarlyAnswers
 from harness.pipeline.prescreening import Prescreening, count_prescreened
 from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer, ProgressTask, format_incumbent
@@ -46,6 +47,7 @@ class TaskRun:
 
     Attributes:
         checker: Compares engines with their files; None where the benchmarker runs no model.
+        answers: Confirms incumbents while searches run; None: at the end only.
     """
 
     experiment: Experiment
@@ -57,6 +59,7 @@ class TaskRun:
     folder: Path
     observer: Observer
     checker: RuntimeChecker | None = None
+    answers: EarlyAnswers | None = None
 
     def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run one search, or the rest of it; record why it ended if its budget is not spent.
@@ -109,21 +112,31 @@ class TaskRun:
                 seconds=None if budget.minutes is None else budget.minutes * 60,
                 window=window,
                 retry_failed=retry_failed,
+                stop_at=budget.stop_at,
             )
             name = f"{self.task.spec.name}/{run.name}"
             live = mirror_to_optuna(
                 self.folder / OPTUNA_JOURNAL_NAME, name, search.space, self.judge.goal, fresh=not journal.entries
             )
-            note = partial(
+            describe = partial(
                 format_incumbent,
                 float_ms=baseline_latency(self.folder),
                 interleaved=self._reference_latency_ms is not None,
             )
-            ending = run_search(task, executor, journal, _make_trial_callback(step, live, note))
+            watch = _make_trial_callback(step, live, lambda trial: self._note(trial, describe))
+            if self.answers is not None:
+                watch = _with_answers(self.answers, run.searcher.name, task, watch)
+            ending = run_search(task, executor, journal, watch)
         self._report_prescreening(run)
         if ending.failure is not None or search.close_error is None:
             return ending
         return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
+
+    def _note(self, trial: TrialEvent, describe: Callable[..., str]) -> str:
+        """Return incumbent, confirmed speedup and expected further gain for the line of progress."""
+        best = "" if trial.best_ms is None else describe(trial.best_ms, is_float=trial.best_is_float)
+        gain = "" if trial.expected_gain is None else f"expected further gain {trial.expected_gain:.1%}"
+        return ", ".join(filter(None, (best, self.answers.note if self.answers else "", gain)))
 
     def _report_prescreening(self, run: SearchSpec) -> None:
         if self.experiment.prescreening is not None:
@@ -187,8 +200,12 @@ class TaskRun:
     @property
     def experiment_digest(self) -> str:
         """Return the digest of the experiment's settings."""
-        unused = {"prescreening"} if self.experiment.prescreening is None else set()
-        return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor", *unused}))
+        unused: dict[str, Any] = {"description": True, "executor": True}
+        if self.experiment.prescreening is None:  # keys that were added later count only where they are used
+            unused["prescreening"] = True
+        if self.experiment.budget.stop_at is None:
+            unused["budget"] = {"stop_at"}
+        return facts_digest(self.experiment.model_dump(mode="json", exclude=unused))
 
     def task_digest(self) -> str:
         """Return the digest of the experiment's settings for the task and of its inputs, other models included."""
@@ -241,7 +258,7 @@ class TaskRun:
 
 
 def _make_trial_callback(
-    step: ProgressTask, live: Callable[[TrialEvent], None], note: Callable[..., str]
+    step: ProgressTask, live: Callable[[TrialEvent], None], note: Callable[[TrialEvent], str]
 ) -> Callable[[TrialEvent], None]:
     spent = 0
 
@@ -250,6 +267,16 @@ def _make_trial_callback(
         live(trial)
         if trial.evaluations > spent:
             spent = trial.evaluations
-            step.advance("" if trial.best_ms is None else note(trial.best_ms, is_float=trial.best_is_float))
+            step.advance(note(trial))
 
     return watch
+
+
+def _with_answers(
+    answers: EarlyAnswers, method: str, task: SearchTask, watch: Callable[[TrialEvent], None]
+) -> Callable[[TrialEvent], None]:
+    def watch_and_answer(trial: TrialEvent) -> None:
+        watch(trial)
+        answers.consider(method, trial, task.candidate, initial=trial.asked.number + 1 < len(task.initial_design))
+
+    return watch_and_answer

@@ -13,6 +13,7 @@ If a searcher raises, its search ends: trials in progress are completed and kept
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from harness.search_loop.searcher_guard import SearcherGuard
 from harness.statistics import Interval, median_ci
 from harness.timing.workers.trial_pool import Executor
 from search.api import Observation, Score, Searcher
+from search.gain_forecast import WORTHWHILE_GAIN, GainForecast
 from search.space import Placement, Space
 
 __all__ = [
@@ -68,6 +70,7 @@ class SearchTask:
         window: Proposals that may await their outcomes at once.
         retry_failed: Attempt once more each trial that failed in an earlier part of this run, at no cost to the budget.
         patience: Without an initial design, the search stops if this number of first evaluations all fail.
+        stop_at: Probability that no worthwhile gain is left, at which the search stops; None: it does not.
     """
 
     space: Space
@@ -80,6 +83,7 @@ class SearchTask:
     window: int = 1
     retry_failed: bool = False
     patience: int = COLD_START_EVALUATIONS
+    stop_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,7 @@ class TrialEvent:
         best_ms: Latency of the incumbent; None while there is none.
         best_is_float: The incumbent is the float model.
         resumed: The outcome was known: from the journal, or of an earlier proposal of the same graph.
+        expected_gain: Expected further gain of the search, relative; None while there is no forecast.
     """
 
     asked: Proposal
@@ -99,6 +104,7 @@ class TrialEvent:
     best_ms: float | None
     resumed: bool
     best_is_float: bool = False
+    expected_gain: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +123,24 @@ class SearchLoopResult:
 
 
 def _termination_reason(
-    failure: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, TrialResult]
+    failure: Failed | None,
+    spent: bool,
+    duplicates_in_a_row: int,
+    known: dict[str, TrialResult],
+    stopped_at: float | None,
 ) -> str:
-    """See `SearchLoopResult`; `known` has the outcomes by digest."""
+    """See `SearchLoopResult`.
+
+    Args:
+        known: Outcomes by digest.
+        stopped_at: Probability at which the search stopped, or None.
+    """
     if failure is not None:
         return failure.reason
     if spent:
         return ""
+    if stopped_at is not None:
+        return f"further gain below {WORTHWHILE_GAIN:.1%} with {stopped_at:.0%} probability"
     if duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
         return f"it proposed only placements that were proposed before, {MAX_CONSECUTIVE_DUPLICATES} in a row"
     last = next(reversed(known.values())).outcome if known else None
@@ -183,6 +200,8 @@ class _SearchLoop:
         self._best_is_float = False
         self._float = task.space.float_placement()
         self._scored: list[ScoredPlacement] = []
+        self._forecast = GainForecast(task.evaluations)
+        self._stopped_at: float | None = None
         self._started_s = time.monotonic() - journal.elapsed_s
 
     def result(self) -> SearchLoopResult:
@@ -190,7 +209,7 @@ class _SearchLoop:
         left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
         known = self._seen | {entry.proposal.digest: entry.result for entry in left if entry.result}
         spent = len(known) >= self._task.evaluations or self._is_out_of_time()
-        reason = _termination_reason(self._searcher.failure, spent, self._duplicates_in_a_row, known)
+        reason = _termination_reason(self._searcher.failure, spent, self._duplicates_in_a_row, known, self._stopped_at)
         return SearchLoopResult(evaluations=len(known), reason=reason, failure=self._searcher.failure)
 
     def fill_window(self) -> None:
@@ -214,7 +233,7 @@ class _SearchLoop:
         if (
             left <= 0
             or self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES
-            or (recorded is None and self._is_out_of_time())
+            or (recorded is None and (self._is_out_of_time() or self._is_gain_unlikely()))
         ):
             return []
         if self._seeds:
@@ -255,6 +274,12 @@ class _SearchLoop:
 
     def _is_out_of_time(self) -> bool:
         return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
+
+    def _is_gain_unlikely(self) -> bool:
+        wanted = self._task.stop_at
+        if wanted is not None and not self._seeds and self._forecast.is_spent(wanted):
+            self._stopped_at = wanted
+        return self._stopped_at is not None
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
@@ -304,10 +329,14 @@ class _SearchLoop:
         scored = scored_placement(result.outcome, self._task.goal)
         if scored is not None and asked.duplicate_of is None:
             self._scored.append(scored)
+        latency_ms = math.inf
         if isinstance(result.outcome, Measured) and isinstance(score, Score) and is_feasible(score):
             own = median_ci(result.outcome.samples_ms)
+            latency_ms = own.value
             if self._best is None or own.value < self._best.value:
                 self._best, self._best_is_float = own, placement == self._float
+        if asked.duplicate_of is None and asked.origin != RETRY_ORIGIN:
+            self._forecast.tell(latency_ms)
         self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
         trial = TrialEvent(
             asked=asked,
@@ -316,6 +345,7 @@ class _SearchLoop:
             best_ms=self._best.value if self._best else None,
             resumed=resumed,
             best_is_float=self._best_is_float,
+            expected_gain=self._forecast.expected_gain,
         )
         self._watch(trial)
 

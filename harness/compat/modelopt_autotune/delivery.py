@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.api import Candidate
-from harness.compat.autotune_bundle import TunedModel, ship_tuned_model
 from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import Benchmark
 from harness.compat.modelopt_autotune.session import export_model
@@ -22,6 +21,7 @@ from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, PairedComparison
 from harness.selection.racing import FIRST_SCHEDULE, select_winner
+from harness.shipping.tuned_model import TunedModel, describe_accuracy, ship_tuned_model
 from harness.timing.confirmation import ConfirmationSummary, TimedRow, summarize_turns
 from harness.timing.provenance import format_options, machine_lacks_vnni
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
@@ -150,11 +150,12 @@ class Delivery:
                 float_file=self._job.output_dir / BASELINE,
                 dynamic=dynamic,
                 pairs=pairs,
-                calibrated=result.calibrated,
+                accuracy=describe_accuracy(result.calibrated),
                 proven=kept is None and is_proven_faster(summary),
             )
             runtime = dict(benchmark.describe())
-            lines.insert(0, ship_tuned_model(tuned, session.task, runtime, (summary, events), self._job.observer))
+            confirmed, out = (summary, events), self._job.output_dir
+            lines.insert(0, ship_tuned_model(tuned, session.task, runtime, confirmed, out, self._job.observer))
         if wrong:
             lines.append(
                 f"{wrong} of the fastest models are left out: {benchmark.describe().get('name')} computes something "

@@ -63,6 +63,7 @@ class Run:
         known = {"float": self.space.float_placement(), "all": self.space.quantize_all()}
         self.seeds = tuple(InitialPlacement(name=name, placement=known[name]) for name in seeds)
         self.attempts = 0
+        self.stop_at = None
 
     def go(self, *, seed=3, stop_after=None):
         self.searcher = Uniform(self.space, seed)
@@ -79,11 +80,11 @@ class Run:
 
         task = SearchTask(
             space=self.space, searcher=self.searcher, initial_design=self.seeds, candidate=candidate, goal=self.goal,
-            evaluations=self.evaluations,
+            evaluations=self.evaluations, stop_at=self.stop_at,
         )  # fmt: skip
         trials = []
         with Journal(self.path, {"run": 1}) as journal:
-            run_search(task, SyncExecutor(attempt), journal, trials.append)
+            self.result = run_search(task, SyncExecutor(attempt), journal, trials.append)
         return trials
 
     def choices(self):
@@ -353,3 +354,20 @@ def test_a_placement_that_nobody_looked_at_ranks_behind_those_that_hold_the_boun
         Score(objective=1.0, violation=0.1),
     )
     assert sorted([failure, assumed, held], key=lambda s: s.rank) == [held, assumed, failure]
+
+
+def test_a_search_ends_where_a_further_gain_is_unlikely_and_says_so(tmp_path):
+    run = Run(
+        tmp_path,
+        size=12,
+        evaluations=100,
+        attempt=lambda candidate, incumbent: Measured(samples_ms=(5.0, 5.01), build_s=0.1, measure_s=0.1),
+    )
+    run.stop_at = 0.8
+    trials = run.go()
+    assert len(trials) < 100
+    assert run.result.reason == "further gain below 0.5% with 80% probability"
+    assert trials[-1].expected_gain is not None
+    run.stop_at = None
+    run.go()
+    assert run.attempts == 100

@@ -89,10 +89,10 @@ def benchmark_instance(runtime):
 
 @pytest.fixture
 def tune(folder, runtime, capsys):
-    """`qdq autotune` of `model.onnx` on the simulated backend, in this process; what it says, on one line."""
+    """`qdq autotune --mode` of `model.onnx` on the simulated backend, in this process; what it says, on one line."""
 
     def run(*arguments, out="out", code=0, lines=False):
-        given = {"--backend": "simulated", "-m": "model.onnx", "-o": out}
+        given = {"--backend": "simulated", "-m": "model.onnx", "-o": out, "--mode": "default"}
         if "--use_trtexec" in arguments:
             del given["--backend"]
         rest = [text for flag, value in given.items() if flag not in arguments for text in (flag, value)]

@@ -1,4 +1,4 @@
-"""Folder to deploy of the autotuner's command line, from its confirmation on fresh builds."""
+"""Folder to deploy of one confirmed model: the result of the autotuner, or an early answer of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.pipeline.early_answer import EarlyAnswer
 from harness.progress import Observer
+from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.fingerprint import facts_digest
 from harness.shipping.bundle import SHIP_FOLDER, Shipment, remove_bundle, shipment_facts, write_bundle
 from harness.shipping.deploy_script import find_target
@@ -19,28 +21,41 @@ from harness.timing.provenance import describe_environment, format_options
 from harness.timing.turn_log import TurnEvent
 from harness.verification.dynamic_delivery import DynamicModel
 
-__all__ = ["TunedModel", "ship_tuned_model"]
+__all__ = ["TunedModel", "describe_accuracy", "ship_answer", "ship_tuned_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedModel:
-    """Result of the autotuner.
+    """Confirmed model.
 
     Attributes:
         file: Path of the delivered model.
         float_file: Path of the float model at the same static shapes.
-        dynamic: Form with the dynamic axes of the original model, if that has some.
         pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
-        calibrated: Whether the ranges come from calibration data.
+        accuracy: Knowledge about its accuracy, in a few words.
         proven: The confirmed model is the delivered one, and faster than the float model beyond noise.
+        dynamic: Form with the dynamic axes of the original model, if that has some.
+        name: Name of the folder; "": MODEL-RUNTIME-PRECISION.
+        method: Searcher or rule that chose the placement.
+        row: Name of the model in the confirmation.
+        baseline: Name of the float model there.
     """
 
     file: Path
     float_file: Path
-    dynamic: DynamicModel | None
     pairs: int
-    calibrated: bool
+    accuracy: str
     proven: bool
+    dynamic: DynamicModel | None = None
+    name: str = ""
+    method: str = "autotune"
+    row: str = "final"
+    baseline: str = "baseline"
+
+
+def describe_accuracy(calibrated: bool) -> str:
+    """Return the words for a model whose accuracy was not measured."""
+    return "not measured" if calibrated else "unknown: ranges of random data, calibrate before use"
 
 
 def ship_tuned_model(
@@ -48,32 +63,33 @@ def ship_tuned_model(
     task: Task,
     runtime: dict[str, Any],
     confirmed: tuple[ConfirmationSummary, Sequence[TurnEvent]],
+    out: Path,
     observer: Observer,
 ) -> str:
-    """Write the folder to deploy next to the result, and return the answer in one line.
+    """Write the folder `ship/NAME` of a model, and return the answer in one line.
 
     A folder of an earlier run is removed if the float model is to be kept.
 
     Args:
         task: Task of the model.
         runtime: Description of the benchmarker.
-        confirmed: Summary and turns of the confirmation, with the rows "baseline" and "final".
+        confirmed: Summary and turns of the confirmation.
+        out: Folder in which `ship` is.
         observer: Receives the progress.
 
     Raises:
         UserError: A file cannot be written.
     """
-    name = f"{model_label(task.model.source)}-{runtime['name']}-{task.spec.precision}"
-    parent = tuned.file.parent / SHIP_FOLDER
+    name = tuned.name or f"{model_label(task.model.source)}-{runtime['name']}-{task.spec.precision}"
+    parent = out / SHIP_FOLDER
     if not tuned.proven or not tuned.pairs:
         remove_bundle(parent / name)
         return "keep the float model, because no placement of Q/DQ pairs proved faster in fresh builds"
     summary, events = confirmed
-    speed, target = summary.rows["final"].speedup, find_target(runtime)
-    accuracy = "not measured" if tuned.calibrated else "unknown: ranges of random data, calibrate before use"
+    speed, target = summary.rows[tuned.row].speedup, find_target(runtime)
     answer = (
-        f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {tuned.pairs} Q/DQ pairs (accuracy {accuracy}); "
-        f"on this processor, {format_options(runtime.get('options', {}))}"
+        f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {tuned.pairs} Q/DQ pairs (accuracy "
+        f"{tuned.accuracy}); on this processor, {format_options(runtime.get('options', {}))}"
     )
     if target is None:
         return f"take {tuned.file}: {answer}"
@@ -85,9 +101,9 @@ def ship_tuned_model(
         target=target,
         facts=shipment_facts(
             answer=f"{name}.onnx: {answer}",
-            method="autotune",
-            decision=summary.rows["final"].verdict,
-            timing=confirmation_facts(summary, events, "final", "baseline"),
+            method=tuned.method,
+            decision=summary.rows[tuned.row].verdict,
+            timing=confirmation_facts(summary, events, tuned.row, tuned.baseline),
             runtime=runtime,
             environment=describe_environment(),
             calibration={
@@ -102,6 +118,29 @@ def ship_tuned_model(
     )
     folder = write_bundle(parent, shipment, observer)
     return f"take {folder / f'{name}.onnx'}: {answer}"
+
+
+def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
+    """Write the folder to deploy of an early answer, and return the answer in one line.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
+    task = answer.task
+    calibrated = not getattr(task.feeds, "is_random", False)
+    bounded = None if answer.metric is None else f"{answer.metric} within its bound on the data of the search"
+    tuned = TunedModel(
+        file=answer.file,
+        float_file=task.model_file,
+        pairs=answer.pairs,
+        accuracy=bounded or describe_accuracy(calibrated),
+        proven=True,
+        name=task.spec.name,
+        method=answer.method,
+        row=answer.digest,
+        baseline=FLOAT_ROW,
+    )
+    return ship_tuned_model(tuned, task, answer.runtime, (answer.summary, answer.events), out, observer)
 
 
 def _experiment(task: Task) -> dict[str, Any]:

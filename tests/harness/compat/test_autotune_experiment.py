@@ -1,4 +1,4 @@
-"""The autotuner's command line under a bound on accuracy."""
+"""The experiment that `qdq autotune` runs without flags of ModelOpt's procedure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.compat.autotune_experiment import command_experiment, region_flags
 from small import save_chain
 
-from harness.compat.bounded_autotune import bounded_experiment, ignored_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
 from harness.task_setup.preflight import check_experiment
 
@@ -22,7 +22,7 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
         "--onnx_path net.onnx --max-drop 0.5 --test_data test.npz --test_labels y --calibration_data calib.npz "
         "--max_evals 7 --seed 3 --backend onnxruntime --calibration_method mse"
     )
-    experiment = bounded_experiment(parse_arguments(given.split(), "qdq autotune"))
+    experiment = command_experiment(parse_arguments(given.split(), "qdq autotune"))
     assert experiment.objective.max_drop == pytest.approx(0.005)
     assert experiment.objective.halves
     assert experiment.objective.recover
@@ -37,10 +37,24 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
 
 def test_a_bound_needs_labelled_data() -> None:
     with pytest.raises(AutotunerError, match="--test_data"):
-        bounded_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))
+        command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))
 
 
-def test_flags_without_effect_under_a_bound_are_named() -> None:
-    given = "--onnx_path zoo:mlp --max_drop 1 --test_data test.npz --mode quick --timing_runs 40 --seed 3"
-    found = [remark.partition(": ")[2] for remark in ignored_flags(parse_arguments(given.split(), "qdq autotune"))]
-    assert [remark.split(";")[0] for remark in found] == ["--mode quick", "--timing_runs 40"]
+def test_labels_need_a_bound() -> None:
+    with pytest.raises(AutotunerError, match="--max_drop"):
+        command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--test_data", "t.npz"], "qdq autotune"))
+
+
+def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early() -> None:
+    experiment = command_experiment(parse_arguments(["--onnx_path", "zoo:mlp"], "qdq autotune"))
+    assert experiment.objective.max_drop is None
+    assert [searcher.use for searcher in experiment.searchers] == ["auto"]
+    assert experiment.budget.stop_at is not None
+
+
+def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound() -> None:
+    given = ["--onnx_path", "zoo:mlp", "-s", "3", "--timing_runs=40", "--seed", "3"]
+    assert region_flags(given, "qdq autotune") == ["-s", "--timing_runs"]
+    assert not region_flags(["--onnx_path", "zoo:mlp", "--seed", "3"], "qdq autotune")
+    with pytest.raises(AutotunerError, match="--timing_runs"):
+        region_flags([*given, "--max_drop", "1"], "qdq autotune")

@@ -1,0 +1,126 @@
+"""Experiment of one model, as `qdq run` runs it, from the flags of `qdq autotune` or from Python."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.compat.modelopt_autotune.settings import AutotunerError, get_parser, parse_shapes
+from harness.config.experiment import Experiment, parse_experiment
+from harness.config.yaml_loader import dump_yaml
+from harness.graph.passes.static_shapes import parse_dims
+from harness.task_setup.study_task import model_label
+
+__all__ = ["autotune_experiment", "command_experiment", "drop_objective", "make_budget", "region_flags"]
+
+DEFAULT_EVALUATIONS = 50
+PROXY_SAMPLES = 8
+STOP_AT = 0.9
+CONFIRMATION = {"builds": 4, "rounds": 12, "samples": 3}
+REGION_FLAGS = (
+    "mode", "schemes_per_region", "pattern_cache", "qdq_baseline", "state_file", "node_filter_list", "default_dq_dtype",
+    "use_trtexec", "timing_cache", "warmup_runs", "timing_runs", "plugin_libraries", "trtexec_benchmark_args",
+)  # fmt: skip
+"""Flags of ModelOpt's procedure, which searches region by region."""
+
+
+def region_flags(arguments: Iterable[str], prog: str) -> list[str]:
+    """Return the flags of a command line that only ModelOpt's procedure has.
+
+    Raises:
+        AutotunerError: One of them is given together with a bound on accuracy.
+    """
+    actions = [action for action in get_parser(prog)._actions if action.dest in REGION_FLAGS]
+    names = {name for action in actions for name in action.option_strings}
+    given = [argument.partition("=")[0] for argument in arguments]
+    found = [name for name in dict.fromkeys(given) if name in names]
+    if found and not {"--max_drop", "--max-drop"}.isdisjoint(given):
+        raise AutotunerError(
+            f"{', '.join(found)}: not with --max_drop; an experiment for qdq run has all settings of such a search"
+        )
+    return found
+
+
+def command_experiment(options: argparse.Namespace) -> Experiment:
+    """Return the experiment of a command line without flags of ModelOpt's procedure.
+
+    With a bound, the search and its recovery see one half of the test data, and the figures are of the other half.
+
+    Args:
+        options: Parsed arguments; `max_drop` in points, hundredths of the metric, or None.
+
+    Raises:
+        AutotunerError: There is a bound without test data, or the reverse.
+        UserError: An argument cannot be used.
+    """
+    calibration: dict[str, Any] = {"method": options.calibration_method, "weights": options.weight_method,
+                                   "depthwise": options.depthwise, "symmetric": options.symmetric}  # fmt: skip
+    if options.calibration_data is not None:
+        suffix = Path(options.calibration_data).suffix.lstrip(".")
+        calibration["data"] = {"use": suffix, "path": options.calibration_data}
+    if options.calibration_samples is not None:
+        calibration["samples"] = options.calibration_samples
+    model: dict[str, Any] = {
+        "use": options.onnx_path,
+        "shapes": parse_shapes(options),
+        "dims": parse_dims(options.dim or ()),
+        "calibration": calibration,
+    }
+    objective = {}
+    if options.max_drop is not None:
+        if options.test_data is None:
+            raise AutotunerError("--max_drop needs labelled data: --test_data test.npz (inputs and an array 'labels')")
+        test = {"use": "npz", "path": options.test_data, "labels": options.test_labels}
+        model["evaluator"] = {"use": options.metric, "params": {"data": test}}
+        objective = {"objective": drop_objective(options.max_drop)}
+    elif options.test_data is not None:
+        raise AutotunerError("--test_data: the labels are for a bound on accuracy; give --max_drop too")
+    return autotune_experiment(
+        model,
+        "qdq autotune",
+        backends=[options.backend or "openvino"],
+        precision=[options.quant_type],
+        searchers=[options.searcher or "auto"],
+        seeds=[options.seed],
+        baselines=[],
+        budget=make_budget(options.max_evals),
+        confirmation=CONFIRMATION,
+        **objective,
+    )
+
+
+def make_budget(evaluations: int | None) -> dict[str, Any]:
+    """Return the budget of a search that stops where no further gain is likely.
+
+    Args:
+        evaluations: Largest number of evaluations; None: the default.
+    """
+    return {"evaluations": [evaluations or DEFAULT_EVALUATIONS], "stop_at": STOP_AT}
+
+
+def drop_objective(max_drop: float) -> dict[str, Any]:
+    """Return the objective of a bound in points, hundredths of the metric, on data of which one half is held back."""
+    return {"max_drop": max_drop / 100, "halves": True, "proxy": PROXY_SAMPLES}
+
+
+def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> Experiment:
+    """Return the experiment of one model, which is compared with rules.
+
+    Args:
+        model: Its keys; the label is made from `use`.
+        source: Name of the experiment in messages.
+        keys: Further keys of the experiment, which replace the defaults.
+
+    Raises:
+        UserError: A value cannot be used.
+    """
+    described = {
+        "experiment": "autotune",
+        "models": [{"label": model_label(model["use"]), **model}],
+        "initial": ["float", "all", "linear", "linear_add", "movers"],
+        "baselines": ["all", "linear"],
+        **keys,
+    }
+    return parse_experiment(dump_yaml(described), source, Path.cwd())

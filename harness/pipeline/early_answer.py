@@ -1,0 +1,176 @@
+"""Early answers: the incumbent of a running search is confirmed on fresh builds before the search ends.
+
+The final selection and the confirmation still decide at the end; an early answer is what an interrupted run delivers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.api import Candidate
+from harness.config.sections import TurnSchedule
+from harness.graph.qdq.qdq_graph import count_pairs
+from harness.pipeline.runtime_checker import RuntimeChecker
+from harness.progress import Observer
+from harness.results_dir.artifacts import FLOAT_ROW
+from harness.search_loop.loop import TrialEvent
+from harness.selection.paired_timing import PairedComparison, run_comparison
+from harness.task_setup.task import Task
+from harness.timing.confirmation import ConfirmationSummary, TimedRow, summarize_turns
+from harness.timing.turn_log import TurnEvent
+from harness.timing.workers.engines import Engines
+from search.space import Placement
+
+__all__ = ["AnswerSink", "EarlyAnswer", "EarlyAnswers"]
+
+SCHEDULE = TurnSchedule(builds=3, rounds=8, samples=3)
+MIN_GAIN = 0.02
+"""Smallest gain of a reading over that of the last answer, relative, which is worth a confirmation."""
+MAX_SHARE = 0.2
+"""Share of the time of a search that answers after the first may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyAnswer:
+    """Placement that is faster than the float model beyond noise, confirmed while its search runs.
+
+    Attributes:
+        file: ONNX file of the placement, in the scratch folder of the task.
+        runtime: Description of the benchmarker.
+        method: Searcher.
+        pairs: Number of Q/DQ pairs.
+        summary: Confirmation with the rows `digest` and "float".
+        events: Turns of the confirmation.
+        evaluations: Number of evaluations before it.
+        metric: Name of the metric whose bound it satisfies on the data of the search, or None.
+    """
+
+    task: Task
+    file: Path
+    runtime: dict[str, Any]
+    method: str
+    digest: str
+    pairs: int
+    summary: ConfirmationSummary
+    events: Sequence[TurnEvent]
+    evaluations: int
+    metric: str | None
+
+    @property
+    def speedup(self) -> float:
+        """Return the confirmed speedup over the float model."""
+        return self.summary.rows[self.digest].speedup.value
+
+
+AnswerSink = Callable[[EarlyAnswer], None]
+
+
+class EarlyAnswers:
+    """Confirms the incumbent after the initial design, and again after each clear improvement.
+
+    Args:
+        task: Task of the searches.
+        engines: Open engines, idle between two trials.
+        open_engines: Opens engines in a fresh process.
+        checker: Compares engines with their files; None where the benchmarker runs no model.
+        noise_floor: Relative gain that is no improvement.
+        metric: Name of the bounded metric, or None.
+        sink: Receives each answer that is better than the last.
+        observer: Receives the progress.
+    """
+
+    def __init__(  # noqa: PLR0913 - what, where and how
+        self,
+        task: Task,
+        engines: Engines,
+        open_engines: Callable[[], AbstractContextManager[Engines]],
+        *,
+        checker: RuntimeChecker | None,
+        noise_floor: float,
+        metric: str | None,
+        sink: AnswerSink,
+        observer: Observer,
+    ) -> None:
+        self._task, self._engines, self._open_engines = task, engines, open_engines
+        self._checker, self._metric = checker, metric
+        self._min_gain = max(MIN_GAIN, noise_floor)
+        self._sink, self._observer = sink, observer
+        self._started_s, self._spent_s = time.monotonic(), 0.0
+        self._incumbents: dict[str, tuple[float, Candidate | None]] = {}
+        self._tried: set[str] = set()
+        self._answered_ms = math.inf
+        self._best: EarlyAnswer | None = None
+
+    @property
+    def note(self) -> str:
+        """Return the confirmed speedup for the line of progress, "" before the first."""
+        return "" if self._best is None else f"confirmed {self._best.speedup:.2f}x"
+
+    def consider(
+        self, method: str, trial: TrialEvent, make_candidate: Callable[[Placement], Candidate], *, initial: bool
+    ) -> None:
+        """Confirm the incumbent of a search after a trial if that is due.
+
+        Args:
+            method: Searcher of the trial.
+            make_candidate: Makes the candidate of a placement of its space.
+            initial: The next trial is one of the initial design.
+        """
+        reading_ms, candidate = self._incumbents.get(method, (math.inf, None))
+        if trial.best_ms is not None and trial.best_ms != reading_ms:
+            candidate = None if trial.best_is_float else make_candidate(Placement(trial.asked.choices))
+            reading_ms = trial.best_ms
+            self._incumbents[method] = reading_ms, candidate
+        if initial or trial.resumed or candidate is None or candidate.digest in self._tried:
+            return
+        if self._is_due(reading_ms):
+            self._tried.add(candidate.digest)
+            started_s = time.monotonic()
+            self._confirm(method, candidate, trial.evaluations, reading_ms)
+            self._spent_s += time.monotonic() - started_s
+
+    def _is_due(self, reading_ms: float) -> bool:
+        if self._best is None:
+            return not self._tried or self._has_time
+        return self._has_time and reading_ms * (1 + self._min_gain) < self._answered_ms
+
+    @property
+    def _has_time(self) -> bool:
+        return self._spent_s <= MAX_SHARE * (time.monotonic() - self._started_s)
+
+    def _confirm(self, method: str, candidate: Candidate, evaluations: int, reading_ms: float) -> None:
+        digest = candidate.digest
+        if self._checker is not None and self._checker.check(candidate, name=digest).is_wrong:
+            return
+        comparison = PairedComparison(
+            name="early answer",
+            baseline=TimedRow(name=FLOAT_ROW, candidate=self._task.candidate(self._task.space.float_placement())),
+            rows=(TimedRow(name=digest, candidate=candidate),),
+            schedule=SCHEDULE,
+        )
+        events = run_comparison(comparison, self._open_engines, self._observer)
+        summary = summarize_turns(events, baseline=FLOAT_ROW)
+        if digest not in summary.rows or not summary.rows[digest].recommended:
+            return
+        file = candidate.source()
+        answer = EarlyAnswer(
+            task=self._task,
+            file=file,
+            runtime=dict(self._engines.describe()),
+            method=method,
+            digest=digest,
+            pairs=count_pairs(file),
+            summary=summary,
+            events=events,
+            evaluations=evaluations,
+            metric=self._metric,
+        )
+        if self._best is None or answer.speedup > self._best.speedup:
+            self._best, self._answered_ms = answer, reading_ms
+            self._sink(answer)

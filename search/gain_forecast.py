@@ -1,0 +1,81 @@
+"""Forecast of the further gain of a search, and the stopping rule that follows from it.
+
+The forecast knows three counts: evaluations so far, evaluations since the last gain, and evaluations left. Its
+coefficients were fitted to replayed searches of `auto` on recorded tables (`tests/recorded/gain_forecast.py`, which
+prints the calibration on held-out models). The posterior of a Gaussian process, as in Wilson 2024 ("Stopping Bayesian
+optimization with probabilistic regret bounds"), predicted the later gains of the same searches no better.
+"""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["FIRST_FORECAST", "HORIZON", "THRESHOLD_SHARE", "WORTHWHILE_GAIN", "GainForecast", "features"]
+
+WORTHWHILE_GAIN = 0.005
+"""Relative gain of latency below which a search has not improved."""
+HORIZON = 100
+"""Evaluations left at most that a forecast is for."""
+FIRST_FORECAST = 8
+"""Evaluations before the first forecast."""
+THRESHOLD_SHARE = 0.6
+"""A search is checked after each evaluation and stops at the first low chance, which is too low on average; so it stops
+where the chance is below this share of the wanted one."""
+CHANCE_WEIGHTS = (-2.973, 0.08, -0.847, 0.927)
+MEAN_WEIGHTS = (-5.713, -0.205, -0.547, 0.834)
+
+
+def features(evaluations: int, since_gain: int, left: int) -> tuple[float, float, float, float]:
+    """Return the features of a forecast: 1 and the logarithms of the three counts."""
+    return 1.0, math.log(evaluations), math.log1p(since_gain), math.log1p(min(left, HORIZON))
+
+
+class GainForecast:
+    """Forecast of one search from its readings.
+
+    Args:
+        budget: Number of evaluations of the search.
+
+    Attributes:
+        evaluations: Number of evaluations so far.
+        evaluations_since_gain: Number of evaluations since the last gain of more than `WORTHWHILE_GAIN`.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._best_ms = self._level_ms = math.inf
+        self.evaluations = self.evaluations_since_gain = 0
+
+    def tell(self, latency_ms: float) -> None:
+        """Count one evaluation.
+
+        Args:
+            latency_ms: Reading in milliseconds; infinite after a failure or a missed bound.
+        """
+        self.evaluations += 1
+        self.evaluations_since_gain += 1
+        self._best_ms = min(self._best_ms, latency_ms)
+        if self._best_ms < self._level_ms * (1 - WORTHWHILE_GAIN):
+            self._level_ms = self._best_ms
+            self.evaluations_since_gain = 0
+
+    @property
+    def expected_gain(self) -> float | None:
+        """Return the expected further gain of latency, relative; None while there are too few evaluations."""
+        return None if not self._is_ready else math.exp(self._dot(MEAN_WEIGHTS))
+
+    def is_spent(self, probability: float) -> bool:
+        """Return whether no gain of more than `WORTHWHILE_GAIN` is to come with this probability."""
+        if not self._is_ready:
+            return False
+        chance = 1 / (1 + math.exp(-self._dot(CHANCE_WEIGHTS)))
+        return chance < THRESHOLD_SHARE * (1 - probability)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self.evaluations >= FIRST_FORECAST and self._best_ms < math.inf
+
+    def _dot(self, weights: tuple[float, ...]) -> float:
+        left = max(0, self._budget - self.evaluations)
+        counts = features(self.evaluations, self.evaluations_since_gain, left)
+        return sum(weight * value for weight, value in zip(weights, counts, strict=True))

@@ -1,0 +1,85 @@
+"""Early answers: a confirmed file exists long before the search ends, and an interrupted run keeps it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from harness.cli.run import run_and_report
+from harness.config.experiment import Experiment, parse_experiment
+from harness.graph.builder import GraphBuilder
+from harness.pipeline.early_answer import EarlyAnswer
+from harness.pipeline.runner import run_experiment
+from harness.progress import NullProgress
+from harness.results_dir.journal import read_journal
+
+YAML = """
+experiment: early
+models: [{model}]
+backends: [{{use: simulated, params: {{noise: 0.001, wanted_share: 0.9}}}}]
+searchers: [random]
+initial: [float, linear]
+baselines: []
+budget: {{evaluations: [8]}}
+sampling: {{warmup_ms: 0, min_samples: 3, max_samples: 3}}
+confirmation: {{builds: 3, rounds: 2, samples: 3}}
+"""
+
+
+def experiment(folder: Path, more: str = "") -> Experiment:
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 8, 16, 16)), 8, 3, pad=1))
+    x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
+    builder.output(builder.conv(x, 8, 3, pad=1), name="y")
+    return parse_experiment(YAML.format(model=builder.save(folder / "net.onnx")) + more, "test", folder)
+
+
+def test_the_first_answer_follows_the_initial_design_and_later_ones_are_better(tmp_path: Path) -> None:
+    answers: list[EarlyAnswer] = []
+    files: list[bytes] = []
+
+    def keep(answer: EarlyAnswer) -> None:
+        answers.append(answer)
+        files.append(answer.file.read_bytes())
+
+    run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=keep)
+    assert answers[0].evaluations == 2
+    speedups = [answer.speedup for answer in answers]
+    assert speedups == sorted(speedups)
+    assert speedups[0] > 1.05
+    for answer, file in zip(answers, files, strict=True):
+        made = onnx.load_model_from_string(file)
+        assert answer.pairs > 0
+        assert any(node.op_type == "QuantizeLinear" for node in made.graph.node)
+        assert answer.summary.rows[answer.digest].verdict == "faster"
+
+
+def test_an_interrupted_run_keeps_the_confirmed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(answer: EarlyAnswer, out: Path, observer: object) -> str:
+        (out / "kept.onnx").write_bytes(answer.file.read_bytes())
+        return "take kept.onnx"
+
+    monkeypatch.setattr("harness.shipping.tuned_model.ship_answer", stop)
+    monkeypatch.setattr("harness.pipeline.runner.select_final", lambda *arguments: interrupt())
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run_and_report(experiment(tmp_path), out, anytime=True)
+    assert capsys.readouterr().err.strip().endswith("take kept.onnx")
+    assert onnx.load(out / "kept.onnx").graph.node
+    (journal,) = out.glob("*/runs/*.jsonl")
+    assert sum(1 for _ in read_journal(journal)) >= 8
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_there_is_none_where_trials_run_at_once(tmp_path: Path) -> None:
+    answers: list[EarlyAnswer] = []
+    found = experiment(tmp_path, more="executor: {workers: 2}")
+    run_experiment(found, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    assert not answers
