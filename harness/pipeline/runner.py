@@ -4,6 +4,7 @@ A results folder holds, for each task:
     env.json                machine on which it was begun
     float.json              latency at each float precision, and the fastest of them
     noise_floor.json        speedup of the rebuilt baseline over itself
+    phases.json             seconds of each phase
     task.json               inputs: model, device, space, initial design, baselines, goal
     runs/*.jsonl            one journal per search
     runs/*.ended.txt        reason why a search spent less than its budget; removed when it continues
@@ -54,6 +55,7 @@ from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, r
 from harness.results_dir.io import archive_existing, read_json
 from harness.results_dir.manifest import close_results, complete_task, is_complete, reopen_task
 from harness.results_dir.ownership import owned_results_dir
+from harness.results_dir.phases import PhaseClock
 from harness.results_dir.termination import SearcherFailures, clear_task_error, read_termination, write_task_error
 from harness.selection.confirmation import confirm_rows, measure_noise_floor
 from harness.task_setup.accuracy import make_scoring
@@ -212,6 +214,7 @@ class _TaskContext:
 
 def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -> None:
     spec, folder, site = place.spec, place.folder, place.site
+    clock = PhaseClock(folder, "set-up")
     record_or_check(folder / "env.json", site.environment(place.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
     task = compose_task(experiment, spec, folder / "work", observer, facts)
@@ -222,7 +225,9 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         benchmarkers=benchmarkers, workdir=task.work, evaluators=scoring.evaluators, reference=task.model_file
     )
     with site.open(worker) as engines, _open_runtime_checker(task, engines, folder, experiment, observer) as checker:
+        clock.start("noise floor")
         noise_floor = measure_noise_floor(site.open, worker, task.model_file, engines.describe(), folder, observer)
+        clock.start("set-up")
         book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts))
         goal = scoring.goal(book, task.model_file, folder)
         running = TaskRun(
@@ -253,9 +258,11 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         runs = spec.runs if len(task.searched_space) else ()
         if goal.metric is not None and (place.retry_failed or any(map(running.is_unfinished, runs))):
             scoring.prepare_evaluators(book, task.model_file)
+        clock.write("search")
         with site.workers(worker, engines, task.inserter, task.candidate(task.space.float_placement())) as workers:
             searches = [partial(running.run_search, run, workers, place.retry_failed) for run in runs]
             run_concurrently(searches, experiment.executor.searches)
+        clock.write("final selection")
         write_pattern_cache(task, goal, folder)
         others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
         recovered = recovered_models(running, book)
@@ -269,17 +276,22 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             others,
             transferred_placements(experiment.transfer, task, plan_tasks(experiment), folder.parent),
         )
+        clock.write("scoring")
         if scoring.evaluators:
             if book.has_unscored_rows(table):
                 scoring.prepare_evaluators(book, task.model_file)
             book.score_rows(table)
             if checker is not None:
                 score_tool_files(table, worker, experiment.limits, observer, facts_digest(scoring.facts))
+        clock.write("comparison with files")
         if checker is not None:
             checker.check_rows(table, place.retry_failed)
         backend = engines.describe()
+    clock.write("confirmation")
     confirm_rows(experiment.confirmation, site.open, worker, table.with_latency, backend, observer, place.retry_failed)
+    clock.write("dynamic axes")
     write_dynamic_rows(task.model, table, spec.backend.use, observer)
+    clock.write("")
     shutil.rmtree(task.work, ignore_errors=True)
     failed = any(end.failed for run in runs if (end := running.termination(run)))  # the same command tries it again
     complete_task(folder, asked, complete=not failed)

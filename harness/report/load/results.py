@@ -24,6 +24,7 @@ from harness.report.load.stored_experiment import (
 from harness.results_dir.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists
 from harness.results_dir.io import read_json
 from harness.results_dir.manifest import require_unchanged_results
+from harness.results_dir.phases import PHASES_FILE, read_phases
 from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
 from harness.search_loop.search_log import SearchLog, median_latencies_ms, read_searches
@@ -64,6 +65,7 @@ class TaskResults:
         failed: Last failure of each row that failed in the confirmation.
         checks: Comparison of runtime and file by row id, as far as it was done.
         lost: Number of builds of the confirmation in which the row failed, by row id.
+        phases_s: Wall-clock of each phase in seconds; empty in runs of earlier versions.
         noise_floor: Relative noise floor, the larger of that before the searches and that of the confirmation; None
             before both.
         disturbed: Share of disturbed turns of the confirmation.
@@ -88,6 +90,7 @@ class TaskResults:
     failed: Mapping[str, Failed]
     checks: Mapping[str, OutputCheck]
     lost: Mapping[str, int]
+    phases_s: Mapping[str, float]
     noise_floor: float | None
     disturbed: float
     builds: int | None
@@ -283,6 +286,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
         failed={} if summary is None else summary.failed,
         checks=checks,
         lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
+        phases_s=read_or_explain(folder / PHASES_FILE, lambda: read_phases(folder)),
         noise_floor=(noise_floor or None) if summary is None else summary.noise_floor,
         disturbed=0.0 if summary is None else summary.disturbed,
         builds=builds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -84,7 +85,7 @@ def cost_table(results: Results) -> ReportTable:
         spec = replace(spec, caption=f"{COST.caption} A dash: replayed builds, whose time is that of the recording.")
     if len(cost) and cost["search_s"].isna().all():
         spec = replace(spec, last=tuple(column for column in COST.last if column[0] != "search"))
-    return spec.build(cost, _failure_notes(results))
+    return spec.build(cost, chain(_phase_notes(results), _failure_notes(results)))
 
 
 def cost_frame(results: Results) -> pd.DataFrame:
@@ -113,6 +114,13 @@ def _cost_row(task: TaskResults, search: SearchLog) -> dict[str, Any]:
         "search_s": search.cost.get("searcher_s", math.nan),
         **counts,
     }  # fmt: skip
+
+
+def _phase_notes(results: Results) -> Iterator[str]:
+    for task in results.tasks:
+        if total_s := sum(task.phases_s.values()):
+            shares = ", ".join(f"{phase} {seconds / total_s:.0%}" for phase, seconds in task.phases_s.items())
+            yield f"Wall-clock of {task.name}, {total_s / 60:.1f} minutes: {shares}."
 
 
 def _failure_notes(results: Results) -> Iterator[str]:

@@ -1,0 +1,49 @@
+"""Wall-clock of a task by phase: `phases.json` in its folder."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness.results_dir.io import read_json, write_json
+
+__all__ = ["PHASES_FILE", "PhaseClock", "read_phases"]
+
+PHASES_FILE = "phases.json"
+
+
+class PhaseClock:
+    """Clock of the phases of a task, summed over interruptions; what an interrupted phase took is not counted.
+
+    Args:
+        folder: Folder of the task.
+        phase: First phase.
+    """
+
+    def __init__(self, folder: Path, phase: str) -> None:
+        self._path, self._phase = folder / PHASES_FILE, phase
+        self._seconds = dict(read_phases(folder))
+        self._since_s = time.monotonic()
+
+    def start(self, phase: str) -> None:
+        """End the current phase and start another one; `write` writes the file."""
+        now_s = time.monotonic()
+        self._seconds[self._phase] = round(self._seconds.get(self._phase, 0.0) + now_s - self._since_s, 3)
+        self._phase, self._since_s = phase, now_s
+
+    def write(self, phase: str) -> None:
+        """End the current phase, write the file and start another phase."""
+        self.start(phase)
+        write_json(self._path, self._seconds)
+
+
+def read_phases(folder: Path) -> Mapping[str, float]:
+    """Return the seconds of each phase in their order; empty without a valid record."""
+    path = folder / PHASES_FILE
+    found = read_json(path) if path.exists() else {}
+    valid = isinstance(found, dict) and all(
+        isinstance(value, int | float) and 0 <= value < math.inf for value in found.values()
+    )
+    return found if valid else {}
