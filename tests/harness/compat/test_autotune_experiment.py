@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.compat.autotune_experiment import command_experiment, region_flags
 from small import save_chain
 
+from harness.compat.autotune_experiment import command_experiment, region_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
 from harness.task_setup.preflight import check_experiment
 
