@@ -42,7 +42,7 @@ from harness import registry
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.datasets import open_data
 from harness.cli.main import app
-from harness.compat.modelopt_autotune.storage import read_state
+from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment
 from harness.errors import CandidateError, UserError
 from harness.graph.io.files import copy_model, digest_file

@@ -8,28 +8,27 @@ docs/reference/autotune.md lists each name with its differences.
 
 from __future__ import annotations
 
-from harness.compat.modelopt_autotune.autotuner import CombinedRegionSearch, QDQAutotuner, QDQAutotunerBase
+from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, QDQAutotunerBase
 from harness.compat.modelopt_autotune.benchmark import Benchmark, TensorRTPyBenchmark, TrtExecBenchmark
-from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.schemes import (
-    ChildRegionInputInsertionPoint,
-    ChildRegionOutputInsertionPoint,
-    InsertionPoint,
-    InsertionScheme,
-    NodeInputInsertionPoint,
-    PatternSchemes,
-    RegionPattern,
-    ResolvedInsertionPoint,
-)
-from harness.compat.modelopt_autotune.settings import (
-    MODE_PRESETS,
+from harness.compat.modelopt_autotune.common import (
     AutotunerError,
     AutotunerNotInitializedError,
+    ChildRegionInputInsertionPoint,
+    ChildRegionOutputInsertionPoint,
     Config,
+    InsertionPoint,
+    InsertionScheme,
     InvalidSchemeError,
-    get_node_filter_list,
+    NodeInputInsertionPoint,
+    PatternCache,
+    PatternSchemes,
+    Region,
+    RegionType,
+    ResolvedInsertionPoint,
 )
-from harness.compat.modelopt_autotune.storage import PatternCache
+from harness.compat.modelopt_autotune.region_pattern import RegionPattern
+from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
+from harness.compat.modelopt_autotune.settings import MODE_PRESETS, get_node_filter_list
 from harness.compat.modelopt_autotune.workflows import (
     benchmark_onnx_model,
     init_benchmark_instance,

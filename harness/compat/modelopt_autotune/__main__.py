@@ -15,13 +15,15 @@ from tempfile import TemporaryDirectory
 
 from harness.compat.modelopt_autotune.benchmark import backend_spec, init_benchmark_instance, split_arguments
 from harness.compat.modelopt_autotune.delivery import AutotuneJob
-from harness.compat.modelopt_autotune.region_index import untyped_linear_inputs
-from harness.compat.modelopt_autotune.session import calibration_batches
+from harness.compat.modelopt_autotune.engine.session import calibration_batches
+from harness.compat.modelopt_autotune.region_search import untyped_linear_inputs
 from harness.compat.modelopt_autotune.settings import (
+    MODE_PRESETS,
     AutotunerError,
     Config,
     check_counts,
     get_node_filter_list,
+    get_parser,
     ineffective_flags,
     parse_arguments,
     parse_shapes,
@@ -45,7 +47,7 @@ from harness.task_setup.task import read_runtime
 from harness.terminal_progress import TerminalProgress
 from harness.timing.workers.sandbox import open_engines
 
-__all__ = ["autotune", "main"]
+__all__ = ["MODE_PRESETS", "apply_mode_presets", "autotune", "get_parser", "main"]
 
 RESULTS_FOLDER_MARKERS = ("experiment.yaml", "task.json")  # files of a results folder of `qdq run`, and of a task
 
@@ -61,6 +63,13 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def apply_mode_presets(options: argparse.Namespace) -> None:
+    """Set the counts of a parsed command line: `num_schemes`, `warmup_runs` and `timing_runs`."""
+    preset = select_mode_preset(options)
+    options.num_schemes = preset["schemes_per_region"]
+    options.warmup_runs, options.timing_runs = preset["warmup_runs"], preset["timing_runs"]
 
 
 def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:

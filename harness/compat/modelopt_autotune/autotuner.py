@@ -11,23 +11,24 @@ from typing import Any
 
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
-from harness.compat.modelopt_autotune.region_index import RegionIndex
-from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.schemes import PatternSchemes, ResolvedInsertionPoint
-from harness.compat.modelopt_autotune.session import AutotuneSession, PatternSearch, export_model
-from harness.compat.modelopt_autotune.settings import (
-    AutotunerError,
-    AutotunerNotInitializedError,
-    Config,
-    InvalidSchemeError,
-)
-from harness.compat.modelopt_autotune.storage import (
+from harness.compat.modelopt_autotune.engine.session import AutotuneSession, PatternSearch, export_model
+from harness.compat.modelopt_autotune.engine.storage import (
     AutotuneState,
     PatternCache,
     cache_path,
     describe_config_changes,
     read_state,
     write_state,
+)
+from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint
+from harness.compat.modelopt_autotune.region_pattern import PatternSchemes
+from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch, RegionIndex
+from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.settings import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    Config,
+    InvalidSchemeError,
 )
 from harness.config.sections import PluginSpec
 from harness.graph.io.files import digest_model, to_proto
@@ -37,7 +38,7 @@ from harness.task_setup.model_loader import MIN_OPSET
 from harness.task_setup.task import read_runtime
 from search.space import Placement
 
-__all__ = ["CombinedRegionSearch", "QDQAutotuner", "QDQAutotunerBase", "Transform"]
+__all__ = ["QDQAutotuner", "QDQAutotunerBase", "Transform"]
 
 _logger = logging.getLogger(__name__)
 Transform = Callable[[Any], Any]
@@ -330,29 +331,7 @@ class QDQAutotuner(QDQAutotunerBase):
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
         """Start over, see `QDQAutotunerBase.initialize`, and find the regions."""
         super().initialize(config, pattern_cache)
-        tops = self.graph.discover(self.config.maximum_sequence_region_size, self.config.minimum_topdown_search_size)
+        sizes = self.config.maximum_sequence_region_size, self.config.minimum_topdown_search_size
+        tops = CombinedRegionSearch(self.graph, *sizes).search_regions()
         found = [region for top in tops for region in top.walk()]
         self.regions = sorted(found, key=lambda region: region.type is not RegionType.LEAF)
-
-
-class CombinedRegionSearch:
-    """Search for the regions of a model.
-
-    Args:
-        graph: The `graph` of an autotuner, an `onnx.ModelProto` or an `onnx_graphsurgeon.Graph`.
-        maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: Number of nodes from which a convergence is split.
-    """
-
-    def __init__(
-        self, graph: Any, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
-    ) -> None:
-        self.graph = graph if isinstance(graph, RegionIndex) else QDQAutotunerBase(graph).graph
-        self.maximum_sequence_region_size = maximum_sequence_region_size
-        self.minimum_topdown_search_size = minimum_topdown_search_size
-        self.regions: list[Region] = []
-
-    def search_regions(self) -> list[Region]:
-        """Return the regions directly below the whole model; each node is in one LEAF at or below one of them."""
-        self.regions = self.graph.discover(self.maximum_sequence_region_size, self.minimum_topdown_search_size)
-        return self.regions

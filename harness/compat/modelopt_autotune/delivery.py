@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import Benchmark
-from harness.compat.modelopt_autotune.session import export_model
+from harness.compat.modelopt_autotune.engine.session import export_model
 from harness.compat.modelopt_autotune.settings import Config
 from harness.config.sections import Confirmation, Limits
 from harness.errors import UserError

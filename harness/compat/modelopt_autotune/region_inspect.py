@@ -1,19 +1,53 @@
-"""Command line of ModelOpt's region_inspect, with the output of `qdq regions`."""
+"""ModelOpt's region_inspect, with the output of `qdq regions`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from harness.analysis.region_report import inspect_regions
+from harness.compat.modelopt_autotune.insertion_points import has_quantizable_operations
+from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch, RegionIndex
+from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import add_sizes, parse_shapes
 from harness.errors import MAX_COUNT, UserError
 from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.static_shapes import parse_dims
 from harness.text import printable_lines
 
-__all__ = ["main"]
+__all__ = ["inspect_region_search", "main"]
+
+
+def inspect_region_search(
+    onnx_path: str,
+    max_sequence_size: int = 10,
+    include_all_regions: bool = False,
+    *,
+    verbose: bool = False,
+    shapes: Mapping[str, str] = MappingProxyType({}),
+    dims: Mapping[str, int] = MappingProxyType({}),
+) -> list[Region]:
+    """Print the regions of a model and return them: the topmost ones, each with its child regions.
+
+    Args:
+        onnx_path: ONNX file; also `zoo:NAME` or `assets:PATH`.
+        max_sequence_size: Maximum number of nodes of a LEAF that is a sequence.
+        include_all_regions: LEAF regions without an operator that gains from Q/DQ are included.
+        verbose: Names of nodes and boundary tensors are printed, too.
+        shapes: See `harness.analysis.region_report.inspect_regions`, as `dims`.
+
+    Raises:
+        UserError: The model cannot be loaded.
+    """
+    report = inspect_regions(onnx_path, shapes, dims=dims, max_sequence_size=max_sequence_size)
+    view = TreeOptions(include_all=include_all_regions, verbose=verbose)
+    print(printable_lines("\n".join(report.lines(view))))
+    graph = RegionIndex(report.model)
+    tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
+    found = [region for top in tops for region in (top, *top.get_children())]
+    return [region for region in found if include_all_regions or has_quantizable_operations(region, graph)]
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -32,15 +66,17 @@ def main(given: Sequence[str] | None = None) -> int:
         limits = f"at least 1, at most {MAX_COUNT:,}"
         parser.error(f"--max-sequence-size is {limits}, but got {options.max_sequence_size}")
     try:
-        dims = parse_dims(options.dim or ())
-        found = inspect_regions(
-            options.model, parse_shapes(options), dims=dims, max_sequence_size=options.max_sequence_size
+        inspect_region_search(
+            options.model,
+            max_sequence_size=options.max_sequence_size,
+            include_all_regions=options.include_all_regions,
+            verbose=options.verbose,
+            shapes=parse_shapes(options),
+            dims=parse_dims(options.dim or ()),
         )
     except UserError as error:
         print(f"region_inspect: {error}", file=sys.stderr)
         return 2
-    view = TreeOptions(include_all=options.include_all_regions, verbose=options.verbose)
-    print(printable_lines("\n".join(found.lines(view))))
     return 0
 
 

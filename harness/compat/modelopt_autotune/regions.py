@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from harness.compat.modelopt_autotune.settings import AutotunerError
 from harness.graph.model import Model
 from harness.graph.partition.regions import Region as GraphRegion
-from harness.graph.partition.regions import RegionType
+from harness.graph.partition.regions import RegionType, find_boundary, find_readers
 
 __all__ = ["Region", "RegionType", "from_graph", "to_graph"]
 
@@ -144,10 +144,7 @@ class _RegionConverter:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._numbers = itertools.count()
-        self._readers: dict[str, set[int]] = defaultdict(set)
-        for node in model.nodes:
-            for name in (*node.inputs, *node.captures):
-                self._readers[name].add(node.index)
+        self._readers = find_readers(model)
         self.found: dict[Region, GraphRegion] = {}
 
     def convert(self, region: Region, level: int) -> GraphRegion:
@@ -163,14 +160,5 @@ class _RegionConverter:
         kind = RegionType.ROOT if number < 0 else RegionType.COMPOSITE if children else RegionType.LEAF
         ordered = tuple(sorted(children, key=lambda child: child.node_indices()[:1]))
         bare = GraphRegion(id=number, type=kind, level=level, nodes=nodes, children=ordered, inputs=(), outputs=())
-        inside = set(bare.node_indices())
-        inputs: dict[str, None] = {}
-        outputs = []
-        for node in map(self._model.nodes.__getitem__, bare.node_indices()):
-            for name in (*node.inputs, *node.captures):
-                if name and name not in self._model.constants and self._model.producer.get(name, -1) not in inside:
-                    inputs[name] = None
-            outputs += [
-                name for name in node.outputs if name in self._model.output_names or not self._readers[name] <= inside
-            ]
-        return replace(bare, inputs=tuple(inputs), outputs=tuple(outputs))
+        inputs, outputs = find_boundary(self._model, self._readers, bare.node_indices())
+        return replace(bare, inputs=inputs, outputs=outputs)

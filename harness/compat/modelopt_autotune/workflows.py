@@ -25,9 +25,9 @@ from harness.compat.modelopt_autotune.benchmark import (
     is_noisy,
 )
 from harness.compat.modelopt_autotune.delivery import BASELINE, AutotuneJob, Delivery, RunContext
+from harness.compat.modelopt_autotune.engine.storage import PatternCache
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, AutotunerNotInitializedError, Config
-from harness.compat.modelopt_autotune.storage import PatternCache
 from harness.errors import UserError
 from harness.graph.load import load
 from harness.graph.pattern_cache import describe_foreign_schemes

@@ -16,7 +16,7 @@ from harness.graph.partition.partitioner import RegionDraft, VertexKind, partiti
 from harness.graph.partition.post_dominators import find_branch_structure
 from harness.graph.rules.operator_sets import ACTIVATION_OPS, LINEAR_OPS
 
-__all__ = ["Region", "RegionType", "discover_regions"]
+__all__ = ["Region", "RegionType", "discover_regions", "find_boundary", "find_readers"]
 
 _ELEMENTWISE = ACTIVATION_OPS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
 MAX_MAIN_INPUTS = 1024  # candidates for the main input: nodes pass on a bit for each
@@ -91,7 +91,7 @@ def discover_regions(
     ):
         if value < 1:
             raise ValueError(f"{name}: at least 1, but got {value}")
-    readers = _consumer_indices(model)
+    readers = find_readers(model)
     drafts: list[RegionDraft] = []
     for nodes, tensor in _split_by_main_input(model):
         shift = len(drafts)
@@ -102,13 +102,36 @@ def discover_regions(
     return RegionTreeBuilder(model, readers, drafts).build_root()
 
 
-def _consumer_indices(model: Model) -> dict[str, list[int]]:
+def find_readers(model: Model) -> dict[str, list[int]]:
     """Return the indices of the nodes that read a tensor, subgraphs included, in order and without repetition."""
     found: dict[str, list[int]] = defaultdict(list)
     for node in model.nodes:
         for name in {*node.inputs, *node.captures} - {""}:
             found[name].append(node.index)
     return found
+
+
+def find_boundary(
+    model: Model, readers: Mapping[str, Sequence[int]], nodes: Sequence[int]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the inputs and outputs of a set of nodes, as in `Region`.
+
+    Args:
+        readers: Result of `find_readers`.
+        nodes: Indices of the nodes in topological order.
+    """
+    inside = set(nodes)
+    inputs: dict[str, None] = {}
+    outputs: list[str] = []
+    for index in nodes:
+        node = model.nodes[index]
+        for name in (*node.inputs, *node.captures):
+            if name and name not in model.constants and model.producer.get(name, -1) not in inside:
+                inputs[name] = None
+        for name in node.outputs:
+            if name in model.output_names or not inside.issuperset(readers.get(name, ())):
+                outputs.append(name)
+    return tuple(inputs), tuple(outputs)
 
 
 def _split_by_main_input(model: Model) -> list[tuple[list[int], str | None]]:
@@ -177,7 +200,6 @@ class RegionTreeBuilder:
         self._model = model
         self._readers = readers
         self._top = len(drafts)
-        self._ends = frozenset(model.outputs)
         self._nodes: list[Sequence[int]] = [*(draft.vertices or () for draft in drafts), range(len(model.nodes))]
         self._children: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
         for number in range(self._top - 1, -1, -1):
@@ -204,7 +226,7 @@ class RegionTreeBuilder:
             draft, level = order[number]
             children = tuple(built.pop(child) for child in self._children[draft])
             leaf = not children and draft != self._top
-            inputs, outputs = self._find_boundary(self._nodes[draft])
+            inputs, outputs = find_boundary(self._model, self._readers, self._nodes[draft])
             built[draft] = Region(
                 id=number - 1,
                 type=RegionType.LEAF if leaf else RegionType.ROOT if draft == self._top else RegionType.COMPOSITE,
@@ -215,17 +237,3 @@ class RegionTreeBuilder:
                 outputs=outputs,
             )
         return built[self._top]
-
-    def _find_boundary(self, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        model, inside = self._model, set(nodes)
-        inputs: dict[str, None] = {}
-        outputs: list[str] = []
-        for index in nodes:
-            node = model.nodes[index]
-            for name in (*node.inputs, *node.captures):
-                if name and name not in model.constants and model.producer.get(name, -1) not in inside:
-                    inputs[name] = None
-            for name in node.outputs:
-                if name in self._ends or not inside.issuperset(self._readers.get(name, ())):
-                    outputs.append(name)
-        return tuple(inputs), tuple(outputs)

@@ -11,7 +11,7 @@ import pytest
 from mutations import EXPERIMENT_YAML
 
 from harness import registry
-from harness.compat.modelopt_autotune.storage import read_state
+from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache

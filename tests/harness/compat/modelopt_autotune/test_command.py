@@ -185,7 +185,7 @@ def test_a_run_says_what_it_is_made_for_and_how_much_there_is_to_do(tune):
         assert "TensorRT" in line
     shown = r"\d+ regions of \d+ patterns, \d+ insertion points \(.* outputs\), \d+ of them to be searched"
     assert any(re.fullmatch(shown, line) for line in said)
-    assert any(line.startswith("harness.compat.modelopt_autotune.session: ") for line in said), "with -v"
+    assert any(line.startswith("harness.compat.modelopt_autotune.engine.session: ") for line in said), "with -v"
 
 
 @pytest.mark.parametrize(("flags", "named"), [

@@ -1,135 +1,39 @@
-"""Insertion points, schemes and patterns under the names that ModelOpt's users know.
-
-Node indices count a pattern's nodes in canonical order (`harness.graph.partition.patterns`), so they fit every region
-that has the pattern.
-"""
+"""Schemes and patterns of regions under ModelOpt's names."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, Self, overload
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, overload, runtime_checkable
 
+from harness.compat.modelopt_autotune.insertion_points import (
+    Address,
+    ChildRegionInputInsertionPoint,
+    ChildRegionOutputInsertionPoint,
+    InsertionPoint,
+    NodeInputInsertionPoint,
+    PointResolver,
+    ResolvedInsertionPoint,
+    make_insertion_point,
+)
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import InvalidSchemeError
-from search.space import PointKind
 
-__all__ = [
-    "Address",
-    "ChildRegionInputInsertionPoint",
-    "ChildRegionOutputInsertionPoint",
-    "InsertionPoint",
-    "InsertionScheme",
-    "NodeInputInsertionPoint",
-    "PatternSchemes",
-    "RegionPattern",
-    "RegionResolver",
-    "ResolvedInsertionPoint",
-    "make_insertion_point",
-]  # fmt: skip
+__all__ = ["UNMEASURED_MS", "InsertionScheme", "PatternSchemes", "RegionPattern", "RegionResolver"]
 
-Address = tuple[PointKind, tuple[int, int]]
-"""Kind of a point and its place in the pattern, as in the name of a dimension."""
 UNMEASURED_MS = float("inf")  # ModelOpt's value for a missing latency
+_COMMUTATIVE_OPS = frozenset({"Add", "And", "Max", "Mean", "Min", "Mul", "Or", "Sum", "Xor"})
 
 
-class RegionResolver(Protocol):
-    """Graph in which regions are resolved; `region_index.RegionIndex` implements it."""
+@runtime_checkable
+class RegionResolver(PointResolver, Protocol):
+    """Graph with patterns of its own; `region_search.RegionIndex` implements it."""
 
-    def addresses(self, region: Region) -> list[Address]: ...
-    def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...
     def pattern(self, region: Region) -> RegionPattern: ...
     def order(self, region: Region) -> list[int]: ...
     def full_scheme(self, region: Region) -> InsertionScheme: ...
-
-
-class _PlainValues:
-    """Conversion of a dataclass to and from plain values."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload,no-any-return]
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        return cls(**data)
-
-
-@dataclass(frozen=True)
-class ResolvedInsertionPoint(_PlainValues):
-    """Input of a node of the model that has a Q/DQ pair; without a node, an output of the model."""
-
-    tensor_name: str
-    node_index: int | None = None
-    input_index: int | None = None
-
-
-class InsertionPoint(_PlainValues, ABC):
-    """Place in a pattern where Q/DQ pairs may be inserted."""
-
-    @property
-    @abstractmethod
-    def address(self) -> Address | None:
-        """Kind and place in the space of placements; None if no dimension has this place."""
-
-    def resolve(self, region: Region, graph: RegionResolver) -> set[ResolvedInsertionPoint]:
-        """Return the inputs that the point quantizes in one region; empty if the rules forbid it."""
-        return graph.resolve(region, [self])
-
-    @classmethod
-    def collect_from_region(cls, region: Region, graph: RegionResolver) -> list[Self]:
-        """Return all legal points of this class in a region."""
-        points = (make_insertion_point(*address) for address in graph.addresses(region))
-        return [point for point in points if isinstance(point, cls)]
-
-
-@dataclass(frozen=True)
-class NodeInputInsertionPoint(InsertionPoint):
-    """Input of a node; a linear operator has one point, at input 0, which includes its weight."""
-
-    node_index: int
-    input_index: int
-
-    @property
-    def address(self) -> Address:
-        return "node_input", (self.node_index, self.input_index)
-
-
-@dataclass(frozen=True)
-class ChildRegionInputInsertionPoint(InsertionPoint):
-    """Input of a child region, for all nodes inside that read it."""
-
-    region_index: int
-    input_index: int
-
-    @property
-    def address(self) -> Address:
-        return "child_input", (self.region_index, self.input_index)
-
-
-@dataclass(frozen=True)
-class ChildRegionOutputInsertionPoint(InsertionPoint):
-    """Output of a node (`region_index` None) or of a child region that leaves its region, for all its readers.
-
-    The output of a child region resolves to nothing: it is the output of a node in some LEAF.
-    """
-
-    region_index: int | None
-    node_index: int | None
-    output_index: int
-
-    @property
-    def address(self) -> Address | None:
-        return None if self.node_index is None else ("output", (self.node_index, self.output_index))
-
-
-def make_insertion_point(kind: PointKind, place: tuple[int, int]) -> InsertionPoint:
-    """Return the point at an address."""
-    if kind == "output":
-        return ChildRegionOutputInsertionPoint(region_index=None, node_index=place[0], output_index=place[1])
-    return (NodeInputInsertionPoint if kind == "node_input" else ChildRegionInputInsertionPoint)(*place)
 
 
 @dataclass
@@ -229,7 +133,8 @@ class RegionPattern:
     """Structure that isomorphic regions share; two patterns are equal if their signatures are.
 
     Attributes:
-        signature: Signature of `harness.graph.partition.patterns.Pattern`, the same in every model.
+        signature: Signature of `harness.graph.partition.patterns.Pattern`, the same in every model; of a region of an
+            `onnx_graphsurgeon.Graph`, the operators with their attributes and sources as text.
         size: Number of nodes.
     """
 
@@ -254,18 +159,26 @@ class RegionPattern:
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     @classmethod
-    def from_region(cls, region: Region, graph: RegionResolver) -> RegionPattern:
-        return graph.pattern(region)
+    def from_region(cls, region: Region, graph: Any) -> RegionPattern:
+        """Return the pattern of a region.
+
+        Args:
+            graph: The autotuner's graph, or an `onnx_graphsurgeon.Graph`.
+        """
+        if isinstance(graph, RegionResolver):
+            return graph.pattern(region)
+        size = len(region.get_region_nodes_and_descendants())
+        return cls(_describe_region(region, graph), size, composite=bool(region.children))
 
     @overload
     def matches(self, other: RegionPattern) -> bool: ...
     @overload
-    def matches(self, other: Region, graph: RegionResolver, scheme: None = None) -> list[int] | None: ...
+    def matches(self, other: Region, graph: Any, scheme: None = None) -> list[int] | None: ...
     @overload
-    def matches(self, other: Region, graph: RegionResolver, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
+    def matches(self, other: Region, graph: Any, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
 
     def matches(
-        self, other: RegionPattern | Region, graph: RegionResolver | None = None, scheme: InsertionScheme | None = None
+        self, other: RegionPattern | Region, graph: Any = None, scheme: InsertionScheme | None = None
     ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
         """Compare with another pattern, or match a region.
 
@@ -280,25 +193,31 @@ class RegionPattern:
             return self == other
         if graph is None:
             raise ValueError("a region matches within a graph: give it as the second argument")
-        fits = graph.pattern(other) == self
+        fits = self.from_region(other, graph) == self
         if scheme is None:
-            return graph.order(other) if fits else None
-        return graph.resolve(other, scheme.points) if fits else set()
+            return _node_order(other, graph) if fits else None
+        return {found for point in scheme.points for found in point.resolve(other, graph)} if fits else set()
 
-    def get_full_insertion_scheme(self, region: Region, graph: RegionResolver) -> InsertionScheme:
+    def get_full_insertion_scheme(self, region: Region, graph: Any) -> InsertionScheme:
         """Return the scheme with all legal points.
 
         Raises:
             ValueError: The region has another pattern.
         """
-        if graph.pattern(region) != self:
+        if self.from_region(region, graph) != self:
             raise ValueError(f"region {region.id} has another pattern than {self.get_short_signature(12)}")
-        return graph.full_scheme(region)
+        if isinstance(graph, RegionResolver):
+            return graph.full_scheme(region)
+        return InsertionScheme(
+            NodeInputInsertionPoint.collect_from_region(region, graph),
+            ChildRegionInputInsertionPoint.collect_from_region(region, graph),
+            ChildRegionOutputInsertionPoint.collect_from_region(region, graph),
+        )
 
-    def format_tree(self, region: Region, graph: RegionResolver, indent: int = 0) -> str:
+    def format_tree(self, region: Region, graph: Any, indent: int = 0) -> str:
         """Return one line for a region and each region below it."""
         line = f"{'  ' * indent}Region {region.id}: {self.signature} (size={self.size})\n"
-        return line + "".join(graph.pattern(c).format_tree(c, graph, indent + 1) for c in region.children)
+        return line + "".join(self.from_region(c, graph).format_tree(c, graph, indent + 1) for c in region.children)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RegionPattern) and self.signature == other.signature
@@ -306,8 +225,42 @@ class RegionPattern:
     def __hash__(self) -> int:
         return hash(self.signature)
 
+    def __str__(self) -> str:
+        return self.signature
+
     def __repr__(self) -> str:
         return f"RegionPattern({self.signature!r}, size={self.size})"
+
+
+def _node_order(region: Region, graph: Any) -> list[int]:
+    if isinstance(graph, RegionResolver):
+        return graph.order(region)
+    below = [index for child in region.get_children(sort=True) for index in _node_order(child, graph)]
+    return [*region.get_nodes(sort=True), *below]
+
+
+def _describe_region(region: Region, graph: Any) -> str:
+    """Return a text that equal regions of a graph of graphsurgeon share."""
+    order = region.get_nodes(sort=True)
+    if order and order[-1] >= len(graph.nodes):
+        raise ValueError(f"region {region.id}: the graph has {len(graph.nodes)} nodes, but got {order[-1]}")
+    place = {id(graph.nodes[index]): str(position) for position, index in enumerate(order)}
+    nodes = " ".join(_describe_node(graph.nodes[index], place) for index in order)
+    children = [_describe_region(child, graph) for child in region.get_children(sort=True)]
+    if children:
+        return f"COMPOSITE({'; '.join([nodes] * bool(nodes) + children)})"
+    return nodes or "EMPTY"
+
+
+def _describe_node(node: Any, place: Mapping[int, str]) -> str:
+    sources = [
+        place.get(id(tensor.inputs[0]), "outside") if getattr(tensor, "inputs", None) else "outside"
+        for tensor in node.inputs
+    ]
+    if node.op in _COMMUTATIVE_OPS:
+        sources.sort()
+    attributes = [f"{name}={value}" for name, value in sorted(node.attrs.items())]
+    return f"{node.op}({', '.join([*sources, *attributes])})"
 
 
 @dataclass

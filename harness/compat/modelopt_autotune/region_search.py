@@ -1,4 +1,4 @@
-"""Regions, patterns and points of a model, converted between ModelOpt's terms and the space of placements.
+"""Regions of a model under ModelOpt's names: their search, patterns, points, and the space of placements.
 
 `RegionIndex` answers for any region of a model; `PlacementMap` has one set of regions with the space over them.
 """
@@ -6,29 +6,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
+from typing import IO, Any
 
+from harness.compat.modelopt_autotune.insertion_points import Address, InsertionPoint, ResolvedInsertionPoint
+from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region, RegionType, from_graph, to_graph
-from harness.compat.modelopt_autotune.schemes import (
-    Address,
-    InsertionPoint,
-    InsertionScheme,
-    RegionPattern,
-    ResolvedInsertionPoint,
-)
 from harness.compat.modelopt_autotune.settings import AutotunerError
-from harness.graph.model import Model, Node, TensorType
+from harness.graph.io.files import to_proto
+from harness.graph.model import Model, Node, TensorType, read_nodes
 from harness.graph.partition.patterns import Pattern, find_patterns
-from harness.graph.partition.regions import discover_regions
+from harness.graph.partition.regions import discover_regions, find_boundary, find_readers
 from harness.graph.pattern_cache import parse_point
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, Dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from search.space import Edge, Placement, PointKind, Resolved, Space
 
-__all__ = ["PlacementMap", "RegionIndex", "untyped_linear_inputs"]
+__all__ = [
+    "CombinedRegionSearch", "PlacementMap", "RegionIndex", "RegionPartitioner", "RegionSearchBase",
+    "TopDownRegionBuilder", "untyped_linear_inputs",
+]  # fmt: skip
 
 _DTYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
@@ -182,15 +183,6 @@ class RegionIndex:
     def nodes(self) -> Sequence[Node]:
         return self.model.nodes
 
-    def discover(self, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10) -> list[Region]:
-        """Return the regions directly below the whole model."""
-        root = discover_regions(
-            self.model,
-            maximum_sequence_region_size=maximum_sequence_region_size,
-            minimum_topdown_search_size=minimum_topdown_search_size,
-        )
-        return [from_graph(child) for child in root.children]
-
     def placement_map(self, regions: Sequence[Region]) -> PlacementMap:
         """Return the map of these regions; the last one is cached."""
         if self._map is None or self._mapped_regions != tuple(regions):
@@ -232,3 +224,153 @@ def untyped_linear_inputs(model: Model) -> list[str]:
     """Return the inputs of linear operators whose type cannot be inferred."""
     names = {name for node in model.nodes if node.op in LINEAR_OPS for name in node.inputs[:2]}
     return sorted(name for name in names if name and name not in model.types)
+
+
+class RegionSearchBase:
+    """Graph whose regions are searched.
+
+    Args:
+        graph: The `graph` of an autotuner, an `onnx.ModelProto` or an `onnx_graphsurgeon.Graph` in topological order.
+            Regions name nodes by their index in it.
+        root: Region to search in; None: one with all nodes.
+    """
+
+    def __init__(self, graph: Any, root: Region | None = None) -> None:
+        self.graph = graph
+        if isinstance(graph, RegionIndex):
+            self._model = graph.model
+        else:
+            proto = to_proto(graph)
+            self._model = Model(proto=proto, source="graph", sha256="", nodes=read_nodes(proto), types={})
+        self._readers = find_readers(self._model)
+        if root is None:
+            root = Region(0, 0, RegionType.ROOT)
+            root.nodes.update(range(len(self._model.nodes)))
+            self.compute_region_boundaries(root)
+        self.root = root
+
+    def compute_region_boundaries(self, region: Region, include_constant: bool = False) -> None:
+        """Set the inputs and outputs of a region.
+
+        Args:
+            include_constant: Constants are inputs, too.
+        """
+        nodes = sorted(region.get_region_nodes_and_descendants())
+        inputs, outputs = find_boundary(self._model, self._readers, nodes)
+        used = {name for index in nodes for name in self._model.nodes[index].inputs} if include_constant else set()
+        region.inputs, region.outputs = [*inputs, *sorted(used & self._model.constants.keys())], list(outputs)
+
+    def print_tree(
+        self, region: Region | None = None, indent: int = 0, max_items: int = 20, file: IO[str] | None = None
+    ) -> None:
+        """Print a region and those below it; None: the whole graph.
+
+        Args:
+            max_items: Maximum number of tensors and nodes in each list.
+            file: Text file; None: standard output.
+        """
+        for line in self._describe(region or self.root, max_items):
+            print(f"{'  ' * indent}{line}", file=file)
+
+    def _describe(self, region: Region, limit: int) -> Iterator[str]:
+        nodes = [self._model.nodes[index] for index in region.get_nodes(sort=True)]
+        lists = {
+            "Direct nodes": [f"{node.index} {node.op} {node.name}" for node in nodes],
+            "Inputs": region.inputs,
+            "Outputs": region.outputs,
+        }
+        yield f"Region {region.id} (Level {region.level}, Type: {region.type.value})"
+        yield f"  Total nodes: {region.get_size_of_region_and_descendants()}"
+        for title, items in lists.items():
+            yield f"  {title}: {len(items)}"
+            yield from (f"    {item}" for item in islice(items, limit))
+            if len(items) > limit:
+                yield f"    and {len(items) - limit} more"
+        yield f"  Children: {len(region.children)}"
+        for child in region.children:
+            yield from (f"    {line}" for line in self._describe(child, limit))
+
+    def _discover(
+        self, longest: int = 10, smallest: int = 10, *, within: Iterable[int] = (), first_id: int = 0
+    ) -> list[Region]:
+        """Return the topmost regions of the nodes with these indices, or of all."""
+        nodes, part = sorted(within), self._model
+        if nodes:
+            part = replace(part, nodes=tuple(replace(part.nodes[index], index=n) for n, index in enumerate(nodes)))
+        root = discover_regions(part, maximum_sequence_region_size=longest, minimum_topdown_search_size=smallest)
+        tops = [from_graph(child) for child in root.children]
+        for region in [region for top in tops for region in top.walk()] if nodes else ():
+            region.id += first_id
+            region.nodes = {nodes[place] for place in region.nodes}
+            self.compute_region_boundaries(region)
+        return tops
+
+
+class RegionPartitioner(RegionSearchBase):
+    """Search for the LEAF regions of a graph."""
+
+    def partition_graph(self) -> list[Region]:
+        """Return the LEAF regions; each node is in one of them."""
+        leaves = [region for top in self._discover() for region in top.walk() if region.type is RegionType.LEAF]
+        for leaf in leaves:
+            leaf.parent, leaf.level = None, 0
+        return leaves
+
+
+class TopDownRegionBuilder(RegionSearchBase):
+    """Search for the regions within a region.
+
+    Args:
+        root: The region.
+        next_region_id: Identifier of the first region that is found.
+        maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
+        minimum_topdown_search_size: Number of nodes from which a convergence is split.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        root: Region,
+        next_region_id: int = 0,
+        maximum_sequence_region_size: int = 10,
+        minimum_topdown_search_size: int = 10,
+    ) -> None:
+        super().__init__(graph, root)
+        self.next_region_id = next_region_id
+        self._sizes = maximum_sequence_region_size, minimum_topdown_search_size
+
+    def build_composite_region(self) -> Region:
+        """Return the region as a COMPOSITE of what was found, or as a LEAF if it is not split."""
+        nodes = self.root.get_region_nodes_and_descendants()
+        found = self._discover(*self._sizes, within=nodes, first_id=self.next_region_id)
+        if len(found) == 1:
+            return found[0]
+        self.next_region_id += sum(1 for top in found for _ in top.walk())
+        built = Region(self.next_region_id, self.root.level, RegionType.COMPOSITE)
+        for top in found:
+            built.add_child(top)
+        self.compute_region_boundaries(built)
+        self.next_region_id += 1
+        return built
+
+
+class CombinedRegionSearch(RegionSearchBase):
+    """Search for the regions of a model.
+
+    Args:
+        maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
+        minimum_topdown_search_size: Number of nodes from which a convergence is split.
+    """
+
+    def __init__(
+        self, graph: Any, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
+    ) -> None:
+        super().__init__(graph)
+        self.maximum_sequence_region_size = maximum_sequence_region_size
+        self.minimum_topdown_search_size = minimum_topdown_search_size
+        self.regions: list[Region] = []
+
+    def search_regions(self) -> list[Region]:
+        """Return the regions directly below the whole model; each node is in one LEAF at or below one of them."""
+        self.regions = self._discover(self.maximum_sequence_region_size, self.minimum_topdown_search_size)
+        return self.regions

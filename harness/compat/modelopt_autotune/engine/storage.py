@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
-from harness.compat.modelopt_autotune.region_index import RegionIndex
+from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
+from harness.compat.modelopt_autotune.region_search import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
-from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
 from harness.graph import pattern_cache as engine
 from harness.graph.pattern_cache_io import read_cache, read_plain_yaml, write_cache, write_plain_yaml

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from harness import registry
 from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, CalibrationBatches
-from harness.compat.modelopt_autotune.region_index import PlacementMap, RegionIndex
+from harness.compat.modelopt_autotune.engine.storage import Measurement
+from harness.compat.modelopt_autotune.region_pattern import UNMEASURED_MS, InsertionScheme, PatternSchemes
+from harness.compat.modelopt_autotune.region_search import PlacementMap, RegionIndex
 from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.schemes import UNMEASURED_MS, InsertionScheme, PatternSchemes
 from harness.compat.modelopt_autotune.settings import AutotunerError, Config
-from harness.compat.modelopt_autotune.storage import Measurement
 from harness.config.plan import TaskSpec
 from harness.config.sections import Calibration, ModelSpec, PluginSpec
 from harness.graph import pattern_cache as engine

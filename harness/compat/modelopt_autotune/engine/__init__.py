@@ -1,0 +1,1 @@
+"""State of an autotuner: its measured models, pattern searches and files."""
