@@ -1,7 +1,12 @@
 """Regions, points and patterns with the handles that ModelOpt's users know, held against what the engine finds."""
 
+import io
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 
@@ -17,7 +22,16 @@ from harness.compat.modelopt_autotune import (
     RegionType,
     ResolvedInsertionPoint,
 )
+from harness.compat.modelopt_autotune.insertion_points import (
+    get_tensor_consumer_node_indices,
+    has_quantizable_operations,
+    merge_resolved_insertion_points,
+    resolve_region_io_insertion_points,
+    skip_invalid_insertion_points,
+)
+from harness.compat.modelopt_autotune.region_inspect import inspect_region_search
 from harness.compat.modelopt_autotune.region_inspect import main as inspect
+from harness.compat.modelopt_autotune.region_search import RegionPartitioner, TopDownRegionBuilder
 from harness.compat.modelopt_autotune.regions import from_graph, to_graph
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
@@ -145,3 +159,111 @@ def test_inspection_under_the_known_flags(folder, capsys):
     with pytest.raises(SystemExit):
         inspect(["--model", "model.onnx", "--max-sequence-size", "0"])
     assert "--max-sequence-size is at least 1, " in capsys.readouterr().err
+    found = inspect_region_search("model.onnx")
+    assert 0 < len(found) <= len(inspect_region_search("model.onnx", include_all_regions=True))
+    assert "LEAF" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def surgeon(model):
+    """The small model as a graph of onnx-graphsurgeon."""
+    return gs.import_onnx(model)
+
+
+def leaf(*nodes, inputs=(), outputs=()):
+    made = Region(0, 0, RegionType.LEAF)
+    made.nodes, made.inputs, made.outputs = set(nodes), list(inputs), list(outputs)
+    return made
+
+
+def test_every_search_of_a_graph_has_each_node_once(surgeon):
+    everything = list(range(len(surgeon.nodes)))
+    leaves = RegionPartitioner(surgeon).partition_graph()
+    assert sorted(node for region in leaves for node in region.nodes) == everything
+    assert all(region.type is RegionType.LEAF and region.parent is None for region in leaves)
+    search = CombinedRegionSearch(surgeon, maximum_sequence_region_size=2, minimum_topdown_search_size=2)
+    built = TopDownRegionBuilder(surgeon, search.root, 100, 2, 2).build_composite_region()
+    assert built.type is RegionType.COMPOSITE
+    assert sorted(built.get_region_nodes_and_descendants()) == everything
+    assert all(region.id >= 100 for region in built.walk())
+    assert [t.name for t in surgeon.outputs] == built.outputs
+    part = leaves[0]
+    assert TopDownRegionBuilder(surgeon, part).build_composite_region().get_region_nodes_and_descendants() == part.nodes
+    search.compute_region_boundaries(part, include_constant=True)
+    assert len(part.inputs) > len(leaves[1].inputs)
+    shown = io.StringIO()
+    search.print_tree(built, max_items=0, file=shown)
+    assert f"Region {built.id} (Level 0, Type: COMPOSITE)" in shown.getvalue()
+    assert "and 1 more" in shown.getvalue()
+
+
+def test_patterns_of_a_graph_are_of_operators_attributes_and_wiring(surgeon):
+    convs = [index for index, node in enumerate(surgeon.nodes) if node.op == "Conv"]
+    one, two = leaf(convs[1], convs[1] + 1), leaf(convs[3], convs[3] + 1)
+    pattern = RegionPattern.from_region(one, surgeon)
+    assert pattern == RegionPattern.from_region(two, surgeon) != RegionPattern.from_region(leaf(convs[0]), surgeon)
+    assert (str(pattern)[:5], pattern.size) == ("Conv(", 2)
+    scheme = pattern.get_full_insertion_scheme(one, surgeon)
+    assert scheme.node_inputs == [NodeInputInsertionPoint(0, 0)], "the operator after it is computed within"
+    assert {p.input_index for p in pattern.matches(two, surgeon, scheme)} == {0, 1}
+    parent = Region(9, 1, RegionType.COMPOSITE)
+    parent.add_child(one)
+    assert RegionPattern.from_region(parent, surgeon).is_composite
+    assert RegionPattern.from_region(parent, surgeon).matches(parent, surgeon) == [convs[1], convs[1] + 1]
+    assert RegionPattern.from_region(leaf(), surgeon).is_empty
+    with pytest.raises(ValueError, match="has"):
+        RegionPattern.from_region(leaf(10_000), surgeon)
+
+
+def test_points_of_a_graph_resolve_to_the_readers_of_a_tensor(surgeon):
+    add = next(index for index, node in enumerate(surgeon.nodes) if node.op == "Add")
+    residual = surgeon.nodes[add].inputs[1].name
+    readers = get_tensor_consumer_node_indices(surgeon)[residual]
+    found = resolve_region_io_insertion_points(None, surgeon, residual)
+    assert {point.node_index for point in found} == set(readers)
+    assert merge_resolved_insertion_points(surgeon, found) == {ResolvedInsertionPoint(residual)}
+    assert merge_resolved_insertion_points(surgeon, set(list(found)[:1])) == set(list(found)[:1])
+    parent = Region(1, 1, RegionType.COMPOSITE)
+    child = leaf(add, inputs=[residual], outputs=[surgeon.nodes[add].outputs[0].name])
+    parent.add_child(child)
+    parent.outputs = child.outputs
+    (point,) = ChildRegionInputInsertionPoint.collect_from_region(parent, surgeon)
+    assert point.resolve(parent, surgeon) == found
+    assert point.resolve(child, surgeon) == set()
+    (out,) = ChildRegionOutputInsertionPoint.collect_from_region(parent, surgeon)
+    (same,) = ChildRegionOutputInsertionPoint.collect_from_region(child, surgeon)
+    assert out.resolve(parent, surgeon) == same.resolve(child, surgeon) != set()
+    assert NodeInputInsertionPoint(0, 1).resolve(child, surgeon) == {ResolvedInsertionPoint(residual, add, 1)}
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "shape", "slot", "skipped"),
+    [
+        ("MatMul", np.float32, (1, 64), 0, False), ("MatMul", np.float32, (1, 64), 1, True),
+        ("Add", np.float32, None, 1, False), ("Add", np.float32, (1,), 0, True), ("Add", np.int32, (1, 64), 0, True),
+        ("Equal", np.float32, (1, 64), 0, True), ("Shape", np.float32, (1, 64), 0, True),
+        ("BatchNormalization", np.float32, (64,), 1, True), ("Resize", np.float32, (64,), 2, True),
+    ],
+)  # fmt: skip
+def test_inputs_that_must_stay_float(op, dtype, shape, slot, skipped):
+    inputs = [gs.Variable(f"other{n}", np.float32, (1, 64)) for n in range(3)]
+    inputs[slot] = gs.Variable("x", dtype, shape)
+    node = gs.Node(op, inputs=inputs, outputs=[gs.Variable("y")])
+    graph = gs.Graph([node])
+    assert skip_invalid_insertion_points(graph, "x", node) is skipped
+    assert skip_invalid_insertion_points(graph, "x", leaf(0)) is skipped
+    assert has_quantizable_operations(leaf(0), graph) is (op in ("Add", "MatMul", "Resize"))
+
+
+def test_tests_under_modelopts_names_are_run_and_counted(tmp_path):
+    (tmp_path / "test_names.py").write_text(
+        "from modelopt.onnx.quantization.autotune import insertion_points\n"
+        "from modelopt.onnx.quantization.autotune.common import Region\n"
+        "from modelopt.onnx.quantization.graph_utils import get_tensor_consumer_node_indices\n"
+        "def test_ours():\n    assert Region.__module__.startswith('harness.')\n"
+        "def test_wrong():\n    assert insertion_points is None\n"
+    )
+    script = Path(__file__).with_name("run_modelopt_tests.py")
+    ended = subprocess.run([sys.executable, script, "--folder", tmp_path], capture_output=True, text=True, check=False)
+    assert ended.stdout, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "1 of 2 pass"
