@@ -4,14 +4,17 @@ The models are small, so that the patterns run out of schemes before the counts 
 """
 
 import importlib.util
+import re
 from pathlib import Path
 
 import onnx
 import pytest
 
 from harness.compat.modelopt_autotune import Config, PatternCache, QDQAutotuner
+from harness.compat.modelopt_autotune.__main__ import apply_mode_presets
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
 from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
+from harness.compat.modelopt_autotune.settings import MODE_PRESETS, parse_arguments
 from harness.compat.modelopt_autotune.workflows import (
     benchmark_onnx_model,
     init_benchmark_instance,
@@ -20,6 +23,7 @@ from harness.compat.modelopt_autotune.workflows import (
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 
+PAGE = Path(__file__).parents[4] / "docs/reference/autotune.md"
 GUIDE = {"timing_cache_file": "timing.cache", "warmup_runs": 5, "timing_runs": 20}
 
 
@@ -135,3 +139,26 @@ def test_a_model_that_cannot_be_built_is_infinite_and_the_log_says_why(tiny):
     assert "failed: build: OpenVINO refuses model.onnx" in Path("logs/odd.log").read_text()
     assert benchmark_onnx_model("model.onnx", "logs/good.log", flush_timing_cache=True) > 0
     assert "95 % interval" in Path("logs/good.log").read_text()
+
+
+def test_the_program_and_commands_of_the_page_run(tiny):
+    page = PAGE.read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(program, str(PAGE), "exec"), {})
+    assert Path("optimized.onnx").exists()
+    command_line = r"^\$ (?:qdq autotune|python -m harness.compat.modelopt_autotune) (.*?)(?:  +#.*)?$"
+    commands = re.findall(command_line, page, flags=re.MULTILINE)
+    assert len(commands) > 3
+    for command in commands:
+        assert parse_arguments(command.split(), "qdq autotune").onnx_path == "model.onnx"
+    for module in re.search(r"autotune\.MODULE import \.\.\.`: (.*?) \|", page)[1].split(", "):
+        assert importlib.import_module(f"harness.compat.modelopt_autotune.{module.strip('`')}")
+
+
+@pytest.mark.parametrize("mode", MODE_PRESETS)
+def test_parsed_flags_get_the_counts_of_their_mode(mode):
+    options = parse_arguments(["-m", "model.onnx", "--mode", mode, "--timing_runs", "7"], "qdq autotune")
+    apply_mode_presets(options)
+    preset = MODE_PRESETS[mode]
+    given = (options.num_schemes, options.warmup_runs, options.timing_runs)
+    assert given == (preset["schemes_per_region"], preset["warmup_runs"], 7)
