@@ -5,7 +5,7 @@ import inspect
 import re
 import shlex
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
@@ -208,6 +208,22 @@ def test_the_settings_of_searchers_shown_in_the_docs_are_all_and_are_so():
         }
         for name, settings in made.items()
     }
+
+
+def test_the_citations_are_valid_and_of_this_version():
+    """Required keys by the schema of CFF 1.2.0 (citation-file-format.github.io)."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"authors", "cff-version", "message", "title"} <= cited.keys()
+    assert (cited["cff-version"], cited["type"]) == ("1.2.0", "software")
+    assert all({"name"} <= author.keys() or {"family-names"} <= author.keys() for author in cited["authors"])
+    assert cited["version"] == version("qdq-bench")
+    (entry,) = re.findall(
+        r"```bibtex\n@\w+\{\S+,\n(.*?)\n\}\n```", (ROOT / "docs/reference/results.md").read_text(), re.S
+    )
+    fields = dict(re.findall(r"^  (\w+) = \{(.*)\},$", entry, re.MULTILINE))
+    assert fields["title"] == cited["title"]
+    assert fields["author"] == f"{{{cited['authors'][0]['name']}}}"
+    assert cited["version"] in fields["note"]
 
 
 def test_every_term_of_the_glossary_appears_once_with_a_meaning_and_a_source():

@@ -27,7 +27,7 @@ def report(
     folder: ResultsArgument,
     plots: Annotated[
         bool | None,
-        typer.Option("--plots/--no-plots", help="Write the plots of each task as PNG and SVG. [up to 20 tasks]"),
+        typer.Option("--plots/--no-plots", help="Write the plots of each task as PNG, SVG and PDF. [up to 20 tasks]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Plots of a results folder as PNG and SVG.
+"""Plots of a results folder as PNG, SVG and PDF.
 
 May import `report.frames` and `report.load`.
 Must not import `report.page`.

@@ -11,14 +11,14 @@ from harness.errors import UserError
 from harness.records import from_json
 from harness.results_dir.manifest import FileTable, find_changed_files, read_manifest
 
-__all__ = ["PlotCache", "PlotFile"]
+__all__ = ["PLOT_FILE_FORMATS", "PlotCache", "PlotFile"]
 
-PLOT_SUFFIXES = (".png", ".svg")
+PLOT_FILE_FORMATS = ("png", "svg", "pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotFile:
-    """Plot that was written as PNG and SVG.
+    """Plot that was written in all `PLOT_FILE_FORMATS`.
 
     Attributes:
         task: Name of its task; "" for the whole experiment.
@@ -33,8 +33,8 @@ class PlotFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of both files."""
-        return tuple(self.path.with_suffix(suffix).name for suffix in PLOT_SUFFIXES)
+        """Names of its files."""
+        return tuple(self.path.with_suffix(f".{kind}").name for kind in PLOT_FILE_FORMATS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def draw_plots(
     all_plots: bool = True,
     observer: Observer | None = None,
 ) -> list[PlotFile]:
-    """Write plots as PNG and SVG; return those without an interactive form on the page.
+    """Write plots as PNG, SVG and PDF; return those without an interactive form on the page.
 
     Args:
         results: The results.

@@ -1,4 +1,4 @@
-"""Plots of one task as PNG and SVG, colour-blind safe and legible in grey (palette of Okabe and Ito 2008)."""
+"""Plots of one task as PNG, SVG and PDF, colour-blind safe and legible in grey (palette of Okabe and Ito 2008)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, MaxNLocator
 
 from harness.report.frames.curves import pareto_front
+from harness.report.plots.plot_cache import PLOT_FILE_FORMATS
 from harness.statistics import median_ci
 from harness.text import printable_lines
 
@@ -32,7 +33,7 @@ SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E
 SERIES_LINES = ("-", "--", "-.", ":")
 SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
-PLOT_FILE_FORMATS = ("png", "svg")
+PLOT_METADATA: Mapping[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 MAX_CURVE_STEPS = 2000  # more than a plot has dots across
 CURVE_NOTE = (
     "median over seeds with its 95 % interval, the range below six seeds;\n"
@@ -51,11 +52,18 @@ class NotebookFigure(Figure):
 
 @contextmanager
 def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
-    """Yield the axes of a figure that is written as PNG and SVG, unless it has no path; names are without markup.
+    """Yield the axes of a figure that is written as PNG, SVG and PDF, unless it has no path; names have no markup.
 
-    The SVG has no date and no random identifiers, so the same results give the same bytes.
+    Files have no date and no random identifiers, so the same results give the same bytes. The PDF has TrueType fonts,
+    which publishers ask for.
     """
-    settings: Any = {"text.usetex": False, "text.parse_math": False, "font.size": 9, "svg.hashsalt": "qdq-bench"}
+    settings: Any = {
+        "text.usetex": False,
+        "text.parse_math": False,
+        "font.size": 9,
+        "svg.hashsalt": "qdq-bench",
+        "pdf.fonttype": 42,
+    }
     with mpl.rc_context(settings):
         figure = NotebookFigure(figsize=(6.4, height), layout="constrained")
         axes = figure.subplots()
@@ -68,8 +76,7 @@ def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) ->
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         for kind in PLOT_FILE_FORMATS:
-            metadata = {"Date": None} if kind == "svg" else None
-            figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=metadata)
+            figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=PLOT_METADATA.get(kind))
 
 
 def _make_printable(figure: Figure) -> None:

@@ -97,7 +97,7 @@ def test_text_has_main_budget_and_cost_and_files_have_all(folder):
         "index.html",
         "manifest.json",
         *(f"{name}.{kind}" for name in shown for kind in ("md", "csv", "tex")),
-        *(f"{name}-{TASK}.{kind}" for name in drawn for kind in ("png", "svg")),
+        *(f"{name}-{TASK}.{kind}" for name in drawn for kind in ("png", "svg", "pdf")),
     }
     for path in (folder / "report").glob("*.png"):
         picture = matplotlib.image.imread(path)[..., :3]

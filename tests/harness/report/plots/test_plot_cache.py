@@ -23,7 +23,7 @@ def draws(folder, monkeypatch):
 
     def draw(part, title, path, **_):
         found.append(title)
-        for suffix in (".png", ".svg"):
+        for suffix in (".png", ".svg", ".pdf"):
             path.with_name(f"{path.name}{suffix}").write_text(title)
 
     monkeypatch.setattr(plot_files.result_plots, "draw_budget_bars", draw)
