@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto, save_to_folder
+from harness.graph.load import load, load_proto, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.import_placement import import_placement, import_ranges
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
@@ -94,6 +96,61 @@ def test_modelopt_ptq_is_read_back_and_can_be_inserted(model: Model, tmp_path: P
     ranges = {name: (-4.0, 4.0) for name in model.types}
     asked = tuple(sorted(edges.items()))
     assert import_placement(Inserter(model, OPENVINO, ranges).insert(asked), model) == edges
+
+
+def as_pt2e_export(model: Model) -> onnx.ModelProto:
+    """Quantize the convolutions of a model in the form in which `torch.onnx.export` writes a PT2E graph."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    nodes: list[onnx.NodeProto] = []
+    constants: dict[str, np.ndarray] = {"one": np.array(0.02, np.float32), "middle": np.array(117, np.uint8)}
+    for node in proto.graph.node:
+        if node.op_type == "Conv":
+            weight, number = model.constant_array(node.input[1]), len(constants)
+            assert weight is not None
+            scale = np.abs(weight).max(axis=(1, 2, 3)) / np.float32(127)
+            names = [f"_frozen_param{number}", f"val_{number}", f"val_{number + 1}"]
+            integers = np.round(weight / scale[:, None, None, None]).astype(np.int8)
+            constants |= dict(zip(names, (integers, scale, np.zeros(len(scale), np.int8)), strict=True))
+            pair = [f"quantize_per_tensor_{number}", f"dequantize_per_tensor_{number}"]
+            nodes += [
+                helper.make_node("DequantizeLinear", names, [f"dequantize_per_channel_{number}"], axis=0),
+                helper.make_node("QuantizeLinear", [node.input[0], "one", "middle"], pair[:1]),
+                helper.make_node("DequantizeLinear", [pair[0], "one", "middle"], pair[1:]),
+            ]
+            node.input[0], node.input[1] = pair[1], f"dequantize_per_channel_{number}"
+        node.name = f"node_{node.op_type.lower()}_{len(nodes)}"
+        nodes.append(node)
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    return proto
+
+
+def test_a_pt2e_graph_of_torch_is_read_back(model: Model) -> None:
+    edges = import_placement(as_pt2e_export(model), model)
+    assert ends(edges) == {(name, slot) for name in ("stem", "inner", "outer") for slot in (0, 1)}
+    assert set(edges.values()) == {"int8"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_the_pt2e_program_of_the_page_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[4] / "docs/how-to/deploy.md").read_text(encoding="utf-8")
+    (program,) = (text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "pt2e" in text)
+    layers = [torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3)]
+    example = (torch.zeros(1, 3, 16, 16),)
+    exec(
+        program,
+        {"module": torch.nn.Sequential(*layers).eval(), "example": example, "batches": [torch.randn(1, 3, 16, 16)]},
+    )
+    model = load(Path("float.onnx"))
+    convolutions = [node.name for node in model.nodes if node.op == "Conv"]
+    edges = import_placement(Path("theirs.onnx"), model)
+    assert {(name, slot) for name in convolutions for slot in (0, 1)} <= ends(edges)
+    assert len(import_ranges(Path("theirs.onnx"), model)) >= len(convolutions)
 
 
 def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> None:
