@@ -28,7 +28,7 @@ from search.space import Dimension, Placement, Space
 
 __all__ = [
     "MAX_PLACEMENTS", "MAX_TABLE_BYTES", "BenchmarkTable", "TableEntry", "TableMetadata", "TableSubspace", "read_table",
-    "space_digest", "write_table",
+    "read_table_metadata", "space_digest", "write_table",
 ]  # fmt: skip
 
 TABLE_VERSION = 1
@@ -206,6 +206,18 @@ def read_table(path: Path) -> BenchmarkTable:
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: damaged: {error}; record it again") from error
     return table
+
+
+def read_table_metadata(path: Path) -> TableMetadata:
+    """Read the description of a table without its rows.
+
+    Raises:
+        UserError: The file cannot be read, or is no replay table.
+    """
+    try:
+        return _read_metadata(path, pq.read_schema(path).metadata or {})
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path}: no replay table, or damaged ({error}); 'qdq record MODEL' makes one") from error
 
 
 def _read_rows(path: Path, file: pq.ParquetFile) -> Iterator[dict[str, Any]]:

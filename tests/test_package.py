@@ -48,3 +48,5 @@ def test_a_wheel_installs_and_runs_outside_of_the_checkout(tmp_path):
     assert "region" in shown.stdout
     listed = subprocess.run([*qdq, "list"], **outside)
     assert "evolutionary" in listed.stdout
+    tasks = subprocess.run([*qdq, "bench", "tasks"], **outside)
+    assert "yolox_nano-onnxruntime" in tasks.stdout

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
     "StudyArgument", "StudyBackendOption", "TargetOption", "add_to_sys_path", "backend_spec", "count_option",
-    "explain_relative_paths", "parse_sizes", "print_json", "print_rich_or_text", "print_table", "replace_change_advice",
+    "explain_relative_paths", "parse_params", "parse_sizes", "print_json", "print_rich_or_text", "print_table",
+    "replace_change_advice",
     "short_path", "study_of",
 ]  # fmt: skip
 
@@ -127,7 +128,7 @@ def study_of(
 
     if Path(model).suffix in (".yaml", ".yml"):
         add_to_sys_path(Path(model).resolve().parent)
-    return make_study(model, backend=backend, params=_parse_params(param), **parse_sizes(shape, dim), **more)
+    return make_study(model, backend=backend, params=parse_params(param), **parse_sizes(shape, dim), **more)
 
 
 def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
@@ -138,10 +139,10 @@ def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
     """
     from harness.config.sections import PluginSpec
 
-    return PluginSpec(use=backend, params=_parse_params(param))
+    return PluginSpec(use=backend, params=parse_params(param))
 
 
-def _parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
+def parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
     """Return --param as a mapping; values are YAML, as in an experiment file."""
     from yaml import YAMLError
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from harness.cli.bench import bench_check, bench_export, bench_leaderboard, bench_run, bench_tasks
 from harness.cli.common import add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
 from harness.cli.doctor import doctor, tools, validate_gpu
@@ -29,7 +30,8 @@ from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugin
 
 __all__ = ["app", "main"]
 
-#: In the order of the help text. Commands import what they need inside their functions, to keep `qdq --help` fast.
+#: In the order of the help text; the first of two words is a group. Commands import what they need inside their
+#: functions, to keep `qdq --help` fast.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": run,
     "autotune": autotune,
@@ -56,6 +58,11 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "replay": replay,
     "study": study,
     "noise": noise,
+    "bench tasks": bench_tasks,
+    "bench run": bench_run,
+    "bench check": bench_check,
+    "bench leaderboard": bench_leaderboard,
+    "bench export": bench_export,
     "zoo": zoo,
     "list": list_plugins,
     "doctor": doctor,
@@ -63,7 +70,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "validate-gpu": validate_gpu,
 }
 #: `autotune` resumes too, and prints a message itself.
-RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study", "validate-gpu")
+RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study", "bench", "validate-gpu")
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
@@ -79,6 +86,9 @@ PASSTHROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True
 #: Commands that load plug-ins. The two that parse their arguments themselves read only the environment variable.
 TRUSTING_COMMANDS = frozenset(COMMANDS) - {
     "autotune",
+    "bench export",
+    "bench leaderboard",
+    "bench tasks",
     "check",
     "compare",
     "doctor",
@@ -180,10 +190,14 @@ def _shared_options(name: str) -> dict[str, Any]:
     return trust | wait | ({"with_host": HostOption} if name in RESULTS_COMMANDS else {})
 
 
+bench_app = typer.Typer(help="Compare searchers on recorded tasks: QDQ-Bench.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench", context_settings=HELP_SETTINGS)
 for _name, _function in COMMANDS.items():
-    app.command(name=_name, context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS)(
-        _with_options(_function, _shared_options(_name))
-    )
+    _group = bench_app if " " in _name else app
+    _group.command(
+        name=_name.rpartition(" ")[2],
+        context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS,
+    )(_with_options(_function, _shared_options(_name)))
 
 
 def _print_version(asked: bool) -> None:

@@ -27,7 +27,7 @@ from search.api import Failure, Observation, Placement, Score, Searcher
 
 __all__ = [
     "ReplayedSearches", "check_table", "initial_placements", "is_valid_path", "optimum_in_initial_design",
-    "read_paths", "replay", "replay_once", "replay_paths",
+    "read_paths", "reading_rng", "replay", "replay_once", "replay_paths",
 ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def read_paths(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]],
     """
     indices, readings_ms = np.full((len(walks), budget), -1), np.full((len(walks), budget), np.inf)
     for row, (seed, walk) in enumerate(walks.items()):
-        rng = _reading_rng(seed)
+        rng = reading_rng(seed)
         if len(walk) > budget or not is_valid_path(landscape, walk):
             raise ValueError(f"seed {seed}: more than {budget} evaluations, or no search of this table")
         indices[row, : len(walk)] = walk
@@ -130,7 +130,8 @@ def is_valid_path(landscape: Landscape, walk: npt.NDArray[np.int32]) -> bool:
     return there and len(np.unique(landscape.identity[walk])) == len(walk)
 
 
-def _reading_rng(seed: int) -> np.random.Generator:
+def reading_rng(seed: int) -> np.random.Generator:
+    """Return the generator of the readings of a search."""
     return np.random.default_rng([seed, 0x5EED])
 
 
@@ -180,7 +181,7 @@ def replay_once(
     Returns:
         The evaluated indices in order; for their readings see `read_paths`.
     """
-    space, rng = landscape.table.subspace.space, _reading_rng(seed)
+    space, rng = landscape.table.subspace.space, reading_rng(seed)
     known: dict[int, Score | Failure] = {}
     walk: list[int] = []
     waiting, duplicates = list(first)[::-1], 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import search
 from harness.benchmark_table import BenchmarkTable
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.registry import load_plugin
 from harness.search_loop.loop import MAX_CONSECUTIVE_DUPLICATES
@@ -24,13 +25,16 @@ from harness.studies.replay import replay_paths
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher
 from search.space import Space
 
-__all__ = ["SearchKey", "code_digest", "imported_modules", "normalised_ast", "search_key"]
+__all__ = ["SearchKey", "code_digest", "describe_code", "imported_modules", "normalised_ast", "search_key"]
 
 SEARCH_PACKAGE = Path(search.__file__).parent
 LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 DYNAMIC_LOADER_MODULE = "subspace.py"  # finds searchers by their names, so its importers may run any of them
 # Libraries that draw and propose, by module: another version may search differently from the same seed.
-LIBRARIES = {"optuna": "optuna", "scipy": "scipy", "sklearn": "scikit-learn", "torch": "torch"}
+LIBRARIES = {
+    "kernel_tuner": "kernel-tuner", "nevergrad": "nevergrad", "optuna": "optuna", "scipy": "scipy",
+    "sklearn": "scikit-learn", "smac": "smac", "syne_tune": "syne-tune", "torch": "torch",
+}  # fmt: skip
 LAZY_LIBRARIES = ("scipy", "torch")  # Optuna imports these, and optionally cmaes, for some of its samplers only
 
 
@@ -65,19 +69,28 @@ def search_key(table: Path, searcher: ReplayedSearcher, study: BudgetStudy) -> S
         UserError: The searcher does not exist, or the table cannot be read.
     """
     asked = {"use": searcher.use, "params": searcher.params, "initial": study.initial}
-    params = searcher.params  # searchers within a searcher may be plug-ins too
-    nested = (searcher.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
-    files = [_searcher_file(use) for use in nested]
-    made_of = {
-        "patience": MAX_CONSECUTIVE_DUPLICATES,
-        "libraries": _library_versions(files, json.dumps(params, default=str)),
-    }
+    codes, libraries = describe_code(searcher)
+    made_of = {"patience": MAX_CONSECUTIVE_DUPLICATES, "libraries": libraries}
     try:
         content = hashlib.sha256(table.read_bytes()).digest()
     except OSError as error:
         raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
-    code = (content, *(code_digest(file, SEARCH_PACKAGE) for file in files), *_observation_sources())
+    code = (content, *codes, *_observation_sources())
     return SearchKey(table.stem, searcher.name, _settings_digest(asked), _settings_digest(made_of, *code))
+
+
+def describe_code(searcher: PluginSpec) -> tuple[list[bytes], dict[str, str | None]]:
+    """Return the digests of the code of a searcher and of those in its parameters, and the versions of their libraries.
+
+    Raises:
+        UserError: A searcher does not exist.
+    """
+    params = searcher.params  # searchers within a searcher may be plug-ins too
+    nested = (searcher.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
+    files = [_searcher_file(use) for use in nested]
+    return [code_digest(file, SEARCH_PACKAGE) for file in files], _library_versions(
+        files, json.dumps(params, default=str)
+    )
 
 
 def _settings_digest(settings: dict[str, Any], *content: bytes) -> str:

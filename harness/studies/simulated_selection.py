@@ -21,7 +21,8 @@ from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
 from search.space import Placement
 
 __all__ = [
-    "RANDOM_LABEL", "TURNS_PER_RACE", "Indices", "SearchPaths", "draw_turns", "random_search", "simulate_selection",
+    "RANDOM_LABEL", "TURNS_PER_RACE", "Indices", "SearchPaths", "draw_turns", "random_search", "recorded_duration_s",
+    "simulate_selection",
 ]  # fmt: skip
 
 Indices = npt.NDArray[np.intp]
@@ -75,7 +76,7 @@ class SearchPaths:
 
     def elapsed_s(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Return the recorded wall-clock of all builds and measurements so far; constant once a search ended."""
-        spent_s = np.array([*(_recorded_duration_s(outcome) for outcome in landscape.outcomes), 0.0])
+        spent_s = np.array([*(recorded_duration_s(outcome) for outcome in landscape.outcomes), 0.0])
         return np.cumsum(spent_s[self.indices], axis=1)
 
 
@@ -123,7 +124,8 @@ def _values_at(figures: Floats, evaluations: npt.NDArray[np.intp]) -> Floats:
     return taken
 
 
-def _recorded_duration_s(outcome: Outcome) -> float:
+def recorded_duration_s(outcome: Outcome) -> float:
+    """Return the recorded time of build, measurement and scoring of a placement, or of its failure."""
     if isinstance(outcome, Failed):
         return outcome.wall_s
     return outcome.build_s + outcome.measure_s + outcome.evaluate_s

@@ -17,8 +17,9 @@ from harness.registry import installed_plugins
 
 __all__ = ["MAX_EVALUATIONS_PER_SEARCH", "MAX_SEEDS", "BudgetStudy", "ReplayedSearcher", "all_searchers", "load_study"]
 
-# Only if named: the first enumerates a table, the Gaussian process of the second takes up to a second per proposal.
-EXCLUDED_SEARCHERS = ("exhaustive", "optuna")
+# Only if named: the first enumerates a table, the Gaussian process of the second takes up to a second per proposal, the
+# others need further packages.
+EXCLUDED_SEARCHERS = ("exhaustive", "optuna", "smac", "nevergrad", "syne_tune", "kernel_tuner")
 MAX_SEEDS = 10_000
 MAX_EVALUATIONS_PER_SEARCH = 5_000  # ten thousand random searches of them take 0.4 GB
 

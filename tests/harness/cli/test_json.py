@@ -16,6 +16,7 @@ from harness.terminal_progress import EventProgress
 TABLE_COMMANDS = {
     "run", "report", "compare", "verify", "explain", "check", "regions", "insert", "evaluate", "sensitivity", "recover",
     "replay", "noise", "list", "doctor", "study", "validate-gpu",
+    "bench tasks", "bench run", "bench check", "bench leaderboard",
 }  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_every_command_with_a_table_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     for name in sorted(TABLE_COMMANDS):
         assert name in COMMANDS
-        assert qdq(name, "--help") == 0
+        assert qdq(*name.split(), "--help") == 0
         assert "--json" in capsys.readouterr().out, name
 
 

@@ -182,7 +182,7 @@ def test_an_interruption_prints_how_to_continue(folder, capsys, monkeypatch, com
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_shows_an_example(capsys, command):
-    assert qdq(command, "--help") == 0
+    assert qdq(*command.split(), "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Example: " in text
     assert ("an experiment file with one task brings" in text) is (command in ("noise", "sensitivity"))

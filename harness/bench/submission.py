@@ -1,0 +1,268 @@
+"""Submissions to QDQ-Bench: a folder with the searches of some searchers, and what is needed to repeat them.
+
+Searches are stored as in `harness.studies.path_cache`: the evaluated placements in order, from which readings follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from harness.bench.tasks import TaskCatalogue, TierName, read_catalogue, table_path
+from harness.benchmark_table import read_table
+from harness.config.sections import ConfigSection, PluginSpec
+from harness.config.validation_errors import to_user_error
+from harness.errors import UserError
+from harness.progress import Observer
+from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.manifest import MANIFEST_FILE, describe_files, require_unchanged_results
+from harness.results_dir.ownership import exclusive_lock
+from harness.studies.path_cache import FILE, Indices, PathCache
+from harness.studies.recorded_landscape import Landscape
+from harness.studies.replay import replay_paths
+from harness.studies.replay_pool import missing_batches, replay_batches
+from harness.studies.search_key import SearchKey, describe_code, search_key
+from harness.studies.study_file import ReplayedSearcher
+
+__all__ = [
+    "CheckedSearch", "SearcherRecord", "Submission", "TaskRecord", "check_submission", "read_submission",
+    "run_searchers", "table_landscape",
+]  # fmt: skip
+
+SUBMISSION_FILE = "submission.json"
+
+
+class TaskRecord(ConfigSection):
+    """Searches of one searcher on one task.
+
+    Attributes:
+        table: SHA-256 of the table.
+        asked: See `SearchKey`.
+        made_of: The same.
+        searcher_s: Processor time of one search, without builds and measurements, which a replay does not make.
+    """
+
+    table: str
+    asked: str
+    made_of: str
+    searcher_s: float
+
+
+class SearcherRecord(ConfigSection):
+    """A searcher of a submission.
+
+    Attributes:
+        use: Name of the searcher, or `module:Class`.
+        params: Its parameters.
+        seeds: Number of searches on each task, with seeds from 0.
+        budget: Evaluations of one search.
+        code: SHA-256 of its code, without comments and docstrings.
+        versions: Versions of Python, of this package and of the libraries that the searcher imports.
+        tasks: Its tasks by name.
+    """
+
+    use: str
+    params: dict[str, Any]
+    seeds: int
+    budget: int
+    code: str
+    versions: dict[str, str | None]
+    tasks: dict[str, TaskRecord]
+
+    def key(self, searcher: str, task: str) -> SearchKey:
+        """Return the key of the searches on a task."""
+        record = self.tasks[task]
+        return SearchKey(task, searcher, record.asked, record.made_of)
+
+
+class Submission(ConfigSection):
+    """Searchers of a submission by name."""
+
+    searchers: dict[str, SearcherRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedSearch:
+    """Search that was repeated.
+
+    Attributes:
+        same: Whether it evaluated the same placements in the same order.
+        differences: Of the code and libraries here from those of the submission, or the error of the searcher.
+    """
+
+    searcher: str
+    task: str
+    seed: int
+    same: bool
+    differences: str
+
+
+@lru_cache(maxsize=64)
+def table_landscape(task: str) -> Landscape:
+    """Return the table of a task as a search problem."""
+    return Landscape(read_table(table_path(task)))
+
+
+def run_searchers(
+    searchers: Sequence[ReplayedSearcher], tier: TierName, out: Path, observer: Observer, *, workers: int = 1
+) -> Submission:
+    """Replay searchers on the tasks of a tier and add them to a submission; an interrupted run continues.
+
+    Args:
+        searchers: The searchers; `seeds` of one replaces the number of the tier.
+        tier: Name of the tier.
+        out: Folder of the submission.
+        observer: Shows progress.
+        workers: Number of processes that replay at once.
+
+    Raises:
+        UserError: A searcher is unknown, fails, or does not repeat its own search; or the folder cannot be written.
+    """
+    catalogue = read_catalogue()
+    tasks = catalogue.tasks_of_tier(tier)
+    with exclusive_lock(out, "running a benchmark"), explain_write_errors(out):
+        submission = read_submission(out) if (out / SUBMISSION_FILE).exists() else Submission(searchers={})
+        for searcher in searchers:
+            seeds = searcher.seeds or catalogue.tiers[tier].seeds
+            studies = {name: catalogue.study(name, tier, [searcher], seeds) for name in tasks}
+            keys = {name: search_key(table_path(name), searcher, study) for name, study in studies.items()}
+            cache = PathCache(out)
+            batches = [
+                missing_batches(cache, keys[name], table_path(name), table_landscape(name), searcher, study)
+                for name, study in studies.items()
+            ]
+            replay_batches([batch for some in batches for batch in some], workers, observer)
+            cache.compact(frozenset(keys.values()))
+            known = submission.searchers.get(searcher.name)
+            record = _describe_searcher(searcher, PathCache(out), keys, catalogue, tier, known)
+            submission = Submission(searchers={**submission.searchers, searcher.name: record})
+            _write_submission(out, submission)
+    return submission
+
+
+def _describe_searcher(
+    searcher: ReplayedSearcher,
+    cache: PathCache,
+    keys: Mapping[str, SearchKey],
+    catalogue: TaskCatalogue,
+    tier: TierName,
+    known: SearcherRecord | None,
+) -> SearcherRecord:
+    """Return the record of a searcher whose searches are in the cache, with the time of one on each task."""
+    budget, tasks = max(catalogue.tiers[tier].budgets), {}
+    for name, key in keys.items():
+        before = known.tasks.get(name) if known and known.budget == budget else None
+        if before is None or before.made_of != key.made_of:
+            started_s = time.process_time()
+            path = _repeat_search(searcher, name, 0, budget, catalogue)
+            spent_s = time.process_time() - started_s
+            if not np.array_equal(path, cache.paths_by_seed(key)[0].indices[:budget]):
+                raise UserError(f"searcher {searcher.name!r} does not repeat its search of seed 0 on {name}")
+        else:
+            spent_s = before.searcher_s
+        tasks[name] = TaskRecord(
+            table=_file_digest(table_path(name)), asked=key.asked, made_of=key.made_of, searcher_s=round(spent_s, 3)
+        )
+    code, libraries = _describe_code(searcher)
+    return SearcherRecord(
+        use=searcher.use,
+        params=searcher.params,
+        seeds=searcher.seeds or catalogue.tiers[tier].seeds,
+        budget=budget,
+        code=code,
+        versions={"python": python_version(), "qdq-bench": version("qdq-bench"), **libraries},
+        tasks=tasks,
+    )
+
+
+def _describe_code(searcher: PluginSpec) -> tuple[str, dict[str, str | None]]:
+    codes, libraries = describe_code(searcher)
+    return hashlib.sha256(b"".join(codes)).hexdigest(), libraries
+
+
+def _repeat_search(searcher: PluginSpec, task: str, seed: int, budget: int, catalogue: TaskCatalogue) -> Indices:
+    initial = catalogue.tasks[task].initial
+    return replay_paths(table_landscape(task), searcher, seeds=[seed], budget=budget, initial=initial)[seed]
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _write_submission(out: Path, submission: Submission) -> None:
+    write_json(out / SUBMISSION_FILE, submission.model_dump())
+    files = describe_files(out, [out / SUBMISSION_FILE, out / FILE])
+    write_json(out / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": files})
+
+
+def read_submission(folder: Path) -> Submission:
+    """Read a submission and check its files against the manifest, and its tables against those at hand.
+
+    Raises:
+        UserError: A file is missing or damaged, or a table is another one.
+    """
+    require_unchanged_results(folder)
+    body = read_json(folder / SUBMISSION_FILE)
+    try:
+        submission = Submission.model_validate(body)
+    except ValidationError as error:
+        raise to_user_error(Submission, str(folder / SUBMISSION_FILE), error) from error
+    for name, record in submission.searchers.items():
+        for task, found in record.tasks.items():
+            if not table_path(task).is_file() or _file_digest(table_path(task)) != found.table:
+                raise UserError(f"{folder}: {name} was replayed on another table of {task} than the one at hand")
+    return submission
+
+
+def check_submission(folder: Path, *, searches: int, seed: int, observer: Observer) -> list[CheckedSearch]:
+    """Repeat a random sample of the searches of each searcher of a submission.
+
+    Args:
+        folder: Folder of the submission.
+        searches: Number of searches of each searcher.
+        seed: Seed of the sample.
+        observer: Shows progress.
+
+    Raises:
+        UserError: A file is missing or damaged.
+    """
+    submission, cache, rng = read_submission(folder), PathCache(folder), np.random.default_rng(seed)
+    found = []
+    with observer.work("check", searches * len(submission.searchers)) as step:
+        for name, record in submission.searchers.items():
+            drawn = rng.permutation(len(record.tasks) * record.seeds)[:searches]
+            for number in drawn.tolist():
+                task, own = list(record.tasks)[number // record.seeds], number % record.seeds
+                same, differences = _compare_search(name, record, cache, task, own)
+                found.append(CheckedSearch(searcher=name, task=task, seed=own, same=same, differences=differences))
+                step.advance(f"{name} on {task}")
+    return found
+
+
+def _compare_search(name: str, record: SearcherRecord, cache: PathCache, task: str, seed: int) -> tuple[bool, str]:
+    """Return whether a search is repeated on this machine, and how this one differs from that of the submission."""
+    searcher = PluginSpec(use=record.use, params=record.params, label=name)
+    stored = cache.paths_by_seed(record.key(name, task)).get(seed)
+    try:
+        code, libraries = _describe_code(searcher)
+        path = _repeat_search(searcher, task, seed, record.budget, read_catalogue())
+    except UserError as error:
+        return False, str(error).partition("\n")[0]
+    found = [
+        f"{key} {each}, not {record.versions.get(key)}"
+        for key, each in libraries.items()
+        if record.versions.get(key) != each
+    ]
+    if code != record.code:
+        found.append("other code of the searcher")
+    return stored is not None and np.array_equal(path, stored.indices[: record.budget]), ", ".join(found)

@@ -1,0 +1,139 @@
+"""`qdq bench tasks`, `run`, `check`, `leaderboard` and `export`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from harness.cli.common import JsonOption, count_option, echo, parse_params, print_json, print_table
+from harness.errors import UserError
+
+__all__ = ["bench_check", "bench_export", "bench_leaderboard", "bench_run", "bench_tasks"]
+
+TierOption = Annotated[Literal["lite", "full"], typer.Option(help="Tasks, seeds and budgets.")]
+SubmissionsArgument = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of qdq bench run.")]
+
+
+def bench_tasks(as_json: JsonOption = False) -> None:
+    """List the tasks of QDQ-Bench: model, runtime, processor, threads, split, tier and start.
+
+    Example: `qdq bench tasks`
+    """
+    from harness.bench.tasks import describe_task, read_catalogue
+
+    rows = [describe_task(name) for name in read_catalogue().tasks]
+    print_table(tuple(rows[0]) if rows else ("task",), [tuple(row.values()) for row in rows], as_json=as_json)
+
+
+def bench_run(
+    searcher: Annotated[
+        list[str], typer.Argument(metavar="SEARCHER...", help="Names, or module:Class.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the submission; other searchers are added.", show_default=False)],
+    tier: TierOption = "lite",
+    seeds: Annotated[
+        int | None, count_option("Number of searches on each task. [default: of the tier]", most=10_000)
+    ] = None,
+    param: Annotated[
+        list[str] | None, typer.Option("--param", help="Parameter of the searcher as NAME=VALUE; repeat.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Name in tables [default: that of the searcher].")] = None,
+    workers: Annotated[int, count_option("Number of replay processes.", most=1_000)] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay searchers on the tasks of a tier and write a submission: searches, versions, digests and times.
+
+    Continues after an interruption.
+
+    Example: `qdq bench run auto --tier lite --out out/mine`
+    """
+    from harness.bench.submission import run_searchers
+    from harness.studies.study_file import ReplayedSearcher
+    from harness.terminal_progress import TerminalProgress
+
+    if len(searcher) > 1 and (param or label):
+        raise UserError(f"--param and --label are of one searcher, but got {len(searcher)}")
+    specs = [
+        ReplayedSearcher(use=use, params=parse_params(param), label=label, seeds=seeds)
+        for use in dict.fromkeys(searcher)
+    ]
+    with TerminalProgress() as terminal:
+        submission = run_searchers(specs, tier, out, terminal, workers=workers)
+    if as_json:
+        print_json(submission.model_dump())
+        return
+    rows = [
+        (name, str(len(record.tasks)), str(record.seeds), str(record.budget), record.code[:12])
+        for name, record in submission.searchers.items()
+    ]
+    print_table(("searcher", "tasks", "seeds", "evaluations", "code"), rows)
+
+
+def bench_check(
+    folder: Annotated[Path, typer.Argument(help="Folder of a submission.", show_default=False)],
+    searches: Annotated[int, count_option("Searches of each searcher that are repeated.", most=10_000)] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the files of a submission and repeat a random sample of its searches; exit status 1 if one differs.
+
+    Example: `qdq bench check out/mine`
+    """
+    from harness.bench.submission import check_submission
+    from harness.terminal_progress import TerminalProgress
+
+    with TerminalProgress() as terminal:
+        found = check_submission(folder, searches=searches, seed=seed, observer=terminal)
+    rows = [
+        (each.searcher, each.task, str(each.seed), "same" if each.same else "other placements", each.differences)
+        for each in found
+    ]
+    if as_json:
+        print_json([dataclasses.asdict(each) for each in found])
+    else:
+        print_table(("searcher", "task", "seed", "result", "differences here"), rows)
+    if not all(each.same for each in found):
+        raise typer.Exit(1)
+
+
+def bench_leaderboard(
+    folder: SubmissionsArgument,
+    out: Annotated[Path, typer.Option(help="Markdown page; plots are written next to it.", show_default=False)],
+    tier: TierOption = "lite",
+    html: Annotated[bool, typer.Option("--html", help="Write an HTML page with the plots inside too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the searchers of submissions and write the leaderboard.
+
+    Example: `qdq bench leaderboard results/bench out/mine --out out/leaderboard.md`
+    """
+    from harness.bench.leaderboard import compare_searchers, read_results
+    from harness.bench.page import write_page
+    from harness.report.report_table import table_json
+
+    board = compare_searchers(read_results(folder, tier), tier)
+    write_page(board, out, html=html)
+    if as_json:
+        print_json({table.name: table_json(table) for table in board.tables})
+    else:
+        echo(str(out))
+
+
+def bench_export(
+    out: Annotated[Path, typer.Argument(help="Folder for the files.", show_default=False)],
+    form: Annotated[
+        Literal["t4", "croissant"],
+        typer.Option("--format", help="t4: results for Kernel Tuner; croissant: metadata of all tables."),
+    ] = "t4",
+) -> None:
+    """Write the tables in the format of another tool, or their metadata.
+
+    Example: `qdq bench export out/t4 --format t4`
+    """
+    from harness.bench.export import write_croissant, write_t4
+
+    for path in (write_t4 if form == "t4" else write_croissant)(out):
+        echo(str(path))

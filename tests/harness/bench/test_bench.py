@@ -1,0 +1,130 @@
+"""Tasks by name, submissions that repeat, their leaderboard, and exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small import qdq
+
+from harness.bench import load, read_catalogue
+from harness.bench.leaderboard import compare_searchers, read_results
+from harness.bench.submission import check_submission, read_submission, run_searchers, table_landscape
+from harness.errors import UserError
+from harness.progress import NullProgress
+from harness.studies.path_cache import PathCache
+from harness.studies.replay import read_paths
+from harness.studies.study_file import ReplayedSearcher
+
+
+def submit(folder: Path, *names: str) -> Path:
+    run_searchers([ReplayedSearcher(use=name) for name in names], "lite", folder, NullProgress())
+    return folder
+
+
+def test_a_task_gives_the_readings_of_a_replay() -> None:
+    task = load("one", seed=3)
+    placements = list(task.landscape.table.subspace.placements())
+    readings = [task.evaluate(placements[index]) for index in (5, 0, 5, 9)]
+    assert readings[2].latency_ms == readings[0].latency_ms
+    assert [reading.cost_s for reading in readings] == pytest.approx([0.6, 0.6, 0.0, 0.6], rel=1e-3)
+    assert task.history == [5, 0, 9]
+    replayed = read_paths(task.landscape, {3: np.array([5, 0, 9], dtype=np.int32)}, 3)
+    assert [readings[i].latency_ms for i in (0, 1, 3)] == replayed.readings_ms[0].tolist()
+    assert task.latency_curve_ms().min() >= task.optimum_ms
+    with pytest.raises(ValueError, match="choice"):
+        task.evaluate([9] * len(task.space))
+    with pytest.raises(UserError, match="no task is called 'on'"):
+        load("on")
+
+
+def test_a_tier_leaves_out_tasks_that_every_search_starts_solved() -> None:
+    catalogue = read_catalogue()
+    assert list(catalogue.tasks_of_tier("lite")) == ["one", "two"]
+    assert list(catalogue.tasks_of_tier("full")) == ["one", "two", "three"]
+
+
+def test_a_submission_repeats_and_grows(tmp_path: Path) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    before = PathCache(folder).paths_by_seed(read_submission(folder).searchers["random"].key("random", "two"))
+    submission = read_submission(submit(folder, "local", "random"))
+    assert list(submission.searchers) == ["random", "local"]
+    assert submission.searchers["local"].versions.keys() >= {"python", "numpy", "qdq-bench"}
+    assert sorted(before) == [0, 1]
+    assert before[0].indices[0] == 0, "the task starts from the float placement"
+    assert all(each.same for each in check_submission(folder, searches=4, seed=0, observer=NullProgress()))
+
+
+def test_damage_other_tables_and_other_searches_are_found(tmp_path: Path, tasks: Path) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    submission = json.loads((folder / "submission.json").read_text())
+    assert qdq("bench", "check", str(folder), "--searches", "1") == 0
+    other = submit(tmp_path / "other", "local")
+    (folder / "walks.parquet").write_bytes((other / "walks.parquet").read_bytes())
+    assert qdq("bench", "check", str(folder)) == 2  # not the file of the manifest
+    assert submission["searchers"]["random"]["seeds"] == 2
+    (tasks / "one.parquet").write_bytes((tasks / "two.parquet").read_bytes())
+    with pytest.raises(UserError, match="another table of one"):
+        read_submission(other)
+
+
+def test_a_searcher_that_was_changed_does_not_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
+    (tmp_path / "mine_of_bench.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert qdq("bench", "run", "mine_of_bench:Mine", "--out", "out", "--trust-plugins") == 0
+    assert qdq("bench", "check", "out", "--trust-plugins", "--json") == 0
+    monkeypatch.setattr("harness.bench.submission._repeat_search", lambda *_: np.array([1, 2], dtype=np.int32))
+    capsys.readouterr()
+    assert qdq("bench", "check", "out", "--trust-plugins", "--json", "--searches", "1") == 1
+    assert [each["same"] for each in json.loads(capsys.readouterr().out)] == [False]
+
+
+def test_the_leaderboard_compares_searchers_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.studies.simulated_selection.RANDOM_SEARCHES", 50)
+    one, two = submit(tmp_path / "one", "auto", "random"), submit(tmp_path / "two", "local")
+    board = compare_searchers(read_results([one, two], "lite"), "lite")
+    searchers, pairs, splits = board.tables
+    assert set(searchers.cells["searcher"]) == {"auto", "random", "local"}
+    assert list(pairs.cells.columns) == ["searcher", "4 evaluations", "8 evaluations"]
+    assert list(splits.cells.columns) == ["searcher", "development, 1 task", "test, 1 task"]
+    assert board.ranks[4].blocks == 2
+    assert all(np.diff(curve).min() >= 0 for curve in board.targets.values())
+    with pytest.raises(UserError, match="'auto' is in another submission"):
+        read_results([one, submit(tmp_path / "three", "auto")], "lite")
+    with pytest.raises(UserError, match="lacks tasks"):
+        read_results([one], "full")
+    assert qdq("bench", "leaderboard", str(one), str(two), "--out", str(tmp_path / "page.md"), "--html") == 0
+    assert "| auto" in (tmp_path / "page.md").read_text()
+    assert "data:image/png" in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_exports_have_every_placement_and_every_table(tmp_path: Path) -> None:
+    assert qdq("bench", "export", str(tmp_path)) == 0
+    results = json.loads((tmp_path / "one-T4.json").read_text())["results"]
+    assert len(results) == len(table_landscape("one").outcomes)
+    for result in results:
+        assert result.keys() >= {"configuration", "times", "invalidity", "correctness"}
+        assert result["invalidity"] == "correct"
+    assert qdq("bench", "export", str(tmp_path), "--format", "croissant") == 0
+    croissant = json.loads((tmp_path / "croissant.json").read_text())
+    assert [each["@id"] for each in croissant["distribution"]] == [
+        f"{name}.parquet" for name in ("one", "two", "three", "solved")
+    ]
+
+
+def test_formats_of_others_accept_the_exports(tmp_path: Path) -> None:
+    kernel_tuner, jsonschema = pytest.importorskip("kernel_tuner.file_utils"), pytest.importorskip("jsonschema")
+    mlcroissant = pytest.importorskip("mlcroissant")
+    assert qdq("bench", "export", str(tmp_path)) == 0
+    for kind, schema in (("T4", "results"), ("metadata", "metadata")):
+        expected = json.loads((kernel_tuner.schema_dir / f"T4/1.0.0/{schema}-schema.json").read_text())
+        jsonschema.validate(json.loads((tmp_path / f"one-{kind}.json").read_text()), expected)
+    assert qdq("bench", "export", str(tmp_path), "--format", "croissant") == 0
+    assert not mlcroissant.Dataset(str(tmp_path / "croissant.json")).metadata.issues.errors
