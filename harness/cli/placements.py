@@ -182,7 +182,9 @@ def apply(
 
 def export_recipe(
     result: Annotated[Path, typer.Argument(help="Folder to deploy, RESULTS/ship/NAME.", show_default=False)],
-    tool: Annotated[str, typer.Option("--for", help="ort, modelopt, nncf or olive.", show_default=False)],
+    tool: Annotated[
+        str, typer.Option("--for", help="ort, modelopt, nncf, olive, tao or ultralytics.", show_default=False)
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
 ) -> None:
     """Write a shipped placement as the input of another quantization tool, and list what that cannot express.

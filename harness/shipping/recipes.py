@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
 from typing import Any
+
+import yaml
 
 from harness.errors import UserError, suggest_names
 from harness.graph.protos import input_values
@@ -19,7 +22,7 @@ __all__ = ["RECIPES", "PlacementSummary", "export_recipe", "summarize_placement"
 _CAST_OPS = frozenset({"Cast", "Identity"})
 _HEAD = '''"""Quantize a model as qdq-bench placed Q/DQ pairs in {shipped}, with {tool}.
 
-    python {file} model.onnx calibration.npz model-quantized.onnx
+    python {file} {model} calibration.npz model-quantized.onnx
 
 calibration.npz has one array by input name, with the samples along the first axis; a .npy file is the only input. The
 node names are those of the float model that qdq-bench prepared, float.onnx of the task in the results folder.
@@ -74,6 +77,22 @@ def quantize(model, calibration, output):
     )
 
 '''
+_ULTRALYTICS_BODY = (
+    _ORT_BODY.replace("def quantize(", "def quantize_file(").removesuffix("\n")
+    + '''
+def quantize(weights, calibration, output):
+    """Export a model of Ultralytics for images of the calibration's size, and quantize the file."""
+    import onnx
+    from ultralytics import YOLO
+
+    image = next(iter(next(samples(calibration)).values()))
+    exported = YOLO(weights).export(format="onnx", imgsz=image.shape[2:])
+    if missing := set(FLOAT_NODES) - {{node.name for node in onnx.load(exported).graph.node}}:
+        sys.exit(f"{{exported}}: no node {{', '.join(sorted(missing))}}; export as for the model of the search")
+    quantize_file(exported, calibration, output)
+
+'''
+)
 _MODELOPT_BODY = '''
 def quantize(model, calibration, output):
     """Quantize with NVIDIA ModelOpt; excluded nodes are regular expressions there."""
@@ -188,12 +207,15 @@ def _has_narrow_weights(facts: Mapping[str, Any]) -> bool:
     return str(facts["runtime"].get("dialect", "")).endswith("_7bit")
 
 
-def _script(body: str, tool: str, names: Callable[[PlacementSummary], tuple[str, ...]]) -> Any:
+def _script(
+    body: str, tool: str, names: Callable[[PlacementSummary], tuple[str, ...]], model: str = "model.onnx"
+) -> Any:
     def render(found: PlacementSummary, file: str, facts: Mapping[str, Any]) -> str:
         head = _HEAD.format(
             shipped=facts["file"],
             tool=tool,
             file=file,
+            model=model,
             op_types=pformat(list(found.op_types), width=110),
             float_nodes=pformat(list(names(found)), width=110),
             ranks=pformat(dict(found.ranks), width=110),
@@ -229,12 +251,35 @@ def _olive_config(found: PlacementSummary, file: str, facts: Mapping[str, Any]) 
     return json.dumps({"passes": {"qdq_bench_placement": described}}, indent=1) + "\n"
 
 
+def _tao_spec(found: PlacementSummary, file: str, facts: Mapping[str, Any]) -> str:
+    """Return a spec file of TAO, which `qdq quantize` takes too (`harness.compat.tao_specs`)."""
+    dtype = {"dtype": "fp8_e4m3fn" if found.precision == "fp8" else found.precision}
+    described = {
+        "quantize": {
+            "model_path": "model.onnx",
+            "backend": "modelopt.onnx",
+            "mode": "static_ptq",
+            "algorithm": "max",
+            "layers": [
+                {"module_name": op, "weights": dict(dtype), "activations": dict(dtype)} for op in found.op_types
+            ],
+            "skip_names": [glob.escape(name) for name in found.excluded],
+        },
+        "dataset": {"calibration_data": "calibration.npz"},
+        "results_dir": "results",
+    }
+    head = f"# qdq quantize {file}\n# Placement of {facts['file']} by qdq-bench; put your paths here.\n"
+    return head + yaml.safe_dump(described, sort_keys=False, default_flow_style=None, width=110)
+
+
 #: Writer of a recipe by the name of the tool.
 RECIPES: Mapping[str, Callable[[PlacementSummary, str, Mapping[str, Any]], str]] = {
     "ort": _script(_ORT_BODY, "ONNX Runtime", lambda found: found.excluded),
     "modelopt": _script(_MODELOPT_BODY, "NVIDIA ModelOpt", lambda found: found.excluded),
     "nncf": _script(_NNCF_BODY, "NNCF", lambda found: found.unquantized),
     "olive": _olive_config,
+    "ultralytics": _script(_ULTRALYTICS_BODY, "Ultralytics", lambda found: found.excluded, "yolo11n.pt"),
+    "tao": _tao_spec,
 }
 
 
@@ -253,7 +298,7 @@ def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) 
     if tool not in RECIPES:
         raise UserError(f"--for {tool}: no recipe for it; {suggest_names(tool, RECIPES)}")
     found = summarize_placement(folder / str(facts["file"]))
-    if tool in ("ort", "olive", "nncf") and found.precision != "int8":
+    if tool in ("ort", "olive", "nncf", "ultralytics") and found.precision != "int8":
         raise UserError(f"--for {tool}: it quantizes to int8, but the placement has {found.precision}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(RECIPES[tool](found, out.name, facts), encoding="utf-8")

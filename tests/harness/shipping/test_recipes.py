@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 from onnx_models import activation_ranges
 from small import save_small
 
+from harness.compat.tao_specs.layers import assign_layers, match_skip_names
+from harness.compat.tao_specs.spec import QuantizeSection, read_spec
 from harness.errors import UserError
 from harness.graph.load import load
 from harness.graph.model import Model
@@ -66,9 +71,58 @@ def test_every_recipe_is_valid_and_names_are_data(tmp_path: Path) -> None:
         export_recipe(folder, FACTS, tool, out)
         if tool == "olive":
             assert json.loads(out.read_text())["passes"]["qdq_bench_placement"]["op_types_to_quantize"] == ["Conv"]
+        elif tool == "tao":
+            assert [layer.module_name for layer in read_section(out).layers] == ["Conv"]
         else:
             assert runpy.run_path(str(out))["OP_TYPES"] == ["Conv"]
     assert name in summarize_placement(folder / "net.onnx").unquantized
+
+
+def read_section(path: Path) -> QuantizeSection:
+    found = read_spec(path).quantize
+    assert found is not None
+    return found
+
+
+def test_the_spec_of_tao_selects_the_nodes_of_the_placement(tmp_path: Path) -> None:
+    model, _ = ship(tmp_path / "whole")
+    left_out = next(node.name for node in model.nodes if node.op == "Conv")
+    model, folder = ship(tmp_path / "part", without=left_out)
+    export_recipe(folder, FACTS, "tao", folder / "spec.yaml")
+    section = read_section(folder / "spec.yaml")
+    layers = assign_layers(model.nodes, section.layers, ())
+    skipped = match_skip_names(model.nodes, section.skip_names)
+    selected = {
+        node.name for node, layer in zip(model.nodes, layers, strict=True) if layer and node.name not in skipped
+    }
+    assert selected == {edge.consumer for edge in import_placement(folder / "net.onnx", model)}
+    assert {layer.dtypes for layer in section.layers} == {("int8", "int8")}
+
+
+def test_the_script_for_ultralytics_quantizes_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = ship(tmp_path / "net")
+    export_recipe(folder, FACTS, "ultralytics", folder / "recipe.py")
+    np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 3, 16, 16), np.float32))
+    exports: list[dict[str, Any]] = []
+
+    class YOLO:
+        def __init__(self, weights: str) -> None:
+            self.weights = weights
+
+        def export(self, **given: Any) -> str:
+            exports.append(given)
+            return str(shutil.copy(folder / "float.onnx", tmp_path / "yolo.onnx"))
+
+    package: Any = types.ModuleType("ultralytics")
+    package.YOLO = YOLO
+    monkeypatch.setitem(sys.modules, "ultralytics", package)
+    script = runpy.run_path(str(folder / "recipe.py"))
+    script["quantize"]("yolo.pt", str(tmp_path / "calib.npz"), str(tmp_path / "theirs.onnx"))
+    assert exports == [{"format": "onnx", "imgsz": (16, 16)}]
+    assert set(import_placement(folder / "net.onnx", model)) <= set(import_placement(tmp_path / "theirs.onnx", model))
+    script["FLOAT_NODES"].append("elsewhere")
+    with pytest.raises(SystemExit, match="elsewhere"):
+        script["quantize"]("yolo.pt", str(tmp_path / "calib.npz"), str(tmp_path / "theirs.onnx"))
 
 
 def test_unknown_tools_and_float_models_are_refused(tmp_path: Path) -> None:
