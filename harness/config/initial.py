@@ -11,8 +11,8 @@ from harness.errors import suggest_names
 from search.heuristics import HEURISTIC_RULES
 
 __all__ = [
-    "BASELINE_TOOLS", "DEFAULT_BASELINES", "DEFAULT_INITIAL", "FILE_SOURCES", "FULLY_QUANTIZED", "PTQ_TOOLS", "as_list",
-    "check_baselines", "check_initial", "initial_count", "split_rule_precision",
+    "BASELINE_TOOLS", "DEFAULT_BASELINES", "DEFAULT_INITIAL", "FILE_SOURCES", "FULLY_QUANTIZED", "PREDICTED",
+    "PTQ_TOOLS", "as_list", "check_baselines", "check_initial", "initial_count", "split_rule_precision",
 ]  # fmt: skip
 
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
@@ -23,6 +23,8 @@ BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_con
 #: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
 #: pattern cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
 FILE_SOURCES = ("import", "placement", "pattern_cache", "sensitivity")
+#: Placements that a predictor trained on committed readings expects to be fast, `params: {limit: ...}`.
+PREDICTED = "predicted"
 MAX_FILE_PLACEMENTS = 32
 
 DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
@@ -55,6 +57,7 @@ _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "placement": {"path": _is_path, "ranges": _is_flag},
     "pattern_cache": {"path": _is_path, "limit": _is_limit},
     "sensitivity": {"path": _is_path, "limit": _is_limit},
+    PREDICTED: {"limit": _is_limit},
 }
 
 
@@ -65,7 +68,7 @@ def as_list(value: Any) -> Any:
 
 def check_initial(initial: Sequence[PluginSpec]) -> None:
     """Raise ValueError for an unknown name, an ambiguous label or a wrong parameter of an entry of `initial`."""
-    known = (*_RULE_PLACEMENTS, *PTQ_TOOLS, *FILE_SOURCES)
+    known = (*_RULE_PLACEMENTS, PREDICTED, *PTQ_TOOLS, *FILE_SOURCES)
     for entry in initial:
         if entry.use not in known:
             raise ValueError(

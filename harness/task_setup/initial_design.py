@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.initial import BASELINE_TOOLS, split_rule_precision
+from harness.config.initial import BASELINE_TOOLS, PREDICTED, initial_count, split_rule_precision
 from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
@@ -17,6 +17,7 @@ from harness.graph.model import Model
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_placement import import_placement, import_ranges
+from harness.graph.qdq.latency_predictor import propose_fast_placements, runtime_key
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.paths import resolve_path
@@ -110,6 +111,8 @@ class InitialDesign:
             yield from self._pattern_cache_placements(start)
         elif start.use == "sensitivity":
             yield from self._prior_placements(start)
+        elif start.use == PREDICTED:
+            yield from self._predicted_placements(start)
         elif start.use in BASELINE_TOOLS:
             return
         elif start.name in self.external_models:
@@ -172,6 +175,13 @@ class InitialDesign:
         )
         if not found:
             self.observer.say(f"{self.model.source}: {start.name}: the pattern cache knows none of its patterns")
+        yield from _number_names(start, found)
+
+    def _predicted_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+        found = propose_fast_placements(self.model, self.space, self.facts, initial_count(start))
+        if not found:
+            known = f"{self.spec.precision} on {runtime_key(self.facts)}"
+            self.observer.say(f"{self.model.source}: {start.name}: the predictor was not trained for {known}")
         yield from _number_names(start, found)
 
     def _prior_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:

@@ -200,3 +200,10 @@ def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder)
 
 def test_what_searches_start_from_by_default_is_known():
     assert DEFAULT_INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")
+
+
+def test_a_runtime_that_the_predictor_was_not_trained_for_starts_without_its_proposals(folder, model, space):
+    listening = Listening()
+    found = seeding(folder, model, space, "[float, {use: predicted, params: {limit: 3}}]", observer=listening)
+    assert found["predicted"] == {}
+    assert ["predicted" in line and "simulated" in line for line in listening.said] == [True]
