@@ -172,10 +172,13 @@ class QDQGraph:
                 found[Edge(source[0], consumer, slot)] = source[1]
         return found
 
+    @cached_property
+    def _by_label(self) -> Mapping[str, Any]:
+        return dict(zip(self.labels, self.proto.graph.node, strict=True))
+
     def edge_range(self, edge: Edge) -> tuple[float, float] | None:
         """Return the values that the pair of an edge clips to; None without one constant scale, as of weights."""
-        nodes = dict(zip(self.labels, self.proto.graph.node, strict=True))
-        name = nodes[edge.consumer].input[edge.slot] if edge.consumer else edge.tensor
+        name = self._by_label[edge.consumer].input[edge.slot] if edge.consumer else edge.tensor
         dequantize = self.producer_through(name, _CAST_OPS)
         quantize = None if dequantize is None else self.producer_through(dequantize.input[0], _CAST_OPS)
         if quantize is None or quantize.op_type != QUANTIZE:
