@@ -8,6 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Turns of a final selection and a confirmation without a minimum length, unless the module has FULL_TURNS."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "FULL_TURNS", False):
+            patch.setattr("harness.timing.confirmation.MIN_CONFIRMATION_TURN_MS", 1.0)
+            patch.setattr("harness.timing.confirmation.TURN_WARMUP_MS", 0.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def undrawn() -> Iterator[None]:
     """Reports without their plots, which take longer than a simulated run; the tests of the report look at those."""

@@ -33,6 +33,7 @@ from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Placement
 from search.space import Dimension, Edge, Space
 
+FULL_TURNS = True
 SPACE = Space(
     tuple(
         Dimension(

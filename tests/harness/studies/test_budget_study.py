@@ -23,13 +23,21 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.results_dir.ownership import exclusive_lock
-from harness.studies import path_cache, replay_pool
+from harness.studies import budget_study, path_cache, replay_pool, simulated_selection
 from harness.studies.search_key import SearchKey, search_key
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher, load_study
 
 MakeTable = Callable[..., BenchmarkTable]
 SEARCHERS = ["--searcher", "random", "--searcher", "local"]
 ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
+
+
+@pytest.fixture(autouse=True)
+def few_random_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five hundred random searches instead of ten thousand; rank plots only in the test that reads them."""
+    monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 500)
+    if request.function is not test_every_searcher_has_its_line_on_every_table:
+        monkeypatch.setattr(budget_study, "_draw_rank_plots", lambda *_: None)
 
 
 @pytest.fixture

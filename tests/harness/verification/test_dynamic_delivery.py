@@ -147,7 +147,7 @@ def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     builder = GraphBuilder("net", seed=0)
     convolutions(builder)
     builder.save(tmp_path / "net.onnx")
-    main(["autotune", "-m", "net.onnx", "-o", "tuned", "--dim", "width=20", "--max_evals", "3", "--mode", "quick"])
+    main(["autotune", "-m", "net.onnx", "-o", "tuned", "--dim", "width=20", "--max_evals", "3", "--timing_runs", "3"])
     tuned = onnx.load("tuned/optimized_final.dynamic.onnx")
     assert list(tuned.graph.input) == list(onnx.load("net.onnx").graph.input)
     assert "optimized_final.dynamic.onnx keeps the dynamic axes" in Path("tuned/logs/final.log").read_text()
