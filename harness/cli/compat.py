@@ -21,11 +21,12 @@ from harness.cli.common import (
     short_path,
 )
 from harness.cli.run import run_and_report
-from harness.errors import prefix_file
+from harness.errors import UserError, prefix_file
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
 
 HELP_OPTIONS = frozenset({"-h", "--help"})
+STATE_FILE = "autotuner_state.yaml"
 
 
 def autotune(context: typer.Context) -> None:
@@ -52,6 +53,11 @@ def autotune(context: typer.Context) -> None:
     options = parse_arguments(context.args, prog)
     if not region_flags(context.args, prog):
         check_counts(options)
+        if (Path(options.output_dir) / STATE_FILE).exists():
+            raise UserError(
+                f"--output_dir {options.output_dir}: holds output of ModelOpt's procedure ({STATE_FILE}); continue it "
+                "with --mode default, or give another folder"
+            )
         if options.wait is not None:
             os.environ[WAIT_VARIABLE] = f"{options.wait}"
         config = command_experiment(options)

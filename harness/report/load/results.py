@@ -230,7 +230,7 @@ def load(folder: Path) -> Results:
     if folder.is_file():
         raise UserError(f"{folder}: a file, not the results folder of an experiment")
     if (folder / "autotuner_state.yaml").exists():
-        raise UserError(f"{folder}: contains output of qdq autotune, not results of an experiment (qdq run)")
+        raise UserError(f"{folder}: contains output of ModelOpt's procedure, not results of an experiment (qdq run)")
     if not file.exists():
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
     require_unchanged_results(folder)

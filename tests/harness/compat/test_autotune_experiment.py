@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small import save_chain
+from small import qdq, save_chain
 
 from harness.compat.autotune_experiment import command_experiment, region_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
@@ -58,3 +58,10 @@ def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound() -> None:
     assert not region_flags(["--onnx_path", "zoo:mlp", "--seed", "3"], "qdq autotune")
     with pytest.raises(AutotunerError, match="--timing_runs"):
         region_flags([*given, "--max_drop", "1"], "qdq autotune")
+
+
+def test_a_folder_of_the_region_procedure_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "autotuner_state.yaml").write_text("{}")
+    assert qdq("autotune", "-m", "zoo:mlp", "-o", str(tmp_path)) == 2
+    assert "--mode" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["autotuner_state.yaml"]
