@@ -283,6 +283,10 @@ RECIPES: Mapping[str, Callable[[PlacementSummary, str, Mapping[str, Any]], str]]
 }
 
 
+SCRIPT_IMPORTS = frozenset({"modelopt", "nncf", "numpy", "olive", "onnx", "onnxruntime", "openvino", "ultralytics"})
+"""Packages that the scripts import, which a file of the same name would hide."""
+
+
 def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) -> PlacementSummary:
     """Write the recipe of a folder to deploy for another tool, and return the placement in its terms.
 
@@ -297,6 +301,8 @@ def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) 
     """
     if tool not in RECIPES:
         raise UserError(f"--for {tool}: no recipe for it; {suggest_names(tool, RECIPES)}")
+    if out.suffix == ".py" and out.stem in SCRIPT_IMPORTS:
+        raise UserError(f"--output {out}: a script of this name hides the package {out.stem}; use another name")
     found = summarize_placement(folder / str(facts["file"]))
     if tool in ("ort", "olive", "nncf", "ultralytics") and found.precision != "int8":
         raise UserError(f"--for {tool}: it quantizes to int8, but the placement has {found.precision}")

@@ -131,3 +131,9 @@ def test_unknown_tools_and_float_models_are_refused(tmp_path: Path) -> None:
         export_recipe(folder, FACTS, "oliv", folder / "recipe.py")
     with pytest.raises(UserError, match="none"):
         summarize_placement(folder / "float.onnx")
+
+
+def test_a_script_does_not_hide_the_package_that_it_imports(tmp_path: Path) -> None:
+    _, folder = ship(tmp_path / "ship")
+    with pytest.raises(UserError, match="package onnxruntime"):
+        export_recipe(folder, FACTS, "ort", tmp_path / "onnxruntime.py")
