@@ -136,7 +136,7 @@ def describe_workload(experiment: Experiment) -> str:
     counts = f"{_format_count(len(tasks), 'task')}, {_format_count(searches, 'search', 'searches')}"
     limit = f" ({experiment.budget.minutes:g} minutes a search at most)" if experiment.budget.minutes else ""
     counts += f", {_format_count(evaluations, 'evaluation')} at most"
-    return f"ok: {counts}; roughly {_format_duration(low, high)}{limit}{more}"
+    return f"ok: {counts}; {_format_duration(low, high)}{limit}{more}"
 
 
 def _task_range_s(task: TaskSpec, experiment: Experiment) -> TimeRange:
@@ -164,10 +164,10 @@ def _format_count(number: int, noun: str, plural: str = "") -> str:
 
 
 def _format_duration(low_s: float, high_s: float) -> str:
-    """Return a span of time, in minutes or hours."""
+    """Return a span of time in words, in minutes or hours."""
     if high_s < 90:
-        return "a minute"
+        return "roughly a minute"
     unit_s, unit = (3600.0, "hours") if high_s > 3 * 3600 else (60.0, "minutes")
     low, high = (f"{value:.1f}" if value < 10 and unit == "hours" else f"{value:.0f}" for value in
                  (low_s / unit_s, high_s / unit_s))  # fmt: skip
-    return f"{low if float(low) else 'less than 1'} to {high} {unit}"
+    return f"roughly {low} to {high} {unit}" if float(low) else f"up to {high} {unit}"
