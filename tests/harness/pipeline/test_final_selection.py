@@ -16,6 +16,7 @@ from harness.selection.paired_timing import read_comparison, turn_speedups
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.turn_log import TWIN, TurnMatrix
 
+FULL_TURNS = True
 TASK = "net-simulated-int8"
 EXPERIMENT = """
 experiment: final_selection

@@ -26,6 +26,7 @@ from harness.task_setup.accuracy import Scoring
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import InProcess, open_engines
 
+FULL_TURNS = True
 EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")
 FACTS = {"name": "simulated", "version": "1"}
 
