@@ -34,8 +34,8 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     Tables whose optimum is an initial placement are left out, because all searchers are equal on them.
 
     Args:
-        out: Folder for the tables (means, found, budget, reach, score, pairs, ranks), critical-difference plots and the
-            cache of searches.
+        out: Folder for the tables (means, found, budget, reach, score, pairs, ranks), plots of curves and critical
+            differences, and the cache of searches.
         workers: Number of processes that replay at once.
 
     Raises:
@@ -89,7 +89,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         tables = budget_tables(blocks, study, ranks, warnings)
         for table in tables:
             write_table(table, out)
-        _draw_rank_plots(ranks, blocks, study, out)
+        _draw_plots(ranks, blocks, study, out)
     return tables
 
 
@@ -168,11 +168,16 @@ def _relative_speed_matrix(blocks: Sequence[TableResult], budget: int) -> pd.Dat
     return pd.DataFrame(reached, index=[block.name for block in blocks])
 
 
-def _draw_rank_plots(
+def _draw_plots(
     ranks: Mapping[int, FriedmanRanks], blocks: Sequence[TableResult], study: BudgetStudy, out: Path
 ) -> None:
-    from harness.report.plots.study_plots import draw_critical_difference  # matplotlib takes a second
+    from harness.report.plots.study_plots import draw_critical_difference, draw_regret  # matplotlib takes a second
 
+    curves = {
+        name: np.mean([100 * (b.curves[name].latency_ms.mean(axis=0) / b.optimum_ms - 1) for b in blocks], axis=0)
+        for name in blocks[0].curves
+    }
+    draw_regret(curves, f"Mean over {pluralize(len(blocks), 'table')}: {study.study}", out / "curves")
     for budget, found in ranks.items():
         if len(found.mean) > 1:
             over = f"{pluralize(found.blocks, 'table')}, {describe_seed_counts(blocks, study)}"

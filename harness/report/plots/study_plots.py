@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from harness.report.plots.result_plots import SERIES_COLOURS, add_legend, figure_file, series_style
 from harness.report.report_table import pluralize
-from harness.report.statistics import FriedmanRanks
+from harness.report.statistics import Floats, FriedmanRanks
 
-__all__ = ["draw_critical_difference", "draw_speedups", "draw_transfer_map"]
+__all__ = ["draw_critical_difference", "draw_regret", "draw_speedups", "draw_transfer_map"]
 
 SPEEDUP_TICKS = (1, 1.5, 2, 3, 4, 6, 8)  # in each decade of a logarithmic axis
 
@@ -91,6 +92,27 @@ def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> No
         axes.set_ylim(-bars - 0.6 - rows, 2.2)
         axes.set_title(fill(title, 70))
         axes.set_axis_off()
+
+
+def draw_regret(regret: Mapping[str, Floats], title: str, path: Path) -> None:
+    """Draw the regret of searchers in % after each evaluation, both axes logarithmic.
+
+    Args:
+        path: Output path without suffix.
+    """
+    with figure_file(path) as axes:
+        for index, (searcher, values) in enumerate(regret.items()):
+            colour, line, _ = series_style(index)
+            evaluations = np.arange(1, len(values) + 1)
+            axes.step(evaluations, values, where="post", label=searcher, color=colour, linestyle=line)
+        axes.set(xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("evaluations")
+        axes.set_ylabel("latency above the optimum in %")
+        axes.set_title(fill(title, 70))
+        add_legend(axes)
 
 
 def _draw_rank_axis(axes: Axes, ranks: FriedmanRanks, ends: tuple[float, float]) -> None:

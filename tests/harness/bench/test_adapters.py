@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from harness.bench.kernel_tuner import KernelTunerSearcher
@@ -33,4 +35,6 @@ class TestSyneTune(SearcherContract):
 class TestKernelTuner(SearcherContract):
     def make(self, space: Space, seed: int) -> Searcher:
         pytest.importorskip("kernel_tuner")
+        if math.prod(space.sizes) > 2**20:
+            pytest.skip("Kernel Tuner lists the whole space")
         return KernelTunerSearcher(space, seed=seed)
