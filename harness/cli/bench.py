@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from harness.cli.common import JsonOption, count_option, echo, parse_params, print_json, print_table
+from harness.cli.common import JsonOption, count_option, echo, print_json, print_table
 from harness.errors import UserError
 
 __all__ = ["bench_check", "bench_export", "bench_leaderboard", "bench_run", "bench_tasks"]
@@ -51,6 +51,7 @@ def bench_run(
     Example: `qdq bench run auto --tier lite --out out/mine`
     """
     from harness.bench.submission import run_searchers
+    from harness.config.yaml_loader import parse_params
     from harness.studies.study_file import ReplayedSearcher
     from harness.terminal_progress import TerminalProgress
 

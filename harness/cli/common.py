@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
     "StudyArgument", "StudyBackendOption", "TargetOption", "add_to_sys_path", "backend_spec", "count_option",
-    "explain_relative_paths", "parse_params", "parse_sizes", "print_json", "print_rich_or_text", "print_table",
+    "explain_relative_paths", "parse_sizes", "print_json", "print_rich_or_text", "print_table",
     "replace_change_advice",
     "short_path", "study_of",
 ]  # fmt: skip
@@ -124,6 +124,7 @@ def study_of(
     Raises:
         UserError: An option or the file is invalid.
     """
+    from harness.config.yaml_loader import parse_params
     from harness.task_setup.study_task import make_study
 
     if Path(model).suffix in (".yaml", ".yml"):
@@ -138,26 +139,9 @@ def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
         UserError: A parameter is not NAME=VALUE.
     """
     from harness.config.sections import PluginSpec
+    from harness.config.yaml_loader import parse_params
 
     return PluginSpec(use=backend, params=parse_params(param))
-
-
-def parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return --param as a mapping; values are YAML, as in an experiment file."""
-    from yaml import YAMLError
-
-    from harness.config.yaml_loader import parse_yaml
-
-    params = {}
-    for text in texts or ():
-        name, equals, value = text.partition("=")
-        try:
-            if not equals:
-                raise ValueError("no '='")
-            params[name] = parse_yaml(value)
-        except (ValueError, YAMLError) as error:
-            raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
-    return params
 
 
 def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> dict[str, Any]:

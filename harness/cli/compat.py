@@ -51,7 +51,7 @@ def autotune(context: typer.Context) -> None:
         get_parser(prog).print_help()
         return
     options = parse_arguments(context.args, prog)
-    if not region_flags(context.args, prog):
+    if not region_flags(context.args):
         check_counts(options)
         if (Path(options.output_dir) / STATE_FILE).exists():
             raise UserError(

@@ -70,7 +70,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "validate-gpu": validate_gpu,
 }
 #: `autotune` resumes too, and prints a message itself.
-RESUMABLE_COMMANDS = ("run", "reproduce", "record", "study", "bench", "validate-gpu")
+RESUMABLE_COMMANDS = ("run", "autotune", "reproduce", "record", "study", "bench", "validate-gpu")
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(

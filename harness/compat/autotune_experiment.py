@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.compat.modelopt_autotune.settings import AutotunerError, get_parser, parse_shapes
+from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError, parse_shapes
 from harness.config.experiment import Experiment, parse_experiment
-from harness.config.yaml_loader import dump_yaml
+from harness.config.yaml_loader import dump_yaml, parse_params
+from harness.errors import MAX_COUNT
 from harness.graph.passes.static_shapes import parse_dims
 from harness.task_setup.study_task import model_label
 
@@ -19,23 +20,16 @@ DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8
 STOP_AT = 0.9
 CONFIRMATION = {"builds": 4, "rounds": 12, "samples": 3}
-REGION_FLAGS = (
-    "mode", "schemes_per_region", "pattern_cache", "qdq_baseline", "state_file", "node_filter_list", "default_dq_dtype",
-    "use_trtexec", "timing_cache", "warmup_runs", "timing_runs", "plugin_libraries", "trtexec_benchmark_args",
-)  # fmt: skip
-"""Flags of ModelOpt's procedure, which searches region by region."""
 
 
-def region_flags(arguments: Iterable[str], prog: str) -> list[str]:
+def region_flags(arguments: Iterable[str]) -> list[str]:
     """Return the flags of a command line that only ModelOpt's procedure has.
 
     Raises:
         AutotunerError: One of them is given together with a bound on accuracy.
     """
-    actions = [action for action in get_parser(prog)._actions if action.dest in REGION_FLAGS]
-    names = {name for action in actions for name in action.option_strings}
     given = [argument.partition("=")[0] for argument in arguments]
-    found = [name for name in dict.fromkeys(given) if name in names]
+    found = [name for name in dict.fromkeys(given) if name in REGION_FLAGS]
     if found and not {"--max_drop", "--max-drop"}.isdisjoint(given):
         raise AutotunerError(
             f"{', '.join(found)}: not with --max_drop; an experiment for qdq run has all settings of such a search"
@@ -59,9 +53,8 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
                                    "depthwise": options.depthwise, "symmetric": options.symmetric}  # fmt: skip
     if options.calibration_data is not None:
         suffix = Path(options.calibration_data).suffix.lstrip(".")
-        calibration["data"] = {"use": suffix, "path": options.calibration_data}
-    if options.calibration_samples is not None:
-        calibration["samples"] = options.calibration_samples
+        calibration["data"] = {"use": suffix, "path": options.calibration_data, "spread": True}
+        calibration["samples"] = options.calibration_samples or MAX_COUNT
     model: dict[str, Any] = {
         "use": options.onnx_path,
         "shapes": parse_shapes(options),
@@ -80,7 +73,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
     return autotune_experiment(
         model,
         "qdq autotune",
-        backends=[options.backend or "openvino"],
+        backends=[{"use": options.backend or "openvino", "params": parse_params(options.param)}],
         precision=[options.quant_type],
         searchers=[options.searcher or "auto"],
         seeds=[options.seed],

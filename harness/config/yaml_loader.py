@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 from harness.errors import UserError, describe_type
 from harness.paths import check_path
 
-__all__ = ["dump_yaml", "parse_yaml", "read_experiment_yaml", "read_text_file", "read_yaml_mapping"]
+__all__ = ["dump_yaml", "parse_params", "parse_yaml", "read_experiment_yaml", "read_text_file", "read_yaml_mapping"]
 
 MATRIX_LISTS = ("models", "backends", "searchers")
 MAX_FILE_BYTES = 4_000_000
@@ -214,3 +214,21 @@ def _set_path(entry: dict[str, Any], path: str, value: Any, where: str) -> None:
             raise UserError(f"{where}.{path}: {prefix!r} is {below!r} in {entry.get('use')!r}, not a mapping")
         target = below
     target[last] = value
+
+
+def parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Return parameters given as NAME=VALUE as a mapping; values are YAML, as in an experiment file.
+
+    Raises:
+        UserError: A text is not NAME=VALUE.
+    """
+    params = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        try:
+            if not equals:
+                raise ValueError("no '='")
+            params[name] = parse_yaml(value)
+        except (ValueError, yaml.YAMLError) as error:
+            raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
+    return params

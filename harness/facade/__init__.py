@@ -216,7 +216,10 @@ class RunResult:
     folder: Path
 
     def __repr__(self) -> str:
-        return "\n".join(self.answers) or f"{self.folder}: not finished; the same call continues it"
+        if self.answers:
+            return "\n".join(self.answers)
+        found = "" if self.ship is None else f"{self.best.path}: {self.best.speedup[0]:.2f}x so far; "
+        return f"{found}{self.folder}: not finished; the same call continues it"
 
     @cached_property
     def _results(self) -> Results:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.results_dir.io import explain_write_errors
 from harness.search_loop.loop import TrialEvent
 from harness.selection.paired_timing import PairedComparison, run_comparison
 from harness.task_setup.task import Task
@@ -146,6 +147,8 @@ class EarlyAnswers:
 
     def _confirm(self, method: str, candidate: Candidate, evaluations: int, reading_ms: float) -> None:
         digest = candidate.digest
+        file = self._write(candidate)
+        candidate = replace(candidate, source=lambda: file)
         if self._checker is not None and self._checker.check(candidate, name=digest).is_wrong:
             return
         comparison = PairedComparison(
@@ -157,8 +160,9 @@ class EarlyAnswers:
         events = run_comparison(comparison, self._open_engines, self._observer)
         summary = summarize_turns(events, baseline=FLOAT_ROW)
         if digest not in summary.rows or not summary.rows[digest].recommended:
+            if self._best is None:
+                self._observer.say("early answer: no file is faster than the float model beyond noise yet")
             return
-        file = candidate.source()
         answer = EarlyAnswer(
             task=self._task,
             file=file,
@@ -174,3 +178,13 @@ class EarlyAnswers:
         if self._best is None or answer.speedup > self._best.speedup:
             self._best, self._answered_ms = answer, reading_ms
             self._sink(answer)
+
+    def _write(self, candidate: Candidate) -> Path:
+        """Write the file to deliver, which is the one that is timed; the model of an external searcher is a file."""
+        if not candidate.edges:
+            return candidate.source()
+        file = self._task.work / "answers" / f"{candidate.digest}.onnx"
+        with explain_write_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            self._task.inserter.export(candidate.edges, file)
+        return file

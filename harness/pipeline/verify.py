@@ -316,7 +316,7 @@ class _Reproduction:
         if again is None:
             return CheckResult(what="latency", holds=False, found=_failed_result(summary.failed.get(self.row.id)))
         text = (
-            f"speedup {_format_interval(recorded)} recorded, {_format_interval(again.speedup)} now; noise "
+            f"speedup {_format_interval(recorded)} recorded, {_format_interval(again.speedup)} now; "
             f"noise floor {summary.noise_floor:.1%}"
         )
         return CheckResult(

@@ -68,7 +68,7 @@ def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
             yield f"{task.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
             continue
         taken = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
-        yield f"{prefix}take {taken}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']))}"
+        yield f"{prefix}take {taken}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), taken)}"
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -106,9 +106,12 @@ def _format_change(row: Row) -> str:
     return f"{name} {value:+.{digits}f}{unit}{limits}"
 
 
-def _dynamic_axes_note(task: TaskResults, row: str) -> str:
-    note = dynamic_axes_facts(task, row).get("said")
-    return f"; {note}" if note else ""
+def _dynamic_axes_note(task: TaskResults, row: str, taken: Path) -> str:
+    """Return the result for dynamic axes with the name next to the file to take; the report has the checked sizes."""
+    note = str(dynamic_axes_facts(task, row).get("said") or "")
+    written, _, _ = note.partition(": ")
+    shown = written if " keeps " in written else note
+    return f"; {shown.replace(f'{row}.dynamic.onnx', f'{taken.stem}.dynamic.onnx')}" if note else ""
 
 
 def dynamic_axes_facts(task: TaskResults, row: str) -> dict[str, Any]:

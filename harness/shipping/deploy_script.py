@@ -123,13 +123,16 @@ def deploy_script(model: Path, facts: Facts, target: DeployTarget) -> str:
         f'"""Run {model.name} in {target.title} {version} with the settings it was measured with.\n\n'
         f"Needs the packages numpy and {target.package}. In a program of your own:\n\n"
         "    from deploy import load\n"
-        f"    run = load()\n"
+        "    run = load()\n"
         "    outputs = run(inputs)  # arrays by the names in INPUTS\n"
         '"""',
         "\n".join(_IMPORTS.findall(source)),
         "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in values.items()),
         *(f"\n{inspect.getsource(function).rstrip()}" for function in functions),
-        f'\nload = {target.load.__name__}\n\nif __name__ == "__main__":\n    main(load)\n',
+        "\ndef load(model: object = None) -> Callable[[dict[str, Any]], dict[str, Any]]:\n"
+        '    """Load a model, by default the one next to this file; return a function of input arrays by name."""\n'
+        f"    return {target.load.__name__}(Path(__file__).with_name(MODEL) if model is None else model)",
+        '\nif __name__ == "__main__":\n    main(load)\n',
     ]
     return "\n\n".join(parts)
 

@@ -24,7 +24,15 @@ from harness.config.initial import PTQ_TOOLS
 from harness.config.objective import Objective, check_objective
 from harness.config.plan import plan_tasks, quantized_precisions, with_base_dir
 from harness.config.sections import Calibration, ModelSpec, PluginSpec, SearcherSpec
-from harness.errors import CandidateError, ErrorCollector, EvaluationFailed, UserError, prefix_key, suggest_names
+from harness.errors import (
+    MAX_COUNT,
+    CandidateError,
+    ErrorCollector,
+    EvaluationFailed,
+    UserError,
+    prefix_key,
+    suggest_names,
+)
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import require_float_model
@@ -272,7 +280,7 @@ def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) 
     calibration = model.calibration
     if calibration.data is not None:
         asked, there = calibration.samples, len(data.open(calibration.data, model.base_dir))
-        if "samples" in calibration.model_fields_set and asked > there:
+        if "samples" in calibration.model_fields_set and there < asked < MAX_COUNT:
             yield f"calibration.samples: {asked} are asked for, but the data have {there}"
         elif "samples" not in calibration.model_fields_set and asked < there:
             yield f"calibration.samples: not given, so the first {asked} of {there} samples are used"

@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.accuracy.metrics.custom import source_digest
 from harness.api import Accuracy
-from harness.errors import UserError
+from harness.errors import MAX_COUNT, UserError
 from harness.graph.io.files import to_proto, write_model
 from harness.registry import register_object
 from harness.text import safe_file_name
@@ -39,7 +39,8 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
     """
     described: dict[str, Any] = {"use": save_program_model(model, folder, example_inputs)}
     if calibration is not None:
-        described["calibration"] = {"data": data_mapping(calibration, folder / "calibration")}
+        data = data_mapping(calibration, folder / "calibration")
+        described["calibration"] = {"data": data, **({"samples": MAX_COUNT} if data["use"] in ("npz", "npy") else {})}
     if preprocess is not None:
         described["preprocess"] = plugin_mapping(preprocess)
     if metric is not None:

@@ -58,8 +58,8 @@ IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 ALLOWED_DATA_KEYS: Mapping[str, tuple[str, ...]] = {
     "images": ("images", "labels", "masks", "classes", *SUBSET_KEYS),
     "shapes": ("split", *SUBSET_KEYS),
-    "npz": ("path", "labels", *SUBSET_KEYS),
-    "npy": ("path", "labels", *SUBSET_KEYS),
+    "npz": ("path", "labels", "spread", *SUBSET_KEYS),
+    "npy": ("path", "labels", "spread", *SUBSET_KEYS),
 }
 
 
@@ -108,8 +108,8 @@ def open_data(
         spread: Select them evenly from all samples, as data are often sorted by class; otherwise the first ones.
 
     Raises:
-        UserError: Unknown kind or key, no data, malformed labels, labels that name a missing image, or a cut beyond the
-            end.
+        UserError: Unknown kind, key or value, no data, malformed labels, labels that name a missing image, or a cut
+            beyond the end.
     """
     kind = str(spec.get("use"))
     if kind not in ALLOWED_DATA_KEYS:
@@ -117,6 +117,9 @@ def open_data(
     for key in spec:
         if key not in ("use", *ALLOWED_DATA_KEYS[kind]):
             raise UserError(f"data.{key}: unknown key for {kind!r}; {suggest_names(str(key), ALLOWED_DATA_KEYS[kind])}")
+
+    if not isinstance(spread := spread or spec.get("spread", False), bool):
+        raise UserError(f"data.spread: true or false, but got {spread!r}")
 
     def cut(samples: Sequence[int]) -> Sequence[int]:
         return (

@@ -31,6 +31,7 @@ from harness.compat.modelopt_autotune.settings import (
 )
 from harness.compat.modelopt_autotune.workflows import run_job
 from harness.config.sections import Limits, ModelSpec, PluginSpec
+from harness.config.yaml_loader import parse_params
 from harness.errors import UserError
 from harness.graph.load import save_to_folder
 from harness.graph.passes.static_shapes import parse_dims
@@ -230,7 +231,7 @@ def _select_backend(options: argparse.Namespace) -> PluginSpec:
         "timing_cache_file": options.timing_cache,
         "trtexec_args": None if extra is None else split_arguments(extra),
     }
-    return backend_spec(name, given)
+    return backend_spec(name, given, parse_params(options.param))
 
 
 def _select_float_baseline(backend: PluginSpec, float_file: Path, job: AutotuneJob) -> PluginSpec:

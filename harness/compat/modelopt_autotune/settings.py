@@ -14,7 +14,7 @@ from harness.config.precision_names import normalize_float_precision
 from harness.errors import MAX_COUNT, UserError
 
 __all__ = [
-    "MIN_TIMING_RUNS", "MODE_PRESETS", "AutotunerError", "AutotunerNotInitializedError", "Config",
+    "MIN_TIMING_RUNS", "MODE_PRESETS", "REGION_FLAGS", "AutotunerError", "AutotunerNotInitializedError", "Config",
     "InvalidSchemeError", "add_sizes", "check_counts", "get_node_filter_list", "get_parser", "ineffective_flags",
     "parse_arguments", "parse_dq_dtype", "parse_shapes", "select_mode_preset",
 ]  # fmt: skip
@@ -209,7 +209,7 @@ def get_parser(prog: str = "python -m harness.compat.modelopt_autotune") -> argp
     parser = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,  # a misspelled flag is refused at once, not after the run
-        description="Finds by measured latency where Q/DQ pairs belong in an ONNX model, region after region.",
+        description="Finds by measured latency where Q/DQ pairs belong in an ONNX model.",
         epilog=f"Example: {prog} --onnx_path model.onnx --output_dir out/model. "
         "An interrupted run resumes when the same command is given again.",
     )
@@ -237,42 +237,25 @@ def add_sizes(group: Any) -> None:
 
 
 _DEFAULT = "(default: %(default)s)"
+REGION_GROUP = "ModelOpt's procedure, region by region (any of these flags selects it)"
 _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "Model and Output": {
         "--onnx_path -m": {"required": True, "help": "ONNX file; also zoo:NAME or assets:PATH"},
         "--output_dir -o": {"default": "./autotuner_output", "help": f"folder of the results {_DEFAULT}"},
     },
-    "Autotuning Strategy": {
-        "--mode": {
-            "choices": list(MODE_PRESETS),
-            "default": "default",
-            "help": "preset of schemes_per_region, warmup_runs and timing_runs; their flags override it "
-            "(default: default)",
-        },
-        "--schemes_per_region -s": {"type": int, "help": "schemes measured for a region (default: 50, or the mode's)"},
-        "--pattern_cache": {"type": Path, "help": "pattern cache of an earlier run, for a warm start"},
-        "--qdq_baseline": {"help": "Q/DQ model made from this model, for the initial design"},
-        "--state_file": {"type": Path, "help": "state file (default: OUTPUT_DIR/autotuner_state.yaml)"},
-        "--node_filter_list": {
-            "help": "file of wildcards, one a line; regions without a node of such a name stay float"
-        },
+    "Search": {
         "--searcher": {
-            "help": "searcher of the whole model at once, see qdq list (default: random mutation, region by region)"
+            "help": "searcher of the whole model, see qdq list (default: auto; in the procedure random mutation, "
+            "region by region)"
         },
         "--max_evals": {
             "type": int,
-            "help": "maximum number of measured models, all regions together (default: no limit)",
+            "help": "maximum number of measured models (default: 50; in the procedure no limit)",
         },
         "--seed": {"type": int, "default": 0, "help": f"seed of the searcher {_DEFAULT}"},
     },
     "Quantization": {
         "--quant_type": {"choices": QUANT_TYPES, "default": "int8", "help": _DEFAULT},
-        "--default_dq_dtype": {
-            "type": parse_dq_dtype,
-            "choices": DQ_DTYPES,
-            "default": "float32",
-            "help": f"type of tensors whose type cannot be inferred {_DEFAULT}",
-        },
         "--calibration_data": {
             "help": ".npz file with an array for each input, samples first; .npy for one input; all samples count "
             "(default: random data)"
@@ -311,6 +294,37 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "--backend": {
             "help": "openvino, onnxruntime, tensorrt, ... (see qdq list; default: openvino, which needs no GPU)"
         },
+        "--param": {
+            "action": "append",
+            "metavar": "NAME=VALUE",
+            "help": "parameter of the backend, for instance threads=2; repeat per parameter",
+        },
+        "--wait": {
+            "type": float,
+            "metavar": "SECONDS",
+            "help": "limit of a wait for other runs that time on this machine (default: none)",
+        },
+    },
+    REGION_GROUP: {
+        "--mode": {
+            "choices": list(MODE_PRESETS),
+            "default": "default",
+            "help": "preset of schemes_per_region, warmup_runs and timing_runs; their flags override it "
+            "(default: default)",
+        },
+        "--schemes_per_region -s": {"type": int, "help": "schemes measured for a region (default: 50, or the mode's)"},
+        "--pattern_cache": {"type": Path, "help": "pattern cache of an earlier run, for a warm start"},
+        "--qdq_baseline": {"help": "Q/DQ model made from this model, for the initial design"},
+        "--state_file": {"type": Path, "help": "state file (default: OUTPUT_DIR/autotuner_state.yaml)"},
+        "--node_filter_list": {
+            "help": "file of wildcards, one a line; regions without a node of such a name stay float"
+        },
+        "--default_dq_dtype": {
+            "type": parse_dq_dtype,
+            "choices": DQ_DTYPES,
+            "default": "float32",
+            "help": f"type of tensors whose type cannot be inferred {_DEFAULT}",
+        },
         "--use_trtexec": {"action": "store_true", "help": "time with TensorRT's trtexec"},
         "--timing_cache": {
             "default": str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"),
@@ -323,11 +337,7 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "metavar": "FILE",
             "help": "libraries with operators of TensorRT",
         },
-        "--wait": {
-            "type": float,
-            "metavar": "SECONDS",
-            "help": "limit of a wait for other runs that time on this machine (default: none)",
-        },
         TRTEXEC_FLAG: {"help": "further arguments of trtexec, as one quoted text"},
     },
 }
+REGION_FLAGS = frozenset(name for names in _FLAGS[REGION_GROUP] for name in names.split())

@@ -159,7 +159,7 @@ def _decide(task: TaskResults, line: Mapping[str, Any]) -> str:
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
     shipped = _shipping_label(task, line)
     noisy = disturbance_note(task.disturbed) or task.summaries[line["row"]].fully_disturbed
-    return f"{shipped}, once confirmed on a quiet machine" if noisy else shipped
+    return f"{shipped}; the machine was busy: confirm again" if noisy else shipped
 
 
 def _shipping_label(task: TaskResults, line: Mapping[str, Any]) -> str:

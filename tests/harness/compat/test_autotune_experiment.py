@@ -20,7 +20,7 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
     np.savez("test.npz", x=np.zeros((8, 3, 16, 16), np.float32), y=np.zeros(8, np.int64))
     given = (
         "--onnx_path net.onnx --max-drop 0.5 --test_data test.npz --test_labels y --calibration_data calib.npz "
-        "--max_evals 7 --seed 3 --backend onnxruntime --calibration_method mse"
+        "--max_evals 7 --seed 3 --backend onnxruntime --param threads=2 --calibration_method mse"
     )
     experiment = command_experiment(parse_arguments(given.split(), "qdq autotune"))
     assert experiment.objective.max_drop == pytest.approx(0.005)
@@ -32,6 +32,8 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
     assert model.evaluator.params["data"] == {"use": "npz", "path": "test.npz", "labels": "y"}
     assert experiment.budget.evaluations == (7,)
     assert experiment.seeds == (3,)
+    assert experiment.backends[0].params == {"threads": 2}
+    assert model.calibration.samples > 8
     list(check_experiment(experiment))
 
 
@@ -54,10 +56,10 @@ def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early
 
 def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound() -> None:
     given = ["--onnx_path", "zoo:mlp", "-s", "3", "--timing_runs=40", "--seed", "3"]
-    assert region_flags(given, "qdq autotune") == ["-s", "--timing_runs"]
-    assert not region_flags(["--onnx_path", "zoo:mlp", "--seed", "3"], "qdq autotune")
+    assert region_flags(given) == ["-s", "--timing_runs"]
+    assert not region_flags(["--onnx_path", "zoo:mlp", "--seed", "3"])
     with pytest.raises(AutotunerError, match="--timing_runs"):
-        region_flags([*given, "--max_drop", "1"], "qdq autotune")
+        region_flags([*given, "--max_drop", "1"])
 
 
 def test_a_folder_of_the_region_procedure_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

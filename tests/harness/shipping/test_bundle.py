@@ -100,6 +100,8 @@ def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) 
     (wanted,) = run_onnxruntime(tmp_path / "all.onnx", {"x": feed})
     (found,) = np.load(tmp_path / "y.npz").values()
     np.testing.assert_allclose(found, wanted, atol=0.05)
+    run = runpy.run_path(str(folder / "deploy.py"))["load"]()
+    np.testing.assert_allclose(next(iter(run({"x": feed}).values())), found, atol=1e-6)
     np.save(tmp_path / "x.npy", feed.transpose(0, 2, 3, 1))
     refused = subprocess.run(command, check=False, capture_output=True, text=True)
     assert refused.returncode == 2

@@ -105,6 +105,20 @@ def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder: Path)
     assert len(open_data({"use": "npz", "path": "a.npz", "start": 1}, folder, limit=2)) == 2
 
 
+def test_fewer_rows_of_a_file_are_the_first_or_spread_evenly(folder: Path) -> None:
+    np.save(folder / "a.npy", np.arange(9, dtype=np.float32)[:, None])
+    found = []
+    for spread in (False, True):
+        data = open_data({"use": "npy", "path": "a.npy", "spread": spread}, folder, limit=3)
+        assert isinstance(data, ArrayDataset)
+        found.append((data.arrays[""][:, 0].tolist(), data.fingerprint))
+    (first, first_key), (spread_rows, spread_key) = found
+    assert (first, spread_rows) == ([0, 1, 2], [0, 4, 8])
+    assert first_key != spread_key
+    with pytest.raises(UserError, match="spread"):
+        open_data({"use": "npy", "path": "a.npy", "spread": 1}, folder)
+
+
 def test_halves_share_no_image_and_an_image_is_of_one_half_in_every_cut(folder: Path) -> None:
     def names(half: str, **spec: Any) -> set[str]:
         data = open_images({"use": "shapes", "split": "evaluation", "half": half, **spec})

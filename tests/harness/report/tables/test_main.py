@@ -227,7 +227,7 @@ def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
     decisions = {row["decision"] for row in read_table(folder, "precision")}
     shipped = {text for text in decisions if text.startswith("ship")}
     assert shipped
-    assert all(text.endswith(", once confirmed on a quiet machine") for text in shipped)
+    assert all(text.endswith("; the machine was busy: confirm again") for text in shipped)
 
 
 def test_a_row_with_disturbed_turns_alone_is_not_shipped_without_a_remark(folder):
@@ -236,7 +236,7 @@ def test_a_row_with_disturbed_turns_alone_is_not_shipped_without_a_remark(folder
     turns = [{**turn, "disturbed": "drift"} if turn["row"] == "aa" else turn for turn in lines]
     write_records(path, map(json.dumps, (head, *turns)))
     rows = main_frame(load(folder)).set_index("row")
-    assert "once confirmed on a quiet machine" in rows.loc["aa", "decision"]
+    assert "the machine was busy" in rows.loc["aa", "decision"]
     assert "quiet" not in rows.loc["all", "decision"]
     assert f"All turns were disturbed, {TASK}: " in main_note(folder)
 
