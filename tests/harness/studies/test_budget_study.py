@@ -34,10 +34,10 @@ ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
 
 @pytest.fixture(autouse=True)
 def few_random_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five hundred random searches instead of ten thousand; rank plots only in the test that reads them."""
+    """Five hundred random searches instead of ten thousand; plots only in the test that reads them."""
     monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 500)
     if request.function is not test_every_searcher_has_its_line_on_every_table:
-        monkeypatch.setattr(budget_study, "_draw_rank_plots", lambda *_: None)
+        monkeypatch.setattr(budget_study, "_draw_plots", lambda *_: None)
 
 
 @pytest.fixture
