@@ -1,4 +1,4 @@
-"""Notebooks of the documentation: they run, and what is committed can be shown and names no machine."""
+"""Notebooks of the documentation: they run, and the committed outputs can be shown and name no machine."""
 
 import base64
 import getpass

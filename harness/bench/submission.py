@@ -1,4 +1,4 @@
-"""Submissions to QDQ-Bench: a folder with the searches of some searchers, and what is needed to repeat them.
+"""Submissions to QDQ-Bench: a folder with the searches of some searchers, and the facts that repeat them.
 
 Searches are stored as in `harness.studies.path_cache`: the evaluated placements in order, from which readings follow.
 """

@@ -80,7 +80,7 @@ class EarlyAnswers:
         engines: Open engines, idle between two trials.
         open_engines: Opens engines in a fresh process.
         checker: Compares engines with their files; None where the benchmarker runs no model.
-        noise_floor: Relative gain that is no improvement.
+        noise_floor: Relative noise floor before the searches; smaller gains are none.
         metric: Name of the bounded metric, or None.
         sink: Receives each answer that is better than the last.
         observer: Receives the progress.
@@ -100,7 +100,7 @@ class EarlyAnswers:
     ) -> None:
         self._task, self._engines, self._open_engines = task, engines, open_engines
         self._checker, self._metric = checker, metric
-        self._min_gain = max(MIN_GAIN, noise_floor)
+        self._noise_floor = noise_floor
         self._sink, self._observer = sink, observer
         self._started_s, self._spent_s = time.monotonic(), 0.0
         self._incumbents: dict[str, tuple[float, Candidate | None]] = {}
@@ -139,7 +139,7 @@ class EarlyAnswers:
     def _is_due(self, reading_ms: float) -> bool:
         if self._best is None:
             return not self._tried or self._has_time
-        return self._has_time and reading_ms * (1 + self._min_gain) < self._answered_ms
+        return self._has_time and reading_ms * (1 + max(MIN_GAIN, self._noise_floor)) < self._answered_ms
 
     @property
     def _has_time(self) -> bool:
@@ -158,7 +158,7 @@ class EarlyAnswers:
             schedule=SCHEDULE,
         )
         events = run_comparison(comparison, self._open_engines, self._observer)
-        summary = summarize_turns(events, baseline=FLOAT_ROW)
+        summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=self._noise_floor)
         if digest not in summary.rows or not summary.rows[digest].recommended:
             if self._best is None:
                 self._observer.say("early answer: no file is faster than the float model beyond noise yet")

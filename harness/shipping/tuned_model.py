@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.accuracy.data.batching import RANDOM_DATA
 from harness.pipeline.early_answer import EarlyAnswer
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW
@@ -127,7 +128,7 @@ def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
         UserError: A file cannot be written.
     """
     task = answer.task
-    calibrated = not getattr(task.feeds, "is_random", False)
+    calibrated = not task.calibrated_on.startswith(RANDOM_DATA)
     bounded = None if answer.metric is None else f"{answer.metric} within its bound on the data of the search"
     tuned = TunedModel(
         file=answer.file,

@@ -7,7 +7,7 @@ import pytest
 from search.gain_forecast import FIRST_FORECAST, GainForecast
 
 
-def told(readings_ms, budget=100):
+def forecast_of(readings_ms, budget=100):
     forecast = GainForecast(budget)
     for latency_ms in readings_ms:
         forecast.tell(latency_ms)
@@ -15,10 +15,10 @@ def told(readings_ms, budget=100):
 
 
 def test_there_is_no_forecast_before_the_first_readings_or_without_any():
-    assert told([10.0] * (FIRST_FORECAST - 1)).expected_gain is None
-    assert told([math.inf] * 20).expected_gain is None
-    assert not told([math.inf] * 20).is_spent(0.5)
-    assert told([10.0] * FIRST_FORECAST).expected_gain > 0
+    assert forecast_of([10.0] * (FIRST_FORECAST - 1)).expected_gain is None
+    assert forecast_of([math.inf] * 20).expected_gain is None
+    assert not forecast_of([math.inf] * 20).is_spent(0.5)
+    assert forecast_of([10.0] * FIRST_FORECAST).expected_gain > 0
 
 
 @pytest.mark.parametrize(("small", "large"), [
@@ -26,11 +26,11 @@ def test_there_is_no_forecast_before_the_first_readings_or_without_any():
     ([10.0, *[9.0] * 39], [*[10.0] * 38, 9.0, 9.0]),  # an older gain
 ])  # fmt: skip
 def test_the_gain_to_come_falls_while_a_search_waits_for_one(small, large):
-    assert told(small).expected_gain < told(large).expected_gain
+    assert forecast_of(small).expected_gain < forecast_of(large).expected_gain
 
 
 def test_a_gain_within_noise_is_none():
-    forecast = told([10.0, *[9.99] * 9])
+    forecast = forecast_of([10.0, *[9.99] * 9])
     assert forecast.evaluations_since_gain == 9
     forecast.tell(9.9)
     assert forecast.evaluations_since_gain == 0
@@ -38,7 +38,7 @@ def test_a_gain_within_noise_is_none():
 
 def test_a_search_is_spent_earlier_at_a_lower_probability_and_near_its_budget():
     def end(probability, budget=100):
-        return next(n for n in range(1, budget + 1) if told([10.0] * n, budget).is_spent(probability))
+        return next(n for n in range(1, budget + 1) if forecast_of([10.0] * n, budget).is_spent(probability))
 
     assert FIRST_FORECAST <= end(0.8) < end(0.9) < end(0.95) < 100
     assert end(0.9, budget=50) < 50
