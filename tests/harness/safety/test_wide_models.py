@@ -1,13 +1,17 @@
-"""Models with many nodes, readers, inputs, outputs or list entries: the time grows in proportion.
+"""Models with many nodes, readers, inputs, outputs or list entries: the work grows in proportion.
 
-QDQ_NODES sets the smaller size (10,000 for docs/explanation/reliability.md); the other one is twice as large.
+The work is the number of Python lines executed, which no other load of the machine changes. With QDQ_NODES (10,000 for
+docs/explanation/reliability.md) it is the processor time at that size and at twice the size.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,7 +30,8 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 
 pytestmark = pytest.mark.slow
-NODES = int(os.environ.get("QDQ_NODES", "500"))
+TIMED_NODES = int(os.environ.get("QDQ_NODES", "0"))
+NODES = TIMED_NODES or 60
 MAX_RATIO = 2.5
 SHAPE = (1, 2, 2, 2)
 
@@ -108,29 +113,48 @@ def use(path: Path) -> None:
     import_placement(quantized, model)
 
 
-def processor_time_s() -> float:
-    """Processor time of this process and of its helper process."""
-    times = [psutil.Process().cpu_times(), *(child.cpu_times() for child in psutil.Process().children())]
-    return sum(each.user + each.system for each in times)
+def processor_time_s(path: Path) -> float:
+    """Return the processor time that this process and its helper process need to use a model."""
+
+    def used_s() -> float:
+        times = [psutil.Process().cpu_times(), *(child.cpu_times() for child in psutil.Process().children())]
+        return sum(each.user + each.system for each in times)
+
+    before_s = used_s()
+    use(path)
+    return used_s() - before_s
+
+
+def count_lines(path: Path) -> int:
+    """Return the number of Python lines, rounds of comprehensions included, that are executed to use a model."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, value: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        use(path)
+    finally:
+        sys.settrace(before)
+    return count
 
 
 @pytest.mark.parametrize(
     "make", [many_consumers, wide_concat, many_outputs, many_inputs, equal_names, long_lists], ids=lambda f: f.__name__
 )
-def test_twice_as_many_take_at_most_two_and_a_half_times_as_long(
+def test_twice_as_many_take_at_most_two_and_a_half_times_as_much(
     tmp_path: Path, make: Callable[[Path, int], None]
 ) -> None:
     make(tmp_path / "m.onnx", 10)
-    use(tmp_path / "m.onnx")  # starts the helper process
-    taken_s: dict[int, list[float]] = {NODES: [], 2 * NODES: []}
-    for _ in range(6):
-        for count, times_s in taken_s.items():
-            make(tmp_path / "m.onnx", count)
-            start_s = processor_time_s()
-            use(tmp_path / "m.onnx")
-            times_s.append(processor_time_s() - start_s)
-        small_s, large_s = map(min, taken_s.values())
-        if large_s <= MAX_RATIO * small_s:  # other work on the machine makes single times longer
-            break
-    print(f"{make.__name__}: {small_s:.2f} s, {large_s:.2f} s, ratio {large_s / small_s:.2f}")
-    assert large_s <= MAX_RATIO * small_s
+    use(tmp_path / "m.onnx")  # starts the helper process and imports what is imported late
+    measure = processor_time_s if TIMED_NODES else count_lines
+    work: list[float] = []
+    for count in (NODES, 2 * NODES):
+        make(tmp_path / "m.onnx", count)
+        work.append(measure(tmp_path / "m.onnx"))
+    print(f"{make.__name__}: {work[0]:g} and {work[1]:g}, ratio {work[1] / work[0]:.2f}")
+    assert work[1] <= MAX_RATIO * work[0]
