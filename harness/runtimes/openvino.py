@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,37 +32,41 @@ COMPILE_ERRORS = (RuntimeError,)
 FEED_ERRORS = (RuntimeError, TypeError, ValueError, KeyError)
 
 
-def engine_properties(threads: int, precision: str) -> dict[str, Any]:
-    """Return the properties of a compiled model that is timed: one stream, for latency.
+def engine_properties(threads: int, precision: str, streams: int = 1) -> dict[str, Any]:
+    """Return the properties of a compiled model that is timed.
 
     Args:
-        threads: Inference threads.
+        threads: Inference threads of all streams together.
         precision: Precision of float operations, "f32" or "bf16".
+        streams: Inferences that run at the same time; 1: for latency, more: for throughput.
     """
     return {
         "INFERENCE_NUM_THREADS": threads,
-        "NUM_STREAMS": 1,
-        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": streams,
+        "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
         "INFERENCE_PRECISION_HINT": precision,
         "ENABLE_CPU_PINNING": True,
     }
 
 
 class OpenVINOBenchmarker:
-    """Time models in OpenVINO on the CPU: one stream, synchronous inference.
+    """Time models in OpenVINO on the CPU: one stream and synchronous inference, or the throughput of several streams.
 
     Args:
-        threads: Inference threads, at most the cores that this process may use.
+        threads: Inference threads of all streams together, at most the cores that this process may use.
         precision: Precision of float operations (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to the
             harness, which times both where the CPU reports BF16; until it has, that is FP32.
         profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
         reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: where the processor adds products in 16
             bits, in which those of 8 bits saturate.
         integer_kernels: False: compute every quantization as the file describes it, in float; a reference.
+        streams: Above 1, a reading is the time per inference while this number of asynchronous requests is kept
+            running: the inverse of the throughput.
 
     Raises:
         UserError: OpenVINO is not installed.
-        ValueError: More threads than cores, an unknown precision, or BF16 on a CPU without it.
+        ValueError: More threads than cores, more streams than threads, an unknown precision, or BF16 on a CPU without
+            it.
     """
 
     # CPUs have no FP8 kernels: OpenVINO converts to float and back, so scores are true and latencies are not.
@@ -74,11 +79,15 @@ class OpenVINOBenchmarker:
         profile: bool = False,
         reduce_range: bool | None = None,
         integer_kernels: bool = True,
+        streams: int = 1,
     ) -> None:
         precision = normalize_float_precision(precision)
         if precision not in PRECISIONS:
             raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
         self._threads = validate_threads(threads)
+        if not 1 <= streams <= threads:
+            raise ValueError(f"streams: 1 to {threads} (threads, each of which serves one stream), but got {streams!r}")
+        self._streams = streams
         self._ov = _import_openvino()
         self._core = self._ov.Core()
         offered = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -96,7 +105,11 @@ class OpenVINOBenchmarker:
     @property
     def _options(self) -> dict[str, Any]:
         described = {} if self._integer_kernels else {"LP_TRANSFORMS_MODE": False}
-        return {**engine_properties(self._threads, self._float), "PERF_COUNT": self._profile, **described}
+        return {
+            **engine_properties(self._threads, self._float, self._streams),
+            "PERF_COUNT": self._profile,
+            **described,
+        }
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Compile the candidate's file.
@@ -142,7 +155,7 @@ class OpenVINOBenchmarker:
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
         """
-        yield _OpenVINOProbe(artifact.engine, self._ov)
+        yield _OpenVINOProbe(artifact.engine, self._ov, self._streams)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """Return the layers of an engine in order of execution, from the plug-in's execution graph.
@@ -153,7 +166,9 @@ class OpenVINOBenchmarker:
 
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`."""
-        profiled = {"profile": True} if self._profile else {}
+        profiled: dict[str, Any] = {"profile": True} if self._profile else {}
+        if self._streams > 1:
+            profiled["streams"] = self._streams
         if not self._integer_kernels:
             profiled["integer_kernels"] = False
         return {
@@ -169,23 +184,44 @@ class OpenVINOBenchmarker:
 
 
 class _OpenVINOProbe:
-    """Compiled model with two requests, so that evaluation never touches the inputs that are timed."""
+    """Compiled model with requests of their own for evaluation, which never touches the inputs that are timed."""
 
-    def __init__(self, compiled: Any, ov: Any) -> None:
+    def __init__(self, compiled: Any, ov: Any, streams: int) -> None:
         self._compiled = compiled
-        self._timed = compiled.create_infer_request()
+        self._streams = streams
+        self._ends_ns: list[int] = []
+        self._queue: Any = [compiled.create_infer_request()]
+        if streams > 1:
+            self._queue = ov.AsyncInferQueue(compiled, streams)
+            self._queue.set_callback(lambda *_: self._ends_ns.append(time.perf_counter_ns()))
         self._scored: Any = None
         types = {
             port.any_name: (_port_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs
         }
         self._inputs = make_fixed_inputs(types)
-        for port in compiled.inputs:
-            self._timed.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
+        for request in self._queue:
+            for port in compiled.inputs:
+                request.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
 
     def sample(self, n: int) -> Sequence[float]:
-        """Time n synchronous inferences on inputs bound beforehand; outputs are not copied."""
+        """Time n inferences on inputs bound beforehand; outputs are not copied."""
         with translate_errors(MeasureFailed, "OpenVINO", COMPILE_ERRORS):
-            return time_calls(partial(self._timed.infer, share_outputs=True), n)
+            if self._streams == 1:
+                return time_calls(partial(self._queue[0].infer, share_outputs=True), n)
+            return self._time_throughput(n)
+
+    def _time_throughput(self, n: int) -> Sequence[float]:
+        """Return n times per inference in ms, each over as many inferences as there are streams.
+
+        The requests before the first reading and after the last one keep the streams busy and are not counted.
+        """
+        self._ends_ns.clear()
+        for _ in range((n + 3) * self._streams):
+            self._queue.start_async()
+        self._queue.wait_all()
+        ends_ns = np.sort(self._ends_ns)[self._streams :: self._streams][: n + 1]
+        readings: list[float] = (np.diff(ends_ns) / 1e6 / self._streams).tolist()
+        return readings
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the outputs by the model's names of them; floating-point ones as float32."""

@@ -45,7 +45,7 @@ class DeployTarget:
 
 def _openvino_settings(facts: Facts) -> dict[str, Any]:
     options = facts["options"]
-    return engine_properties(threads=int(options["threads"]), precision=str(options["precision"]))
+    return engine_properties(int(options["threads"]), str(options["precision"]), int(options.get("streams", 1)))
 
 
 def _onnxruntime_settings(facts: Facts) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.report.load.display_names import metric_name
 from harness.text import printable
-from harness.timing.provenance import format_options
+from harness.timing.provenance import format_options, format_scenario
 
 __all__ = ["report_text"]
 
@@ -68,7 +68,7 @@ def _figures(facts: Facts) -> Iterator[str]:
 def _conditions(facts: Facts, runtime_title: str) -> Iterator[str]:
     runtime = facts["runtime"]
     yield f"{runtime_title} {runtime.get('version', '')} on {runtime.get('device', 'unknown')}"
-    yield format_options(runtime.get("options", {}))
+    yield f"{format_scenario(runtime.get('options', {}))}; {format_options(runtime.get('options', {}))}"
     floor = f"noise floor {100 * facts['noise_floor']:.1f} %"
     yield f"{facts['builds']} fresh builds in turns with the float model, {floor}"
     packages = facts["packages"]

@@ -19,6 +19,7 @@ __all__ = [
     "cpu_model_name",
     "describe_environment",
     "format_options",
+    "format_scenario",
     "git_commit",
     "lacks_vnni",
     "machine_lacks_vnni",
@@ -158,6 +159,17 @@ def processor_label(name: str, facts: Mapping[str, Any]) -> str:
 def format_options(options: Mapping[str, Any]) -> str:
     """Return an engine's options as text: "threads 1, precision f32"."""
     return ", ".join(f"{name} {value}" for name, value in options.items())
+
+
+def format_scenario(options: Mapping[str, Any]) -> str:
+    """Return what a reading is, from an engine's options: "latency on 1 thread", "throughput of 2 streams on ...".
+
+    Args:
+        options: Options of an engine, see `harness.api.Benchmarker.describe`.
+    """
+    streams, threads = int(options.get("streams", 1)), options.get("threads")
+    what = "latency" if streams == 1 else f"throughput of {streams} streams, as time per inference,"
+    return what if threads is None else f"{what} on {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _or_none(probe: Callable[[], Any]) -> Any:

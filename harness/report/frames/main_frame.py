@@ -271,8 +271,9 @@ def _device_label(task: TaskResults) -> str:
     device = str(backend.get("device", backend.get("name")))
     if device == task.environment.get("cpu", {}).get("model"):  # older runs recorded the bare name
         device = processor_label(device, task.environment)
-    threads = backend.get("options", {}).get("threads")
-    return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}"
+    options = backend.get("options", {})
+    threads, streams = options.get("threads"), f", {options['streams']} streams" if "streams" in options else ""
+    return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}{streams}"
 
 
 def _precision_label(facts: Mapping[str, Any], pick: Choice) -> str:

@@ -21,6 +21,7 @@ from harness.report.tables.notes import (
     loss_note,
     noise_floor_note,
     noise_note,
+    scenario_notes,
 )
 from harness.report.tables.overview import OVERVIEW, overview_frame, overview_table
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
@@ -42,7 +43,7 @@ SPECS: Mapping[str, TableSpec] = {
 
 def build_tables(results: Results) -> Iterator[ReportTable]:
     """Yield every table that has a row, each computed on demand."""
-    common = (*data_notes(results.tasks), *backend_notes(results.tasks))
+    common = (*scenario_notes(results.tasks), *data_notes(results.tasks), *backend_notes(results.tasks))
     ends, losses = tuple(early_end_notes(results)), loss_note(results)
     warnings = tuple(filter(None, map(noise_note, results.tasks)))
     for table in _iter_tables(results):

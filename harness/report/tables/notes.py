@@ -11,7 +11,7 @@ from harness.report.load.results import NOISY_FLOOR, Results, TaskResults
 from harness.report.report_table import format_interval
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.search_loop.search_log import SearchLog
-from harness.timing.provenance import lacks_vnni, processor_label
+from harness.timing.provenance import format_scenario, lacks_vnni, processor_label
 from harness.timing.turn_log import disturbance_note
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "noise_note",
     "partial_note",
     "progress_note",
+    "scenario_notes",
     "without_vnni",
 ]  # fmt: skip
 
@@ -112,6 +113,15 @@ def backend_notes(tasks: Iterable[TaskResults]) -> tuple[str, ...]:
     """Return the notes of backends on their figures."""
     notes = {task.note: str(task.facts["backend"].get("name")) for task in tasks if task.note}
     return tuple(f"{name}: {note}." for note, name in notes.items())
+
+
+def scenario_notes(tasks: Sequence[TaskResults]) -> tuple[str, ...]:
+    """Return the scenario of each task; none where all are latencies, whose threads the tables name."""
+    options = {task.name: task.facts["backend"].get("options", {}) for task in tasks}
+    if not any("streams" in each for each in options.values()):
+        return ()
+    groups = group_names((format_scenario(each), name) for name, each in options.items())
+    return tuple(f"Scenario of {names}: {scenario}." for scenario, names in groups.items())
 
 
 def data_notes(tasks: Sequence[TaskResults]) -> Iterator[str]:

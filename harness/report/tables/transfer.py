@@ -66,7 +66,7 @@ def transfer_tables(results: Results) -> Iterator[ReportTable]:
         f"{row['spearman']:+.2f} over {row['rows']} placements."
         for row in similarity_frame(results).to_dict("records")
     ]
-    yield TRANSFER.build(transfer[transfer["across"] == "backends"], correlations)
+    yield TRANSFER.build(transfer[transfer["across"] == "backends"], [*_difference_notes(results), *correlations])
     yield TRANSFER_MODELS.build(transfer[transfer["across"] == "models"])
 
 
@@ -112,11 +112,26 @@ def _task_families(results: Results, across: str) -> dict[tuple[str, str], list[
     return {key: tasks for key, tasks in families.items() if len(tasks) > 1}
 
 
+def _difference_notes(results: Results) -> Iterator[str]:
+    """Yield how many choices differ between the best placements of two backends that have the same space."""
+    for (model, precision), tasks in _task_families(results, "backends").items():
+        best = {task.name: task.rows[pick.row].choices for task in tasks if (pick := _best_pick(task)) is not None}
+        parts = []
+        for one, two in itertools.combinations(tasks, 2):
+            own, other = best.get(one.name), best.get(two.name)
+            if own and other and len(own) == len(other) and one.facts.get("space") == two.facts.get("space"):
+                changed = sum(a != b for a, b in zip(own, other, strict=True))
+                parts.append(f"{backend_label(one)} and {backend_label(two)} {changed or 'none'} of {len(own)}")
+        if parts:
+            yield f"{model}, {precision}: choices in which the best placements differ: {', '.join(parts)}."
+
+
+def _best_pick(task: TaskResults) -> Choice | None:
+    return best_choice(pick for pick in task.picks if pick.row in task.summaries and not task.wrong(pick.row))
+
+
 def _transfer_row(source: TaskResults, target: TaskResults, across: str) -> dict[str, Any] | None:
-    pick, own = (
-        best_choice(pick for pick in task.picks if pick.row in task.summaries and not task.wrong(pick.row))
-        for task in (source, target)
-    )
+    pick, own = _best_pick(source), _best_pick(target)
     row = None if pick is None else pick.row if source is target else _transferred_row(pick, source, target, across)
     if pick is None or row is None or row not in target.summaries:
         return None

@@ -47,6 +47,23 @@ def test_openvino_tells_what_became_of_the_model(path: Path, tmp_path: Path) -> 
     assert "profile" not in made.describe()["options"]
 
 
+@pytest.mark.skipif(count_cores() < 2, reason="each stream needs a thread")
+def test_openvino_keeps_its_streams_busy(path: Path, tmp_path: Path) -> None:
+    made = OpenVINOBenchmarker(precision="f32", threads=2, streams=2)
+    artifact = made.build(candidate(path), tmp_path)
+    assert artifact.engine.get_property("NUM_STREAMS") == 2
+    name = artifact.engine.inputs[0].any_name
+    feeds = {name: np.random.default_rng(1).random((1, 8, 32, 32), np.float32)}
+    with made.open(artifact) as probe:
+        before = probe.infer(feeds)["y"]
+        for count in (1, 2, 7):
+            readings = probe.sample(count)
+            assert len(readings) == count
+            assert all(reading > 0 for reading in readings)
+        np.testing.assert_array_equal(probe.infer(feeds)["y"], before)
+    assert made.describe()["options"] == {"threads": 2, "precision": "f32", "streams": 2}
+
+
 def test_openvino_counts_time_where_asked_to(path: Path, tmp_path: Path) -> None:
     made = OpenVINOBenchmarker(precision="f32", profile=True)
     artifact = made.build(candidate(path), tmp_path)

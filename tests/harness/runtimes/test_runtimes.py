@@ -151,6 +151,7 @@ def test_description(benchmarker: Benchmarker) -> None:
             {"optimization": "some"},
             "optimization: 'disabled', .*, but got 'some'",
         ),
+        ("openvino", {"streams": 2}, r"streams: 1 to 1 .* but got 2"),
         ("openvino", {"thread": 1}, "has no parameter 'thread'; did you mean 'threads'"),
     ],
 )

@@ -68,6 +68,9 @@ def save_quantized(path: Path, *, name: str = "x") -> tuple[Path, Path]:
 def describe(runtime: str) -> dict[str, Any]:
     if runtime == "openvino":
         return dict(OpenVINOBenchmarker(precision="f32").describe())
+    if runtime == "throughput":
+        facts = dict(OpenVINOBenchmarker(precision="f32").describe())
+        return {**facts, "options": {"threads": 2, "streams": 2, "precision": "f32"}}
     return dict(ONNXRuntimeBenchmarker().describe())
 
 
@@ -82,7 +85,7 @@ def write(tmp_path: Path, runtime: str = "onnxruntime", **changes: Any) -> Path:
     return write_bundle(tmp_path / "ship", shipment, NullProgress())
 
 
-@pytest.mark.parametrize("runtime", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("runtime", ["openvino", "throughput", "onnxruntime"])
 def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) -> None:
     folder = write(tmp_path, runtime)
     feed = np.random.default_rng(5).random((1, 3, 8, 8), np.float32)

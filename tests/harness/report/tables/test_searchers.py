@@ -184,6 +184,16 @@ def test_placements_are_compared_on_the_other_backend(study):
     assert alike["spearman"].item() == pytest.approx(1.0)
 
 
+def test_tables_of_several_scenarios_state_each_and_how_their_placements_differ(study):
+    options = {"threads": 2, "streams": 2}
+    task = study / "net-two-int8"
+    edit_json(task / "task.json", backend={**read_json(task / "task.json")["backend"], "options": options})
+    notes = {table.name: table.note for table in build_tables(load(study))}
+    assert notes["transfer"].count("choices in which the best placements differ: one and two ") == 1
+    assert all("Scenario of net-two-int8: throughput of 2 streams" in note for note in notes.values())
+    assert all("Scenario of net-one-int8: latency" in note for note in notes.values())
+
+
 def test_rank_correlation_is_over_placements_and_not_over_models_of_tools(study):
     """The row of `all` is called like its method here, as the rows of tools are."""
     path = study / "net-two-int8" / "rows.json"
