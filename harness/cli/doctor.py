@@ -184,6 +184,8 @@ def _tools() -> Iterator[Row]:
     yield from _tool_environments()
     trtexec = shutil.which("trtexec")
     yield ("trtexec", "ok" if trtexec else "missing", trtexec or "part of TensorRT's archive, not of its pip package")
+    node = shutil.which("node")
+    yield ("node", "ok" if node else "missing", node or "https://nodejs.org; runs npm's onnxruntime-web")
     assets = os.environ.get("QDQ_ASSETS", "")
     state = "not set" if not assets else "ok" if os.path.isdir(assets) else "no such folder"
     yield ("QDQ_ASSETS", state, assets or "folder with models and images for assets: paths")

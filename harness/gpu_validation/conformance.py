@@ -47,9 +47,15 @@ class Check:
         return f"{self.name}: {'passed' if self.passed else 'FAILED'}: {self.detail}"
 
 
-def check_benchmarker(use: str) -> Iterator[Check]:
-    """Yield whether a benchmarker keeps the contract of `harness.api.Benchmarker`; a check that raises has failed."""
-    contract = BenchmarkerContract(use, work_folder())
+def check_benchmarker(use: str, work: Path | None = None, params: Mapping[str, Any] | None = None) -> Iterator[Check]:
+    """Yield whether a benchmarker keeps the contract of `harness.api.Benchmarker`; a check that raises has failed.
+
+    Args:
+        use: Name of the benchmarker.
+        work: Scratch folder; None: see `work_folder`.
+        params: Parameters of the benchmarker.
+    """
+    contract = BenchmarkerContract(use, work or work_folder(), params)
     for name in [name for name in vars(BenchmarkerContract) if name.startswith("check_")]:
         try:
             passed, detail = getattr(contract, name)()
@@ -64,11 +70,12 @@ class BenchmarkerContract:
     Args:
         use: Name of the benchmarker.
         work: Scratch folder.
+        params: Parameters of the benchmarker.
     """
 
-    def __init__(self, use: str, work: Path) -> None:
-        self._use, self._work = use, work
-        self._made = create_plugin("benchmarker", use, {})
+    def __init__(self, use: str, work: Path, params: Mapping[str, Any] | None = None) -> None:
+        self._spec, self._work = PluginSpec(use=use, params=dict(params or {})), work
+        self._made = create_plugin("benchmarker", use, self._spec.params)
         self._feeds = random_feed(INPUT_TYPES, 0)
 
     def check_description(self) -> tuple[bool, str]:
@@ -133,7 +140,7 @@ class BenchmarkerContract:
     def check_layers(self) -> tuple[bool, str]:
         if not isinstance(self._made, SupportsLayers):
             return True, "not supported"
-        profiled = open_profiled(PluginSpec(use=self._use))
+        profiled = open_profiled(self._spec)
         layers = time_layers(
             profiled, file_candidate(self._write_model("int8")), self._work / "profiled", LAYER_RUNS
         ).layers
@@ -151,7 +158,7 @@ class BenchmarkerContract:
         path = builder.save(self._work / "float.onnx")
         if form == "float":
             return path
-        dialect = load_dialect(dialect_name_for(self._made, self._use, self._made.describe()))
+        dialect = load_dialect(dialect_name_for(self._made, self._spec.use, self._made.describe()))
         model = load(path, min_opset=dialect.opset([form]))
         space = build_space(model, dialect, precisions=[form])
         resolved = space.resolve(space.quantize_all())

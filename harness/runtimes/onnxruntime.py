@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
-import re
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -21,6 +18,7 @@ from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
+from harness.runtimes.onnxruntime_profile import read_profile
 from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
 from harness.timing.provenance import (
     describe_environment,
@@ -52,7 +50,6 @@ OPTIMIZATION_LEVEL_NAMES: Mapping[str, str] = {
 }
 DIALECT_BY_ACTIVATION: Mapping[str, str] = {"uint8": "onnxruntime", "int8": "onnxruntime_s8"}
 """By storage of activations; those with weights of 7 bits are called so with `_7bit` behind."""
-_GENERATED_NAME_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 FATAL, WARNING = 4, 2
 """Severities of what its logger prints."""
 
@@ -183,7 +180,10 @@ class ONNXRuntimeBenchmarker:
         """
         if not self._profile:
             raise MeasureFailed("ONNX Runtime tells its layers only with profile: true")
-        return _read_profile_trace(Path(artifact.engine.end_profiling()))
+        try:
+            return read_profile(Path(artifact.engine.end_profiling()).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise MeasureFailed(f"ONNX Runtime's profile cannot be read: {error}") from error
 
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`."""
@@ -312,34 +312,6 @@ def _gpu_name() -> str:
 
 def _has_qdq(path: Path) -> bool:
     return b"DequantizeLinear" in path.read_bytes()
-
-
-def _read_profile_trace(file: Path) -> tuple[Layer, ...]:
-    """Return the nodes of the optimized graph from ONNX Runtime's trace of events, by time of their first run.
-
-    A node's precision is that of its first input. Optimizers name new nodes after the nodes that they replace, with a
-    suffix.
-    """
-    try:
-        events = [event for event in json.loads(file.read_text(encoding="utf-8")) if event.get("cat") == "Node"]
-    except (OSError, ValueError) as error:
-        raise MeasureFailed(f"ONNX Runtime's profile cannot be read: {error}") from error
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        found[event["name"].removesuffix("_kernel_time")].append(event)
-    if not found:
-        raise MeasureFailed("ONNX Runtime counted nothing: sample the engine before asking for its layers")
-    return tuple(
-        Layer(
-            name=name,
-            kind=runs[0]["args"]["op_name"],
-            precision=next((kind for types in runs[0]["args"].get("input_type_shape", ()) for kind in types), ""),
-            time_ms=sum(run["dur"] for run in runs) / len(runs) / 1000,
-            origin=(_GENERATED_NAME_SUFFIX.sub("", name),),
-            kernel=runs[0]["args"].get("provider", ""),
-        )
-        for name, runs in found.items()
-    )
 
 
 def _import_onnxruntime() -> Any:

@@ -13,8 +13,8 @@ from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT
 
 __all__ = [
     "BUILTIN_DIALECTS", "INT7_MAX_LEVEL", "INT8_MAX_LEVEL", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8",
-    "ONNXRUNTIME_S8_7BIT", "ONNXRUNTIME_UNFUSED", "OPENVINO", "OPENVINO_7BIT", "TENSORRT", "TENSORRT_RTX", "Dialect",
-    "dialect_name_for", "load_dialect",
+    "ONNXRUNTIME_S8_7BIT", "ONNXRUNTIME_UNFUSED", "ONNXRUNTIME_WEB", "OPENVINO", "OPENVINO_7BIT", "TENSORRT",
+    "TENSORRT_RTX", "Dialect", "dialect_name_for", "load_dialect",
 ]  # fmt: skip
 
 _SPACE_FIELDS = (
@@ -202,6 +202,10 @@ ONNXRUNTIME_S8 = replace(ONNXRUNTIME, name="onnxruntime_s8", activation="int8")
 # saturates. The fused QLinearConv refuses scales by channel when it runs (qlinearconv.cc, ComputeOffset).
 ONNXRUNTIME_UNFUSED = replace(ONNXRUNTIME, name="onnxruntime_unfused", channel_activations=True)
 
+# The WebAssembly build has the kernels and fusions of the native one. It adds products in 32 bits (MLAS,
+# qgemm_kernel_wasmsimd.cpp), so weights have 8 bits on every processor.
+ONNXRUNTIME_WEB = replace(ONNXRUNTIME, name="onnxruntime_web")
+
 # For processors without VNNI: weights of 7 bits, as `quantize_static` stores them with `reduce_range`, and NNCF with
 # its overflow fix. Measured on an AMD EPYC (AVX2): both runtimes then compute what the file says, and SqueezeNet's
 # outputs are 30 dB from the float ones instead of 18.
@@ -212,7 +216,7 @@ BUILTIN_DIALECTS = {
     dialect.name: dialect
     for dialect in (
         TENSORRT, TENSORRT_RTX, OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, ONNXRUNTIME_S8,
-        ONNXRUNTIME_S8_7BIT, ONNXRUNTIME_UNFUSED,
+        ONNXRUNTIME_S8_7BIT, ONNXRUNTIME_UNFUSED, ONNXRUNTIME_WEB,
     )
 }  # fmt: skip
 

@@ -14,13 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
+
+from harness.timing.machine_noise import process_tree
 
 __all__ = ["POLL_INTERVAL_S", "WorkerProcess", "die_with_parent", "used_memory_gb"]
 
@@ -125,25 +126,10 @@ class WorkerProcess:
 def used_memory_gb(pid: int) -> float:
     """Return the memory in use by a process and its descendants; 1 GB is 10^9 bytes."""
     used = 0
-    for each in _process_tree(pid):
+    for each in process_tree(pid):
         with suppress(psutil.Error):
             used += psutil.Process(each).memory_info().rss
     return used / 1e9
-
-
-def _process_tree(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants that are still running.
-
-    The kernel lists each thread's children. psutil searches all processes of the machine, which takes milliseconds, ten
-    times those on a server, of a core that the worker may be timing on.
-    """
-    pending = [pid]
-    while pending:
-        yield (parent := pending.pop())
-        with suppress(OSError):  # the process or one of its threads ended meanwhile
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with suppress(OSError):
-                    pending += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
 
 
 def die_with_parent() -> None:

@@ -82,6 +82,12 @@ def test_this_machine_can_be_read() -> None:
     after = machine.read()
     assert after.at_s > before.at_s > 0
     assert after.own_s - before.own_s > 0.25, "the work of a program that this process started is its own"
+    alive = [sys.executable, "-c", f"{burn}\nprint(); input()"]
+    with subprocess.Popen(alive, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdout
+        program.stdout.readline()
+        last, after = after, machine.read()
+        assert after.own_s - last.own_s > 0.25, "also before it ends"
     if Path("/proc/stat").exists():
         assert 0 < before.cores <= psutil.cpu_count()
         assert after.busy_s >= before.busy_s > 0

@@ -1,0 +1,191 @@
+"""Latency on ONNX Runtime Web, taken inside Node.js or the browser."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array, Artifact, Candidate, Capabilities, Layer
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.graph.io.files import read_model
+from harness.runtimes.onnxruntime_profile import read_profile
+from harness.runtimes.onnxruntime_web.session import WebSession
+from harness.timing.host_clock import require_static_shapes, to_float32, translate_errors
+from harness.timing.provenance import cpu_model_name
+from harness.timing.sampling import make_fixed_inputs
+
+__all__ = ["FOLDER_VARIABLE", "PROGRAM", "SESSION_OPTIONS", "ONNXRuntimeWebBenchmarker"]
+
+#: Environment variable with the folder of the package, for commands without `module_dir`.
+FOLDER_VARIABLE = "QDQ_ONNXRUNTIME_WEB"
+PROGRAM = Path(__file__).with_name("child.mjs").read_text(encoding="utf-8")
+SESSION_OPTIONS: Mapping[str, Any] = {
+    "executionProviders": ["wasm"],
+    "graphOptimizationLevel": "all",
+    "logSeverityLevel": 3,
+}
+_ERRORS = (RuntimeError, OSError)
+WARMUP_RUNS, MAX_WARMUP_RUNS = 3, 60
+"""Inferences whose fastest are compared, and their largest number: V8 compiles the kernels in use anew meanwhile."""
+WARMUP_GAIN = 0.95
+
+
+class ONNXRuntimeWebBenchmarker:
+    """Time models in the WebAssembly build of npm's onnxruntime-web, with SIMD and one thread.
+
+    Args:
+        module_dir: Folder in which `npm install onnxruntime-web` was run; None: the one that the environment variable
+            QDQ_ONNXRUNTIME_WEB names, or the working folder. Node.js looks in its parents and in NODE_PATH too.
+        node: Node.js, a path or a name on PATH.
+        chromium: Browser whose page runs the model, a path or a name on PATH; None: Node.js runs it.
+        profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
+        base: Folder that a relative `module_dir` starts from.
+    """
+
+    capabilities = Capabilities(dialect="onnxruntime_web")
+
+    def __init__(
+        self,
+        module_dir: str | None = None,
+        node: str = "node",
+        chromium: str | None = None,
+        profile: bool = False,
+        base: Path | None = None,
+    ) -> None:
+        folder = Path(os.environ.get(FOLDER_VARIABLE, ".")) if module_dir is None else (base or Path()) / module_dir
+        self._folder = folder.expanduser().resolve()
+        self._node, self._chromium, self._profile = node, chromium, profile
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Make the session from the candidate's file, in a child process of its own.
+
+        Raises:
+            BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
+            UserError: Node.js, the package or the browser is missing.
+        """
+        path = candidate.source()
+        with translate_errors(BuildFailed, f"ONNX Runtime Web refuses {path.name}", (UserError,)):
+            content = read_model(path, path.name)[0].SerializeToString()
+        session = self._start(workdir)
+        with translate_errors(BuildFailed, f"ONNX Runtime Web refuses {path.name}", _ERRORS):
+            session.load(content, {**SESSION_OPTIONS, "enableProfiling": self._profile})
+        require_static_shapes(path.name, {name: shape for name, (_, shape) in session.inputs.items()})
+        return Artifact(engine=session)
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_WebProbe]:
+        """Open a probe whose inputs are sent once, after the kernels are compiled.
+
+        Raises:
+            MeasureFailed: No fixed input can be made for an input's type, or the child process ended.
+        """
+        yield _WebProbe(artifact.engine)
+
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """Return the layers of an engine made with `profile`, with mean times; sample it first.
+
+        The call ends profiling.
+
+        Raises:
+            MeasureFailed: It was not made so, or nothing was counted.
+        """
+        if not self._profile:
+            raise MeasureFailed("ONNX Runtime Web tells its layers only with profile: true")
+        with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
+            return read_profile(artifact.engine.request("profile")["trace"])
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`."""
+        return {
+            "name": "onnxruntime_web",
+            "version": self._facts["version"],
+            "device": f"{cpu_model_name()}, {self._facts['engine']}",
+            "options": {
+                "threads": 1,
+                "simd": True,
+                "engine": self._facts["engine"],
+                "chromium": self._chromium and Path(self._chromium).name,
+                **({"profile": True} if self._profile else {}),
+            },
+            "float_precision": "f32",
+        }
+
+    @cached_property
+    def _facts(self) -> Mapping[str, str]:
+        with TemporaryDirectory(prefix="qdq-web-", ignore_cleanup_errors=True) as scratch:
+            session = self._start(Path(scratch))
+            session.close()
+            return session.facts
+
+    def _start(self, workdir: Path) -> WebSession:
+        """Start a child process; raise `UserError` if something is missing."""
+        try:
+            return WebSession(
+                PROGRAM,
+                node=self._node,
+                folder=str(self._folder),
+                chromium=self._chromium,
+                profile=str(workdir / "chromium"),
+            )
+        except OSError as error:
+            raise UserError(
+                f"benchmarker 'onnxruntime_web': Node.js cannot be started ({error}): install it (https://nodejs.org), "
+                "or give its place by params: {node: PATH}"
+            ) from error
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"benchmarker 'onnxruntime_web': {reason}; `npm install onnxruntime-web` in any folder, and name that "
+                f"by params: {{module_dir: PATH}} or the environment variable {FOLDER_VARIABLE}"
+            ) from error
+
+
+class _WebProbe:
+    """Session whose fixed inputs are in the child process.
+
+    Args:
+        session: It has loaded a model.
+    """
+
+    def __init__(self, session: WebSession) -> None:
+        self._session = session
+        types = session.inputs.items()
+        arrays = make_fixed_inputs({name: (_numpy_type(name, kind), tuple(shape)) for name, (kind, shape) in types})
+        with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
+            session.request("bind", inputs=session.pack(arrays))
+        fastest_ms, taken = np.inf, 0
+        while taken < MAX_WARMUP_RUNS:
+            last_ms, fastest_ms = fastest_ms, min(self.sample(WARMUP_RUNS))
+            taken += WARMUP_RUNS
+            if fastest_ms > WARMUP_GAIN * last_ms:
+                break
+
+    def sample(self, n: int) -> Sequence[float]:
+        """Time n inferences by the clock of the child process; copies of inputs and outputs are part of them."""
+        with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
+            times: list[float] = self._session.request("sample", n=n)["times"]
+        return times
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the outputs by name; floating-point ones as float32."""
+        if feeds.keys() != self._session.inputs.keys():
+            raise MeasureFailed(f"the inputs are {', '.join(self._session.inputs)}, but got {', '.join(feeds)}")
+        with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
+            return {name: to_float32(array) for name, array in self._session.infer(feeds).items()}
+
+
+def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(kind)
+    except TypeError:
+        dtype = np.dtype(str)
+    if dtype.kind not in "fiub":
+        raise MeasureFailed(f"input {name!r}: no fixed input can be made for type {kind}")
+    return dtype

@@ -1,0 +1,136 @@
+"""The benchmarker of ONNX Runtime Web, against a stand-in for Node.js, and where they are installed the real ones."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from harness.api import Candidate, Layer
+from harness.config.sections import Limits, PluginSpec, Sampling
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.gpu_validation.conformance import check_benchmarker
+from harness.graph.builder import GraphBuilder
+from harness.records import Failed
+from harness.runtimes.onnxruntime_web.benchmarker import FOLDER_VARIABLE, ONNXRuntimeWebBenchmarker
+from harness.timing.workers.engines import WorkerSpec
+from harness.timing.workers.sandbox import Sandbox
+
+FAKE = Path(__file__).parents[3] / "fakes" / "fake_node.py"
+CHROMIUM = next((name for name in ("chromium", "chromium-browser", "google-chrome") if shutil.which(name)), None)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The stand-in, as a program."""
+    program = tmp_path / "bin" / "node"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.delenv("FAKE_NODE", raising=False)
+    return str(program)
+
+
+@pytest.fixture
+def candidate(tmp_path: Path) -> Candidate:
+    builder = GraphBuilder("net")
+    builder.output(builder.op("Relu", builder.input("x", (1, 2))), name="y")
+    path = builder.save(tmp_path / "m.onnx")
+    return Candidate(digest="x", edges=(), source=lambda: path)
+
+
+def test_readings_outputs_and_layers_are_those_of_the_child(node: str, candidate: Candidate, tmp_path: Path) -> None:
+    made = ONNXRuntimeWebBenchmarker(node=node, profile=True)
+    artifact = made.build(candidate, tmp_path)
+    feeds = {"x": np.array([[1.5, -2.0]], np.float32)}
+    with made.open(artifact) as probe:
+        assert probe.sample(3) == [2.5] * 3
+        np.testing.assert_array_equal(probe.infer(feeds)["y"], feeds["x"])
+        with pytest.raises(MeasureFailed, match="inputs are x, but got z"):
+            probe.infer({"z": feeds["x"]})
+    assert made.layers(artifact) == (
+        Layer(name="conv", kind="QLinearConv", precision="uint8", time_ms=1.5, origin=("conv",), kernel="CPU"),
+    )
+    with pytest.raises(MeasureFailed, match="profile: true"):
+        ONNXRuntimeWebBenchmarker(node=node).layers(artifact)
+
+
+def test_description_names_package_and_engine(node: str) -> None:
+    facts = ONNXRuntimeWebBenchmarker(node=node).describe()
+    assert (facts["name"], facts["version"], facts["float_precision"]) == ("onnxruntime_web", "1.30.0", "f32")
+    assert facts["options"] == {"threads": 1, "simd": True, "engine": "Node.js 20.1.0", "chromium": None}
+    assert "Node.js 20.1.0" in facts["device"]
+    options = ONNXRuntimeWebBenchmarker(node=node, chromium="/opt/chromium").describe()["options"]
+    assert (options["engine"], options["chromium"]) == ("Chromium 156.0", "chromium")
+
+
+def test_what_is_missing_is_named_with_the_remedy(node: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'onnxruntime_web': Node\.js .*https://nodejs\.org"):
+        ONNXRuntimeWebBenchmarker(node=str(tmp_path / "gone")).describe()
+    monkeypatch.setenv("FAKE_NODE", "missing")
+    monkeypatch.setenv(FOLDER_VARIABLE, "/elsewhere")
+    with pytest.raises(UserError, match=rf"npm install onnxruntime-web.*module_dir.*{FOLDER_VARIABLE}"):
+        ONNXRuntimeWebBenchmarker(node=node).describe()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("refuses", BuildFailed, r"refuses m\.onnx: .*Frobnicate"),
+        ("dynamic", BuildFailed, r"m\.onnx: input 'x' has the dynamic shape \[1, N\]"),
+        ("string", MeasureFailed, "no fixed input can be made for type string"),
+        ("dies", MeasureFailed, r"ended with status 7: .*could not allocate"),
+    ],
+)
+def test_failures_are_those_of_the_candidate(
+    fault: str, error: type[Exception], message: str, node: str, candidate: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_NODE", fault)
+    made = ONNXRuntimeWebBenchmarker(node=node)
+    with pytest.raises(error, match=message), made.open(made.build(candidate, Path())):
+        pass
+
+
+def test_the_child_ends_with_its_engine(node: str, candidate: Candidate, tmp_path: Path) -> None:
+    artifact = ONNXRuntimeWebBenchmarker(node=node).build(candidate, tmp_path)
+    pid = artifact.engine.process.pid
+    del artifact
+    gc.collect()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_child_that_hangs_is_ended_with_its_worker(
+    node: str, candidate: Candidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_NODE", "hangs")
+    spec = WorkerSpec(
+        benchmarkers={"main": PluginSpec(use="onnxruntime_web", params={"node": node})}, workdir=tmp_path / "work"
+    )
+    children = psutil.Process().children
+    before = {child.pid for child in children(recursive=True)}
+    with Sandbox(spec, Limits(measure_s=0.5)) as sandbox:
+        built = sandbox.build(candidate)
+        assert not isinstance(built, Failed)
+        found = sandbox.sample(built.handle, Sampling())
+    assert isinstance(found, Failed)
+    assert "0.5 s" in found.reason
+    assert {child.pid for child in children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize("browser", [False, True], ids=["node", "chromium"])
+def test_real_engines_keep_the_contract(browser: bool, tmp_path: Path) -> None:
+    if browser and CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    params = {"chromium": CHROMIUM} if browser else {}
+    try:
+        ONNXRuntimeWebBenchmarker(**params).describe()
+    except UserError as error:
+        pytest.skip(str(error))
+    checks = list(check_benchmarker("onnxruntime_web", tmp_path, params))
+    assert len(checks) > 8
+    assert all(check.passed for check in checks), [str(check) for check in checks if not check.passed]
