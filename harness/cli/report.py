@@ -52,15 +52,16 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
 
 
 def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = False, as_json: bool = False) -> None:
-    """Write the report of a results folder unless it is up to date; print answers, main table and next steps.
+    """Write the report of a results folder unless it is up to date; print answers, tables and next steps.
 
     Args:
         task_plots: Write the plots of each task; None: if there are few tasks.
-        ship: Write the folder `ship` with the models to deploy.
+        ship: Write the folder `ship` with the models to deploy, and print a summary in place of all tables.
         as_json: Print answers, next steps and the raw values of each table as JSON.
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
+    from harness.report.tables.summary import summary_table
     from harness.shipping.results_bundle import ship_results
     from harness.terminal_progress import TerminalProgress
 
@@ -85,10 +86,13 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
         return
     for line in answers:
         echo(f"{line}\n")
-    print_rich_or_text(report_text(results, tables), report_renderable(results, tables))
+    printed = [summary_table(results, main) for main in mains] if ship else tables
+    print_rich_or_text(report_text(results, printed), report_renderable(results, printed))
     for line in steps:
         echo(f"\n{line}")
-    echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
+    echo(
+        f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}; as one page: {folder / 'report/index.html'}"
+    )
     if current:
         echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")
 

@@ -49,7 +49,7 @@ __all__ = [
     "Frames", "current_report", "load", "render", "report_renderable", "report_text", "write_report", "write_tables",
 ]  # fmt: skip
 
-PRINTED_TABLES = ("main", "budget", "cost")
+PRINTED_TABLES = ("summary", "main", "budget", "cost")
 TASK_FOLDER_FILES = ("task.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
 RECORD_GLOBS = ("*", "runs/*", "explain/*")
 RECORD_SUFFIXES = frozenset({".gz", ".json", ".jsonl", ".txt", ".yaml"})
@@ -274,13 +274,13 @@ def write_tables(results: Results, out: Path) -> list[ReportTable]:
 
 
 def report_text(results: Results, tables: Sequence[ReportTable]) -> str:
-    """Return the main, budget and cost tables for a pipe or a file, each line of notes once."""
+    """Return the summary, or the main, budget and cost tables for a pipe or a file, each line of notes once."""
     before, after = _run_notes(results, tables)
     return "\n\n".join(filter(None, [before, *map(render_plain_text, _printed_tables(tables)), after]))
 
 
 def report_renderable(results: Results, tables: Sequence[ReportTable]) -> Group:
-    """Return the main, budget and cost tables for a terminal."""
+    """Return the summary, or the main, budget and cost tables, for a terminal."""
     notes = _run_notes(results, tables)
     before, after = ([Text(printable(note), style="yellow")] if note else [] for note in notes)
     return Group(*before, *_printed_tables(tables), *after)

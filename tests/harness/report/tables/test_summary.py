@@ -1,0 +1,34 @@
+"""Summary that a run ends with."""
+
+from pathlib import Path
+
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.report.tables.summary import summary_table
+
+RESULTS = Path(__file__).parents[4] / "results"
+
+
+def summarize(name: str):
+    results = load(RESULTS / name)
+    return summary_table(results, main_frame(results))
+
+
+def test_the_rows_of_one_task_that_matter_fit_eight_lines_and_six_columns():
+    table = summarize("quickstart")
+    assert table.cells.shape == (8, 5)
+    assert list(table.cells["method"])[:3] == ["float", "float bf16", "linear"]
+    assert {"random_mutation", "auto", "modelopt_ptq"} <= set(table.cells["method"])
+    assert dict(zip(table.cells["method"], table.cells["verdict"], strict=True))["modelopt_ptq"] == "beyond the bound"
+    assert "2 more rows" in table.note
+    assert "qdq report" in table.note
+    best = [table.cells["method"][row] for row, _ in table.bold]
+    assert "auto" in best
+    assert "modelopt_ptq" not in best
+
+
+def test_several_tasks_have_their_fastest_row_each():
+    table = summarize("accuracy_yolox")
+    assert list(table.cells["method"]) == ["auto", "float"], "float where no row may be shipped"
+    assert "task" in table.cells
+    assert table.cells.shape[1] == 6
