@@ -17,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from harness.runtimes.onnxruntime_web.session import WebSession
+
 MODEL = "model.onnx"  # next to this file
 OPTIONS: dict[str, Any] = {}
 INPUTS: dict[str, Any] = {}  # shape and NumPy type by name
 OUTPUTS: dict[str, Any] = {}
+PROGRAM = ""  # of a child process
 
 __all__ = [
-    "build_tensorrt_engine", "call_cuda", "load_onnxruntime", "load_openvino", "load_tensorrt", "main",
-    "peak_memory_mb", "random_inputs",
+    "build_tensorrt_engine", "call_cuda", "load_onnxruntime", "load_onnxruntime_web", "load_openvino", "load_tensorrt",
+    "main", "peak_memory_mb", "random_inputs",
 ]  # fmt: skip
 
 
@@ -58,6 +61,13 @@ def load_onnxruntime(model: object, options: dict[str, Any] = OPTIONS) -> Callab
     providers = [(name, options["provider_options"].get(name, {})) for name in options["providers"]]
     session = onnxruntime.InferenceSession(str(model), settings, providers=providers)
     return lambda feeds: dict(zip(OUTPUTS, session.run(list(OUTPUTS), feeds), strict=True))
+
+
+def load_onnxruntime_web(model: Any, options: dict[str, Any] = OPTIONS) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Open a session of npm's onnxruntime-web; return a function from input arrays by name to output arrays by name."""
+    session = WebSession(PROGRAM, chromium=options["chromium"])
+    session.load(Path(model).read_bytes(), options["session"])
+    return session
 
 
 def build_tensorrt_engine(model: object, options: dict[str, Any]) -> Any:
@@ -132,10 +142,10 @@ def random_inputs(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def peak_memory_mb() -> float | None:
-    """Return the peak of this process's memory in 10^6 bytes, or None where the system does not report it."""
+def peak_memory_mb(process: object = "self") -> float | None:
+    """Return the peak of a process's memory in 10^6 bytes, or None where the system does not report it."""
     try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024 / 1e6
     except (OSError, StopIteration):
         return None
@@ -168,6 +178,7 @@ def main(load: Callable[..., Any]) -> None:
     run = load(given.model)
     outputs = run(feeds)  # the first run allocates memory
     load_ms = 1000 * (time.perf_counter() - start)
+    getattr(run, "warm_up", lambda _: None)(feeds)
     streams, samples_ms = OPTIONS.get("NUM_STREAMS", 1), []
     with ThreadPoolExecutor(streams) as pool:
         for _ in range(max(1, given.repeat)):
@@ -176,14 +187,14 @@ def main(load: Callable[..., Any]) -> None:
                 outputs = run(feeds)
             else:  # time per inference while every stream works
                 list(pool.map(run, [feeds] * streams))
-            samples_ms.append(1000 * (time.perf_counter() - start) / streams)
+            samples_ms.append(getattr(run, "latency_ms", 1000 * (time.perf_counter() - start) / streams))
     if given.output is not None:
         np.savez(given.output, **outputs)
     facts: dict[str, Any] = {
         "load_ms": load_ms,
         "latency_ms": statistics.median(samples_ms),
         "samples_ms": samples_ms,
-        "peak_memory_mb": peak_memory_mb(),
+        "peak_memory_mb": peak_memory_mb(getattr(run, "pid", "self")),
         "outputs": {name: list(array.shape) for name, array in outputs.items()},
     }
     if given.json:

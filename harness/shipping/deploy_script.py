@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from harness.graph.protos import dtype_name, input_values
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.random_inputs import numpy_type_name
 from harness.runtimes.onnxruntime import OPTIMIZATION_LEVEL_NAMES, PROVIDER_NAMES
+from harness.runtimes.onnxruntime_web.benchmarker import PROGRAM, SESSION_OPTIONS
+from harness.runtimes.onnxruntime_web.session import WebSession
 from harness.runtimes.openvino import engine_properties
 from harness.runtimes.tensorrt.builder import TIMING_RUNS_PER_TACTIC, weak_typing_flags
 from harness.shipping import deploy_runtime
@@ -21,7 +24,7 @@ from harness.shipping import deploy_runtime
 __all__ = ["DeployTarget", "deploy_script", "find_target"]
 
 Facts = Mapping[str, Any]
-_IMPORTS = re.compile(r"^(?:import|from) .*$", re.MULTILINE)
+_IMPORTS = re.compile(r"^(?:import|from) (?!__future__|harness).*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class DeployTarget:
         package: Package of the Python API.
         load: Function that loads a model in it; see `harness.shipping.deploy_runtime`.
         settings: Returns its own settings from a benchmarker's description.
-        helpers: Functions that `load` calls.
+        helpers: Functions and classes that `load` calls.
+        program: Text of the program of a child process.
     """
 
     title: str
@@ -41,6 +45,7 @@ class DeployTarget:
     load: Callable[..., Any]
     settings: Callable[[Facts], dict[str, Any]]
     helpers: tuple[Callable[..., Any], ...] = ()
+    program: str = ""
 
 
 def _openvino_settings(facts: Facts) -> dict[str, Any]:
@@ -75,6 +80,11 @@ def _tensorrt_settings(facts: Facts) -> dict[str, Any]:
     }
 
 
+def _onnxruntime_web_settings(facts: Facts) -> dict[str, Any]:
+    # The facts may be a stranger's, so the browser is the one on PATH.
+    return {"chromium": "chromium" if facts["options"]["chromium"] else None, "session": dict(SESSION_OPTIONS)}
+
+
 _TENSORRT = DeployTarget(
     "TensorRT",
     "tensorrt",
@@ -86,6 +96,14 @@ _TENSORRT = DeployTarget(
 _TARGETS: Mapping[str, DeployTarget] = {
     "openvino": DeployTarget("OpenVINO", "openvino", deploy_runtime.load_openvino, _openvino_settings),
     "onnxruntime": DeployTarget("ONNX Runtime", "onnxruntime", deploy_runtime.load_onnxruntime, _onnxruntime_settings),
+    "onnxruntime_web": DeployTarget(
+        "ONNX Runtime Web",
+        "onnxruntime-web (by npm, with Node.js)",
+        deploy_runtime.load_onnxruntime_web,
+        _onnxruntime_web_settings,
+        (WebSession,),
+        PROGRAM,
+    ),
     "tensorrt": _TENSORRT,
     "trtexec": _TENSORRT,
 }
@@ -118,7 +136,8 @@ def deploy_script(model: Path, facts: Facts, target: DeployTarget) -> str:
         deploy_runtime.peak_memory_mb,
         deploy_runtime.main,
     )
-    source = inspect.getsource(deploy_runtime)
+    modules = dict.fromkeys((deploy_runtime.__name__, *(helper.__module__ for helper in target.helpers)))
+    sources = (inspect.getsource(sys.modules[module]) for module in modules)
     parts = [
         f'"""Run {model.name} in {target.title} {version} with the settings it was measured with.\n\n'
         f"Needs the packages numpy and {target.package}. In a program of your own:\n\n"
@@ -126,8 +145,9 @@ def deploy_script(model: Path, facts: Facts, target: DeployTarget) -> str:
         "    run = load()\n"
         "    outputs = run(inputs)  # arrays by the names in INPUTS\n"
         '"""',
-        "\n".join(_IMPORTS.findall(source)),
+        "\n".join(dict.fromkeys(line for source in sources for line in _IMPORTS.findall(source))),
         "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in values.items()),
+        *([f"PROGRAM = r'''\n{target.program}'''"] if target.program else []),
         *(f"\n{inspect.getsource(function).rstrip()}" for function in functions),
         "\ndef load(model: object = None) -> Callable[[dict[str, Any]], dict[str, Any]]:\n"
         '    """Load a model, by default the one next to this file; return a function of input arrays by name."""\n'

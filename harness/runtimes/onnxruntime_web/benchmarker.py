@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,10 +19,8 @@ from harness.timing.host_clock import require_static_shapes, to_float32, transla
 from harness.timing.provenance import cpu_model_name
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["FOLDER_VARIABLE", "PROGRAM", "SESSION_OPTIONS", "ONNXRuntimeWebBenchmarker"]
+__all__ = ["PROGRAM", "SESSION_OPTIONS", "ONNXRuntimeWebBenchmarker"]
 
-#: Environment variable with the folder of the package, for commands without `module_dir`.
-FOLDER_VARIABLE = "QDQ_ONNXRUNTIME_WEB"
 PROGRAM = Path(__file__).with_name("child.mjs").read_text(encoding="utf-8")
 SESSION_OPTIONS: Mapping[str, Any] = {
     "executionProviders": ["wasm"],
@@ -32,9 +28,6 @@ SESSION_OPTIONS: Mapping[str, Any] = {
     "logSeverityLevel": 3,
 }
 _ERRORS = (RuntimeError, OSError)
-WARMUP_RUNS, MAX_WARMUP_RUNS = 3, 60
-"""Inferences whose fastest are compared, and their largest number: V8 compiles the kernels in use anew meanwhile."""
-WARMUP_GAIN = 0.95
 
 
 class ONNXRuntimeWebBenchmarker:
@@ -59,8 +52,7 @@ class ONNXRuntimeWebBenchmarker:
         profile: bool = False,
         base: Path | None = None,
     ) -> None:
-        folder = Path(os.environ.get(FOLDER_VARIABLE, ".")) if module_dir is None else (base or Path()) / module_dir
-        self._folder = folder.expanduser().resolve()
+        self._folder = None if module_dir is None else str((base or Path()) / Path(module_dir).expanduser())
         self._node, self._chromium, self._profile = node, chromium, profile
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
@@ -119,21 +111,14 @@ class ONNXRuntimeWebBenchmarker:
 
     @cached_property
     def _facts(self) -> Mapping[str, str]:
-        with TemporaryDirectory(prefix="qdq-web-", ignore_cleanup_errors=True) as scratch:
-            session = self._start(Path(scratch))
-            session.close()
-            return session.facts
+        session = self._start()
+        session.close()
+        return session.facts
 
-    def _start(self, workdir: Path) -> WebSession:
+    def _start(self, workdir: Path | None = None) -> WebSession:
         """Start a child process; raise `UserError` if something is missing."""
         try:
-            return WebSession(
-                PROGRAM,
-                node=self._node,
-                folder=str(self._folder),
-                chromium=self._chromium,
-                profile=str(workdir / "chromium"),
-            )
+            return WebSession(PROGRAM, node=self._node, folder=self._folder, chromium=self._chromium, scratch=workdir)
         except OSError as error:
             raise UserError(
                 f"benchmarker 'onnxruntime_web': Node.js cannot be started ({error}): install it (https://nodejs.org), "
@@ -143,7 +128,7 @@ class ONNXRuntimeWebBenchmarker:
             reason = str(error).partition("\n")[0]
             raise UserError(
                 f"benchmarker 'onnxruntime_web': {reason}; `npm install onnxruntime-web` in any folder, and name that "
-                f"by params: {{module_dir: PATH}} or the environment variable {FOLDER_VARIABLE}"
+                "by params: {module_dir: PATH} or the environment variable QDQ_ONNXRUNTIME_WEB"
             ) from error
 
 
@@ -159,26 +144,19 @@ class _WebProbe:
         types = session.inputs.items()
         arrays = make_fixed_inputs({name: (_numpy_type(name, kind), tuple(shape)) for name, (kind, shape) in types})
         with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
-            session.request("bind", inputs=session.pack(arrays))
-        fastest_ms, taken = np.inf, 0
-        while taken < MAX_WARMUP_RUNS:
-            last_ms, fastest_ms = fastest_ms, min(self.sample(WARMUP_RUNS))
-            taken += WARMUP_RUNS
-            if fastest_ms > WARMUP_GAIN * last_ms:
-                break
+            session.warm_up(arrays)
 
     def sample(self, n: int) -> Sequence[float]:
         """Time n inferences by the clock of the child process; copies of inputs and outputs are part of them."""
         with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
-            times: list[float] = self._session.request("sample", n=n)["times"]
-        return times
+            return self._session.sample(n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the outputs by name; floating-point ones as float32."""
         if feeds.keys() != self._session.inputs.keys():
             raise MeasureFailed(f"the inputs are {', '.join(self._session.inputs)}, but got {', '.join(feeds)}")
         with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
-            return {name: to_float32(array) for name, array in self._session.infer(feeds).items()}
+            return {name: to_float32(array) for name, array in self._session(feeds).items()}
 
 
 def _numpy_type(name: str, kind: str) -> np.dtype[Any]:

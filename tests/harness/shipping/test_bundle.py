@@ -35,6 +35,7 @@ from harness.report.next_steps import describe_answers, ship_path
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.io import read_json, write_json
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
+from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.search_loop.objective import Goal
 from harness.shipping.bundle import Shipment, check_bundle, read_bundle, write_bundle
@@ -71,6 +72,11 @@ def describe(runtime: str) -> dict[str, Any]:
     if runtime == "throughput":
         facts = dict(OpenVINOBenchmarker(precision="f32").describe())
         return {**facts, "options": {"threads": 2, "streams": 2, "precision": "f32"}}
+    if runtime == "onnxruntime_web":
+        try:
+            return dict(ONNXRuntimeWebBenchmarker().describe())
+        except UserError as error:
+            pytest.skip(str(error))
     return dict(ONNXRuntimeBenchmarker().describe())
 
 
@@ -85,7 +91,7 @@ def write(tmp_path: Path, runtime: str = "onnxruntime", **changes: Any) -> Path:
     return write_bundle(tmp_path / "ship", shipment, NullProgress())
 
 
-@pytest.mark.parametrize("runtime", ["openvino", "throughput", "onnxruntime"])
+@pytest.mark.parametrize("runtime", ["openvino", "throughput", "onnxruntime", "onnxruntime_web"])
 def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) -> None:
     folder = write(tmp_path, runtime)
     feed = np.random.default_rng(5).random((1, 3, 8, 8), np.float32)

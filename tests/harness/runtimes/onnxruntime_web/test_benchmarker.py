@@ -17,7 +17,7 @@ from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.gpu_validation.conformance import check_benchmarker
 from harness.graph.builder import GraphBuilder
 from harness.records import Failed
-from harness.runtimes.onnxruntime_web.benchmarker import FOLDER_VARIABLE, ONNXRuntimeWebBenchmarker
+from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
 
@@ -73,8 +73,8 @@ def test_what_is_missing_is_named_with_the_remedy(node: str, monkeypatch: pytest
     with pytest.raises(UserError, match=r"'onnxruntime_web': Node\.js .*https://nodejs\.org"):
         ONNXRuntimeWebBenchmarker(node=str(tmp_path / "gone")).describe()
     monkeypatch.setenv("FAKE_NODE", "missing")
-    monkeypatch.setenv(FOLDER_VARIABLE, "/elsewhere")
-    with pytest.raises(UserError, match=rf"npm install onnxruntime-web.*module_dir.*{FOLDER_VARIABLE}"):
+    monkeypatch.setenv("QDQ_ONNXRUNTIME_WEB", "/elsewhere")
+    with pytest.raises(UserError, match=r"npm install onnxruntime-web.*module_dir.*QDQ_ONNXRUNTIME_WEB"):
         ONNXRuntimeWebBenchmarker(node=node).describe()
 
 
@@ -98,7 +98,7 @@ def test_failures_are_those_of_the_candidate(
 
 def test_the_child_ends_with_its_engine(node: str, candidate: Candidate, tmp_path: Path) -> None:
     artifact = ONNXRuntimeWebBenchmarker(node=node).build(candidate, tmp_path)
-    pid = artifact.engine.process.pid
+    pid = artifact.engine.pid
     del artifact
     gc.collect()
     assert not psutil.pid_exists(pid)
