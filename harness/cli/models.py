@@ -83,7 +83,7 @@ def explain(
         str | None, typer.Argument(help="Row of the results folder's main table.", show_default=False)
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="Runtime: openvino, onnxruntime, tensorrt, trtexec; or rtx_compile.")
+        str, typer.Option(help="Runtime: openvino, onnxruntime, onnxruntime_web, tensorrt, trtexec; or rtx_compile.")
     ] = "openvino",
     param: ParamOption = None,
     shape: ShapeOption = None,
