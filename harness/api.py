@@ -19,8 +19,8 @@ from search.space import Resolved
 
 __all__ = [
     "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Capabilities", "Evaluator", "ExternalSearchTask",
-    "ExternalSearcher", "Infer", "Layer", "NeedsPreparation", "Probe", "ReportsConditions", "SupportsCast",
-    "SupportsLayers", "SupportsSave", "UsesGpu", "capabilities_of", "require_timing",
+    "ExternalSearcher", "Infer", "Layer", "NeedsPreparation", "Probe", "ReportsConditions", "ReportsParts",
+    "SupportsCast", "SupportsLayers", "SupportsSave", "UsesGpu", "capabilities_of", "require_timing",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -39,12 +39,16 @@ class Candidate:
         source: Returns the path of the ONNX file, writing it first if needed. Replay and simulation never call it.
         numerics: Contents of the Q/DQ pairs, where they differ from the default; one digest with different numerics is
             one placement in different files.
+        shape: Label of the shape that this candidate is built at, if the task has several; simulations depend on it.
+        alone: The file is built as it is, also in a task with several shapes.
     """
 
     digest: str
     edges: Resolved
     source: Callable[[], Path]
     numerics: str = ""
+    shape: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,15 @@ class ReportsConditions(Protocol):
 
     def conditions(self) -> Mapping[str, float]:
         """Return clocks, temperatures and the like; called after sampling."""
+        ...
+
+
+@runtime_checkable
+class ReportsParts(Protocol):
+    """Probe whose latency is composed of others, such as those at several shapes."""
+
+    def parts_ms(self, n: int) -> Mapping[str, float]:
+        """Return the median of the last n readings of each part in ms."""
         ...
 
 

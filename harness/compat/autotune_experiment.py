@@ -10,7 +10,7 @@ from typing import Any
 from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError, parse_shapes
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.yaml_loader import dump_yaml, parse_params
-from harness.errors import MAX_COUNT
+from harness.errors import MAX_COUNT, UserError
 from harness.graph.passes.static_shapes import parse_dims
 from harness.task_setup.study_task import model_label
 
@@ -61,6 +61,13 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         "dims": parse_dims(options.dim or ()),
         "calibration": calibration,
     }
+    if options.at:
+        model["shape_set"] = {
+            "shapes": [*map(_parse_entry, options.at)],
+            "objective": options.at_objective or "weighted",
+        }
+    elif options.at_objective:
+        raise AutotunerError("--at_objective: only with --at, twice or more")
     objective = {}
     if options.max_drop is not None:
         if options.test_data is None:
@@ -82,6 +89,15 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         confirmation=CONFIRMATION,
         **objective,
     )
+
+
+def _parse_entry(text: str) -> dict[str, Any]:
+    """Return an entry of `shape_set.shapes` from an option --at, "batch=8,time=128:0.3"."""
+    sizes, colon, weight = text.partition(":")
+    try:
+        return {"dims": parse_dims(sizes.split(",")), **({"weight": float(weight)} if colon else {})}
+    except (UserError, ValueError) as error:
+        raise AutotunerError(f"--at {text}: SYMBOL=SIZE[,SYMBOL=SIZE][:WEIGHT]") from error
 
 
 def make_budget(evaluations: int | None) -> dict[str, Any]:

@@ -108,6 +108,8 @@ class Experiment(ConfigSection):
                 _check_name(key, entry.name)
             if repeated := duplicates(entry.name for entry in entries):
                 raise ValueError(f"{key}: {', '.join(repeated)} appears twice; distinguish them by 'label'")
+        if self.executor.use != "local" and any(model.shape_set for model in self.models):
+            raise ValueError("models.shape_set: only for the executor 'local'")
         return self
 
     @model_validator(mode="after")

@@ -8,14 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from harness import registry
 from harness.errors import MAX_COUNT, UserError
 
 __all__ = [
     "MAX_SAMPLING_MS", "Budget", "Calibration", "ConfigSection", "Confirmation", "ExecutorSpec", "Limits", "ModelSpec",
-    "PluginSpec", "Sampling", "SearcherSpec", "TurnSchedule", "duplicates", "require_distinct",
+    "PluginSpec", "Sampling", "SearcherSpec", "ShapeEntry", "ShapeSetSpec", "TurnSchedule", "duplicates",
+    "require_distinct",
 ]  # fmt: skip
 
 # Further limits, see MAX_COUNT.
@@ -145,21 +156,74 @@ def _shape_text(shape: Any) -> Any:
     return "x".join(map(str, shape)) if isinstance(shape, list) else shape
 
 
-class ModelSpec(ConfigSection):
+class _InputSizes(ConfigSection):
+    shapes: dict[str, Annotated[str, BeforeValidator(_shape_text)]] = {}
+    dims: dict[str, Annotated[int, Field(ge=1, le=MAX_DIMENSION)]] = {}
+
+
+class ShapeEntry(_InputSizes):
+    """Input sizes of one kind of request; what it leaves out is as in the model.
+
+    Attributes:
+        weight: Relative number of such requests, for the objective "weighted".
+    """
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+    @property
+    def label(self) -> str:
+        """Name in tables, such as "batch=8"."""
+        sizes = [f"{name}={size}" for name, size in self.dims.items()]
+        return ", ".join([*sizes, *(f"{name}:{shape}" for name, shape in self.shapes.items())])
+
+
+class ShapeSetSpec(ConfigSection):
+    """Shapes that one placement is timed at.
+
+    Attributes:
+        objective: "weighted": mean latency of a request, by the weights. "worst": latency relative to the float model's
+            at the shape where that is largest.
+        shapes: The shapes.
+    """
+
+    objective: Literal["weighted", "worst"] = "weighted"
+    shapes: Annotated[tuple[ShapeEntry, ...], Field(min_length=2, strict=False)]
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> ShapeSetSpec:
+        if repeated := duplicates(entry.label for entry in self.shapes):
+            raise ValueError(f"shapes: {repeated[0]!r} appears twice")
+        if self.objective == "worst" and any(entry.weight != 1 for entry in self.shapes):
+            raise ValueError("shapes.weight: only for the objective 'weighted'")
+        return self
+
+
+class ModelSpec(_InputSizes):
     """Model with its data; a bare string means random data and latency only.
 
     Attributes:
         shapes: Static shape of dynamic inputs, by input name.
         dims: Size of dynamic dimensions, by symbol.
+        shape_set: Shapes that placements are timed at; None: the one of `shapes` and `dims`.
     """
 
     use: str
     label: str | None = None
-    shapes: dict[str, Annotated[str, BeforeValidator(_shape_text)]] = {}
-    dims: dict[str, Annotated[int, Field(ge=1, le=MAX_DIMENSION)]] = {}
+    shape_set: ShapeSetSpec | None = None
     preprocess: PluginSpec | None = None
     calibration: Calibration = Calibration()
     evaluator: PluginSpec | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave an absent `shape_set` out, so that digests of settings are those from before it."""
+        return {key: value for key, value in handler(self).items() if key != "shape_set" or value is not None}
+
+    def at(self, entry: ShapeEntry) -> ModelSpec:
+        """Return the model with the sizes of an entry."""
+        return self.model_copy(
+            update={"dims": {**self.dims, **entry.dims}, "shapes": {**self.shapes, **entry.shapes}, "shape_set": None}
+        )
 
     @property
     def name(self) -> str:

@@ -21,7 +21,9 @@ from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.protos import copy_message, input_values, replace_field, tensors_read
 
-__all__ = ["TransferError", "load_dynamic", "read_original", "transfer_changes", "write_dynamic"]
+__all__ = [
+    "TransferError", "load_dynamic", "read_original", "transfer_changes", "transfer_file", "write_dynamic",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,11 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     source = model.origin.model
     floating = source if isinstance(source, Path) else write_model(given, target.with_name("float.onnx"))
     return floating, {value.name: axes_of(value) for value in inputs if value.name in model.types}
+
+
+def transfer_file(fixed: onnx.ModelProto, file: Path, other: onnx.ModelProto, target: Path) -> Path:
+    """Write a quantized model with the shapes of another form of its float model; see `transfer_changes`."""
+    return write_model(transfer_changes(fixed, onnx.load(file), other), target)
 
 
 def transfer_changes(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic: onnx.ModelProto) -> onnx.ModelProto:

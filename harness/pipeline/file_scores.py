@@ -42,7 +42,7 @@ def score_tool_files(
         own = tuple(replace(row, benchmarker=FILE_BENCHMARKER) for row in rows if Path(row.file).suffix == suffix)
         if not own:
             continue
-        reference = replace(worker, benchmarkers={MAIN_BENCHMARKER: use, FILE_BENCHMARKER: use})
+        reference = replace(worker, benchmarkers={MAIN_BENCHMARKER: use, FILE_BENCHMARKER: use}, adapt=None)
         with open_engines(reference, limits) as engines:
             store = AccuracyStore(table.folder, engines, observer, evaluator)
             if store.has_unscored_rows(files := replace(table, rows=own)):

@@ -47,6 +47,7 @@ from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
 from harness.pipeline.recovery import recovered_models
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
+from harness.pipeline.shape_files import make_shape_set
 from harness.pipeline.task_run import TaskRun
 from harness.pipeline.transfer import transferred_placements, write_pattern_cache
 from harness.progress import Observer
@@ -221,8 +222,13 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     scoring = make_scoring(experiment.objective, spec.model, task.model, task.work)
     benchmarkers = select_float_baseline(spec.backend, task.float_file, folder, site.open, observer, facts)
     task = task.with_benchmarkers(benchmarkers)
+    shapes = make_shape_set(task, folder, site.open, observer)
     worker = WorkerSpec(
-        benchmarkers=benchmarkers, workdir=task.work, evaluators=scoring.evaluators, reference=task.model_file
+        benchmarkers=benchmarkers,
+        workdir=task.work,
+        evaluators=scoring.evaluators,
+        reference=task.model_file,
+        adapt=shapes,
     )
     with site.open(worker) as engines, _open_runtime_checker(task, engines, folder, experiment, observer) as checker:
         clock.start("noise floor")
@@ -240,6 +246,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             folder=folder,
             observer=observer,
             checker=checker,
+            shapes=shapes,
         )
         if place.sink is not None:
             running = replace(running, answers=_make_answers(running, lambda: site.open(worker), place.sink))
@@ -290,7 +297,8 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     clock.write("confirmation")
     confirm_rows(experiment.confirmation, site.open, worker, table.with_latency, backend, observer, place.retry_failed)
     clock.write("dynamic axes")
-    write_dynamic_rows(task.model, table, spec.backend.use, observer)
+    wanted = () if shapes is None else [shape.inputs for shape in shapes.shapes]
+    write_dynamic_rows(task.model, table, spec.backend.use, observer, wanted)
     clock.write("")
     shutil.rmtree(task.work, ignore_errors=True)
     failed = any(end.failed for run in runs if (end := running.termination(run)))  # the same command tries it again

@@ -315,7 +315,7 @@ def runs_no_model(use: PluginSpec) -> bool:
 def _run_model(
     engines: Engines, path: Path, feeds: Sequence[Mapping[str, Array]], benchmarker: str = MAIN_BENCHMARKER
 ) -> Outputs | Failed:
-    built = engines.build(Candidate(digest=path.stem, edges=(), source=lambda: path), benchmarker)
+    built = engines.build(Candidate(digest=path.stem, edges=(), source=lambda: path, alone=True), benchmarker)
     if isinstance(built, Failed):
         return built
     found = []

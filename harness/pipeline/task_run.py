@@ -23,6 +23,7 @@ from harness.results_dir.io import archive_existing
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.lines import has_lines, restore_lines
 from harness.results_dir.termination import Termination, clear_termination, read_termination, write_termination
+from harness.runtimes.shape_set import ShapeSet
 from harness.search_loop.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
 from harness.search_loop.objective import AccuracyGate, encode_goal
 from harness.search_loop.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
@@ -48,6 +49,7 @@ class TaskRun:
     Attributes:
         checker: Compares engines with their files; None where the benchmarker runs no model.
         answers: Confirms incumbents while searches run; None: at the end only.
+        shapes: Shapes that placements are timed at; None: that of the search alone.
     """
 
     experiment: Experiment
@@ -60,6 +62,7 @@ class TaskRun:
     observer: Observer
     checker: RuntimeChecker | None = None
     answers: EarlyAnswers | None = None
+    shapes: ShapeSet | None = None
 
     def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run one search, or the rest of it; record why it ended if its budget is not spent.
@@ -253,6 +256,7 @@ class TaskRun:
             "placements": {name: list(placement.choices) for name, placement in self.task.placements.items()},
             "metric": self.scoring.metric,
             "higher_is_better": self.scoring.higher_is_better,
+            **({} if self.shapes is None else {"shapes": {each.label: each.inputs for each in self.shapes.shapes}}),
             **self.fingerprint(),
         }
 

@@ -22,6 +22,7 @@ from harness.errors import UserError
 from harness.graph.io.files import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs, diff_edges
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
+from harness.pipeline.shape_files import SHAPES_FILE_NAME, make_shape_set
 from harness.progress import NullProgress, Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.display_names import METRIC_CAPS, format_drop
@@ -200,16 +201,17 @@ class _Reproduction:
         bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
         task = compose_task(bare, self.spec, self.scratch / "work", observer)
         scoring = make_scoring(self.experiment.objective, self.spec.model, task.model, task.work)
-        recorded = self.results.folder / "float.json"
-        if recorded.exists():
-            shutil.copy(recorded, self.scratch)
+        for name in ("float.json", SHAPES_FILE_NAME):
+            if (self.results.folder / name).exists():
+                shutil.copy(self.results.folder / name, self.scratch)
         benchmarkers = select_float_baseline(
             self.spec.backend, task.float_file, self.scratch, self._open_engines, observer
         )
         task = task.with_benchmarkers(benchmarkers)
         yield self._check_edges(task)
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN_BENCHMARKER}
-        worker = WorkerSpec(benchmarkers=benchmarkers, workdir=task.work, evaluators=evaluators)
+        shapes = make_shape_set(task, self.scratch, self._open_engines, observer)
+        worker = WorkerSpec(benchmarkers=benchmarkers, workdir=task.work, evaluators=evaluators, adapt=shapes)
         score = self.results.scores.get(self.row.id, {})
         if evaluators and ("metrics" in score or self.bound is not None):
             with self._open_engines(worker) as engines:

@@ -80,9 +80,9 @@ class SimulatedBenchmarker:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_machine", _MachineNoise(self))
 
-    def truth_ms(self, edges: Resolved) -> float:
-        """Return the latency of a placement without noise."""
-        keys = np.array([self._hash(f"{edge}{precision}") for edge, precision in edges], dtype=np.uint64)
+    def truth_ms(self, edges: Resolved, shape: str = "") -> float:
+        """Return the latency of a placement without noise; each shape has other effects."""
+        keys = np.array([self._hash(f"{shape}{edge}{precision}") for edge, precision in edges], dtype=np.uint64)
         wanted = _hash_to_unit_interval(keys) < self.wanted_share
         alone = np.where(wanted, -1.0, 1.0) * _hash_to_unit_interval(keys, salt=1)
         first, second = np.triu_indices(len(keys), k=1)
@@ -110,7 +110,7 @@ class SimulatedBenchmarker:
             raise BuildFailed(f"the simulated runtime refuses placement {candidate.digest}")
         own = None if self.noise_seed is None else [self.noise_seed, self._hash(candidate.digest), next(self._builds)]
         rng = np.random.default_rng(own)
-        truth_ms = self.truth_ms(candidate.edges)
+        truth_ms = self.truth_ms(candidate.edges, candidate.shape)
         built_ms = truth_ms * self._machine.process * float(np.exp(self.build_noise * rng.standard_normal()))
         return Artifact(engine=_SimulatedProbe(self, built_ms, self._machine, rng), info={"truth_ms": truth_ms})
 

@@ -48,6 +48,7 @@ class StoredFacts(BaseModel):
     latency_ms: Annotated[list[float], Field(min_length=3, max_length=3)]
     runtime: dict[str, Any]
     experiment: dict[str, Any]
+    shapes: dict[str, dict[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
         if shipment.dynamic_model is not None:
             copy_model(shipment.dynamic_model, target, facts["dynamic_file"])
     script = target / SCRIPT_FILE
-    write_text(script, deploy_script(model, facts["runtime"], shipment.target))
+    write_text(script, deploy_script(model, facts["runtime"], shipment.target, _timed_inputs(facts)))
     with observer.work(f"run {shipment.name}/{SCRIPT_FILE}", 2) as step, timing_lock():
         footprints = {}
         for name, file in (("model", model), ("float", shipment.float_model)):
@@ -218,13 +219,19 @@ def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
     if target is None:
         raise UserError(f"{folder / FACTS_FILE}: no script runs models of {facts['runtime'].get('name')!r}")
     try:
-        text = deploy_script(folder / facts["file"], facts["runtime"], target)
+        text = deploy_script(folder / facts["file"], facts["runtime"], target, _timed_inputs(facts))
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise UserError(f"{folder / FACTS_FILE}: runtime: {type(error).__name__}: {error}") from error
     with tempfile.TemporaryDirectory(prefix="qdq-deploy-") as scratch:
         script = Path(scratch) / SCRIPT_FILE
         script.write_text(text, encoding="utf-8")
         yield script
+
+
+def _timed_inputs(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes of the inputs at each timed shape; empty without several, or without dynamic axes."""
+    shapes = facts.get("shapes", {}) if facts["dynamic_file"] else {}
+    return {str(name): each["inputs"] for name, each in shapes.items() if "inputs" in each}
 
 
 def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:

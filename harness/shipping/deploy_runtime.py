@@ -24,19 +24,25 @@ OPTIONS: dict[str, Any] = {}
 INPUTS: dict[str, Any] = {}  # shape and NumPy type by name
 OUTPUTS: dict[str, Any] = {}
 PROGRAM = ""  # of a child process
+SHAPES: dict[str, Any] = {}  # shape of each input, by the names of several timed shapes
 
 __all__ = [
     "build_tensorrt_engine", "call_cuda", "load_onnxruntime", "load_onnxruntime_web", "load_openvino", "load_tensorrt",
-    "main", "peak_memory_mb", "random_inputs",
+    "main", "peak_memory_mb", "random_inputs", "time_runs",
 ]  # fmt: skip
 
 
-def load_openvino(model: object, options: dict[str, Any] = OPTIONS) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def load_openvino(
+    model: object, options: dict[str, Any] = OPTIONS, shapes: dict[str, Any] | None = None
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Compile the model in OpenVINO; return a function from input arrays by name to output arrays by name."""
     import openvino
 
     core = openvino.Core()
-    compiled = core.compile_model(core.read_model(str(model)), "CPU", options)
+    graph = core.read_model(str(model))
+    if shapes is not None:  # fixes dynamic axes
+        graph.reshape({name: list(shape) for name, shape in shapes.items()})
+    compiled = core.compile_model(graph, "CPU", options)
     requests = threading.local()  # threads may call at the same time, each stream serves one of them
 
     def run(feeds: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +54,9 @@ def load_openvino(model: object, options: dict[str, Any] = OPTIONS) -> Callable[
     return run
 
 
-def load_onnxruntime(model: object, options: dict[str, Any] = OPTIONS) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def load_onnxruntime(
+    model: object, options: dict[str, Any] = OPTIONS, shapes: dict[str, Any] | None = None
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Open a session in ONNX Runtime; return a function from input arrays by name to output arrays by name."""
     import onnxruntime
 
@@ -59,6 +67,11 @@ def load_onnxruntime(model: object, options: dict[str, Any] = OPTIONS) -> Callab
     for key, value in options["session_config"].items():
         settings.add_session_config_entry(key, value)
     providers = [(name, options["provider_options"].get(name, {})) for name in options["providers"]]
+    if shapes is not None:
+        declared = onnxruntime.InferenceSession(str(model), settings, providers=providers).get_inputs()
+        for axis, size in [pair for value in declared for pair in zip(value.shape, shapes[value.name], strict=True)]:
+            if isinstance(axis, str):  # fixes a dynamic axis
+                settings.add_free_dimension_override_by_name(axis, size)
     session = onnxruntime.InferenceSession(str(model), settings, providers=providers)
     return lambda feeds: dict(zip(OUTPUTS, session.run(list(OUTPUTS), feeds), strict=True))
 
@@ -133,12 +146,12 @@ def load_tensorrt(model: object, options: dict[str, Any] = OPTIONS) -> Callable[
     return run
 
 
-def random_inputs(seed: int = 0) -> dict[str, Any]:
+def random_inputs(inputs: dict[str, Any] = INPUTS, seed: int = 0) -> dict[str, Any]:
     """Return an array for each input: uniform in [0, 1), and zeros for integers."""
     rng = np.random.default_rng(seed)
     return {
         name: rng.random(shape).astype(dtype) if np.dtype(dtype).kind == "f" else np.zeros(shape, dtype)
-        for name, (shape, dtype) in INPUTS.items()
+        for name, (shape, dtype) in inputs.items()
     }
 
 
@@ -151,43 +164,55 @@ def peak_memory_mb(process: object = "self") -> float | None:
         return None
 
 
+def time_runs(run: Callable[..., Any], feeds: dict[str, Any], repeat: int) -> list[float]:
+    """Return the time of each run in ms: with several streams the time per run while each of them works."""
+    streams, samples_ms = OPTIONS.get("NUM_STREAMS", 1), []
+    with ThreadPoolExecutor(streams) as pool:
+        for _ in range(repeat):
+            start = time.perf_counter()
+            if streams == 1:
+                run(feeds)
+            else:
+                list(pool.map(run, [feeds] * streams))
+            samples_ms.append(getattr(run, "latency_ms", 1000 * (time.perf_counter() - start) / streams))
+    return samples_ms
+
+
 def main(load: Callable[..., Any]) -> None:
     """Load the model, run it, and print the outputs' shapes and the latency."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--model", type=Path, default=Path(__file__).with_name(MODEL), help="ONNX file [%(default)s]")
+    parser.add_argument("--model", type=Path, help=f"ONNX file [{MODEL}; with --at the file with dynamic axes]")
+    if SHAPES:
+        parser.add_argument("--at", choices=list(SHAPES), help="fix the dynamic axes to one of the measured shapes")
     parser.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="random if not given")
     parser.add_argument("--output", type=Path, metavar="FILE.npz", help="write the outputs of the last run")
     parser.add_argument("--repeat", type=int, default=20, help="timed runs [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
-    feeds = random_inputs()
+    at = SHAPES.get(getattr(given, "at", None) or "")
+    model = given.model or Path(__file__).with_name(MODEL if at is None else MODEL.replace(".onnx", ".dynamic.onnx"))
+    inputs = INPUTS if at is None else {name: (at[name], dtype) for name, (_, dtype) in INPUTS.items()}
+    feeds = random_inputs(inputs)
     for text in given.input:
         name, _, file = text.partition("=")
         if name not in feeds:
             parser.error(f"--input {text}: the inputs are {', '.join(feeds)}")
-        shape, dtype = INPUTS[name]
+        shape, dtype = inputs[name]
         try:
             array = np.load(file, allow_pickle=False)
         except (OSError, ValueError) as error:
             parser.error(f"--input {text}: {error}")
         array = array[None] if array.shape == tuple(shape[1:]) else array
-        if array.shape != tuple(shape) and given.model.name == MODEL:  # another file may have dynamic axes
+        if array.shape != tuple(shape) and (at or model.name == MODEL):  # another file may have dynamic axes
             parser.error(f"--input {text}: shape {array.shape}, but the model takes {tuple(shape)}")
         feeds[name] = array.astype(dtype)
     start = time.perf_counter()
-    run = load(given.model)
-    outputs = run(feeds)  # the first run allocates memory
+    run = load(model) if at is None else load(model, at)
+    run(feeds)  # the first run allocates memory
     load_ms = 1000 * (time.perf_counter() - start)
     getattr(run, "warm_up", lambda _: None)(feeds)
-    streams, samples_ms = OPTIONS.get("NUM_STREAMS", 1), []
-    with ThreadPoolExecutor(streams) as pool:
-        for _ in range(max(1, given.repeat)):
-            start = time.perf_counter()
-            if streams == 1:
-                outputs = run(feeds)
-            else:  # time per inference while every stream works
-                list(pool.map(run, [feeds] * streams))
-            samples_ms.append(getattr(run, "latency_ms", 1000 * (time.perf_counter() - start) / streams))
+    samples_ms = time_runs(run, feeds, max(1, given.repeat))
+    outputs = run(feeds)
     if given.output is not None:
         np.savez(given.output, **outputs)
     facts: dict[str, Any] = {

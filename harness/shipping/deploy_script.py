@@ -114,26 +114,33 @@ def find_target(facts: Facts) -> DeployTarget | None:
     return _TARGETS.get(str(facts.get("name")))
 
 
-def deploy_script(model: Path, facts: Facts, target: DeployTarget) -> str:
+def deploy_script(
+    model: Path, facts: Facts, target: DeployTarget, shapes: Mapping[str, Mapping[str, Any]] | None = None
+) -> str:
     """Return the text of a script that runs a model with the settings it was measured with.
 
     Args:
         model: ONNX file with static shapes, next to which the script will lie.
         facts: Description of the benchmarker that timed it.
+        shapes: Shape of each input, by the names of several timed shapes, if there is a file with dynamic axes.
     """
     graph = read_qdq_graph(model).proto.graph
     version = "".join(re.findall(r"^[\w.]+", str(facts.get("version", ""))))
+    reshapes = "shapes" in inspect.signature(target.load).parameters
     values = {
         "MODEL": model.name,
         "OPTIONS": target.settings(facts),
         "INPUTS": _describe_values(input_values(graph)),
         "OUTPUTS": _describe_values(graph.output),
+        "SHAPES": {name: dict(inputs) for name, inputs in (shapes or {}).items()} if reshapes else {},
     }
+    at = ", OPTIONS, shapes" if reshapes else ""
     functions: tuple[Callable[..., Any], ...] = (
         *target.helpers,
         target.load,
         deploy_runtime.random_inputs,
         deploy_runtime.peak_memory_mb,
+        deploy_runtime.time_runs,
         deploy_runtime.main,
     )
     modules = dict.fromkeys((deploy_runtime.__name__, *(helper.__module__ for helper in target.helpers)))
@@ -149,9 +156,10 @@ def deploy_script(model: Path, facts: Facts, target: DeployTarget) -> str:
         "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in values.items()),
         *([f"PROGRAM = r'''\n{target.program}'''"] if target.program else []),
         *(f"\n{inspect.getsource(function).rstrip()}" for function in functions),
-        "\ndef load(model: object = None) -> Callable[[dict[str, Any]], dict[str, Any]]:\n"
+        f"\ndef load(model: object = None{', shapes: Any = None' * bool(at)}) -> "
+        "Callable[[dict[str, Any]], dict[str, Any]]:\n"
         '    """Load a model, by default the one next to this file; return a function of input arrays by name."""\n'
-        f"    return {target.load.__name__}(Path(__file__).with_name(MODEL) if model is None else model)",
+        f"    return {target.load.__name__}(Path(__file__).with_name(MODEL) if model is None else model{at})",
         '\nif __name__ == "__main__":\n    main(load)\n',
     ]
     return "\n\n".join(parts)

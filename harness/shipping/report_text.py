@@ -59,6 +59,11 @@ def _figures(facts: Facts) -> Iterator[str]:
     yield "| | float | this file |"
     yield "|---|---|---|"
     yield from (f"| {name} | {before} | {after} |" for name, before, after in rows)
+    if facts.get("shapes"):
+        yield from ("", "| shape | float, ms | this file, ms | speedup [95 %] |", "|---|---|---|---|")
+    for shape, each in (facts.get("shapes") or {}).items():
+        cells = (_interval(each["float_latency_ms"]), _interval(each["latency_ms"]), _interval(each["speedup"], 2))
+        yield f"| {shape} | {' | '.join(cells)} |"
     for name in ("model", "float"):
         if reason := facts["footprint"][name].get("reason"):
             yield ""
@@ -99,9 +104,9 @@ def _files(facts: Facts) -> Iterator[str]:
     yield "`SHA256SUMS`: check with `sha256sum -c SHA256SUMS`, or measure again with `qdq verify` and this folder"
 
 
-def _interval(values: Sequence[float]) -> str:
-    value, low, high = values
-    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+def _interval(values: Sequence[float], digits: int = 3) -> str:
+    value, low, high = (f"{each:.{digits}f}" for each in values)
+    return f"{value} [{low}, {high}]"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

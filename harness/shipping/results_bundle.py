@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.shipping.bundle import SHIP_FOLDER, Shipment, remove_bundle, shipment_facts, write_bundle
 from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval
-from harness.timing.confirmation import ConfirmationSummary
+from harness.timing.confirmation import ConfirmationSummary, summarize_parts
 from harness.timing.turn_log import TurnEvent
 from harness.verification.dynamic_delivery import dynamic_model_path
 
@@ -75,7 +75,7 @@ def _row_facts(task: TaskResults, row: Row, results: Results) -> dict[str, Any]:
         answer=f"{task.name}.onnx: {format_answer(task, row)}",
         method=row["method"],
         decision=row["decision"],
-        timing=confirmation_facts(task, task.events, row["row"], FLOAT_ROW),
+        timing=confirmation_facts(task, task.events, row["row"], FLOAT_ROW, facts.get("shapes")),
         accuracy={
             "metric": task.metric,
             "score": task.score(row["row"]),
@@ -96,13 +96,36 @@ def _row_facts(task: TaskResults, row: Row, results: Results) -> dict[str, Any]:
     )
 
 
-def confirmation_facts(found: TimedResults, events: Sequence[TurnEvent], row: str, base: str) -> dict[str, Any]:
-    """Return the latencies in ms and the speedup of a row and of the float model in a confirmation."""
+def confirmation_facts(
+    found: TimedResults,
+    events: Sequence[TurnEvent],
+    row: str,
+    base: str,
+    inputs: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
+) -> dict[str, Any]:
+    """Return the latencies in ms and the speedup of a row and of the float model in a confirmation.
+
+    Args:
+        found: Its summary.
+        events: Its turns.
+        row: The row.
+        base: The float model.
+        inputs: Shape of each input by the label of the shape, of a task with several shapes.
+    """
     samples: dict[str, list[float]] = {row: [], base: []}
     for turn in valid_turns(events):
         if turn.row in samples:
             samples[turn.row] += turn.samples_ms
     summaries = found.summaries if isinstance(found, TaskResults) else found.rows
+    shapes = {
+        shape: {
+            "speedup": _limits(part.rows[row].speedup),
+            "latency_ms": _limits(part.rows[row].latency_ms),
+            "float_latency_ms": _limits(part.rows[base].latency_ms),
+            **({"inputs": dict(inputs[shape])} if inputs and shape in inputs else {}),
+        }
+        for shape, part in summarize_parts(events, base).items()
+    }
     return {
         "speedup": _limits(summaries[row].speedup),
         "latency_ms": _limits(summaries[row].latency_ms),
@@ -111,6 +134,7 @@ def confirmation_facts(found: TimedResults, events: Sequence[TurnEvent], row: st
         "float_p99_ms": float(np.percentile(samples[base], 99)),
         "builds": summaries[row].builds,
         "noise_floor": found.noise_floor or 0.0,
+        **({"shapes": shapes} if shapes else {}),
     }
 
 

@@ -74,6 +74,8 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
     for i, backend in enumerate(experiment.backends):
         with errors.collect(), prefix_key(f"backends.{i}"):
             dialect = _check_backend(with_base_dir(backend), precisions)
+            if backend.use == "replay" and any(model.shape_set for model in experiment.models):
+                raise UserError("backend 'replay': its tables are of one shape, but a model has a shape_set")
             if experiment.prescreening is not None and dialect not in COMPILED_DIALECTS:
                 raise UserError(f"prescreening: backend {backend.use!r} reads files of another dialect than TensorRT's")
     if experiment.prescreening is not None:
@@ -241,6 +243,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
     Raises:
         UserError: Shapes or data do not fit the model.
     """
+    _check_shape_set(model)
     if not (model.shapes or model.dims) and model.evaluator is None and model.calibration.data is None:
         return
     halves = HALF_NAMES if objective.halves else (None,)
@@ -273,6 +276,13 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
             where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
             said = (few_images_note(count), bound_resolution_note(objective, getattr(evaluator, "metric", None), count))
             yield from (f"{where}: {note}" for note in said if note)
+
+
+def _check_shape_set(model: ModelSpec) -> None:
+    """Load the model at each shape of its set."""
+    for number, entry in enumerate(() if model.shape_set is None else model.shape_set.shapes):
+        with prefix_key(f"shape_set.shapes.{number}"), tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+            _check_channels(open_model(model.at(entry), Path(scratch)))
 
 
 def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:

@@ -30,6 +30,7 @@ __all__ = [
     "TimedRow",
     "confirm",
     "estimate_noise_floor",
+    "summarize_parts",
     "summarize_turns",
 ]  # fmt: skip
 
@@ -233,6 +234,7 @@ class BuildTurns:
                 samples_ms=samples.latency_ms,
                 discarded_ms=samples.discarded_ms,
                 disturbed=samples.disturbed,
+                parts_ms=samples.parts_ms,
             )
             turns.append(turn)
         return turns
@@ -279,6 +281,18 @@ def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: flo
         failed={name: list(found.values())[-1] for name, found in matrix.failed.items() if found},
         disturbed=matrix.disturbed_share,
     )
+
+
+def summarize_parts(events: Iterable[TurnEvent], baseline: str) -> dict[str, ConfirmationSummary]:
+    """Return the summary of each part of composed latencies, by name: of the same turns, by the medians of the part."""
+    turns = list(events)
+    parts = dict.fromkeys(part for event in turns if isinstance(event, Turn) for part in event.parts_ms)
+    return {
+        part: summarize_turns(
+            [replace(e, samples_ms=(e.parts_ms[part],)) if isinstance(e, Turn) else e for e in turns], baseline
+        )
+        for part in parts
+    }
 
 
 def estimate_noise_floor(matrix: TurnMatrix, baseline: str) -> float:

@@ -162,14 +162,15 @@ def format_options(options: Mapping[str, Any]) -> str:
 
 
 def format_scenario(options: Mapping[str, Any]) -> str:
-    """Return what a reading is, from an engine's options: "latency on 1 thread", "throughput of 2 streams on ...".
+    """Return what a reading is, from an engine's options: "latency on 1 thread, weighted mean over batch=1 (70%); ...".
 
     Args:
         options: Options of an engine, see `harness.api.Benchmarker.describe`.
     """
     streams, threads = int(options.get("streams", 1)), options.get("threads")
     what = "latency" if streams == 1 else f"throughput of {streams} streams, as time per inference,"
-    return what if threads is None else f"{what} on {threads} thread{'' if threads == 1 else 's'}"
+    device = "" if threads is None else f" on {threads} thread{'' if threads == 1 else 's'}"
+    return f"{what}{device}" + (f", {options['shapes']}" if "shapes" in options else "")
 
 
 def _or_none(probe: Callable[[], Any]) -> Any:

@@ -56,6 +56,7 @@ class Samples:
         stable: Whether the warm-up ended in a steady state and the readings were neither disturbed nor drifting.
         saved: Estimated number of inferences that racing saved.
         conditions: Clock in MHz, temperature in °C and load average, if readable, and facts of the probe.
+        parts_ms: Median of each part, see `harness.api.ReportsParts`.
     """
 
     latency_ms: tuple[float, ...]
@@ -69,6 +70,7 @@ class Samples:
     conditions: Mapping[str, float] = field(default_factory=dict)
     raw_ms: tuple[float, ...] = ()
     reference_ms: tuple[float, ...] = ()
+    parts_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -43,6 +43,7 @@ class Turn:
         samples_ms: Latency of each inference, in order.
         discarded_ms: Readings of disturbed earlier attempts, which were repeated.
         disturbed: Disturbance of `samples_ms` too, or "".
+        parts_ms: Median of each part of a composed latency, by name; see `harness.api.ReportsParts`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -55,6 +56,7 @@ class Turn:
     discarded_ms: tuple[LatencyMs, ...] = ()
     disturbed: str = ""
     worker: Count = 0
+    parts_ms: Mapping[str, LatencyMs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,10 @@ def encode_turn_event(event: TurnEvent) -> str:
     kind = "turn" if isinstance(event, Turn) else "failure"
     if isinstance(event, RowFailure):
         event = replace(event, failed=event.failed.without_paths())
-    return json.dumps({"kind": kind, **asdict(event)}, separators=(",", ":"), allow_nan=False)
+    body = {"kind": kind, **asdict(event)}
+    if not body.get("parts_ms"):
+        body.pop("parts_ms", None)
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
 def decode_turn_event(text: str | bytes) -> TurnEvent:

@@ -18,7 +18,7 @@ from harness.graph.passes.dimension_sizes import Axes, evaluate_expression, expr
 from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
 from harness.timing.host_clock import one_line_error
 
-__all__ = ["DynamicCheckFiles", "DynamicCheckTarget", "check_dynamic_model", "other_shapes"]
+__all__ = ["DynamicCheckFiles", "DynamicCheckTarget", "Shapes", "check_dynamic_model", "other_shapes"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 Outputs = tuple[Array, ...]
@@ -54,16 +54,24 @@ class DynamicCheckTarget:
     Attributes:
         axes: Declared dimensions by input.
         types: Element type and shape of each input in the search.
+        wanted: Shapes to check at, before any other ones.
     """
 
     axes: Mapping[str, Axes | None]
     types: Mapping[str, TensorType]
     files: DynamicCheckFiles
+    wanted: tuple[Shapes, ...] = ()
 
     @property
     def searched_shapes(self) -> Shapes:
         """Return the shapes of the search."""
         return {name: kind.shape for name, kind in self.types.items()}
+
+    def other_shapes(self) -> Iterator[Shapes]:
+        """Yield the wanted shapes that are not those of the search, and then `other_shapes`, each once."""
+        asked = [dict(shape) for shape in self.wanted if dict(shape) != self.searched_shapes]
+        yield from asked
+        yield from (shape for shape in other_shapes(self.axes, self.searched_shapes) if shape not in asked)
 
 
 class _OutputMismatch(Exception):
@@ -82,13 +90,12 @@ def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     Raises:
         UserError: The outputs differ, or the file fails at a size at which the float model runs.
     """
-    others = other_shapes(subject.axes, subject.searched_shapes)
+    others = subject.other_shapes()
     small = [each for each in others if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values())]
     cases = list(enumerate([*[subject.searched_shapes] * RANDOM_INPUTS_PER_SHAPE, *small], start=1))
+    count = max(OTHER_SHAPE_COUNT, len(subject.wanted)) + RANDOM_INPUTS_PER_SHAPE
     try:
-        run = _run_in_process(
-            CHECK_RUNTIMES[0], subject.files.floating, subject.types, cases, OTHER_SHAPE_COUNT + RANDOM_INPUTS_PER_SHAPE
-        )
+        run = _run_in_process(CHECK_RUNTIMES[0], subject.files.floating, subject.types, cases, count)
     except UserError as error:
         return f"not checked: ONNX Runtime does not run the float model ({error})"
     if run[0] is None:
@@ -111,7 +118,7 @@ def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> s
     """Return at which other sizes the model was checked."""
     if not shapes:
         return "not checked at other sizes: the float model runs at none that was tried"
-    few = "" if len(shapes) == OTHER_SHAPE_COUNT else "; the float model runs at no second size that was tried"
+    few = "" if len(shapes) >= OTHER_SHAPE_COUNT else "; the float model runs at no second size that was tried"
     searched, *others = (dict(_iter_sizes(subject.axes, shape)) for shape in (subject.searched_shapes, *shapes))
     still = [name for name, size in searched.items() if all(other[name] == size for other in others)]
     sizes = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)

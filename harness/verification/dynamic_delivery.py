@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from harness.graph.model import Model
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
-from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, check_dynamic_model
+from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, Shapes, check_dynamic_model
 
 __all__ = [
     "DynamicModel", "dynamic_model_path", "format_fixed_shapes", "remove_dynamic_model", "write_dynamic_model",
@@ -52,13 +53,14 @@ def format_fixed_shapes(model: Model) -> str:
     return ", ".join(f"{name} {'x'.join(map(str, model.types[name].shape))}" for name in model.inputs)
 
 
-def write_dynamic_model(model: Model, file: Path, backend: str) -> DynamicModel | None:
+def write_dynamic_model(model: Model, file: Path, backend: str, shapes: Sequence[Shapes] = ()) -> DynamicModel | None:
     """Write a quantized model with the dynamic axes of its original to the same folder.
 
     Args:
         model: The float model at fixed sizes.
         file: The model with Q/DQ pairs that was made from it.
         backend: Runtime of the search; the file is not written if its outputs differ there.
+        shapes: Shapes of the inputs that it is checked at; others are tried if there are fewer than two.
 
     Returns:
         None if the original has no dynamic axes.
@@ -72,7 +74,8 @@ def write_dynamic_model(model: Model, file: Path, backend: str) -> DynamicModel 
             floating, axes = write_dynamic(model, file, tried)
             types = {name: model.types[name] for name in model.inputs}
             files = DynamicCheckFiles(floating=floating, fixed=file, dynamic=tried)
-            said = check_dynamic_model(DynamicCheckTarget(axes=axes, types=types, files=files), backend)
+            subject = DynamicCheckTarget(axes=axes, types=types, files=files, wanted=tuple(shapes))
+            said = check_dynamic_model(subject, backend)
         except (UserError, OSError, ValueError) as error:
             return DynamicModel(file=None, remark=f"{target.name} is not written: {error}")
         move_model(tried, target)
@@ -81,7 +84,9 @@ def write_dynamic_model(model: Model, file: Path, backend: str) -> DynamicModel 
     return DynamicModel(file=target, remark=f"{target.name} keeps the dynamic axes{kept}: {said}")
 
 
-def write_dynamic_rows(model: Model, table: FinalistSet, backend: str, observer: Observer) -> None:
+def write_dynamic_rows(
+    model: Model, table: FinalistSet, backend: str, observer: Observer, shapes: Sequence[Shapes] = ()
+) -> None:
     """Write each quantized row of a task with the dynamic axes of the original model too, and record the results.
 
     Args:
@@ -89,6 +94,7 @@ def write_dynamic_rows(model: Model, table: FinalistSet, backend: str, observer:
         table: Exported rows.
         backend: Runtime of the search.
         observer: Receives the number of written files, and why a row was not written.
+        shapes: See `write_dynamic_model`.
     """
     if model.origin is None:
         return
@@ -101,7 +107,7 @@ def write_dynamic_rows(model: Model, table: FinalistSet, backend: str, observer:
             lost = bool(known.get("file")) and not (file.parent / known["file"]).exists()
             if lost or known.get("sha256") != row.sha256:
                 with explain_write_errors(file):
-                    made = write_dynamic_model(model, file, backend)
+                    made = write_dynamic_model(model, file, backend, shapes)
                 noted[row.id] = {
                     "sha256": row.sha256,
                     "file": made and made.file and made.file.name,

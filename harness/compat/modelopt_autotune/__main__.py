@@ -83,6 +83,8 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     if options.wait is not None:
         os.environ[WAIT_VARIABLE] = f"{options.wait}"
     check_counts(options)
+    if options.at or options.at_objective:
+        raise AutotunerError("--at, --at_objective: ModelOpt's procedure times one shape; leave out its flags")
     preset = select_mode_preset(options)
     fresh = not Path(options.output_dir).exists()
     job = _make_job(options, preset["schemes_per_region"], observer)

@@ -241,6 +241,16 @@ REGION_GROUP = "ModelOpt's procedure, region by region (any of these flags selec
 _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "Model and Output": {
         "--onnx_path -m": {"required": True, "help": "ONNX file; also zoo:NAME or assets:PATH"},
+        "--at": {
+            "action": "append",
+            "metavar": "SYMBOL=8[,...][:WEIGHT]",
+            "help": "time every model at these sizes of dynamic dimensions; repeat for several, whose weighted mean "
+            "counts (default weight: 1)",
+        },
+        "--at_objective": {
+            "choices": ("weighted", "worst"),
+            "help": "with --at: weighted mean, or the shape with the least speedup (default: weighted)",
+        },
         "--output_dir -o": {"default": "./autotuner_output", "help": f"folder of the results {_DEFAULT}"},
     },
     "Search": {

@@ -26,6 +26,7 @@ from harness.report.tables.notes import (
 from harness.report.tables.overview import OVERVIEW, overview_frame, overview_table
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
 from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
+from harness.report.tables.shapes import SHAPES, shape_table
 from harness.report.tables.tools import TOOLS, tool_table
 from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
 
@@ -36,7 +37,7 @@ SPECS: Mapping[str, TableSpec] = {
     spec.name: spec
     for spec in (
         MAIN, OVERVIEW, PRECISION, DECISION, TOOLS, BUDGET, FIXED, TARGETS, FINALISTS, COST, SCORE, PAIRS, ABLATION,
-        TRANSFER, TRANSFER_MODELS, VOLUME, VARIANCE,
+        SHAPES, TRANSFER, TRANSFER_MODELS, VOLUME, VARIANCE,
     )
 }  # fmt: skip
 
@@ -74,6 +75,7 @@ def _iter_tables(results: Results) -> Iterator[ReportTable]:
     yield SCORE.build(score_frame(results))
     yield pair_table(results)
     yield ABLATION.build(ablation_frame(results))
+    yield shape_table(results, main)
     yield from transfer_tables(results)
     yield volume_table(results)
     yield VARIANCE.build(variance_frame(results))

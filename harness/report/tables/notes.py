@@ -118,7 +118,7 @@ def backend_notes(tasks: Iterable[TaskResults]) -> tuple[str, ...]:
 def scenario_notes(tasks: Sequence[TaskResults]) -> tuple[str, ...]:
     """Return the scenario of each task; none where all are latencies, whose threads the tables name."""
     options = {task.name: task.facts["backend"].get("options", {}) for task in tasks}
-    if not any("streams" in each for each in options.values()):
+    if not any({"streams", "shapes"} & each.keys() for each in options.values()):
         return ()
     groups = group_names((format_scenario(each), name) for name, each in options.items())
     return tuple(f"Scenario of {names}: {scenario}." for scenario, names in groups.items())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.api import Accuracy, Array, Candidate
+from harness.api import Accuracy, Array, Benchmarker, Candidate
 from harness.config.sections import PluginSpec, Sampling
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.statistics import Interval
@@ -47,12 +47,14 @@ class WorkerSpec:
         evaluators: By name; constructed on first use.
         reference: Float model against which candidates may be timed.
         workdir: Folder for scratch files and the worker's log.
+        adapt: Returns a benchmarker to use in place of each, such as one of several shapes; it is sent to processes.
     """
 
     benchmarkers: Mapping[str, PluginSpec]
     workdir: Path
     evaluators: Mapping[str, PluginSpec] = field(default_factory=dict)
     reference: Path | None = None
+    adapt: Callable[[Benchmarker], Benchmarker] | None = None
 
 
 class Engines(ABC):

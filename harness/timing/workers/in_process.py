@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from harness.api import (
     Infer,
     NeedsPreparation,
     Probe,
+    ReportsParts,
     UsesGpu,
     capabilities_of,
     require_timing,
@@ -103,12 +104,15 @@ class InProcess(Engines):
     """
 
     def __init__(self, spec: WorkerSpec, first_handle: int = 0) -> None:
-        self._benchmarkers: Mapping[str, Benchmarker] = {
+        self._plain: Mapping[str, Benchmarker] = {
             name: registry.create_plugin("benchmarker", plugin.use, plugin.params)
             for name, plugin in spec.benchmarkers.items()
         }
         for name, plugin in spec.benchmarkers.items():
-            require_timing(plugin.use, self._benchmarkers[name])
+            require_timing(plugin.use, self._plain[name])
+        self._benchmarkers = self._plain
+        if spec.adapt is not None:
+            self._benchmarkers = {name: spec.adapt(each) for name, each in self._plain.items()}
         self._spec = spec
         self._scorer = Scorer(spec.evaluators)
         self._engines: dict[int, _OpenEngine] = {}
@@ -144,7 +148,7 @@ class InProcess(Engines):
 
     @property
     def gpus(self) -> frozenset[str]:
-        return frozenset(each.gpu() for each in self._benchmarkers.values() if isinstance(each, UsesGpu))
+        return frozenset(each.gpu() for each in self._plain.values() if isinstance(each, UsesGpu))
 
     def open(self, handle: int, level_ms: float | None = None) -> Failed | None:
         """Open an engine for timing, and the reference engine too if `level_ms` is given."""
@@ -171,6 +175,14 @@ class InProcess(Engines):
 
     def _sample(self, handle: int, sampling: Sampling, rival: Interval | None, level_ms: float | None) -> Samples:
         probe = self._probe(handle)
+        samples = self._sample_probe(handle, probe, sampling, rival, level_ms)
+        if isinstance(probe, ReportsParts):
+            return replace(samples, parts_ms=probe.parts_ms(len(samples.latency_ms)))
+        return samples
+
+    def _sample_probe(
+        self, handle: int, probe: Probe, sampling: Sampling, rival: Interval | None, level_ms: float | None
+    ) -> Samples:
         if capabilities_of(self._engines[handle].benchmarker).in_process:  # no time of this machine
             return sample_engine(probe, sampling, rival)
         reference = self._reference(level_ms) if level_ms is not None else None

@@ -10,6 +10,7 @@ from small import qdq, save_chain
 
 from harness.compat.autotune_experiment import command_experiment, region_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
+from harness.errors import UserError
 from harness.task_setup.preflight import check_experiment
 
 
@@ -45,6 +46,19 @@ def test_a_bound_needs_labelled_data() -> None:
 def test_labels_need_a_bound() -> None:
     with pytest.raises(AutotunerError, match="--max_drop"):
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--test_data", "t.npz"], "qdq autotune"))
+
+
+def test_several_shapes_are_a_shape_set_of_the_model() -> None:
+    given = "--onnx_path zoo:mlp --at batch=1:0.7 --at batch=8,time=128:0.3"
+    (model,) = command_experiment(parse_arguments(given.split(), "qdq autotune")).models
+    assert model.shape_set is not None
+    assert [(each.label, each.weight) for each in model.shape_set.shapes] == [
+        ("batch=1", 0.7),
+        ("batch=8, time=128", 0.3),
+    ]
+    for wrong in ("--at batch", "--at batch=1:x", "--at_objective worst", "--at batch=1"):
+        with pytest.raises(UserError):
+            command_experiment(parse_arguments(["-m", "zoo:mlp", *wrong.split()], "qdq autotune"))
 
 
 def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early() -> None:

@@ -1,0 +1,114 @@
+"""Shapes of a task whose model has a `shape_set`: the float model at each, and its latencies for the worst ratio."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from harness.api import Candidate
+from harness.config.sections import Sampling
+from harness.errors import UserError
+from harness.graph.io.files import digest_file
+from harness.graph.load import save_to_folder
+from harness.progress import Observer
+from harness.records import Failed
+from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.results_dir.io import read_json, write_json
+from harness.runtimes.shape_set import ShapeSet, TimedShape
+from harness.task_setup.model_loader import MIN_OPSET, open_model
+from harness.task_setup.task import Task
+from harness.timing.workers.engines import Engines, WorkerSpec
+from harness.timing.workers.execution_target import SpecEngineFactory
+from search.space import edges_digest
+
+__all__ = ["SHAPES_FILE_NAME", "make_shape_set"]
+
+SHAPES_FILE_NAME = "shapes.json"
+"""Latencies of the float model at each shape, in the folder of a task."""
+FLOAT_ROUNDS = 5
+T = TypeVar("T")
+
+
+def make_shape_set(task: Task, folder: Path, open_engines: SpecEngineFactory, observer: Observer) -> ShapeSet | None:
+    """Return the shapes that the placements of a task are timed at; None: the shape of the search alone.
+
+    The float model at each shape is written to the scratch folder. For the objective "worst" it is timed at all of them
+    in turns, once: the medians are stored, so that a resumed run has the same scale.
+
+    Args:
+        folder: The task's folder.
+        open_engines: Opens engines where the task runs.
+
+    Raises:
+        UserError: The model cannot be loaded at a shape, or fails there, or the latencies are those of another model.
+    """
+    spec = task.spec.model
+    if spec.shape_set is None:
+        return None
+    entries, searched = spec.shape_set.shapes, {name: task.model.types[name].shape for name in task.model.inputs}
+    shapes = []
+    for number, entry in enumerate(entries):
+        work = task.work / "shapes" / str(number)
+        work.mkdir(parents=True, exist_ok=True)
+        model = open_model(spec.at(entry), work, max(MIN_OPSET, task.dialect.opset(task.spec.precisions)))
+        inputs = {name: model.types[name].shape for name in model.inputs}
+        shapes.append(
+            TimedShape(
+                label=entry.label,
+                share=entry.weight / sum(each.weight for each in entries),
+                inputs=inputs,
+                file=None if inputs == searched else save_to_folder(model, work),
+            )
+        )
+    if spec.shape_set.objective == "worst":
+        shapes = _with_float_latencies(shapes, task, folder, open_engines, observer)
+    return ShapeSet(objective=spec.shape_set.objective, float_file=task.float_file, shapes=tuple(shapes))
+
+
+def _with_float_latencies(
+    shapes: list[TimedShape], task: Task, folder: Path, open_engines: SpecEngineFactory, observer: Observer
+) -> list[TimedShape]:
+    worker = WorkerSpec(benchmarkers=task.benchmarkers, workdir=task.work)
+    path = folder / SHAPES_FILE_NAME
+    with open_engines(worker) as engines:
+        basis = {
+            "model_sha256": digest_file(task.float_file),
+            "backend": dict(engines.describe()),
+            "inputs": {shape.label: {name: list(sizes) for name, sizes in shape.inputs.items()} for shape in shapes},
+        }
+        if path.exists():
+            record = read_json(path)
+            require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
+        else:
+            record = {**basis, "float_ms": _time_float(shapes, task, engines, observer)}
+            write_json(path, record)
+    return [replace(shape, float_ms=float(record["float_ms"][shape.label])) for shape in shapes]
+
+
+def _time_float(shapes: list[TimedShape], task: Task, engines: Engines, observer: Observer) -> dict[str, float]:
+    """Return the median latency of the float model at each shape, timed in turns."""
+    handles: dict[str, int] = {}
+    readings: dict[str, list[float]] = {shape.label: [] for shape in shapes}
+    with observer.work(f"float at {len(shapes)} shapes", FLOAT_ROUNDS * len(shapes)) as step:
+        for shape in shapes:
+            source = partial(Path, shape.file or task.float_file)
+            candidate = Candidate(digest=edges_digest(()), edges=(), source=source, shape=shape.label)
+            handles[shape.label] = _require(engines.build(candidate), shape.label).handle
+        for _ in range(FLOAT_ROUNDS):
+            for label, handle in handles.items():
+                readings[label] += _require(engines.sample(handle, Sampling(max_ms=100.0)), label).latency_ms
+                step.advance()
+        for handle in handles.values():
+            engines.release(handle)
+    latencies_ms = {label: statistics.median(known) for label, known in readings.items()}
+    observer.say("float model: " + ", ".join(f"{label} {value:.3f} ms" for label, value in latencies_ms.items()))
+    return latencies_ms
+
+
+def _require(outcome: T | Failed, label: str) -> T:
+    if isinstance(outcome, Failed):
+        raise UserError(f"shape_set: {label}: the float model fails; {outcome.stage}: {outcome.reason}")
+    return outcome

@@ -1,0 +1,233 @@
+"""One placement at several shapes: an engine for each, one combined reading, and every shape's own figures."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx_models import activation_ranges, run_onnxruntime
+from small import qdq
+
+from harness import registry
+from harness.api import Candidate, ReportsParts
+from harness.config.experiment import load_experiment, parse_experiment
+from harness.errors import BuildFailed, UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.load import load, save_to_folder
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import load_dialect
+from harness.pipeline.runner import run_experiment
+from harness.progress import NullProgress
+from harness.report.load.results import load as load_results
+from harness.report.tables.catalog import build_tables
+from harness.results_dir.io import read_json
+from harness.runtimes.shape_set import ShapeSet, TimedShape
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.selection.confirmation import read_events
+from harness.shipping.bundle import Shipment, run_script, write_bundle
+from harness.shipping.deploy_script import find_target
+from harness.timing.confirmation import summarize_parts, summarize_turns
+from harness.verification.dynamic_delivery import write_dynamic_model
+
+SHAPES = (
+    TimedShape(label="batch=1", share=0.75, float_ms=2.0),
+    TimedShape(label="batch=4", share=0.25, float_ms=4.0),
+)
+TASK = "net-simulated-int8"
+EXPERIMENT = """
+experiment: shapes
+models:
+  - use: net.onnx
+    calibration: {samples: 2}
+    shape_set: {objective: OBJECTIVE, shapes: [{dims: {batch: 1}}, {dims: {batch: 4, time: 6}}]}
+    dims: {time: 3}
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [12]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+FACTS: dict[str, Any] = {
+    **dict.fromkeys(("metric", "score", "float_score", "drop", "bound")),
+    "answer": "net.onnx", "method": "auto", "decision": "ship: fastest", "speedup": [2.0, 1.9, 2.1],
+    "latency_ms": [1.0, 0.9, 1.1], "float_latency_ms": [2.0, 1.9, 2.1], "p99_ms": 1.2, "float_p99_ms": 2.2, "builds": 3,
+    "noise_floor": 0.01, "python": "3", "packages": {}, "dynamic_remark": "", "experiment": {},
+    "calibration": {"data": "8 samples", "method": "minmax", "ranges": "0"},
+}  # fmt: skip
+LABELS = ("batch=1", "batch=4, time=6")
+
+
+def save_net(path: Path) -> Path:
+    """Write a model that computes the shape of its Reshape from those of its inputs."""
+    g, rng = GraphBuilder("net", seed=1), np.random.default_rng(0)
+    x = g.input("x", ("batch", "time", 8))
+    batch = g.op("Gather", g.op("Shape", x), g.const(np.array([0])))
+    for rows in (8, 16):
+        x = g.op("Relu", g.op("MatMul", x, g.const(rng.standard_normal((rows, 16)).astype(np.float32) / 4)))
+    x = g.op("Reshape", x, g.op("Concat", batch, g.const(np.array([-1, 2, 8])), axis=0))
+    weight = rng.standard_normal((8, 4)).astype(np.float32)
+    g.output(g.op("MatMul", x, g.const(weight)), ("batch", "time", 2, 4), name="y")
+    return g.save(path)
+
+
+def test_the_weighted_mean_is_the_expected_time_of_a_request() -> None:
+    shapes = ShapeSet(objective="weighted", float_file=Path("f.onnx"), shapes=SHAPES)
+    np.testing.assert_allclose(shapes.combine(np.array([[1.0, 2.0], [4.0, 8.0]])), [1.75, 3.5])
+    assert shapes.text == "weighted mean over batch=1 (75%); batch=4 (25%)"
+
+
+@pytest.mark.parametrize(("latencies_ms", "ratio"), [([1.0, 3.0], 0.75), ([1.9, 1.0], 0.95), ([2.0, 4.0], 1.0)])
+def test_the_worst_ratio_is_that_of_the_slowest_shape_against_float(latencies_ms: list[float], ratio: float) -> None:
+    shapes = ShapeSet(objective="worst", float_file=Path("f.onnx"), shapes=SHAPES)
+    one, base = (shapes.combine(np.array(each)[:, None]) for each in (latencies_ms, [2.0, 4.0]))
+    np.testing.assert_allclose(one / base, ratio)
+    np.testing.assert_allclose(base, 3.0)
+
+
+def test_the_worst_shape_is_chosen_by_medians_and_not_by_single_readings() -> None:
+    shapes = ShapeSet(objective="worst", float_file=Path("f.onnx"), shapes=SHAPES)
+    found = shapes.combine(np.array([[1.0, 9.0, 1.0], [3.0, 3.0, 3.0]]))
+    np.testing.assert_allclose(found, [2.25] * 3)
+
+
+@pytest.fixture(scope="module", params=["weighted", "worst"])
+def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes")
+    save_net(folder / "net.onnx")
+    (folder / "e.yaml").write_text(EXPERIMENT.replace("OBJECTIVE", request.param))
+    run_experiment(load_experiment(folder / "e.yaml"), out=folder / request.param, observer=NullProgress())
+    return folder / request.param
+
+
+def test_a_search_minimises_the_objective_and_reports_every_shape(done: Path) -> None:
+    events, landscape = read_events(done / TASK), SimulatedBenchmarker(seed=5, noise=0.0)
+    whole, parts = summarize_turns(events, "float"), summarize_parts(events, "float")
+    assert tuple(parts) == LABELS
+    speedups = {row: [parts[label].rows[row].speedup.value for label in LABELS] for row in whole.rows}
+    assert len({round(value, 6) for own in speedups.values() for value in own}) > 3, "shapes differ, and rows do"
+    for row, summary in whole.rows.items():
+        wanted = min(speedups[row]) if done.name == "worst" else 2 / sum(1 / each for each in speedups[row])
+        assert summary.speedup.value == pytest.approx(wanted, rel=1e-6)
+    assert parts[LABELS[0]].rows["float"].latency_ms.value == pytest.approx(landscape.truth_ms(()))
+
+
+def test_tables_and_facts_name_the_shapes(done: Path) -> None:
+    facts = read_json(done / TASK / "task.json")
+    assert facts["shapes"] == {"batch=1": {"x": [1, 3, 8]}, "batch=4, time=6": {"x": [4, 6, 8]}}
+    assert facts["inputs"] == {"x": [1, 3, 8]}
+    tables = {table.name: table for table in build_tables(load_results(done))}
+    assert all("latency" in table.note and "batch=4, time=6" in table.note for table in tables.values())
+    assert {f"{label}, speedup" for label in LABELS} < set(tables["shapes"].cells)
+    assert (done / TASK / "shapes.json").exists() == (done.name == "worst")
+
+
+def test_the_file_with_dynamic_axes_is_checked_at_the_shapes(done: Path) -> None:
+    remarks = [each["said"] for each in read_json(done / TASK / "dynamic.json").values() if isinstance(each, dict)]
+    assert remarks
+    assert all("checked at batch 4, time 6" in remark for remark in remarks)
+
+
+def make_candidate(tmp_path: Path, use: str) -> tuple[Candidate, ShapeSet]:
+    path = save_net(tmp_path / "net.onnx")
+    model, other = (load(path, dims={"batch": batch, "time": 3}) for batch in (1, 4))
+    dialect = load_dialect(use)
+    space = build_space(model, dialect, precisions=("int8",))
+    feeds = [{"x": np.random.default_rng(seed).random((1, 3, 8), np.float32)} for seed in range(2)]
+    inserter = Inserter(model, dialect, activation_ranges(model, feeds))
+    edges = space.resolve(space.quantize_all())
+    file = inserter.write(edges, tmp_path, name="all")
+    shapes = (SHAPES[0], replace(SHAPES[1], file=save_to_folder(other, tmp_path / "4")))
+    made = ShapeSet(objective="weighted", float_file=save_to_folder(model, tmp_path / "1"), shapes=shapes)
+    return Candidate(digest="all", edges=edges, source=lambda: file), made
+
+
+@pytest.mark.parametrize(("use", "params"), [("openvino", {"precision": "f32"}), ("onnxruntime", {})])
+def test_engines_of_a_runtime_have_the_placement_at_every_shape(
+    tmp_path: Path, use: str, params: dict[str, Any]
+) -> None:
+    candidate, shapes = make_candidate(tmp_path, use)
+    benchmarker = shapes(registry.create_plugin("benchmarker", use, params))
+    feeds = {"x": np.random.default_rng(9).random((1, 3, 8), np.float32)}
+    (tmp_path / "w").mkdir()
+    with benchmarker.open(benchmarker.build(candidate, tmp_path / "w")) as probe:
+        assert isinstance(probe, ReportsParts)
+        readings = probe.sample(3)
+        parts = probe.parts_ms(3)
+        answer = probe.infer(feeds)["y"]
+    assert len(readings) == 3
+    assert set(parts) == {"batch=1", "batch=4"}
+    (expected,) = run_onnxruntime(candidate.source(), feeds)
+    np.testing.assert_allclose(answer, expected, atol=0.05)
+    (moved,) = tmp_path.glob("w/*.onnx")
+    four = {"x": np.repeat(feeds["x"], 4, axis=0)}
+    np.testing.assert_allclose(run_onnxruntime(moved, four)[0], np.repeat(expected, 4, axis=0), atol=1e-5)
+    assert benchmarker.describe()["options"]["shapes"] == shapes.text
+
+
+def test_outputs_at_the_shape_of_the_search_have_an_engine_of_their_own(tmp_path: Path) -> None:
+    candidate, shapes = make_candidate(tmp_path, "onnxruntime")
+    only_other = replace(shapes, shapes=shapes.shapes[1:])
+    benchmarker = only_other(registry.create_plugin("benchmarker", "onnxruntime", {}))
+    (tmp_path / "w").mkdir()
+    with benchmarker.open(benchmarker.build(candidate, tmp_path / "w")) as probe:
+        assert probe.infer({"x": np.zeros((1, 3, 8), np.float32)})["y"].shape == (1, 3, 2, 4)
+
+
+def test_a_file_without_the_nodes_of_the_model_fails_alone(tmp_path: Path) -> None:
+    candidate, shapes = make_candidate(tmp_path, "onnxruntime")
+    builder = GraphBuilder("other")
+    builder.output(builder.op("Relu", builder.input("x", (1, 3, 8))), name="y")
+    other = replace(candidate, source=lambda: builder.save(tmp_path / "other.onnx"))
+    benchmarker = shapes(registry.create_plugin("benchmarker", "onnxruntime", {}))
+    with pytest.raises(BuildFailed, match=r"at batch=4"):
+        benchmarker.build(other, tmp_path)
+    benchmarker.build(replace(other, alone=True), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{shapes: [{dims: {batch: 1}}]}", "at least 2"),
+        ("{shapes: [{dims: {batch: 1}}, {dims: {batch: 1}, weight: 2}]}", "'batch=1' appears twice"),
+        ("{objective: worst, shapes: [{dims: {batch: 1}, weight: 2}, {dims: {batch: 2}}]}", "only for the objective"),
+    ],
+)
+def test_a_set_that_has_no_meaning_is_refused(entry: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_experiment(f"experiment: e\nmodels: [{{use: zoo:mlp, shape_set: {entry}}}]", "e.yaml")
+
+
+def test_symbols_that_the_model_lacks_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_net(tmp_path / "net.onnx")
+    (tmp_path / "e.yaml").write_text(EXPERIMENT.replace("OBJECTIVE", "worst").replace("batch: 4", "samples: 4"))
+    assert qdq("run", str(tmp_path / "e.yaml"), "--check") == 2
+    assert "shape_set.shapes.1" in capsys.readouterr().err
+
+
+def test_the_script_of_a_shipment_fixes_the_dynamic_file_to_a_shape(tmp_path: Path) -> None:
+    candidate, _ = make_candidate(tmp_path, "onnxruntime")
+    model = load(tmp_path / "net.onnx", dims={"batch": 1, "time": 3})
+    dynamic = write_dynamic_model(model, candidate.source(), "onnxruntime", [{"x": (4, 3, 8)}])
+    assert dynamic is not None
+    figures = {key: [2.0, 1.9, 2.1] for key in ("speedup", "latency_ms", "float_latency_ms")}
+    shapes = {"batch=4": {**figures, "inputs": {"x": [4, 3, 8]}}}
+    for use, params in (("onnxruntime", {}), ("openvino", {"precision": "f32"})):
+        runtime = dict(registry.create_plugin("benchmarker", use, params).describe())
+        target = find_target(runtime)
+        assert target is not None
+        shipment = Shipment(
+            name=use, model=candidate.source(), float_model=tmp_path / "1" / "model.onnx", target=target,
+            dynamic_model=dynamic.file, facts={**FACTS, "runtime": runtime, "shapes": shapes},
+        )  # fmt: skip
+        folder = write_bundle(tmp_path / "ship", shipment, NullProgress())
+        assert "| batch=4 | 2.000 [1.900, 2.100] |" in (folder / "report.md").read_text()
+        found = run_script(sys.executable, folder / "deploy.py", "--repeat", "2", "--at", "batch=4")
+        assert found["outputs"] == {"y": [4, 3, 2, 4]}
