@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVarTuple
 
 import onnx
-import onnx_ir as ir
 from onnx import checker, helper
-from onnx_ir.passes.common import InlinePass
 
 from harness.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
@@ -120,6 +118,9 @@ def _split_off_weights(draft: ModelDraft) -> None:
 
 def _inline_functions(draft: ModelDraft) -> None:
     if draft.proto.functions:
+        import onnx_ir as ir  # takes 1 s and 46 MiB, with SymPy
+        from onnx_ir.passes.common import InlinePass
+
         draft.proto = ir.to_proto(InlinePass()(ir.from_proto(draft.proto)).model)
 
 
