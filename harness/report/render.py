@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from rich.console import Group
@@ -165,11 +164,11 @@ def write_report(
     out, observer = folder / "report", observer or NullProgress()
     cache = PlotCache(out, inputs)
     with explain_write_errors(out):
-        graphs = _update_graphs(results.tasks, cache, observer)
+        _update_graphs(results.tasks, cache, observer)
         tables = write_tables(results, out)
         all_plots = _wants_task_plots(folder, task_plots)
         pictures = draw_plots(results, out, cache, all_plots=all_plots, observer=observer)
-        write_text(out / "index.html", render_index(results, tables, graphs, pictures))
+        write_text(out / "index.html", render_index(results, tables, read_graph, pictures))
         files = describe_files(out, list_files(out))
         write_json(out / MANIFEST_FILE, {"inputs": digest, "files": files, "plots": cache.entries})
     return results, tables
@@ -180,19 +179,15 @@ def _wants_task_plots(folder: Path, task_plots: bool | None) -> bool:
     return tasks <= MAX_TASKS_WITH_PLOTS if task_plots is None else task_plots
 
 
-def _update_graphs(tasks: Sequence[TaskResults], cache: PlotCache, observer: Observer) -> dict[str, dict[str, Any]]:
-    """Return the graph of each task that has one, and store those of tasks that changed."""
-    graphs = {}
+def _update_graphs(tasks: Sequence[TaskResults], cache: PlotCache, observer: Observer) -> None:
+    """Store the graph of each task that changed; many graphs together would take much memory."""
     with observer.work("graphs", len(tasks)) as progress:
         for task in tasks:
-            stored = read_graph(task) if cache.is_unchanged(task.name) else None
-            graph = stored or load_task_graph(task)
+            known = cache.is_unchanged(task.name) and read_graph(task) is not None
+            graph = None if known else load_task_graph(task)
             if graph is not None:
-                graphs[task.name] = graph
-                if stored is None:
-                    write_graph(task, graph)
+                write_graph(task, graph)
             progress.advance(task.name)
-    return graphs
 
 
 def current_report(folder: Path, *, task_plots: bool | None = None) -> tuple[Results, list[ReportTable]] | None:

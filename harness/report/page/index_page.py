@@ -6,7 +6,7 @@ import base64
 import json
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -53,24 +53,27 @@ VERDICT_KINDS = (
 def render_index(
     results: Results,
     tables: Sequence[ReportTable],
-    graphs: Mapping[str, Mapping[str, Any]],
+    read_graph: Callable[[TaskResults], Mapping[str, Any] | None],
     pictures: Sequence[PlotFile] = (),
 ) -> str:
     """Return the page as HTML.
 
     Args:
         tables: Tables in order, the first one open.
-        graphs: Graph of each task, see `harness.report.page.graph_snapshots.load_task_graph`; may be incomplete.
+        read_graph: Returns the graph of a task, see `harness.report.page.graph_snapshots.load_task_graph`, or None.
         pictures: Plots that are shown as images.
     """
     main, budgets = main_frame(results), budget_frame(results)
-    packed = []
+    packed, drawn = [], set()
     for task in results.tasks:
+        graph = read_graph(task)
+        if graph is not None:
+            drawn.add(task.name)
         labels = row_labels(task, main)
         own = {
             "labels": labels,
             "charts": build_charts(task, main, budgets, labels),
-            "graph": graphs.get(task.name),
+            "graph": graph,
             "effects": _effects_by_row(task),
             "best": next(iter(main[(main["task"] == task.name) & main["best"].astype(bool)]["row"]), ""),
         }
@@ -86,7 +89,7 @@ def render_index(
         "tasks": [
             {
                 "name": task.name,
-                "drawn": task.name in graphs,
+                "drawn": task.name in drawn,
                 "pictures": [_embed_plot(picture) for picture in pictures if picture.task == task.name],
             }
             for task in results.tasks

@@ -33,6 +33,7 @@ __all__ = ["MAX_TASKS_WITH_PLOTS", "draw_attribution", "draw_plots"]
 
 MAX_TASKS_WITH_PLOTS = 20
 """Number of tasks up to which the plots that the page draws itself are written as files too, unless asked for."""
+MAX_TRANSFER_MAPS = 20  # more are drawn only if all plots are asked for; the table has their figures
 
 
 def draw_plots(
@@ -56,7 +57,7 @@ def draw_plots(
         UserError: An attribution in the folder is damaged.
     """
     main, budgets, cache = main_frame(results), budget_frame(results), cache or PlotCache(out, {})
-    files = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out)]
+    files = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out, all_plots=all_plots)]
     with (observer or NullProgress()).work("plots", len(results.tasks)) as progress:
         for task in results.tasks:
             rows, own_budgets = main[main["task"] == task.name], budgets[budgets["task"] == task.name]
@@ -84,14 +85,14 @@ def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[PlotFile]:
         yield PlotFile(title=title, task="", path=out / f"{name}.svg")
 
 
-def _draw_study(results: Results, out: Path) -> Iterator[PlotFile]:
+def _draw_study(results: Results, out: Path, *, all_plots: bool) -> Iterator[PlotFile]:
     ranks = rank_searchers(results)
     if ranks is not None:
         title = "; ".join(filter(None, ["Searchers by mean rank", ranks.untested_reason]))
         study_plots.draw_critical_difference(ranks, title, out / "ranks")
         yield PlotFile(title=title, task="", path=out / "ranks.svg")
-    transfer = transfer_frame(results)
-    for (_, within, precision), part in transfer.groupby(["across", "within", "precision"], sort=False):
+    maps = list(transfer_frame(results).groupby(["across", "within", "precision"], sort=False))
+    for (_, within, precision), part in maps if all_plots or len(maps) <= MAX_TRANSFER_MAPS else ():
         name = f"transfer-{safe_file_name(f'{within}-{precision}')}"
         study_plots.draw_transfer_map(part, f"{within}, {precision}", out / name)
         yield PlotFile(title=f"Transfer: {within}, {precision}", task="", path=out / f"{name}.svg")

@@ -23,8 +23,7 @@ def page_of(folder):
     """Write the page alone."""
     results = load(folder)
     path = folder / "index.html"
-    graphs = {task.name: graph for task in results.tasks if (graph := load_task_graph(task)) is not None}
-    path.write_text(render_index(results, list(build_tables(results)), graphs), encoding="utf-8")
+    path.write_text(render_index(results, list(build_tables(results)), load_task_graph), encoding="utf-8")
     return path
 
 

@@ -12,6 +12,7 @@ from stored import read_records, replace_text, write_records
 
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
+from harness.report.load.task_files import read_graph
 from harness.report.next_steps import describe_next_steps
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
@@ -130,7 +131,7 @@ def test_a_faster_row_without_finite_outputs_is_not_recommended(folder):
     assert '"faster, not scored"' in read_note(folder, "main")
     assert "not finite" in read_note(folder, "decision")
     results = load(folder)
-    assert "1 faster but not scored" in render_index(results, write_tables(results, folder / "report"), {})
+    assert "1 faster but not scored" in render_index(results, write_tables(results, folder / "report"), read_graph)
 
 
 def test_a_tool_that_calibrated_by_another_method_is_named(folder):

@@ -8,6 +8,7 @@ from small_results import TASK, edit_json, read_note, read_table, write_choices,
 from stored import read_records, write_records
 
 from harness.report.load.results import load
+from harness.report.load.task_files import read_graph
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.statistics import geometric_mean
@@ -164,7 +165,7 @@ def test_it_is_on_the_page_has_warnings_and_can_be_traced(tmp_path, fixed):
     edit_json(fixed({10: ["aa"]}) / "noise_floor.json", noise_floor=0.337)
     results = load(tmp_path)
     tables = write_tables(results, tmp_path / "report")
-    assert "What a search adds to the best fixed row" in render_index(results, tables, {})
+    assert "What a search adds to the best fixed row" in render_index(results, tables, read_graph)
     assert read_note(tmp_path, "fixed").startswith(f"Noisy machine, {TASK}: the noise floor is 33.7%")
     lines = trace_cell(results, "auto:10 evaluations", "fixed").lines
     assert f"{TASK}, auto, seed 0 at 10 evaluations: aa" in lines

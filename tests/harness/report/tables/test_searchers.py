@@ -1,5 +1,6 @@
 """Searchers over all tasks, transfer of placements, hypervolume, stored graphs and the layer waterfall."""
 
+import importlib
 import json
 import shutil
 from dataclasses import asdict
@@ -265,6 +266,18 @@ def test_every_table_and_picture_of_a_study_is_written(study):
     assert names == ["overview.svg", "overview-2.svg", "ranks.svg", "transfer-net-int8.svg"]
     assert pictures[2].title == ("Searchers by mean rank; no test: 2 tasks are too few (3 are needed)")
     assert all(picture.path.with_suffix(".png").exists() for picture in pictures)
+
+
+def test_many_transfer_maps_are_drawn_only_if_asked_for(study, monkeypatch):
+    module = importlib.import_module("harness.report.plots.plot_files")
+    monkeypatch.setattr(module, "MAX_TRANSFER_MAPS", 0)
+    monkeypatch.setattr(module.study_plots, "draw_transfer_map", lambda part, title, path: path.touch())
+    for name in ("draw_speedups", "draw_critical_difference"):
+        monkeypatch.setattr(module.study_plots, name, lambda *_: None)
+    (study / "report").mkdir(exist_ok=True)
+    for all_plots in (False, True):
+        drawn = list(module._draw_study(load(study), study / "report", all_plots=all_plots))
+        assert any("transfer" in picture.path.name for picture in drawn) == all_plots
 
 
 def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
