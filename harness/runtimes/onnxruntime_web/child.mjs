@@ -2,7 +2,7 @@
 // Arrays are {type, dims, data}, with bytes in base64. The same program runs in Node.js and in the page of a browser,
 // where the copy in Node.js serves the files and relays the lines.
 const inNode = typeof process !== 'undefined';
-const printed = []; // the profile of a WebAssembly build is printed: in Node.js to the file descriptor
+const printed = []; // WebAssembly prints profiles, in Node.js to the file descriptor of stdout
 console.log = (...texts) => void printed.push(texts.join(' '));
 
 const decode = inNode
@@ -36,7 +36,7 @@ const operations = {
   facts: () => ({ version: ort.env.versions.web, engine: inNode ? `Node.js ${process.versions.node}` : browserName() }),
   async load({ model, options }) {
     session = await ort.InferenceSession.create(await decode(model), options);
-    return { inputs: session.inputMetadata, outputs: session.outputNames };
+    return { inputs: session.inputMetadata };
   },
   async bind({ inputs }) {
     fixed = await readTensors(inputs);
@@ -104,7 +104,8 @@ async function openBrowser(dist, chromium, profile, program) {
   const { spawn } = await import('node:child_process');
   const { createServer } = await import('node:http');
   const { createReadStream } = await import('node:fs');
-  const secret = `/${crypto.randomUUID()}/`; // other users of this machine reach the port too
+  const { randomUUID } = await import('node:crypto');
+  const secret = `/${randomUUID()}/`; // other users of this machine reach the port too
   let poll, reply;
   const routes = {
     '': (request, response) => response.end('<!doctype html><script type="module" src="child.mjs"></script>'),
