@@ -82,7 +82,8 @@ def _tensorrt_settings(facts: Facts) -> dict[str, Any]:
 
 def _onnxruntime_web_settings(facts: Facts) -> dict[str, Any]:
     # The facts may be a stranger's, so the browser is the one on PATH.
-    return {"chromium": "chromium" if facts["options"]["chromium"] else None, "session": dict(SESSION_OPTIONS)}
+    in_browser = str(facts["options"]["engine"]).startswith("Chromium")
+    return {"chromium": "chromium" if in_browser else None, "session": dict(SESSION_OPTIONS)}
 
 
 _TENSORRT = DeployTarget(

@@ -103,7 +103,6 @@ class ONNXRuntimeWebBenchmarker:
                 "threads": 1,
                 "simd": True,
                 "engine": self._facts["engine"],
-                "chromium": self._chromium and Path(self._chromium).name,
                 **({"profile": True} if self._profile else {}),
             },
             "float_precision": "f32",

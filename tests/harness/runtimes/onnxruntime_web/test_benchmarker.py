@@ -63,10 +63,10 @@ def test_readings_outputs_and_layers_are_those_of_the_child(node: str, candidate
 def test_description_names_package_and_engine(node: str) -> None:
     facts = ONNXRuntimeWebBenchmarker(node=node).describe()
     assert (facts["name"], facts["version"], facts["float_precision"]) == ("onnxruntime_web", "1.30.0", "f32")
-    assert facts["options"] == {"threads": 1, "simd": True, "engine": "Node.js 20.1.0", "chromium": None}
+    assert facts["options"] == {"threads": 1, "simd": True, "engine": "Node.js 20.1.0"}
     assert "Node.js 20.1.0" in facts["device"]
-    options = ONNXRuntimeWebBenchmarker(node=node, chromium="/opt/chromium").describe()["options"]
-    assert (options["engine"], options["chromium"]) == ("Chromium 156.0", "chromium")
+    facts = ONNXRuntimeWebBenchmarker(node=node, chromium="/opt/chromium").describe()
+    assert facts["options"]["engine"] == "Chromium 156.0"
 
 
 def test_what_is_missing_is_named_with_the_remedy(node: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
