@@ -63,7 +63,7 @@ class ONNXRuntimeWebBenchmarker:
             UserError: Node.js, the package or the browser is missing.
         """
         path = candidate.source()
-        with translate_errors(BuildFailed, f"ONNX Runtime Web refuses {path.name}", (UserError,)):
+        with translate_errors(BuildFailed, "ONNX Runtime Web", (UserError,)):
             content = read_model(path, path.name)[0].SerializeToString()
         session = self._start(workdir)
         with translate_errors(BuildFailed, f"ONNX Runtime Web refuses {path.name}", _ERRORS):
