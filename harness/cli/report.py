@@ -56,7 +56,8 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
 
     Args:
         task_plots: Write the plots of each task; None: if there are few tasks.
-        ship: Write the folder `ship` with the models to deploy, and print a summary in place of all tables.
+        ship: After a run: write the folder `ship` with the models to deploy, print a summary in place of all tables,
+            and leave the plots of each task to `qdq report`, since the page draws them from the data.
         as_json: Print answers, next steps and the raw values of each table as JSON.
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
@@ -65,7 +66,7 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
     from harness.shipping.results_bundle import ship_results
     from harness.terminal_progress import TerminalProgress
 
-    folder = short_path(folder)
+    folder, task_plots = short_path(folder), False if ship else task_plots
     current = current_report(folder, task_plots=task_plots)
     if current is None:
         with TerminalProgress() as terminal:
@@ -90,9 +91,9 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
     print_rich_or_text(report_text(results, printed), report_renderable(results, printed))
     for line in steps:
         echo(f"\n{line}")
-    echo(
-        f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}; as one page: {folder / 'report/index.html'}"
-    )
+    page = folder / "report" / "index.html"
+    plots = f"; plots as PNG, SVG and PDF: qdq report {folder}" if ship else ""
+    echo(f"\nTables (Markdown, CSV, LaTeX): {page.parent}; with curves on one page: {page}{plots}")
     if current:
         echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")
 

@@ -16,7 +16,7 @@ from harness.report.load.task_files import exported
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.main import wrong_result_rows
 from harness.report.tables.notes import without_vnni
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FLOAT_ROW
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, FLOAT_ROW
 from harness.results_dir.io import read_json
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
@@ -111,7 +111,8 @@ def _dynamic_axes_note(task: TaskResults, row: str, taken: Path) -> str:
     note = str(dynamic_axes_facts(task, row).get("said") or "")
     written, _, _ = note.partition(": ")
     shown = written if " keeps " in written else note
-    return f"; {shown.replace(f'{row}.dynamic.onnx', f'{taken.stem}.dynamic.onnx')}" if note else ""
+    named = shown.replace(row + DYNAMIC_MODEL_SUFFIX, taken.stem + DYNAMIC_MODEL_SUFFIX)
+    return f"; {named}" if note else ""
 
 
 def dynamic_axes_facts(task: TaskResults, row: str) -> dict[str, Any]:

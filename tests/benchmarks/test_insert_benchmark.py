@@ -27,7 +27,7 @@ from search.space import Edge, Resolved
 
 pytestmark = pytest.mark.slow
 DIALECTS = (OPENVINO, ONNXRUNTIME, TENSORRT)
-MODELS = ("resnet50", "encoder86")
+MODELS = ("resnet18", "resnet50", "encoder86")
 
 
 @cache
@@ -55,7 +55,7 @@ def placements(model: Model, dialect: Dialect, count: int) -> list[Resolved]:
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 @pytest.mark.parametrize("name", MODELS)
 def test_placement_to_file(benchmark: Any, name: str, dialect: Dialect, tmp_path: Path) -> None:
-    if benchmark.disabled and name != "resnet50":
+    if benchmark.disabled and name != "resnet18":
         pytest.skip("long models only where time is taken; enable benchmarks")
     model = ready(name)
     inserter = Inserter(model, dialect, {tensor: (-1.0, 1.0) for tensor in model.types})

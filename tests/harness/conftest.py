@@ -18,9 +18,10 @@ def short_turns(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def undrawn() -> Iterator[None]:
-    """Reports without their plots, which take longer than a simulated run; the tests of the report look at those."""
+@pytest.fixture(scope="module", autouse=True)
+def undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Reports without their plots, which take longer than a simulated run, unless the module has DRAWN."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
+        if not getattr(request.module, "DRAWN", False):
+            patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
         yield

@@ -38,6 +38,15 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
     list(check_experiment(experiment))
 
 
+def test_labelled_test_data_calibrates_too(tmp_path: Path) -> None:
+    file = tmp_path / "test.npz"
+    np.savez(file, x=np.zeros((8, 3, 16, 16), np.float32), labels=np.zeros(8, np.int64))
+    (model,) = command_experiment(
+        parse_arguments(["--onnx_path", "zoo:mlp", "--calibration_data", str(file)], "qdq autotune")
+    ).models
+    assert model.calibration.data["labels"] == "labels"
+
+
 def test_a_bound_needs_labelled_data() -> None:
     with pytest.raises(AutotunerError, match="--test_data"):
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))

@@ -29,6 +29,8 @@ from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
 from search.space import Edge, Placement
 
+DRAWN = True
+
 EXPERIMENT = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 2}}]

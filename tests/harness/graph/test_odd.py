@@ -155,7 +155,6 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("op", ["If", "Whirl"])  # more of them on OpenVINO: tests/harness/pipeline/test_odd_models.py
 def test_a_run_says_so_too_and_leaves_those_parts_alone(
     op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

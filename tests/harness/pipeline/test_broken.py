@@ -17,7 +17,6 @@ from harness.report.load.results import load
 from harness.results_dir.journal import read_journal
 from harness.results_dir.termination import read_termination
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 TASK = "net-simulated-int8"
 Mark = Callable[[str], None]
 BUDGET = 8

@@ -9,8 +9,6 @@ from small import qdq
 
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 EXPERIMENT = """
 experiment: odd
 models: [{{use: {file}, label: odd, calibration: {{samples: 2}}}}]

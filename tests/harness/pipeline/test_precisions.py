@@ -15,7 +15,6 @@ from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT
 from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: precisions
 models: [{use: net.onnx, calibration: {samples: 2}, evaluator: {use: fidelity, params: {samples: 2}}}]

@@ -7,7 +7,6 @@ from small import qdq
 
 from harness.graph.builder import GraphBuilder
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 2}}]

@@ -29,6 +29,8 @@ from harness.results_dir.ownership import owned_results_dir
 from harness.selection.confirmation import read_events
 from harness.timing.confirmation import summarize_turns
 
+DRAWN = True
+
 EXPERIMENT = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 2}}]
@@ -73,8 +75,11 @@ def test_every_method_has_its_row_and_the_tables_are_written(done):
     assert rows == ["float", "all", "linear", "random", "evolutionary"]
     assert "baseline" in table
     assert {p.name for p in (done / "report").iterdir()} >= {
-        "main.md", "main.csv", "main.tex", "budget.md", "budget.csv", "budget.tex", "anytime-net-simulated-int8.png",
+        "main.md", "main.csv", "main.tex", "budget.md", "budget.csv", "budget.tex", "index.html",
     }  # fmt: skip
+    assert not list((done / "report").glob("*.png")), "the page draws the curves of a task"
+    assert qdq("report", str(done)) == 0
+    assert (done / "report" / "anytime-net-simulated-int8.png").exists()
     assert "Calibrated on random data (no accuracy): net" in table
 
 

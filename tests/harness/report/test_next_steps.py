@@ -20,7 +20,6 @@ from harness.results_dir.termination import write_termination
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 STRICT = asdict(Goal(metric="top1", reference=0.8, max_drop=0.005))
 SLOW_MS = {TWIN: 8.0, "float": 8.0, "float-bf16": 10.0, "all": 9.0, "aa": 12.0, "bb": 12.0}
 

@@ -26,7 +26,6 @@ from harness.results_dir.manifest import reopen_task
 from harness.results_dir.ownership import owned_results_dir
 from harness.timing.workers.trial_pool import WorkerLost
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 2}}]

@@ -26,7 +26,6 @@ from harness.results_dir.integrity import check_results
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import MANIFEST_FILE, find_changed_files, read_manifest
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 2}}]

@@ -20,6 +20,8 @@ from harness.cli.main import main
 from harness.report.report_table import ReportTable, write_table
 from harness.text import safe_file_name
 
+DRAWN = True
+
 MODEL = "<script>\u202e\x1b[31m.onnx"
 YAML_MODEL = MODEL.replace("\u202e", "\\u202e").replace("\x1b", "\\e")
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

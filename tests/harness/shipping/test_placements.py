@@ -185,7 +185,6 @@ def test_insert_writes_a_rule_and_a_stored_placement(tmp_path: Path, capsys: pyt
         assert remedy in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_apply_measures_the_placement_in_the_next_version_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

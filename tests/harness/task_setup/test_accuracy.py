@@ -21,7 +21,6 @@ from harness.results_dir.journal import read_journal
 from harness.results_dir.manifest import reopen_results, reopen_task
 from harness.search_loop.objective import PROXY
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: near
 models:

@@ -12,7 +12,6 @@ from harness.results_dir.journal import read_journal
 from harness.results_dir.lines import has_lines
 from harness.results_dir.termination import Termination, read_termination
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: parts
 models: [{use: net.onnx, calibration: {samples: 2}}]

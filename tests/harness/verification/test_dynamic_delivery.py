@@ -142,7 +142,7 @@ def test_sizes_that_are_tried_agree_by_symbol_and_expression() -> None:
         assert (three, same, mask) == (3, batch, (batch, past + time))
 
 
-def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     builder = GraphBuilder("net", seed=0)
     convolutions(builder)

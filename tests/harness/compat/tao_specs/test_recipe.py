@@ -40,7 +40,6 @@ def test_two_paths_are_all_that_is_changed(detector: Path, coco: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_the_recipe_ends_in_a_table_of_map_and_latency(detector: Path, coco: Path, tmp_path: Path) -> None:
     """Cut to what a test has time for: no PTQ tools, one float precision, one evaluation beyond the seed."""
     config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe", tmp_path)

@@ -16,6 +16,8 @@ from harness.report.render import render
 from harness.report.tables.catalog import build_tables
 from harness.statistics import Interval
 
+DRAWN = True
+
 CHARTS = "[...document.querySelectorAll('.js-plotly-plot')]"
 
 

@@ -10,6 +10,8 @@ from harness.report.plots import plot_files
 from harness.report.render import current_report, write_report
 from harness.results_dir.io import read_json, write_json
 
+DRAWN = True
+
 OTHER = "other-openvino-int8"
 CURVES = f"anytime-{TASK}.svg"
 
