@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.accuracy.data.arrays import array_names
 from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError, parse_shapes
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.yaml_loader import dump_yaml, parse_params
@@ -54,6 +55,8 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
     if options.calibration_data is not None:
         suffix = Path(options.calibration_data).suffix.lstrip(".")
         calibration["data"] = {"use": suffix, "path": options.calibration_data, "spread": True}
+        if suffix == "npz" and options.test_labels in array_names(Path(options.calibration_data)):
+            calibration["data"]["labels"] = options.test_labels  # labelled test data calibrates too
         calibration["samples"] = options.calibration_samples or MAX_COUNT
     model: dict[str, Any] = {
         "use": options.onnx_path,

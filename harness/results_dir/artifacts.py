@@ -13,13 +13,14 @@ from harness.results_dir.io import read_json
 from search.space import Placement, Space, edges_digest
 
 __all__ = [
-    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "FLOAT_ROW", "RECOVERY_FILE", "Choice", "ExportedModel",
-    "FinalistSet", "best_choice", "read_finalists", "recovered_row",
+    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "DYNAMIC_MODEL_SUFFIX", "FLOAT_ROW", "RECOVERY_FILE", "Choice",
+    "ExportedModel", "FinalistSet", "best_choice", "read_finalists", "recovered_row",
 ]  # fmt: skip
 
 FLOAT_ROW = "float"
 #: By row: file with the dynamic axes of the original model, if it was checked, or why there is none.
 DYNAMIC_AXES_FILE = "dynamic.json"
+DYNAMIC_MODEL_SUFFIX = ".dynamic.onnx"  # of the form of an exported model that has dynamic axes
 #: Recovered placements of a task with their steps and gains.
 RECOVERY_FILE = "recovery.json"
 #: Verdict in tables if the device only emulates a row's precision.

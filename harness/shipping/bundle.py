@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.errors import UserError
 from harness.graph.io.files import copy_model, digest_file, model_files
 from harness.progress import Observer
+from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
 from harness.results_dir.io import explain_write_errors, read_json, write_json, write_text
 from harness.shipping.deploy_script import DeployTarget, deploy_script, find_target
 from harness.shipping.report_text import report_text
@@ -133,7 +134,7 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
         "name": shipment.name,
         "file": f"{shipment.name}.onnx",
         "sha256": digest_file(shipment.model),
-        "dynamic_file": None if shipment.dynamic_model is None else f"{shipment.name}.dynamic.onnx",
+        "dynamic_file": None if shipment.dynamic_model is None else f"{shipment.name}{DYNAMIC_MODEL_SUFFIX}",
         **json.loads(json.dumps(shipment.facts)),
     }
     if _is_current(target, facts):

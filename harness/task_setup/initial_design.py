@@ -23,15 +23,15 @@ from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION
+from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
 from harness.results_dir.io import read_json
 from harness.task_setup.external_tools import ExternalModel
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
 __all__ = [
-    "InitialDesign", "ScreenedUnit", "check_files", "load_imported_models", "load_imported_ranges",
-    "nested_prior_placements", "read_prior",
-    "tensorrt_guide_placement",
+    "InitialDesign", "ScreenedUnit", "check_files", "initial_file", "load_imported_models", "load_imported_ranges",
+    "nested_prior_placements", "read_prior", "tensorrt_guide_placement",
 ]  # fmt: skip
 
 
@@ -41,10 +41,24 @@ def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalMode
     Raises:
         UserError: A file is not there or cannot be read.
     """
-    paths = {
-        start.name: resolve_path(start.params["path"], start.base_dir) for start in starts if start.use == "import"
-    }
+    paths = {start.name: initial_file(start) for start in starts if start.use == "import"}
     return {name: ExternalModel(name=name, path=path, pairs=count_pairs(path)) for name, path in paths.items()}
+
+
+def initial_file(start: PluginSpec) -> Path:
+    """Return the Q/DQ file of an entry of `initial`; of a folder to deploy (`ship/NAME`), the model in it.
+
+    Raises:
+        UserError: The folder has no model, or several.
+    """
+    path = resolve_path(start.params["path"], start.base_dir)
+    if not path.is_dir():
+        return path
+    files = [file for file in sorted(path.glob("*.onnx")) if not file.name.endswith(DYNAMIC_MODEL_SUFFIX)]
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise UserError(f"initial: {path} is no folder to deploy with one model (ONNX files: {names}); name a file")
+    return files[0]
 
 
 def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str, tuple[float, float]]:
@@ -56,7 +70,7 @@ def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str
     found: dict[str, tuple[float, float]] = {}
     for start in starts:
         if start.params.get("ranges"):
-            found |= import_ranges(resolve_path(start.params["path"], start.base_dir), model)
+            found |= import_ranges(initial_file(start), model)
     return found
 
 
@@ -69,7 +83,7 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
     load_imported_models(starts)
     for start in starts:
         if start.use == "placement":
-            count_pairs(resolve_path(start.params["path"], start.base_dir))
+            count_pairs(initial_file(start))
         elif start.use == "sensitivity":
             read_prior(resolve_path(start.params["path"], start.base_dir))
         elif start.use == "pattern_cache":
@@ -106,7 +120,7 @@ class InitialDesign:
         elif start.use == "trt_guide":
             yield start.name, tensorrt_guide_placement(self.space, self.model)
         elif start.use == "placement":
-            yield start.name, self._read_exported_placement(resolve_path(start.params["path"], start.base_dir))
+            yield start.name, self._read_exported_placement(initial_file(start))
         elif start.use == "pattern_cache":
             yield from self._pattern_cache_placements(start)
         elif start.use == "sensitivity":

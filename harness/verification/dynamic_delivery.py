@@ -12,7 +12,7 @@ from harness.graph.dynamic_axes import write_dynamic
 from harness.graph.io.files import IR_SUFFIX, move_model
 from harness.graph.model import Model
 from harness.progress import Observer
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FinalistSet
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, Shapes, check_dynamic_model
 
@@ -37,7 +37,7 @@ class DynamicModel:
 
 def dynamic_model_path(file: Path) -> Path:
     """Return the path of the dynamic form of a model file: `NAME.dynamic.onnx` in the same folder."""
-    return file.with_name(f"{file.stem}.dynamic.onnx")
+    return file.with_name(f"{file.stem}{DYNAMIC_MODEL_SUFFIX}")
 
 
 def remove_dynamic_model(file: Path) -> Path:

@@ -19,7 +19,9 @@ from harness.api import Array
 from harness.errors import UserError
 from harness.paths import resolve_path
 
-__all__ = ["UNNAMED_ARRAY", "ArrayDataset", "SubsetSelector", "is_array_data", "open_arrays", "read_arrays"]
+__all__ = [
+    "UNNAMED_ARRAY", "ArrayDataset", "SubsetSelector", "array_names", "is_array_data", "open_arrays", "read_arrays",
+]  # fmt: skip
 
 UNNAMED_ARRAY = ""
 """The array of a `.npy` file: for the only input of a model, whatever its name."""
@@ -56,6 +58,17 @@ class ArrayDataset:
     def sample_name(self, i: int) -> str:
         """Return the name of sample i for messages."""
         return f"row {self.rows[i]}"
+
+
+def array_names(path: Path) -> frozenset[str]:
+    """Return the names of the arrays of a `.npz` file; empty if it cannot be read."""
+    try:
+        if not path.is_file():
+            return frozenset()
+        with zipfile.ZipFile(path) as archive:
+            return frozenset(name.removesuffix(".npy") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return frozenset()
 
 
 def is_array_data(data: object) -> bool:
