@@ -137,6 +137,13 @@ def record(
         int,
         count_option("Evaluations of a search first; neighbours of its best are screened too.", least=0),
     ] = 0,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure the placements of this table of the model: on another processor, with other threads."
+        ),
+    ] = None,
+    note: Annotated[str, typer.Option(help="Conditions of the recording, kept in the table.")] = "",
 ) -> None:
     """Measure every placement of a model's most influential dimensions: a table to replay searchers on.
 
@@ -156,7 +163,8 @@ def record(
     made = study_of(model, backend, param, shape, dim, fidelity=fidelity)
     path = out or Path(f"{made.spec.name}.parquet")
     with replace_change_advice(), TerminalProgress() as terminal:
-        record_table(made, path, dimensions, terminal, search=search)
+        other = None if like is None else read_table(like)
+        record_table(made, path, dimensions, terminal, search=search, like=other, note=note)
     echo("\n".join(table_lines(read_table(path))))
 
 

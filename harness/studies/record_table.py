@@ -19,6 +19,7 @@ import numpy as np
 from harness import registry
 from harness.benchmark_table import (
     MAX_PLACEMENTS,
+    BenchmarkTable,
     TableEntry,
     TableMetadata,
     TableSubspace,
@@ -58,7 +59,16 @@ MAX_TABLE_MB = 5  # of a table that is committed
 Rows = dict[str, TableEntry]
 
 
-def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observer, *, search: int = 0) -> Path:
+def record(  # noqa: PLR0913 - which placements, and how they are found
+    study: StudyTask,
+    out: Path,
+    dimensions: int | None,
+    observer: Observer,
+    *,
+    search: int = 0,
+    like: BenchmarkTable | None = None,
+    note: str = "",
+) -> Path:
     """Record a table, or continue an interrupted recording; a finished table stays as it is.
 
     First the sensitivity of every dimension is measured, one change at a time around a few placements. The placements
@@ -69,15 +79,20 @@ def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observ
         out: Parquet file; the folder `OUT.recording` has the journals until the table is complete.
         dimensions: The table has at most 2 ** dimensions placements; None: 11, or those of a finished table.
         search: Evaluations of a search whose best placement is one more to measure changes around.
+        like: Table of the same model whose placements are measured, without a screening; its sensitivities are kept,
+            and decide which of its dimensions are left if `dimensions` are fewer.
+        note: Conditions of the recording, for the environment of the table.
 
     Raises:
-        UserError: The file is a table with other inputs, or the study cannot be used.
+        UserError: The file is a table with other inputs, or the study cannot be used; `like` is of another space.
     """
+    if like is not None and search:
+        raise UserError("--like: the other table decides on the placements; leave out --search")
     if dimensions is not None and not 1 <= dimensions <= math.log2(MAX_PLACEMENTS):
         raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
     if out.exists():
         with TemporaryDirectory(prefix="qdq-record-") as scratch:
-            _check_finished_table(study, out, dimensions, Path(scratch), observer)
+            _check_finished_table(study, out, dimensions, Path(scratch), observer, like)
         return out
     folder = out.with_name(f"{out.name}.recording")
     with owned_results_dir(folder, study.experiment):
@@ -85,10 +100,17 @@ def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observ
         record_or_check(folder / "env.json", comparability_key(machine))
         task, worker = prepare_study(study, folder, observer)
         most = DEFAULT_DIMENSIONS if dimensions is None else dimensions
-        _check_dimensions(task.space, most)
+        if like is None:
+            _check_dimensions(task.space, most)
+        else:
+            _require_same_space(task, like)
+            machine["placements_of"] = like.path.stem
+        if note:
+            machine["note"] = note
         opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
-            measure_noise_floor(opened, worker, task.model_file, engines.describe(), folder, observer)
+            facts = engines.describe()
+            machine["noise_floor"] = measure_noise_floor(opened, worker, task.model_file, facts, folder, observer)
             level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.interleave)
             if worker.evaluators:
                 AccuracyStore(folder, engines, observer).require_float_score(task.model_file)
@@ -103,7 +125,7 @@ def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observ
                 float_ms=baseline_latency(folder),
                 level_ms=level_ms,
             )
-            rows, facts = recorder.run(most, confirmation, search)
+            rows, facts = recorder.run(most, confirmation, search, like)
     with explain_write_errors(out):
         write_table(out, TableMetadata(**facts, environment=machine), rows)
         read_table(out)
@@ -112,6 +134,30 @@ def record(study: StudyTask, out: Path, dimensions: int | None, observer: Observ
         observer.say(f"{out} has {size_mb:.1f} MB, more than the {MAX_TABLE_MB} MB of a committed table: sample less")
     shutil.rmtree(folder)
     return out
+
+
+def _require_same_space(task: Task, like: BenchmarkTable) -> None:
+    """Raise if a table has no placements of the task: it is of another model, or offers other choices."""
+    same_model = like.metadata.model_sha256 == task.model.sha256
+    if not same_model or space_digest(like.subspace.full_space) != space_digest(task.space):
+        what = "space" if same_model else "model"
+        raise UserError(f"--like {like.path}: a table of another {what} than that of {task.spec.name}")
+
+
+def _reduce_subspace(like: BenchmarkTable, dimensions: int) -> TableSubspace:
+    """Return the subspace of a table, with the most influential of its dimensions if it is larger than 2 ** dimensions.
+
+    The dimensions that no longer vary are fixed at the fastest placement of the table.
+    """
+    subspace, known = like.subspace, like.metadata.sensitivity
+    own = np.array([known[dimension.name] for dimension in subspace.space.dimensions])
+    kept = most_influential(subspace.space, own, dimensions)
+    if len(kept) == len(subspace.varied):
+        return subspace
+    listed = {subspace.full_space.digest(p): p for p in map(subspace.to_full_space, subspace.placements())}
+    latency_ms = median_latencies({digest: like.rows[digest] for digest in listed})
+    best = listed[min(latency_ms, key=latency_ms.__getitem__)]
+    return TableSubspace(subspace.full_space, tuple(subspace.varied[i] for i in kept), best)
 
 
 def _check_dimensions(space: Space, dimensions: int) -> None:
@@ -133,24 +179,36 @@ class _TableRecorder:
     observer: Observer
     level_ms: float | None = None
 
-    def run(self, dimensions: int, confirmation: BestConfirmation, search: int) -> tuple[Rows, dict[str, Any]]:
+    def run(
+        self, dimensions: int, confirmation: BestConfirmation, search: int, like: BenchmarkTable | None
+    ) -> tuple[Rows, dict[str, Any]]:
         """Return all rows, and the metadata of the table."""
         space, facts, rows = self.task.space, self.table_metadata(), Rows()
+        if like is None:
+            subspace, found = self._screen(dimensions, confirmation, search, rows, facts)
+        else:
+            self._measure_missing("sensitivity", list(self.task.placements.values()), rows, facts)
+            subspace, found = _reduce_subspace(like, dimensions), like.metadata.sensitivity
+        order = np.random.default_rng(0).permutation(len(subspace))
+        listed = [subspace.to_full_space(placement) for placement in subspace.placements()]
+        facts |= {"varied": tuple(space.dimensions[i].name for i in subspace.varied), "base": subspace.base.choices}
+        self.observer.say(f"{len(subspace.varied)} of {len(space)} dimensions, {len(listed)} placements")
+        self._measure_missing("table", [listed[index] for index in order], rows, facts)
+        self._warn_if_optimum_beaten(self._confirm_best(confirmation, "table", listed, rows), rows)
+        return rows, facts | {"sensitivity": dict(found)}
+
+    def _screen(
+        self, dimensions: int, confirmation: BestConfirmation, search: int, rows: Rows, facts: Mapping[str, Any]
+    ) -> tuple[TableSubspace, Mapping[str, float]]:
+        """Return the subspace of the most influential dimensions, and the sensitivity of every dimension by name."""
+        space = self.task.space
         anchors = [*self.task.placements.values(), *self._search_optimum(search, confirmation, rows, facts)]
         around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]
         self._measure_missing("sensitivity", around, rows, facts)
         best = self._confirm_best(confirmation, "sensitivity", around, rows)
         found = sensitivity(space, anchors, median_latencies(rows))
-        varied = most_influential(space, found, dimensions)
-        subspace = TableSubspace(space, varied, best)
-        order = np.random.default_rng(0).permutation(len(subspace))
-        listed = [subspace.to_full_space(placement) for placement in subspace.placements()]
-        facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
-        self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
-        self._measure_missing("table", [listed[index] for index in order], rows, facts)
-        self._warn_if_optimum_beaten(self._confirm_best(confirmation, "table", listed, rows), rows)
-        facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
-        return rows, facts
+        by_name = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
+        return TableSubspace(space, most_influential(space, found, dimensions), best), by_name
 
     def _warn_if_optimum_beaten(self, optimum: Placement, rows: Rows) -> None:
         """Report named placements that are faster than the optimum: the table then fixes the wrong dimensions."""
@@ -280,7 +338,12 @@ class EnumeratingSearcher:
 
 
 def _check_finished_table(
-    study: StudyTask, out: Path, dimensions: int | None, scratch: Path, observer: Observer
+    study: StudyTask,
+    out: Path,
+    dimensions: int | None,
+    scratch: Path,
+    observer: Observer,
+    like: BenchmarkTable | None,
 ) -> None:
     """Raise, with each difference, if a finished table has other inputs or another size than the requested one."""
     there = read_table(out).metadata
@@ -295,4 +358,10 @@ def _check_finished_table(
         found = np.array([there.sensitivity[dimension.name] for dimension in there.dimensions])
         known["varied in the finished table"] = len(there.varied)
         here["varied in the finished table"] = len(most_influential(Space(there.dimensions), found, dimensions))
-    require_same_fingerprint(out, json.loads(json.dumps(known)), here)
+    if like is not None:
+        space = like.subspace.full_space
+        known["varied in the finished table"] = there.varied
+        here["varied in the finished table"] = [
+            space.dimensions[i].name for i in _reduce_subspace(like, dimensions or DEFAULT_DIMENSIONS).varied
+        ]
+    require_same_fingerprint(out, json.loads(json.dumps(known)), json.loads(json.dumps(here)))

@@ -380,3 +380,29 @@ sampling: {min_samples: 5, max_samples: 5}
         UserError, match=r"one task, but this experiment has 2: net-openvino-int8, net-simulated-int8; k"
     ):
         make_study(str(tmp_path / "two.yaml"))
+
+
+def test_the_placements_of_another_table_are_measured_without_a_screening(model: Path, tmp_path: Path) -> None:
+    first = recorded(model, tmp_path / "first.parquet")
+    study = make_study(str(model), backend="simulated", params={**PARAMS, "base_ms": 20.0})
+    out = tmp_path / "again.parquet"
+    again = read_table(record(study, out, None, NullProgress(), like=first, note="two at once"))
+    assert {p: again.row(p).choices for p in again.subspace.placements()} == {
+        p: first.row(p).choices for p in first.subspace.placements()
+    }
+    assert len(again.rows) < len(first.rows)
+    assert again.metadata.sensitivity == first.metadata.sensitivity
+    facts = again.metadata.environment
+    assert (facts["placements_of"], facts["note"]) == ("first", "two at once")
+    assert facts["noise_floor"] >= 0
+    record(study, out, None, NullProgress(), like=first)  # finished
+    with pytest.raises(UserError, match="varied"):
+        record(study, out, None, NullProgress(), like=recorded(model, tmp_path / "small.parquet", dimensions=1))
+    with pytest.raises(UserError, match="--like"):
+        record(study, out, None, NullProgress(), search=9, like=first)
+    fewer = read_table(record(study, tmp_path / "fewer.parquet", 1, NullProgress(), like=first))
+    assert set(fewer.metadata.varied) < set(first.metadata.varied)
+    assert set(fewer.rows) <= set(first.rows)
+    other = replace(first, metadata=first.metadata.model_copy(update={"model_sha256": "0" * 64}))
+    with pytest.raises(UserError, match="another model"):
+        record(study, tmp_path / "other.parquet", None, NullProgress(), like=other)
