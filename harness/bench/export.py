@@ -15,7 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from harness.bench.tasks import data_folder, describe_task, read_catalogue, table_path
+from harness.bench.accuracy import ACCURACY_FILE, ACCURACY_SCHEMA, join_accuracy, read_accuracy
+from harness.bench.tasks import ARCHIVE_FILE, data_folder, describe_task, read_catalogue, table_path
 from harness.benchmark_table import TABLE_SCHEMA, BenchmarkTable, read_table
 from harness.records import Failed, Outcome
 from harness.results_dir.io import explain_write_errors, write_text
@@ -30,6 +31,10 @@ CROISSANT_TERMS = (
     "key", "md5", "parentField", "path", "recordSet", "references", "regex", "repeated", "replace", "separator",
     "source", "subField", "transform", "citeAs", "isLiveDataset", "samplingRate", "equivalentProperty",
 )  # fmt: skip
+SCORES = (
+    "accuracy of the placements of all tables by model, precision, dialect and digest, as the Q/DQ file describes it"
+)
+ARCHIVED = "tables of the tier `extended`"
 LICENCE = "https://www.apache.org/licenses/LICENSE-2.0"
 DESCRIPTION = (
     "Recorded latencies of every placement of Q/DQ pairs in some dimensions of an ONNX model, on one runtime and one "
@@ -39,8 +44,11 @@ DESCRIPTION = (
 
 def write_t4(out: Path) -> list[Path]:
     """Write the results and the metadata of every table for Kernel Tuner, and return the files."""
+    scores = read_accuracy(data_folder() / ACCURACY_FILE)
     return [
-        path for name in read_catalogue().tasks for path in _write_t4_table(name, read_table(table_path(name)), out)
+        path
+        for name in read_catalogue().tasks
+        for path in _write_t4_table(name, join_accuracy(read_table(table_path(name)), scores), out)
     ]
 
 
@@ -92,7 +100,8 @@ def _t4_outcome(outcome: Outcome) -> dict[str, Any]:
 
 def write_croissant(out: Path) -> list[Path]:
     """Write `croissant.json`, the metadata of all tables with their digests, and return the file."""
-    names = list(read_catalogue().tasks)
+    names, scores = list(read_catalogue().tasks), data_folder() / ACCURACY_FILE
+    files = {data_folder() / ARCHIVE_FILE: ARCHIVED, scores: SCORES}
     document = {
         "@context": {
             "@language": "en",
@@ -116,39 +125,50 @@ def write_croissant(out: Path) -> list[Path]:
         "version": "0.1.0",
         "datePublished": "2026-11-26",
         "citeAs": "QDQ-Bench: recorded placements of Q/DQ pairs (CITATION.cff)",
-        "distribution": [_croissant_file(name) for name in names],
-        "recordSet": [_croissant_records(name) for name in names],
+        "distribution": [
+            *(_croissant_file(path, said) for path, said in files.items() if path.is_file()),
+            *map(_croissant_table, names),
+        ],
+        "recordSet": [
+            *(_croissant_records(name, f"{name}.parquet", TABLE_SCHEMA) for name in names),
+            *([_croissant_records("accuracy", scores.name, ACCURACY_SCHEMA)] if scores.is_file() else []),
+        ],
     }
     return [_write_json(out / "croissant.json", document)]
 
 
-def _croissant_file(name: str) -> dict[str, Any]:
-    path = table_path(name)
-    facts = describe_task(name)
+def _croissant_table(name: str) -> dict[str, Any]:
+    facts, path = describe_task(name), table_path(name)
     said = ", ".join(facts[key] for key in ("family", "runtime", "processor", "split"))
+    found = _croissant_file(path, f"{said}; threads: {facts['threads']}")
+    return found if path.is_relative_to(data_folder()) else found | {"containedIn": {"@id": ARCHIVE_FILE}}
+
+
+def _croissant_file(path: Path, description: str) -> dict[str, Any]:
+    inside = path.is_relative_to(data_folder())
     return {
         "@type": "cr:FileObject",
         "@id": path.name,
         "name": path.name,
-        "description": f"{said}; threads: {facts['threads']}",
-        "contentUrl": path.relative_to(data_folder()).as_posix(),
+        "description": description,
+        "contentUrl": path.relative_to(data_folder()).as_posix() if inside else path.name,
         "contentSize": f"{path.stat().st_size} B",
-        "encodingFormat": "application/x-parquet",
+        "encodingFormat": "application/zip" if path.suffix == ".zip" else "application/x-parquet",
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
 
 
-def _croissant_records(name: str) -> dict[str, Any]:
+def _croissant_records(name: str, file: str, schema: pa.Schema) -> dict[str, Any]:
     fields = [
         {
             "@type": "cr:Field",
             "@id": f"{name}/{column.name}",
             "name": column.name,
             "dataType": _croissant_type(column.type),
-            "source": {"fileObject": {"@id": f"{name}.parquet"}, "extract": {"column": column.name}},
+            "source": {"fileObject": {"@id": file}, "extract": {"column": column.name}},
         }
         | ({"repeated": True} if pa.types.is_list(column.type) else {})
-        for column in TABLE_SCHEMA
+        for column in schema
         if not pa.types.is_map(column.type)
     ]
     return {"@type": "cr:RecordSet", "@id": name, "name": name, "field": fields}

@@ -1,4 +1,4 @@
-"""`qdq bench tasks`, `run`, `check`, `leaderboard` and `export`."""
+"""`qdq bench tasks`, `run`, `check`, `score`, `leaderboard` and `export`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 from harness.cli.common import JsonOption, count_option, echo, print_json, print_table
 from harness.errors import UserError
 
-__all__ = ["bench_check", "bench_export", "bench_leaderboard", "bench_run", "bench_tasks"]
+__all__ = ["bench_check", "bench_export", "bench_leaderboard", "bench_run", "bench_score", "bench_tasks"]
 
-TierOption = Annotated[Literal["lite", "full"], typer.Option(help="Tasks, seeds and budgets.")]
+TierOption = Annotated[Literal["lite", "full", "extended"], typer.Option(help="Tasks, seeds and budgets.")]
 SubmissionsArgument = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of qdq bench run.")]
 
 
@@ -98,6 +98,33 @@ def bench_check(
         print_table(("searcher", "task", "seed", "result", "differences here"), rows)
     if not all(each.same for each in found):
         raise typer.Exit(1)
+
+
+def bench_score(
+    experiment: Annotated[
+        Path, typer.Argument(help="Models with calibration data and evaluators.", show_default=False)
+    ],
+    table: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="Parquet files of qdq record.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Parquet file of accuracies [default: scores/accuracy.parquet next to TABLE].")
+    ] = None,
+) -> None:
+    """Score the placements of tables on fixed samples: accuracy on labels, and agreement with the float model.
+
+    Placements that are scored already are skipped, also those of tables with other threads or processors. Continues
+    after an interruption.
+
+    Example: `qdq bench score experiments/bench_accuracy.yaml results/tables/resnet18-onnxruntime.parquet`
+    """
+    from harness.bench.accuracy import ACCURACY_FILE
+    from harness.bench.scoring import score_tables
+    from harness.config.experiment import load_experiment
+    from harness.terminal_progress import TerminalProgress
+
+    path = out or table[0].parent / ACCURACY_FILE
+    with TerminalProgress() as terminal:
+        scored = score_tables(load_experiment(experiment), table, path, terminal)
+    echo(f"{path}: {scored} placements scored")
 
 
 def bench_leaderboard(
