@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from pydantic import Field, ValidationError
 
-from harness.benchmark_table import TableMetadata, read_table, read_table_metadata
+from harness.bench.accuracy import ACCURACY_FILE, join_accuracy, read_accuracy
+from harness.benchmark_table import MAX_TABLE_BYTES, TableMetadata, read_table, read_table_metadata
 from harness.config.sections import ConfigSection
 from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import read_experiment_yaml, read_text_file
 from harness.errors import UserError, suggest_names
+from harness.paths import cache_dir
+from harness.results_dir.io import explain_write_errors
 from harness.studies.recorded_landscape import Floats, Landscape
 from harness.studies.replay import read_paths, reading_rng
 from harness.studies.simulated_selection import recorded_duration_s
@@ -24,13 +30,18 @@ from search.api import Failure
 from search.space import Placement, Space
 
 __all__ = [
-    "DATA_VARIABLE", "BenchReading", "BenchTask", "BenchTier", "TaskCatalogue", "TaskSettings", "TierName",
-    "data_folder", "describe_block", "describe_task", "load", "read_catalogue", "table_path",
+    "ARCHIVE_FILE", "DATA_VARIABLE", "TIERS", "BenchReading", "BenchTask", "BenchTier", "TaskCatalogue",
+    "TaskSettings", "TierName", "data_folder", "describe_block", "describe_task", "load", "read_catalogue",
+    "table_path",
 ]  # fmt: skip
 
 #: Environment variable of a folder with other tables and their tasks.yaml.
 DATA_VARIABLE = "QDQ_BENCH_DATA"
-TierName = Literal["lite", "full"]
+TierName = Literal["lite", "full", "extended"]
+TIERS: tuple[TierName, ...] = get_args(TierName)
+"""By size; each has the tasks of those before it."""
+ARCHIVE_FILE = "extended.zip"
+"""Tables of the tier `extended`, one file of the data folder; a table is unpacked into the cache where it is used."""
 
 
 class BenchTier(ConfigSection):
@@ -49,6 +60,7 @@ class TaskSettings(ConfigSection):
         tier: The smallest tier that has the task.
         initial: Placements that every search evaluates first (float, all, linear); empty is the cold start.
         solved_by: The placement among these that is within 1 % of the optimum, or "".
+        source: Origin, version, digest and licence of a model that is neither in the zoo nor in the assets.
     """
 
     family: str
@@ -56,6 +68,7 @@ class TaskSettings(ConfigSection):
     tier: TierName
     initial: Annotated[tuple[str, ...], Field(strict=False)] = ()
     solved_by: str = ""
+    source: str = ""
 
     @property
     def is_solved(self) -> bool:
@@ -74,7 +87,7 @@ class TaskCatalogue(ConfigSection):
         return {
             name: task
             for name, task in self.tasks.items()
-            if not task.is_solved and (tier == "full" or tier == task.tier)
+            if not task.is_solved and TIERS.index(task.tier) <= TIERS.index(tier)
         }
 
     def study(self, name: str, tier: TierName, searchers: Sequence[ReplayedSearcher], seeds: int) -> BudgetStudy:
@@ -95,8 +108,37 @@ def data_folder() -> Path:
 
 
 def table_path(name: str) -> Path:
-    """Return the file of a task's table."""
-    return data_folder() / f"{name}.parquet"
+    """Return the file of a task's table: that of the data folder, or one unpacked from its archive.
+
+    Raises:
+        UserError: The archive is damaged, or the cache cannot be written.
+    """
+    own, archive = data_folder() / f"{name}.parquet", data_folder() / ARCHIVE_FILE
+    if own.is_file() or not archive.is_file():
+        return own
+    return _unpack_table(archive, own, archive.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _unpack_table(archive: Path, own: Path, _changed_ns: int) -> Path:
+    """Return the file of an archive's table in the cache, or `own` if the archive does not have it."""
+    try:
+        with ZipFile(archive) as file:
+            if own.name not in file.namelist():
+                return own
+            if file.getinfo(own.name).file_size > MAX_TABLE_BYTES:
+                raise UserError(f"{archive}: {own.name} is larger than a table can be")
+            content = file.read(own.name)
+    except (OSError, BadZipFile) as error:
+        raise UserError(f"{archive}: cannot be read: {error}") from error
+    found = cache_dir() / "tables" / hashlib.sha256(content).hexdigest()[:16] / own.name
+    if not found.is_file():
+        with explain_write_errors(found):
+            found.parent.mkdir(parents=True, exist_ok=True)
+            part = found.with_suffix(f".{os.getpid()}.part")
+            part.write_bytes(content)
+            part.replace(found)
+    return found
 
 
 def read_catalogue() -> TaskCatalogue:
@@ -144,7 +186,7 @@ class BenchReading:
     Attributes:
         latency_ms: One noisy reading, as a search on the machine would get it; None for a failure.
         failure: Stage and reason of a failure, or "".
-        metrics: Recorded metrics by name.
+        metrics: Accuracy of the placement and recorded metrics, by name; without noise.
         cost_s: Recorded time of build and measurement; 0 for a model that was evaluated before.
     """
 
@@ -218,7 +260,7 @@ class BenchTask:
 
 
 def load(name: str, *, seed: int = 0) -> BenchTask:
-    """Return a task by its name, with the seed of its noise.
+    """Return a task by its name, with the seed of its noise; its readings have the accuracy of the placement.
 
     Raises:
         UserError: There is no such task, or its table cannot be read.
@@ -226,4 +268,5 @@ def load(name: str, *, seed: int = 0) -> BenchTask:
     tasks = read_catalogue().tasks
     if name not in tasks:
         raise UserError(f"no task is called {name!r}; {suggest_names(name, tasks)}")
-    return BenchTask(name, tasks[name], Landscape(read_table(table_path(name))), seed=seed)
+    table = join_accuracy(read_table(table_path(name)), read_accuracy(data_folder() / ACCURACY_FILE))
+    return BenchTask(name, tasks[name], Landscape(table), seed=seed)

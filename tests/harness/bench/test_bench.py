@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from small import qdq
 from harness.bench import load, read_catalogue
 from harness.bench.leaderboard import compare_searchers, read_results
 from harness.bench.submission import check_submission, read_submission, run_searchers, table_landscape
+from harness.bench.tasks import ARCHIVE_FILE, table_path
 from harness.errors import UserError
 from harness.progress import NullProgress
 from harness.studies.path_cache import PathCache
@@ -44,6 +46,24 @@ def test_a_tier_leaves_out_tasks_that_every_search_starts_solved() -> None:
     catalogue = read_catalogue()
     assert list(catalogue.tasks_of_tier("lite")) == ["one", "two"]
     assert list(catalogue.tasks_of_tier("full")) == ["one", "two", "three"]
+    assert list(catalogue.tasks_of_tier("extended")) == ["one", "two", "three"]
+
+
+def test_a_table_of_the_archive_is_a_task(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = load("three").optimum_ms
+    with ZipFile(tasks / ARCHIVE_FILE, "w") as file:
+        file.write(tasks / "three.parquet", "three.parquet")
+    (tasks / "three.parquet").unlink()
+    assert load("three").optimum_ms == before
+    assert table_path("three").is_relative_to(tmp_path / "cache")
+    assert qdq("bench", "export", str(tmp_path), "--format", "croissant") == 0
+    files = {each["@id"]: each for each in json.loads((tmp_path / "croissant.json").read_text())["distribution"]}
+    assert files["three.parquet"]["containedIn"] == {"@id": ARCHIVE_FILE}
+    assert not table_path("four").exists()
+    (tasks / ARCHIVE_FILE).write_bytes(b"no archive")
+    with pytest.raises(UserError, match="cannot be read"):
+        load("three")
 
 
 def test_a_submission_repeats_and_grows(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark_table import read_table
+from harness.bench import read_catalogue
+from harness.bench.accuracy import ACCURACY_FILE, read_accuracy
+from harness.bench.tasks import data_folder, table_path
+from harness.benchmark_table import read_table, read_table_metadata
 from harness.cli.main import main
 from harness.config.sections import ModelSpec
 from harness.studies.recorded_landscape import Landscape
@@ -58,6 +61,32 @@ def test_the_docs_say_what_the_table_says(path: Path) -> None:
     assert placements.startswith(f"{total} placements of {dimensions} dimensions, {models} different models")
     shown = zip(("float", "all", "linear"), anchors, strict=True)
     assert optimum.startswith(f"optimum {best_ms} ms ({', '.join(f'{name} {ms} ms' for name, ms in shown)})")
+
+
+@pytest.mark.parametrize("name", [name for name, task in read_catalogue().tasks.items() if task.tier == "extended"])
+def test_a_table_of_the_archive_is_whole_and_as_the_docs_say(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table = read_table(table_path(name))
+    assert len(table.rows) >= 128
+    assert {"note", "noise_floor"} <= set(table.metadata.environment)
+    line = next(line for line in (ROOT / "docs/reference/bench.md").read_text().splitlines() if f"| `{name}` |" in line)
+    _, dimensions, models, best_ms, *anchors = [cell.strip() for cell in line.strip("|").split("|")][:7]
+    placements, optimum = table_lines(table)[1:3]
+    assert f"of {dimensions} dimensions, {models} different models" in placements
+    shown = zip(("float", "all", "linear"), anchors, strict=True)
+    assert optimum.startswith(f"optimum {best_ms} ms ({', '.join(f'{name} {ms} ms' for name, ms in shown)})")
+
+
+def test_accuracies_are_of_placements_of_the_tables() -> None:
+    scores = read_accuracy(data_folder() / ACCURACY_FILE)
+    assert all(row.samples == 64 for row in scores.values())
+    tables = {
+        (facts.model_sha256, facts.precision, facts.dialect)
+        for facts in (read_table_metadata(table_path(name)) for name in read_catalogue().tasks)
+    }
+    assert {key[:3] for key in scores} <= tables
 
 
 def test_a_table_of_another_model_is_refused_before_anything_is_timed(
