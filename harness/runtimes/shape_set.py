@@ -71,7 +71,7 @@ class ShapeSet:
         """Objective and shapes in words."""
         if self.objective == "worst":
             return f"worst ratio to float over {'; '.join(shape.label for shape in self.shapes)}"
-        return f"weighted mean over {'; '.join(f'{shape.label} ({shape.share:.0%})' for shape in self.shapes)}"
+        return f"weighted mean over {'; '.join(f'{shape.label} ({shape.share:.4g})' for shape in self.shapes)}"
 
     def combine(self, latencies_ms: Array) -> Array:
         """Return the combined readings.

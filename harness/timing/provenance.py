@@ -162,7 +162,7 @@ def format_options(options: Mapping[str, Any]) -> str:
 
 
 def format_scenario(options: Mapping[str, Any]) -> str:
-    """Return what a reading is, from an engine's options: "latency on 1 thread, weighted mean over batch=1 (70%); ...".
+    """Return what a reading is, from an engine's options: "latency on 1 thread, weighted mean over batch=1 (0.7); ...".
 
     Args:
         options: Options of an engine, see `harness.api.Benchmarker.describe`.

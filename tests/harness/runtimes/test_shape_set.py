@@ -31,6 +31,7 @@ from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.selection.confirmation import read_events
 from harness.shipping.bundle import Shipment, run_script, write_bundle
 from harness.shipping.deploy_script import find_target
+from harness.shipping.results_bundle import confirmation_facts
 from harness.timing.confirmation import summarize_parts, summarize_turns
 from harness.verification.dynamic_delivery import write_dynamic_model
 
@@ -79,7 +80,7 @@ def save_net(path: Path) -> Path:
 def test_the_weighted_mean_is_the_expected_time_of_a_request() -> None:
     shapes = ShapeSet(objective="weighted", float_file=Path("f.onnx"), shapes=SHAPES)
     np.testing.assert_allclose(shapes.combine(np.array([[1.0, 2.0], [4.0, 8.0]])), [1.75, 3.5])
-    assert shapes.text == "weighted mean over batch=1 (75%); batch=4 (25%)"
+    assert shapes.text == "weighted mean over batch=1 (0.75); batch=4 (0.25)"
 
 
 @pytest.mark.parametrize(("latencies_ms", "ratio"), [([1.0, 3.0], 0.75), ([1.9, 1.0], 0.95), ([2.0, 4.0], 1.0)])
@@ -121,7 +122,13 @@ def test_tables_and_facts_name_the_shapes(done: Path) -> None:
     facts = read_json(done / TASK / "task.json")
     assert facts["shapes"] == {"batch=1": {"x": [1, 3, 8]}, "batch=4, time=6": {"x": [4, 6, 8]}}
     assert facts["inputs"] == {"x": [1, 3, 8]}
-    tables = {table.name: table for table in build_tables(load_results(done))}
+    results = load_results(done)
+    (task,) = results.tasks
+    quantized = next(row for row in task.summaries if row != "float")
+    shipped = confirmation_facts(task, task.events, quantized, "float", facts["shapes"])["shapes"]
+    assert {label: each["inputs"] for label, each in shipped.items()} == facts["shapes"]
+    assert all(len(each["speedup"]) == 3 for each in shipped.values())
+    tables = {table.name: table for table in build_tables(results)}
     assert all("latency" in table.note and "batch=4, time=6" in table.note for table in tables.values())
     assert {f"{label}, speedup" for label in LABELS} < set(tables["shapes"].cells)
     assert (done / TASK / "shapes.json").exists() == (done.name == "worst")
