@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.selection.confirmation import read_events
 from harness.shipping.bundle import Shipment, run_script, write_bundle
-from harness.shipping.deploy_script import find_target
+from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import confirmation_facts
 from harness.timing.confirmation import summarize_parts, summarize_turns
 from harness.verification.dynamic_delivery import write_dynamic_model
@@ -224,17 +225,24 @@ def test_the_script_of_a_shipment_fixes_the_dynamic_file_to_a_shape(tmp_path: Pa
     model = load(tmp_path / "net.onnx", dims={"batch": 1, "time": 3})
     dynamic = write_dynamic_model(model, candidate.source(), "onnxruntime", [{"x": (4, 3, 8)}])
     assert dynamic is not None
+    assert dynamic.file is not None
     figures = {key: [2.0, 1.9, 2.1] for key in ("speedup", "latency_ms", "float_latency_ms")}
     shapes = {"batch=4": {**figures, "inputs": {"x": [4, 3, 8]}}}
-    for use, params in (("onnxruntime", {}), ("openvino", {"precision": "f32"})):
-        runtime = dict(registry.create_plugin("benchmarker", use, params).describe())
+    runtimes = [dict(registry.create_plugin("benchmarker", use, {}).describe()) for use in ("onnxruntime", "openvino")]
+    feeds = {"x": np.random.default_rng(9).random((4, 3, 8), np.float32)}
+    (expected,) = run_onnxruntime(dynamic.file, feeds)
+    for runtime in runtimes:
         target = find_target(runtime)
         assert target is not None
-        shipment = Shipment(
-            name=use, model=candidate.source(), float_model=tmp_path / "1" / "model.onnx", target=target,
-            dynamic_model=dynamic.file, facts={**FACTS, "runtime": runtime, "shapes": shapes},
-        )  # fmt: skip
-        folder = write_bundle(tmp_path / "ship", shipment, NullProgress())
-        assert "| batch=4 | 2.000 [1.900, 2.100] |" in (folder / "report.md").read_text()
-        found = run_script(sys.executable, folder / "deploy.py", "--repeat", "2", "--at", "batch=4")
-        assert found["outputs"] == {"y": [4, 3, 2, 4]}
+        script = tmp_path / f"{runtime['name']}.py"
+        script.write_text(deploy_script(candidate.source(), runtime, target, {"batch=4": {"x": [4, 3, 8]}}))
+        found = runpy.run_path(str(script))["load"](dynamic.file, {"x": [4, 3, 8]})(feeds)
+        np.testing.assert_allclose(found["y"], expected, atol=0.05)
+    shipment = Shipment(
+        name="net", model=candidate.source(), float_model=tmp_path / "1" / "model.onnx", target=target,
+        dynamic_model=dynamic.file, facts={**FACTS, "runtime": runtimes[-1], "shapes": shapes},
+    )  # fmt: skip
+    folder = write_bundle(tmp_path / "ship", shipment, NullProgress())
+    assert "| batch=4 | 2.000 [1.900, 2.100] |" in (folder / "report.md").read_text()
+    reported = run_script(sys.executable, folder / "deploy.py", "--repeat", "2", "--at", "batch=4")
+    assert reported["outputs"] == {"y": [4, 3, 2, 4]}
