@@ -1,4 +1,4 @@
-"""`qdq bench tasks`, `run`, `check`, `score`, `leaderboard` and `export`."""
+"""`qdq bench tasks`, `run`, `check`, `score`, `surrogate`, `leaderboard` and `export`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import typer
 from harness.cli.common import JsonOption, count_option, echo, print_json, print_table
 from harness.errors import UserError
 
-__all__ = ["bench_check", "bench_export", "bench_leaderboard", "bench_run", "bench_score", "bench_tasks"]
+__all__ = [
+    "bench_check",
+    "bench_export",
+    "bench_leaderboard",
+    "bench_run",
+    "bench_score",
+    "bench_surrogate",
+    "bench_tasks",
+]
 
 TierOption = Annotated[Literal["lite", "full", "extended"], typer.Option(help="Tasks, seeds and budgets.")]
 SubmissionsArgument = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of qdq bench run.")]
@@ -125,6 +133,22 @@ def bench_score(
     with TerminalProgress() as terminal:
         scored = score_tables(load_experiment(experiment), table, path, terminal)
     echo(f"{path}: {scored} placements scored")
+
+
+def bench_surrogate(
+    table: Annotated[Path, typer.Argument(help="Parquet file of qdq record.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="ONNX file.", show_default=False)],
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model of the latency of all placements of a table's model, and show its error on held-out ones.
+
+    Example: `qdq bench surrogate results/tables/yolox_nano-onnxruntime.parquet --out out/yolox.onnx`
+    """
+    from harness.analysis.table_surrogate import write_surrogate
+    from harness.benchmark_table import read_table
+
+    error = dataclasses.asdict(write_surrogate(read_table(table), out))
+    print_table(tuple(error), [tuple(f"{value:.3g}" for value in error.values())], as_json=as_json)
 
 
 def bench_leaderboard(

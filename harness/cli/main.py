@@ -15,7 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.bench import bench_check, bench_export, bench_leaderboard, bench_run, bench_score, bench_tasks
+from harness.cli.bench import (
+    bench_check,
+    bench_export,
+    bench_leaderboard,
+    bench_run,
+    bench_score,
+    bench_surrogate,
+    bench_tasks,
+)
 from harness.cli.common import add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
 from harness.cli.doctor import doctor, tools, validate_gpu
@@ -62,6 +70,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "bench run": bench_run,
     "bench check": bench_check,
     "bench score": bench_score,
+    "bench surrogate": bench_surrogate,
     "bench leaderboard": bench_leaderboard,
     "bench export": bench_export,
     "zoo": zoo,

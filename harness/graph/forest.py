@@ -1,0 +1,79 @@
+"""ONNX graph of a forest of decision trees over the choices of placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+__all__ = ["write_forest"]
+
+
+def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[str, str], path: Path) -> None:
+    """Write a forest that predicts log latencies as an ONNX file, with operators of `ai.onnx.ml` 3.
+
+    Args:
+        forest: Fitted forest of scikit-learn; its features are the choices and the number of those that are not 0.
+        dimensions: Choices of a placement.
+        interval: Factor from the latency to the ends of its interval.
+        props: Metadata of the file.
+        path: The file.
+    """
+    nodes, targets = _tree_attributes(forest)
+    factor = helper.make_tensor("interval", TensorProto.FLOAT, [1], [interval])
+    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
+    zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", ["choices"], ["floats"], to=TensorProto.FLOAT),
+            helper.make_node("Greater", ["floats", "zero"], ["is_quantized"]),
+            helper.make_node("Cast", ["is_quantized"], ["quantized"], to=TensorProto.FLOAT),
+            helper.make_node("ReduceSum", ["quantized", "axes"], ["count"]),
+            helper.make_node("Concat", ["floats", "count"], ["features"], axis=1),
+            helper.make_node(
+                "TreeEnsembleRegressor", ["features"], ["log_ms"], domain="ai.onnx.ml", n_targets=1, **nodes, **targets
+            ),
+            helper.make_node("Exp", ["log_ms"], ["latency_ms"]),
+            helper.make_node("Div", ["latency_ms", "interval"], ["low_ms"]),
+            helper.make_node("Mul", ["latency_ms", "interval"], ["high_ms"]),
+        ],
+        "surrogate",
+        [helper.make_tensor_value_info("choices", TensorProto.INT64, ["placements", dimensions])],
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["placements", 1])
+            for name in ("latency_ms", "low_ms", "high_ms")
+        ],
+        [factor, axes, zero],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    helper.set_model_props(model, dict(props))
+    onnx.save(model, path)
+
+
+def _tree_attributes(forest: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Return the attributes of `TreeEnsembleRegressor`: those of nodes, and those of leaves."""
+    nodes: dict[str, list[Any]] = {
+        f"nodes_{name}": []
+        for name in ("treeids", "nodeids", "featureids", "modes", "values", "truenodeids", "falsenodeids")
+    }
+    targets: dict[str, list[Any]] = {f"target_{name}": [] for name in ("treeids", "nodeids", "ids", "weights")}
+    for number, fitted in enumerate(forest.estimators_):
+        tree = fitted.tree_
+        leaf, every = tree.children_left < 0, np.arange(tree.node_count)
+        nodes["nodes_treeids"] += [number] * tree.node_count
+        nodes["nodes_nodeids"] += every.tolist()
+        nodes["nodes_featureids"] += np.where(leaf, 0, tree.feature).tolist()
+        nodes["nodes_modes"] += np.where(leaf, "LEAF", "BRANCH_LEQ").tolist()
+        nodes["nodes_values"] += np.where(leaf, 0.0, tree.threshold).tolist()
+        nodes["nodes_truenodeids"] += np.where(leaf, 0, tree.children_left).tolist()
+        nodes["nodes_falsenodeids"] += np.where(leaf, 0, tree.children_right).tolist()
+        targets["target_treeids"] += [number] * int(leaf.sum())
+        targets["target_nodeids"] += every[leaf].tolist()
+        targets["target_ids"] += [0] * int(leaf.sum())
+        targets["target_weights"] += (tree.value[leaf, 0, 0] / len(forest.estimators_)).tolist()
+    return nodes, targets
