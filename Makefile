@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test check lint bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/qdq run experiments/quickstart.yaml --out out/quickstart
+	$(BIN)/qdq run experiments/demo.yaml --out out/demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
