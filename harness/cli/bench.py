@@ -112,7 +112,7 @@ def bench_score(
     experiment: Annotated[
         Path, typer.Argument(help="Models with calibration data and evaluators.", show_default=False)
     ],
-    table: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="Parquet files of qdq record.")],
+    table: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="Parquet files, or names of tasks.")],
     out: Annotated[
         Path | None, typer.Option(help="Parquet file of accuracies [default: scores/accuracy.parquet next to TABLE].")
     ] = None,
@@ -126,17 +126,25 @@ def bench_score(
     """
     from harness.bench.accuracy import ACCURACY_FILE
     from harness.bench.scoring import score_tables
+    from harness.bench.tasks import data_folder
     from harness.config.experiment import load_experiment
     from harness.terminal_progress import TerminalProgress
 
-    path = out or table[0].parent / ACCURACY_FILE
+    path = out or (table[0].parent if table[0].suffix == ".parquet" else data_folder()) / ACCURACY_FILE
     with TerminalProgress() as terminal:
-        scored = score_tables(load_experiment(experiment), table, path, terminal)
+        scored = score_tables(load_experiment(experiment), list(map(_table_file, table)), path, terminal)
     echo(f"{path}: {scored} placements scored")
 
 
+def _table_file(given: Path) -> Path:
+    """Return a table's file, which is given as a file or as the name of a task."""
+    from harness.bench.tasks import table_path
+
+    return given if given.suffix == ".parquet" else table_path(str(given))
+
+
 def bench_surrogate(
-    table: Annotated[Path, typer.Argument(help="Parquet file of qdq record.", show_default=False)],
+    table: Annotated[Path, typer.Argument(help="Parquet file, or name of a task.", show_default=False)],
     out: Annotated[Path, typer.Option(help="ONNX file.", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
@@ -147,7 +155,7 @@ def bench_surrogate(
     from harness.analysis.table_surrogate import write_surrogate
     from harness.benchmark_table import read_table
 
-    error = dataclasses.asdict(write_surrogate(read_table(table), out))
+    error = dataclasses.asdict(write_surrogate(read_table(_table_file(table)), out))
     print_table(tuple(error), [tuple(f"{value:.3g}" for value in error.values())], as_json=as_json)
 
 

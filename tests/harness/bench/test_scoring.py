@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from small import qdq
 
 from harness.bench import load
 from harness.bench.accuracy import ACCURACY_FILE, read_accuracy, score_key
@@ -20,6 +21,8 @@ from harness.progress import NullProgress
 from harness.studies.record_table import record
 from harness.task_setup.study_task import make_study
 
+TEXT = "experiment: scores\nmodels: [{model}]\nbackends: [simulated]\nprecision: [int8]\n"
+
 
 @pytest.fixture
 def experiment(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
@@ -32,9 +35,7 @@ def experiment(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tasks / f"{name}.parquet").unlink()
         study = make_study(str(model), backend="simulated", params={"seed": 5, "base_ms": base_ms})
         record(study, tasks / f"{name}.parquet", 2, NullProgress())
-    return parse_experiment(
-        f"experiment: scores\nmodels: [{model}]\nbackends: [simulated]\nprecision: [int8]\n", "scores", tmp_path
-    )
+    return parse_experiment(TEXT.format(model=model), "scores", tmp_path)
 
 
 def test_tables_of_a_model_share_the_accuracy_of_their_placements(
@@ -60,6 +61,8 @@ def test_tables_of_a_model_share_the_accuracy_of_their_placements(
     named = {table.subspace.full_space.digest(type(table.subspace.base)(c)) for c in table.metadata.anchors.values()}
     assert score_tables(experiment, [one], out, NullProgress()) == len(inside | named) - 2
     assert score_tables(experiment, [two], out, NullProgress()) == 0, "it differs in the speed of its machine only"
+    (tmp_path / "scores.yaml").write_text(TEXT.format(model=tmp_path / "net.onnx"))
+    assert qdq("bench", "score", str(tmp_path / "scores.yaml"), "two") == 0
     found = read_accuracy(out)
     quantized = found[score_key(table.metadata, table.subspace.full_space.digest(table.subspace.base))]
     assert (quantized.model, quantized.samples, quantized.data.split(",")[0]) == ("net", 64, "random inputs")
