@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from harness.results_dir.termination import Termination, read_termination
 from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
 from harness.search_loop.objective import Goal
 
-__all__ = ["ScoredEvaluation", "SearchLog", "median_latencies_ms", "read_search", "read_searches"]
+__all__ = ["ScoredEvaluation", "SearchLog", "read_search", "read_searches"]
 
 JOURNAL_NAME = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 
@@ -49,7 +50,6 @@ class SearchLog:
         initial: Number of evaluations of initial placements.
         incumbents: Evaluations that became the incumbent, which is the best one within the bounds.
         scored: Evaluations with a measured metric, in order.
-        latencies_ms: Latency of each measured placement by digest.
         float_ms: Latency of the float model by the search's own samples; None if the search did not measure it.
         float_value: Metric of the float model, in the same way.
         cost: Seconds and readings spent, with those of retries; see `harness.report.tables.cost.cost_frame`.
@@ -59,13 +59,12 @@ class SearchLog:
     searcher: str
     seed: int
     path: Path
-    elapsed_s: tuple[float, ...]
+    elapsed_s: Sequence[float]
     successes: int
     failures: Mapping[str, int]
     initial: int
     incumbents: tuple[Evaluation, ...]
     scored: tuple[ScoredEvaluation, ...]
-    latencies_ms: Mapping[str, float]
     float_ms: float | None
     float_value: float | None
     cost: Mapping[str, float]
@@ -82,32 +81,47 @@ class SearchLog:
         return len(self.elapsed_s)
 
 
-def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequence[str]) -> tuple[SearchLog, ...]:
-    """Return the searches with a journal in the folder `runs`, in the order of `searchers`, others last."""
+def read_searches(
+    runs: Path, goal: Goal, metric: str | None, searchers: Sequence[str]
+) -> tuple[tuple[SearchLog, ...], dict[str, float]]:
+    """Return the searches with a journal in the folder `runs`, in the order of `searchers`, others last.
+
+    Returns:
+        The searches, and by digest the latency of each of their incumbents and scored placements: the median over all
+        searches that measured it.
+    """
     order = {name: place for place, name in enumerate(searchers)}
     paths = sorted({path.with_name(path.name.removesuffix(COMPRESSED_SUFFIX)) for path in runs.glob("*.jsonl*")})
     named = [(path, match) for path in paths if (match := JOURNAL_NAME.fullmatch(path.name))]
+    readings: defaultdict[str, list[float]] = defaultdict(list)
     logs = [
-        read_search(path, match["searcher"], int(match["seed"]), goal, metric)
+        read_search(path, match["searcher"], int(match["seed"]), goal, metric, readings)
         for path, match in named
         if has_lines(path)
     ]
-    return tuple(sorted(logs, key=lambda log: (order.get(log.searcher, len(order)), log.searcher, log.seed)))
+    shown = {step.digest for log in logs for step in log.incumbents} | {
+        trial.digest for log in logs for trial in log.scored
+    }
+    logs.sort(key=lambda log: (order.get(log.searcher, len(order)), log.searcher, log.seed))
+    return tuple(logs), {digest: median(readings[digest]) for digest in shown}
 
 
-def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | None) -> SearchLog:
+def read_search(
+    path: Path, searcher: str, seed: int, goal: Goal, metric: str | None, readings: defaultdict[str, list[float]]
+) -> SearchLog:
     """Read the journal of a search once, line by line.
 
     Args:
         goal: Objective and bounds that define the incumbent.
         metric: Name of the evaluator's metric; None without an evaluator.
+        readings: Receives the latency of each measured placement by digest.
 
     Raises:
         UserError: The journal is damaged or has another schema.
     """
     tally, name = _CostTally(), metric or ""
     incumbents, scored, floats = list[Evaluation](), list[ScoredEvaluation](), list[Evaluation]()
-    latencies_ms: dict[str, float] = {}
+    latencies_ms: dict[str, float] = {}  # of a placement that was measured again, the last
     for trial in iter_evaluations(tally.count(read_journal(path)), goal):
         latencies_ms[trial.digest] = trial.latency_ms
         if is_new_incumbent(trial, incumbents[-1] if incumbents else None):
@@ -117,31 +131,23 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
             scored.append(ScoredEvaluation(**facts, value=trial.score.metrics[name]))
         if not any(trial.choices):
             floats.append(trial)
+    for digest, latency_ms in latencies_ms.items():
+        readings[digest].append(latency_ms)
     return SearchLog(
         searcher=searcher,
         seed=seed,
         path=path,
-        elapsed_s=tuple(tally.elapsed_s),
+        elapsed_s=array("d", tally.elapsed_s),
         successes=tally.successes,
         failures=dict(tally.failures),
         initial=tally.initial,
         incumbents=tuple(incumbents),
         scored=tuple(scored),
-        latencies_ms=latencies_ms,
         float_ms=next((trial.latency_ms for trial in floats), None),
         float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
         cost=dict(tally.cost),
         end=read_termination(path),
     )
-
-
-def median_latencies_ms(searches: Iterable[SearchLog]) -> dict[str, float]:
-    """Return the median latency of each placement over the searches that measured it, by digest."""
-    readings: defaultdict[str, list[float]] = defaultdict(list)
-    for search in searches:
-        for digest, latency_ms in search.latencies_ms.items():
-            readings[digest].append(latency_ms)
-    return {digest: median(values) for digest, values in readings.items()}
 
 
 class _CostTally:

@@ -27,7 +27,7 @@ from harness.results_dir.manifest import require_unchanged_results
 from harness.results_dir.phases import PHASES_FILE, read_phases
 from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
-from harness.search_loop.search_log import SearchLog, median_latencies_ms, read_searches
+from harness.search_loop.search_log import SearchLog, read_searches
 from harness.selection.confirmation import read_events, read_noise_floor
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, read_speedups
 from harness.timing.confirmation import RowSummary, summarize_turns
@@ -54,8 +54,8 @@ class TaskResults:
         rows: Exported models by id.
         picks: Choices of the methods.
         searches: Searches that have started.
-        latencies_ms: Latency of each measured placement by digest: the median over the searches that measured it, so
-            that it is the same in each of them.
+        latencies_ms: Latency of each incumbent and scored placement by digest: the median over the searches that
+            measured it, so that it is the same in each of them.
         selection_speedups: Speedup over the float model in the final selection, by digest; empty without one.
         scores: Record of the evaluator by row id.
         file_scores: The same of rows of PTQ tools, computed as their files describe them.
@@ -266,7 +266,9 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
     builds = read_builds(folder / "confirmation.jsonl") or (stored.builds if events else None)
     metric = facts.get("metric")
-    searches = read_searches(folder / "runs", paced, None if metric is None else str(metric), stored.searchers)
+    searches, latencies_ms = read_searches(
+        folder / "runs", paced, None if metric is None else str(metric), stored.searchers
+    )
     return TaskResults(
         folder=folder,
         facts=facts,
@@ -274,7 +276,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
         rows=named,
         picks=picks,
         searches=searches,
-        latencies_ms=median_latencies_ms(searches),
+        latencies_ms=latencies_ms,
         selection_speedups=read_or_explain(
             folder / FINAL_SELECTION_LOG_NAME, lambda: read_speedups(folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
         ),

@@ -2,6 +2,7 @@
 
 import math
 import tracemalloc
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -131,7 +132,7 @@ def test_raw_samples_are_not_kept_in_memory(tmp_path):
             result = TrialResult(number=number, outcome=outcome, elapsed_s=float(number))
             file.write("".join(f"{add_checksum(encode_line(line))}\n" for line in (asked, result)))
     tracemalloc.start()
-    search = read_search(path, "random", 0, Goal(), None)
+    search = read_search(path, "random", 0, Goal(), None, defaultdict(list))
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (search.evaluations, search.successes, search.cost["readings"]) == (count, count, 500 * count)
