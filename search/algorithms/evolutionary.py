@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from search.api import Placement, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher
@@ -21,6 +21,7 @@ __all__ = ["EvolutionarySearcher"]
 
 LEARNING_RATE = 0.22
 MAX_ATTEMPTS = 100
+FREE_REPEATS = 2000  # children that a search draws beyond two per proposal; without a limit, time is not linear
 
 
 class EvolutionarySearcher(ArchiveSearcher):
@@ -66,14 +67,20 @@ class EvolutionarySearcher(ArchiveSearcher):
         self._blocks = dimension_blocks(space)
         self._floor = 1 / max(len(space), 2)
         self._rates: dict[str, float] = {}
+        self._children = 0
 
     def _propose(self) -> Placement | None:
         parents = self._archive.incumbents(self._population, self._significance)
-        make = (lambda: self._child(parents)) if parents else self._random_placement
-        placement = first_unseen(make, self._space, self._archive, MAX_ATTEMPTS)
+        make: Callable[[], Placement] = (lambda: self._child(parents)) if parents else self._random_placement
+        left = FREE_REPEATS + 2 * len(self._archive.seen) - self._children
+        attempts = min(MAX_ATTEMPTS, max(left, 1))
+        placement = first_unseen(make, self._space, self._archive, attempts)
+        if placement is None and attempts < MAX_ATTEMPTS:  # near the parents nearly all is known
+            placement = random_neighbour(make(), self._space, self._rng, self._archive)
         return placement or random_neighbour(self._random_placement(), self._space, self._rng, self._archive)
 
     def _child(self, parents: Sequence[ArchiveEntry]) -> Placement:
+        self._children += 1
         first = self._select_parent(parents)
         rate = self._adapt_rate(self._rates.get(first.digest, self._floor))
         child = first.placement

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import search.acquisition
+import search.algorithms.evolutionary
 import search.archive
 from search.acquisition import MAX_TRAINING_ROWS
 from search.algorithms.evolutionary import EvolutionarySearcher
@@ -50,6 +51,22 @@ def test_comparisons_of_incumbents_grow_linearly(monkeypatch):
     small = len(counts)
     search_loop(EvolutionarySearcher, 400)
     assert len(counts) - small <= 5 * small
+
+
+def test_children_that_are_drawn_again_grow_linearly(monkeypatch):
+    counts, draw = [], EvolutionarySearcher._child
+
+    def count(self, parents):
+        counts.append(1)
+        return draw(self, parents)
+
+    monkeypatch.setattr(EvolutionarySearcher, "_child", count)
+    free = search_loop(EvolutionarySearcher, 230, dimensions=8)  # of 256 placements
+    drawn = len(counts)
+    monkeypatch.setattr(search.algorithms.evolutionary, "FREE_REPEATS", 0)
+    limited = search_loop(EvolutionarySearcher, 230, dimensions=8)
+    assert len(free) == len(limited) == 230
+    assert len(counts) - drawn <= 3 * 230 < drawn
 
 
 @pytest.mark.parametrize("seed", range(4))
