@@ -31,10 +31,12 @@ def experiment(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> 
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 3, 3, pad=1))
     builder.output(builder.op("GlobalAveragePool", builder.conv(x, 4, 1)))
     model = builder.save(tmp_path / "net.onnx")
+    like = None
     for name, base_ms in (("one", 10.0), ("two", 20.0)):
         (tasks / f"{name}.parquet").unlink()
         study = make_study(str(model), backend="simulated", params={"seed": 5, "base_ms": base_ms})
-        record(study, tasks / f"{name}.parquet", 2, NullProgress())
+        record(study, tasks / f"{name}.parquet", None if like else 2, NullProgress(), like=like)
+        like = read_table(tasks / f"{name}.parquet")
     return parse_experiment(TEXT.format(model=model), "scores", tmp_path)
 
 
