@@ -168,7 +168,7 @@ class ShapeEntry(_InputSizes):
         weight: Relative number of such requests, for the objective "weighted".
     """
 
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=MAX_COUNT, allow_inf_nan=False)] = 1.0
 
     @property
     def label(self) -> str:
