@@ -11,10 +11,11 @@ from pprint import pformat
 from typing import Any
 
 import yaml
+from onnx import TensorProto
 
 from harness.errors import UserError, suggest_names
 from harness.graph.protos import input_values
-from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, read_precisions, read_qdq_graph
+from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, read_precisions, read_qdq_graph
 from search.space import Edge
 
 __all__ = ["RECIPES", "PlacementSummary", "export_recipe", "summarize_placement"]
@@ -73,7 +74,11 @@ def quantize(model, calibration, output):
         weight_type=QuantType.QInt8,
         op_types_to_quantize=OP_TYPES,
         nodes_to_exclude=FLOAT_NODES,
-        extra_options={{"OpTypesToExcludeOutputQuantization": OP_TYPES, "ActivationSymmetric": {symmetric}}},
+        extra_options={{
+            "OpTypesToExcludeOutputQuantization": OP_TYPES,
+            "ActivationSymmetric": {symmetric},
+            "QuantizeBias": {biases},
+        }},
     )
 
 '''
@@ -145,6 +150,7 @@ class PlacementSummary:
             and other readers of a quantized tensor, because a tool has one pair for all of them.
         precision: Precision of the pairs.
         symmetric: Activations have zero point 0.
+        biases: Biases are quantized, which costs time in runtimes that add them in float.
         ranks: Number of dimensions of each input.
     """
 
@@ -154,6 +160,7 @@ class PlacementSummary:
     inexpressible: tuple[Edge, ...]
     precision: str
     symmetric: bool
+    biases: bool
     ranks: Mapping[str, int]
 
 
@@ -192,6 +199,7 @@ def summarize_placement(path: Path) -> PlacementSummary:
         inexpressible=tuple(partial),
         precision=next(iter(precisions)),
         symmetric=_is_symmetric(graph),
+        biases=_quantizes_biases(graph),
         ranks={value.name: len(value.type.tensor_type.shape.dim) for value in input_values(graph.proto.graph)},
     )
 
@@ -200,6 +208,12 @@ def _is_symmetric(graph: QDQGraph) -> bool:
     pairs = (node for node in graph.proto.graph.node if node.op_type in QDQ_OPS and len(node.input) > 2)
     zeros = (graph.values(node.input[2]) for node in pairs)
     return all(zero is None or not zero.any() for zero in zeros)
+
+
+def _quantizes_biases(graph: QDQGraph) -> bool:
+    sources = (node.input[0] for node in graph.proto.graph.node if node.op_type == DEQUANTIZE)
+    stored = (graph.constants[name] for name in sources if name in graph.constants)
+    return any(tensor.data_type == TensorProto.INT32 for tensor in stored)
 
 
 def _has_narrow_weights(facts: Mapping[str, Any]) -> bool:
@@ -224,6 +238,7 @@ def _script(
             reduce_range=_has_narrow_weights(facts),
             activation="QInt8" if found.symmetric else "QUInt8",
             symmetric=found.symmetric,
+            biases=found.biases,
             precision=found.precision,
             preset="PERFORMANCE" if found.symmetric else "MIXED",
         )
@@ -246,6 +261,7 @@ def _olive_config(found: PlacementSummary, file: str, facts: Mapping[str, Any]) 
         "extra_options": {
             "OpTypesToExcludeOutputQuantization": list(found.op_types),
             "ActivationSymmetric": found.symmetric,
+            "QuantizeBias": found.biases,
         },
     }
     return json.dumps({"passes": {"qdq_bench_placement": described}}, indent=1) + "\n"

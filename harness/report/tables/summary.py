@@ -33,7 +33,10 @@ def _format_score(row: Row) -> str:
 
 
 def _format_verdict(row: Row) -> str:
+    """Return the verdict in few words, so that the table fits a terminal."""
     label = verdict_label(row)
+    if label.startswith("wrong result"):
+        return "wrong result"
     return "beyond the bound" if label == BEYOND_BOUND_VERDICT else label
 
 
@@ -86,5 +89,5 @@ def _rank(row: Row) -> tuple[int, float]:
 
 
 def _left_out(rows: int, results: Results) -> Iterator[str]:
-    more = f"{pluralize(rows, 'more row')}, " if rows else ""
-    yield f"{more}all columns, tables and notes: qdq report {results.folder}"
+    more = f"{pluralize(rows, 'more row')}, all" if rows else "All"
+    yield f"{more} columns, tables and notes: qdq report {results.folder}"

@@ -24,24 +24,34 @@ from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
 from harness.shipping.recipes import RECIPES, export_recipe, summarize_placement
 from search.heuristics import HEURISTIC_RULES
 
 FACTS: dict[str, Any] = {"file": "net.onnx", "runtime": {"name": "onnxruntime", "dialect": "onnxruntime"}}
 
 
-def ship(folder: Path, *, without: str = "") -> tuple[Model, Path]:
+def ship(folder: Path, *, without: str = "", dialect: Dialect = ONNXRUNTIME) -> tuple[Model, Path]:
     """Return a model and the folder of its placement `linear` without the inputs of one node."""
     folder.mkdir()
     model = load(save_small(folder / "float.onnx"))
     onnx.save(model.proto, folder / "float.onnx")
     feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
-    space = build_space(model, ONNXRUNTIME, precisions=("int8",))
+    space = build_space(model, dialect, precisions=("int8",))
     placed = space.resolve(HEURISTIC_RULES["linear"](space, None))
     kept = tuple((edge, precision) for edge, precision in placed if edge.consumer != without)
-    Inserter(model, ONNXRUNTIME, activation_ranges(model, [feed])).export(kept, folder / "net.onnx")
+    Inserter(model, dialect, activation_ranges(model, [feed])).export(kept, folder / "net.onnx")
     return model, folder
+
+
+@pytest.mark.parametrize(("dialect", "quantized"), [(ONNXRUNTIME, True), (OPENVINO, False)])
+def test_biases_are_quantized_where_the_shipped_file_has_them_quantized(
+    tmp_path: Path, dialect: Dialect, quantized: bool
+) -> None:
+    _, folder = ship(tmp_path / "shipped", dialect=dialect)
+    assert summarize_placement(folder / "net.onnx").biases == quantized
+    export_recipe(folder, FACTS, "ort", folder / "recipe.py")
+    assert f'"QuantizeBias": {quantized}' in (folder / "recipe.py").read_text()
 
 
 def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path: Path) -> None:
