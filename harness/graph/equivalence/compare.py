@@ -104,7 +104,9 @@ def _compare_uninformative(
 def _first_changed_node(original: ModelVersion, prepared: ModelVersion, feeds: Feeds, limit_db: float) -> str | None:
     """Describe the first node whose results differ on equal inputs; "" without one, None if it cannot be determined."""
     graph = prepared.proto.graph
-    producers = {name: node for node in original.proto.graph.node for name in node.output if name}
+    # Weights may be nodes, of PaddlePaddle for instance: a fold changes them, and their readers are compared with them.
+    nodes = (node for node in original.proto.graph.node if node.op_type != "Constant")
+    producers = {name: node for node in nodes for name in node.output if name}
     made = {name for node in graph.node for name in node.output}
     folded = {t.name: t for t in graph.initializer if t.name in producers and t.data_location != TensorProto.EXTERNAL}
     names = [name for name in producers if name in made or name in folded]

@@ -92,6 +92,24 @@ def test_rounding_is_no_change(end: str, half: bool, compared: list[EquivalenceV
     assert compared == [EquivalenceVerdict()]
 
 
+def with_constant_nodes(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model whose weights are nodes, as Paddle2ONNX exports them."""
+    nodes = [
+        helper.make_node("Constant", [], [tensor.name], name=f"constant_{tensor.name}", value=tensor)
+        for tensor in proto.graph.initializer
+    ]
+    nodes += proto.graph.node
+    del proto.graph.initializer[:], proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    return proto
+
+
+@pytest.mark.parametrize("end", ["float", "index", "silent"])
+def test_weights_that_are_nodes_may_be_folded(end: str, compared: list[EquivalenceVerdict]) -> None:
+    assert "BatchNormalization" not in ready(with_constant_nodes(network(end)))
+    assert compared == [EquivalenceVerdict()]
+
+
 def far_from_zero(*, half: bool) -> onnx.ModelProto:
     """Return a network whose normalized values spread little around a large mean."""
     proto = network(half=half, depth=1)
@@ -116,6 +134,13 @@ def test_digits_lost_to_a_large_mean_are_no_change(half: bool, compared: list[Eq
 def test_a_change_is_refused_with_the_first_changed_node(end: str, half: bool) -> None:
     with pytest.raises(UserError, match=r"'norm0' \(BatchNormalization, output 'n0'\).* 3[34]\.\d dB"):
         ready(network(end, half=half))
+
+
+@pytest.mark.usefixtures("faulty_fold")
+@pytest.mark.parametrize("end", ["float", "silent"])
+def test_a_change_of_weights_that_are_nodes_is_refused(end: str) -> None:
+    with pytest.raises(UserError, match=r"'norm0'"):
+        ready(with_constant_nodes(network(end)))
 
 
 @pytest.mark.parametrize("end", ["float", "index"])
