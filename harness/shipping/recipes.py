@@ -11,11 +11,10 @@ from pprint import pformat
 from typing import Any
 
 import yaml
-from onnx import TensorProto
 
 from harness.errors import UserError, suggest_names
 from harness.graph.protos import input_values
-from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, read_precisions, read_qdq_graph
+from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, read_precisions, read_qdq_graph
 from search.space import Edge
 
 __all__ = ["RECIPES", "PlacementSummary", "export_recipe", "summarize_placement"]
@@ -78,6 +77,7 @@ def quantize(model, calibration, output):
             "OpTypesToExcludeOutputQuantization": OP_TYPES,
             "ActivationSymmetric": {symmetric},
             "QuantizeBias": {biases},
+            "ForceQuantizeNoInputCheck": True,  # MaxPool and others, even if nothing before them is quantized
         }},
     )
 
@@ -114,6 +114,7 @@ def quantize(model, calibration, output):
             calibration_data={{name: np.concatenate([row[name] for row in rows]) for name in rows[0]}},
             op_types_to_quantize=OP_TYPES,
             nodes_to_exclude=[f"^{{re.escape(name)}}$" for name in FLOAT_NODES],
+            high_precision_dtype="fp32",  # its default casts the other operators to FP16
             output_path=output,
         )
 
@@ -199,7 +200,7 @@ def summarize_placement(path: Path) -> PlacementSummary:
         inexpressible=tuple(partial),
         precision=next(iter(precisions)),
         symmetric=_is_symmetric(graph),
-        biases=_quantizes_biases(graph),
+        biases=graph.has_quantized_biases,
         ranks={value.name: len(value.type.tensor_type.shape.dim) for value in input_values(graph.proto.graph)},
     )
 
@@ -208,12 +209,6 @@ def _is_symmetric(graph: QDQGraph) -> bool:
     pairs = (node for node in graph.proto.graph.node if node.op_type in QDQ_OPS and len(node.input) > 2)
     zeros = (graph.values(node.input[2]) for node in pairs)
     return all(zero is None or not zero.any() for zero in zeros)
-
-
-def _quantizes_biases(graph: QDQGraph) -> bool:
-    sources = (node.input[0] for node in graph.proto.graph.node if node.op_type == DEQUANTIZE)
-    stored = (graph.constants[name] for name in sources if name in graph.constants)
-    return any(tensor.data_type == TensorProto.INT32 for tensor in stored)
 
 
 def _has_narrow_weights(facts: Mapping[str, Any]) -> bool:
@@ -262,6 +257,7 @@ def _olive_config(found: PlacementSummary, file: str, facts: Mapping[str, Any]) 
             "OpTypesToExcludeOutputQuantization": list(found.op_types),
             "ActivationSymmetric": found.symmetric,
             "QuantizeBias": found.biases,
+            "ForceQuantizeNoInputCheck": True,
         },
     }
     return json.dumps({"passes": {"qdq_bench_placement": described}}, indent=1) + "\n"

@@ -144,6 +144,13 @@ class QDQGraph:
             return None
         return numpy_helper.to_array(tensor, base_dir=str(self._folder or "")).astype(np.float64)
 
+    @property
+    def has_quantized_biases(self) -> bool:
+        """Whether a constant is stored as INT32, as biases are, and dequantized."""
+        sources = (node.input[0] for node in self.proto.graph.node if node.op_type == DEQUANTIZE)
+        stored = (self.constants[name] for name in sources if name in self.constants)
+        return any(tensor.data_type == TensorProto.INT32 for tensor in stored)
+
     def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
         """Return the node that computes a tensor, in front of nodes of transparent operators; None without one."""
         node = self.producer.get(tensor)

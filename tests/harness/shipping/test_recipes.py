@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -68,6 +69,32 @@ def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path: Path) -> Non
     theirs, ours = (import_placement(path, model) for path in (tmp_path / "theirs.onnx", folder / "net.onnx"))
     assert theirs == ours | dict.fromkeys(found.inexpressible, "int8"), "one pair for all readers of a tensor"
     assert [edge.consumer for edge in found.inexpressible] == ["Add"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["nncf", "modelopt"])
+def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, tool: str) -> None:
+    pytest.importorskip({"modelopt": "modelopt.onnx"}.get(tool, tool))
+    model, folder = ship(tmp_path / "shipped", dialect=OPENVINO)
+    found = export_recipe(folder, FACTS, tool, folder / "recipe.py")
+    np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 3, 16, 16), np.float32))
+    made = tmp_path / "theirs.onnx"
+    command = [
+        sys.executable,
+        str(folder / "recipe.py"),
+        str(folder / "float.onnx"),
+        str(tmp_path / "calib.npz"),
+        str(made),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    theirs, ours = (import_placement(path, model) for path in (made, folder / "net.onnx"))
+    assert theirs.keys() - ours.keys() <= {*found.inexpressible}
+    assert theirs
+    if tool == "nncf":  # ModelOpt leaves convolutions of few channels in float
+        assert ours.keys() <= theirs.keys()
+    floats = {tensor.data_type for tensor in onnx.load(made).graph.initializer}
+    assert onnx.TensorProto.FLOAT16 not in floats, "operators without pairs keep their precision"
 
 
 def test_every_recipe_is_valid_and_names_are_data(tmp_path: Path) -> None:

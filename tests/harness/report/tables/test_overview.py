@@ -67,7 +67,9 @@ def test_rows_are_models_columns_are_methods_with_geometric_means(models):
 def test_the_picture_shows_every_model_and_method(models, monkeypatch):
     keys = []
     monkeypatch.setattr(study_plots, "add_legend", lambda axes: keys.append(axes))
-    (picture,) = [each for each in draw_plots(load(models), models / "report", all_plots=False) if each.path.stem == "overview"]
+    (picture,) = [
+        each for each in draw_plots(load(models), models / "report", all_plots=False) if each.path.stem == "overview"
+    ]
     assert picture.title.startswith("Speedups at a glance, int8, ")
     assert picture.path.with_suffix(".png").exists()
     axes = next(axes for axes in keys if "float baseline, log scale" in axes.get_xlabel())
@@ -87,7 +89,11 @@ def test_means_and_plots_are_by_backend(tmp_path):
     means = frame[(frame["model"] == MEAN_LABEL) & (frame["column"] == "all")].set_index("device")["speedup"]
     devices = ["one on A CPU, 2 threads", "two on A CPU, 2 threads"]
     assert means.to_dict() == pytest.approx(dict(zip(devices, (4.0, 2.0), strict=True)))
-    titles = [picture.title for picture in draw_plots(load(tmp_path), tmp_path / "report", all_plots=False) if not picture.task]
+    titles = [
+        picture.title
+        for picture in draw_plots(load(tmp_path), tmp_path / "report", all_plots=False)
+        if not picture.task
+    ]
     assert [title for title in titles if "glance" in title] == [
         f"Speedups at a glance, int8, {device}" for device in devices
     ]
