@@ -179,7 +179,7 @@ class ONNXRuntimeBenchmarker:
             MeasureFailed: It was not made so, or nothing was counted.
         """
         if not self._profile:
-            raise MeasureFailed("ONNX Runtime tells its layers only with profile: true")
+            raise MeasureFailed("ONNX Runtime reports its layers only with profile: true")
         try:
             return read_profile(Path(artifact.engine.end_profiling()).read_text(encoding="utf-8"))
         except OSError as error:

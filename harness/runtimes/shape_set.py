@@ -99,6 +99,7 @@ class _ShapeSetBenchmarker:
 
     def __init__(self, inner: Benchmarker, shapes: ShapeSet) -> None:
         self._inner, self._set = inner, shapes
+        self._float_model: Callable[[Path], Any] = cache(lambda file: read_model(file, file.name)[0])
         self.capabilities: Capabilities = capabilities_of(inner)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
@@ -161,10 +162,6 @@ class _ShapeSetBenchmarker:
             return transfer_file(fixed, path, other, target)
         except UserError as error:  # would end the run otherwise
             raise BuildFailed(f"{path.name} at {shape.label}: {error}") from error
-
-    @cache  # noqa: B019 - as long as its worker
-    def _float_model(self, file: Path) -> Any:
-        return read_model(file, file.name)[0]
 
 
 class _ShapeSetProbe:

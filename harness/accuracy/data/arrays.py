@@ -67,7 +67,7 @@ def array_names(path: Path) -> frozenset[str]:
             return frozenset()
         with zipfile.ZipFile(path) as archive:
             return frozenset(name.removesuffix(".npy") for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile):
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):  # of damaged files; reading names the fault
         return frozenset()
 
 

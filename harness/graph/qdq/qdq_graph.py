@@ -146,7 +146,7 @@ class QDQGraph:
 
     @property
     def has_quantized_biases(self) -> bool:
-        """Whether a constant is stored as INT32, as biases are, and dequantized."""
+        """Return whether a constant is stored as INT32, as biases are, and dequantized."""
         sources = (node.input[0] for node in self.proto.graph.node if node.op_type == DEQUANTIZE)
         stored = (self.constants[name] for name in sources if name in self.constants)
         return any(tensor.data_type == TensorProto.INT32 for tensor in stored)

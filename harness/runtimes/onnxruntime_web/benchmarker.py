@@ -89,7 +89,7 @@ class ONNXRuntimeWebBenchmarker:
             MeasureFailed: It was not made so, or nothing was counted.
         """
         if not self._profile:
-            raise MeasureFailed("ONNX Runtime Web tells its layers only with profile: true")
+            raise MeasureFailed("ONNX Runtime Web reports its layers only with profile: true")
         with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
             return read_profile(artifact.engine.request("profile")["trace"])
 
