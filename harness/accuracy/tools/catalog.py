@@ -50,6 +50,9 @@ _ORT_STATIC = PtqTool(modules=("onnxruntime",), methods=("minmax", "max", "entro
 _NNCF = PtqTool(
     modules=("nncf", "openvino"), methods=("mean",), program=_PROGRAMS / "nncf_child.py", extra="nncf"
 )  # fmt: skip
+_QUARK = PtqTool(
+    modules=("quark",), methods=("minmax",), program=_PROGRAMS / "quark_child.py", environment="quark"
+)  # fmt: skip
 TOOLS: Mapping[str, PtqTool] = {
     "modelopt_ptq": PtqTool(
         modules=("modelopt", "torch", "onnx_graphsurgeon"),
@@ -64,9 +67,8 @@ TOOLS: Mapping[str, PtqTool] = {
     "nncf_accuracy_control": PtqTool(
         modules=_NNCF.modules, methods=_NNCF.methods, program=_NNCF.program, extra="nncf", controls_accuracy=True
     ),
-    "quark_ptq": PtqTool(
-        modules=("quark",), methods=("minmax",), program=_PROGRAMS / "quark_child.py", environment="quark"
-    ),
+    "quark_ptq": _QUARK,
+    "quark_adaquant": _QUARK,
 }  # fmt: skip
 
 

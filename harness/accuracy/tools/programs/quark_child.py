@@ -1,7 +1,8 @@
 """Program of AMD Quark's child process: its INT8 configurations for processors.
 
 Source: AMD Quark 0.13, "Quark ONNX, configuration": `U8S8_AAWS` (UINT8 activations with zero point, INT8 weights),
-per channel, because one scale for each weight leaves depthwise convolutions without accuracy.
+per channel, because one scale for each weight leaves depthwise convolutions without accuracy; with AdaQuant the
+"ADAQUANT" form of the same configuration.
 """
 
 from __future__ import annotations
@@ -30,12 +31,21 @@ class _Reader:
 
 def quark_ptq(request: dict[str, Any]) -> None:
     """Run Quark's post-training quantization."""
+    _quantize(request, "AAWS")
+
+
+def quark_adaquant(request: dict[str, Any]) -> None:
+    """Run the same and then AdaQuant, which trains the weights and biases of one layer after the other."""
+    _quantize(request, "AAWS_ADAQUANT")
+
+
+def _quantize(request: dict[str, Any], form: str) -> None:
     if request["precision"] != "int8":
         raise UnsupportedOption(f"quantizes to int8, not to {request['precision']}")
     from quark.onnx import ModelQuantizer
     from quark.onnx.quantization.config import Config, get_default_config
 
-    chosen = get_default_config("U8S8_AAWS" if request["activation"] == "uint8" else "S8S8_AAWS")
+    chosen = get_default_config(f"{'U8S8' if request['activation'] == 'uint8' else 'S8S8'}_{form}")
     chosen.per_channel = True
     chosen.extra_options["UseRandomData"] = False
     ModelQuantizer(Config(global_quant_config=chosen)).quantize_model(
@@ -44,4 +54,4 @@ def quark_ptq(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve_request({"quark_ptq": quark_ptq}, sys.argv[1])
+    serve_request({"quark_ptq": quark_ptq, "quark_adaquant": quark_adaquant}, sys.argv[1])
