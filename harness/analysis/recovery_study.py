@@ -11,11 +11,20 @@ from pathlib import Path
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.metrics.intervals import drop_estimate
-from harness.accuracy.recovery.pipeline import PlacedModel, RecoveryStep, StepGain, create_steps, recover
+from harness.accuracy.recovery.pipeline import (
+    PlacedModel,
+    RecoveryStep,
+    StepGain,
+    create_steps,
+    recover,
+    split_held_out,
+)
+from harness.accuracy.tools.catalog import TOOLS
 from harness.analysis.plots import draw_layer_losses
 from harness.api import Accuracy
 from harness.errors import UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.quantize.numeric_choices import Granularity, NumericChoices
 from harness.graph.segmented_run import layer_sqnr_db
 from harness.progress import Observer
@@ -23,8 +32,9 @@ from harness.records import SCHEMA_VERSION, Failed
 from harness.results_dir.io import explain_write_errors, write_json
 from harness.statistics import Interval
 from harness.task_setup.accuracy import Scoring, make_scoring
+from harness.task_setup.external_tools import QuantizationRequest, run_external_tool
 from harness.task_setup.model_loader import input_types
-from harness.task_setup.placed_models import open_placer
+from harness.task_setup.placed_models import RECOVERY_STEPS, list_choices, open_placer
 from harness.task_setup.study_task import StudyTask, prepare_study
 from harness.task_setup.task import Task
 from harness.timing.workers.sandbox import open_engines
@@ -44,9 +54,10 @@ class RecoveryRequest:
     """Choices whose combinations are scored, each besides the choices of the study; empty: the study's own.
 
     Attributes:
-        placement: A key of `PLACEMENT_NAMES`.
+        placement: A key of `PLACEMENT_NAMES`, a PTQ tool that is run, or a Q/DQ file that was made from the model.
         float_nodes: Wildcards of nodes that stay float.
         steps: Names of recovery steps, in order.
+        auto: Score the study's own choices, and only those besides them that calibration samples choose, with recovery.
     """
 
     placement: str = "linear"
@@ -55,6 +66,7 @@ class RecoveryRequest:
     weights: tuple[str, ...] = ()
     depthwise: tuple[Granularity, ...] = ()
     steps: tuple[str, ...] = ()
+    auto: bool = False
 
     def combinations(self, own: NumericChoices) -> list[NumericChoices]:
         """Return the choices of the study first, then the others."""
@@ -98,7 +110,7 @@ def recovery_report(
     scoring = make_scoring(study.experiment.objective, study.spec.model, task.model, task.work)
     if scoring.metric is None:
         raise UserError("recovery needs an evaluator: give an experiment file whose model has one, or 'fidelity'")
-    steps = create_steps(request.steps)
+    steps = create_steps(request.steps or (RECOVERY_STEPS if request.auto else ()))
     with open_engines(worker, study.experiment.limits) as engines:
         store = AccuracyStore(folder, engines, observer)
         reference = store.require_float_score(task.model_file)
@@ -150,27 +162,63 @@ def _iter_models(
     study: StudyTask, task: Task, request: RecoveryRequest, steps: Mapping[str, RecoveryStep], observer: Observer
 ) -> Iterator[tuple[NumericChoices, tuple[StepGain, ...], PlacedModel]]:
     """Yield the placement with each combination of choices, and again with recovery."""
-    combinations = request.combinations(task.choices)
+    combinations = list_choices(task) if request.auto else request.combinations(task.choices)
     feeds = CalibrationBatches(study.spec.model, task.model, input_types(task.model))
+    resolved = _resolve(task, request, feeds, observer)
     placer = open_placer(task, combinations, feeds, feeds.count, observer)
     batches = list(feeds) if steps else []
-    for placed in placer.place(_resolve(task, request)):
-        yield placed.choices, (), placed
+    models = placer.place(resolved)
+    if request.auto:
+        yield task.choices, (), next(models)
+        models = iter(placer.rank(resolved, split_held_out(batches)[1])[:1])
+    for placed in models:
+        if not request.auto:
+            yield placed.choices, (), placed
         if steps:
             recalibrate = placer.recalibration(placed.choices, batches)
             recovered, gains = recover(placed, steps, batches, recalibrate, observer)
             yield placed.choices, gains, recovered
 
 
-def _resolve(task: Task, request: RecoveryRequest) -> Resolved:
-    roles, space = PLACEMENT_NAMES[request.placement], task.space
-    found = space.resolve(space.quantize_roles(roles) if roles else space.quantize_all())
+def _resolve(task: Task, request: RecoveryRequest, feeds: CalibrationBatches, observer: Observer) -> Resolved:
+    space = task.space
+    if request.placement in PLACEMENT_NAMES:
+        roles = PLACEMENT_NAMES[request.placement]
+        found = space.resolve(space.quantize_roles(roles) if roles else space.quantize_all())
+    else:
+        file = _tool_file(task, request.placement, feeds, observer)
+        found = space.resolve(space.nearest(import_placement(file, task.model)))
     names = {edge.consumer for edge, _ in found}
     for pattern in request.float_nodes:
         if not fnmatch.filter(names, pattern):
             raise UserError(f"--float-node {pattern}: no quantized node has such a name")
     left_out = {name for pattern in request.float_nodes for name in fnmatch.filter(names, pattern)}
     return tuple((edge, precision) for edge, precision in found if edge.consumer not in left_out)
+
+
+def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: Observer) -> Path:
+    """Return the Q/DQ file that a placement names, or the one that a tool of this name makes.
+
+    Raises:
+        UserError: There is none, or the tool failed.
+    """
+    if placement not in TOOLS:
+        if not Path(placement).is_file():
+            known = ", ".join((*PLACEMENT_NAMES, *TOOLS))
+            raise UserError(f"--placement {placement}: no such file, and none of {known}")
+        return Path(placement)
+    options = feeds.ptq_options(task.dialect, task.spec.precisions[0])
+    request = QuantizationRequest(
+        model_file=task.float_file,
+        source=task.model.source,
+        data=feeds,
+        data_key=repr(feeds.cache_key),
+        options=options,
+    )
+    made = run_external_tool(placement, request, observer)
+    if made.path is None or made.path.suffix != ".onnx":
+        raise UserError(f"--placement {placement}: {made.reason or 'it delivers an IR; name nncf_ptq_onnx'}")
+    return made.path
 
 
 def _drop(scoring: Scoring, reference: Accuracy, score: Accuracy | Failed) -> Interval | None:

@@ -70,7 +70,9 @@ def sensitivity(
 
 def recover(
     model: StudyArgument,
-    placement: Annotated[Literal["linear", "all"], typer.Option(help="Points that are quantized.")] = "linear",
+    placement: Annotated[
+        str, typer.Option(help="Quantized points: linear, all, a PTQ tool that is run, or its Q/DQ file.")
+    ] = "linear",
     float_node: Annotated[
         list[str] | None, typer.Option(help="Node that stays float, or wildcard of such nodes; repeat.")
     ] = None,
@@ -81,6 +83,9 @@ def recover(
         typer.Option(help="Scales of the data of depthwise convolutions, tensor or channel; repeat to compare."),
     ] = None,
     step: Annotated[list[str] | None, typer.Option(help="Recovery step, in order; repeat.")] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Score what calibration samples choose alone, as a run under a bound does.")
+    ] = False,
     backend: StudyBackendOption = None,
     param: ParamOption = None,
     shape: ShapeOption = None,
@@ -108,6 +113,7 @@ def recover(
         weights=tuple(weights or ()),
         depthwise=cast("tuple[Literal['tensor', 'channel'], ...]", tuple(depthwise or ())),
         steps=tuple(step or ()),
+        auto=auto,
     )
     folder = short_path(out or Path(f"recover-{made.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from harness.api import Array
 from harness.graph.protos import copy_message, tensors_read
 from harness.graph.qdq.qdq_graph import unique_node_names
 
-__all__ = ["SegmentedRun", "channel_maxima", "iter_outputs", "layer_sqnr_db", "measure_layer_shifts"]
+__all__ = ["SegmentedRun", "channel_maxima", "iter_outputs", "layer_sqnr_db", "measure_layer_shifts", "sum_outputs"]
 
 Feeds = Mapping[str, Array]
 
@@ -36,6 +37,15 @@ def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterato
 def iter_outputs(path: Path, batches: Sequence[Feeds]) -> list[dict[str, Array]]:
     """Return the outputs of a model file for each batch; call it in the helper process."""
     return list(_run_all(path, batches))
+
+
+def sum_outputs(path: Path, batches: Sequence[Feeds]) -> dict[str, float]:
+    """Return the sum over the batches of each output, which is a scalar; call it in the helper process."""
+    found: dict[str, float] = defaultdict(float)
+    for outputs in _run_all(path, batches):
+        for name, value in outputs.items():
+            found[name] += float(value)
+    return dict(found)
 
 
 def channel_maxima(path: Path, tensors: Sequence[str], batches: Sequence[Feeds]) -> dict[str, Array]:
@@ -78,19 +88,26 @@ class SegmentedRun:
     def run_to(self, node: str) -> str:
         """Run all nodes up to one that has not been run yet; return the name of its first output."""
         target: str = self._outputs[node]
-        stop = self._producer[target] + 1
+        self._run(self._producer[target] + 1, target)
+        return target
+
+    def run_before(self, node: str) -> None:
+        """Run all nodes in front of one that has not been run yet, so that `values` has what it reads."""
+        self._run(self._producer[self._outputs[node]], "")
+
+    def _run(self, stop: int, target: str) -> None:
         nodes = self._proto.graph.node[self._position : stop]
         made = [name for each in nodes for name in each.output if name]
         kept = [name for name in made if name == target or self._last_use.get(name, -1) >= stop]
         read = dict.fromkeys(name for each in nodes for name in tensors_read(each))
-        segment = self._segment(nodes, [name for name in read if name in self.values], kept, read)
-        count = len(next(iter(self.values.values())))
-        feeds = [{name: self.values[name][i] for name in read if name in self.values} for i in range(count)]
-        results = list(_run_all(segment, feeds))
+        if kept:
+            segment = self._segment(nodes, [name for name in read if name in self.values], kept, read)
+            count = len(next(iter(self.values.values())))
+            feeds = [{name: self.values[name][i] for name in read if name in self.values} for i in range(count)]
+            results = list(_run_all(segment, feeds))
         self._position = stop
         self.values = {name: arrays for name, arrays in self.values.items() if self._last_use.get(name, -1) >= stop}
         self.values |= {name: [result[name] for result in results] for name in kept}
-        return target
 
     def _segment(
         self, nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], outputs: Sequence[str], read: Mapping[str, None]

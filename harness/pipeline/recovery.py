@@ -7,12 +7,11 @@ Files that then keep the bound on the images of the search are timed with the in
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from harness.accuracy.recovery.pipeline import (
     PlacedModel,
     StepGain,
     create_steps,
-    rank_by_sqnr,
     recover,
     split_held_out,
 )
@@ -29,7 +27,6 @@ from harness.api import Accuracy
 from harness.errors import CandidateError, UserError
 from harness.graph.io.files import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs
-from harness.graph.quantize.numeric_choices import NumericChoices, depthwise_inputs
 from harness.pipeline.task_run import TaskRun
 from harness.records import SCHEMA_VERSION
 from harness.results_dir.artifacts import RECOVERY_FILE, recovered_row
@@ -38,17 +35,12 @@ from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import Evaluation, iter_evaluations
 from harness.search_loop.objective import PREDICTED_METRIC, is_feasible
 from harness.task_setup.methods import WarmStartModel, is_external_searcher
-from harness.task_setup.placed_models import ModelPlacer, open_placer
-from harness.task_setup.task import Task
+from harness.task_setup.placed_models import RECOVERY_STEPS, ModelPlacer, list_choices, open_placer
 from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement
 
-__all__ = ["RECOVERY_STEPS", "near_misses", "recovered_models"]
+__all__ = ["near_misses", "recovered_models"]
 
-RECOVERY_STEPS = ("equalization", "smoothing", "bias_correction")
-"""Recovery steps in order; each is undone where held-out samples show no gain."""
-ESTIMATORS = ("mean", "mse")
-"""Range estimators that are tried besides that of the experiment."""
 MAX_NEAR_MISSES = 2
 """Of a task; each costs about a minute."""
 MAX_LOST_SHARE = 0.6
@@ -127,7 +119,7 @@ def _recover_all(running: TaskRun, book: AccuracyStore, misses: Sequence[Evaluat
     batches = list(task.feeds)
     try:
         split_held_out(batches)
-        placer = open_placer(task, _combinations(task), batches, len(batches), running.observer)
+        placer = open_placer(task, list_choices(task), batches, len(batches), running.observer)
     except UserError as error:
         running.observer.say(f"{task.spec.name}: nothing is recovered: {error}")
         return {}
@@ -140,16 +132,6 @@ def _recover_all(running: TaskRun, book: AccuracyStore, misses: Sequence[Evaluat
             started_s = ended_s  # the first one has the calibration
             step.advance(facts["label"])
     return _read_known(running)
-
-
-def _combinations(task: Task) -> list[NumericChoices]:
-    """Return the choices of the task first, then those with other estimators, and with scales by channel."""
-    own = task.choices
-    grains = [own.depthwise]
-    if task.dialect.channel_activations and depthwise_inputs(task.model) and own.depthwise == "tensor":
-        grains.append("channel")
-    estimators = dict.fromkeys((own.activations, *ESTIMATORS))
-    return [replace(own, activations=each, depthwise=grain) for each, grain in itertools.product(estimators, grains)]
 
 
 def _recover(
@@ -182,7 +164,7 @@ def _iter_attempts(
     """Yield the contents closest to the float model with recovery and without it, then the next closest."""
     resolved = running.task.space.resolve(Placement(miss.choices))
     with suppress(UserError, CandidateError):  # ONNX Runtime may not run a model: nothing is recovered then
-        ranked = rank_by_sqnr(list(placer.place(resolved)), split_held_out(batches)[1])
+        ranked = placer.rank(resolved, split_held_out(batches)[1])
         recalibrate = placer.recalibration(ranked[0].choices, batches)
         placed, gains = recover(ranked[0], create_steps(RECOVERY_STEPS), batches, recalibrate, running.observer)
         if any(gain.kept for gain in gains):

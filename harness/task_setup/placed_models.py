@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.accuracy.calibration.ranges import Ranges, calibrate, calibrate_by_methods, finite_ranges
-from harness.accuracy.recovery.pipeline import PlacedModel
+from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, measure_sqnr_db
 from harness.api import Array
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
@@ -15,7 +16,12 @@ from harness.progress import Observer
 from harness.task_setup.task import Task
 from search.space import Resolved
 
-__all__ = ["ModelPlacer", "open_placer"]
+__all__ = ["RECOVERY_STEPS", "ModelPlacer", "list_choices", "open_placer"]
+
+RECOVERY_STEPS = ("equalization", "smoothing", "estimator_selection", "rounding", "bias_correction")
+"""Recovery steps in order; each is undone where held-out samples show no gain."""
+ESTIMATORS = ("mean",)
+"""Range estimators that are tried for all activations alike besides that of the experiment; others by place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,16 @@ class ModelPlacer:
                 choices=choices,
             )
 
+    def rank(self, resolved: Resolved, held: Sequence[Feeds]) -> list[PlacedModel]:
+        """Return quantized edges with each combination of contents, the closest to the float model on samples first.
+
+        Raises:
+            UserError: ONNX Runtime does not run a model.
+        """
+        models = list(self.place(resolved))
+        figures = measure_sqnr_db(models, held)
+        return [models[i] for i in sorted(range(len(models)), key=lambda i: -figures[i])]
+
     def recalibration(
         self, choices: NumericChoices, batches: Sequence[Mapping[str, Array]]
     ) -> Callable[[Model], Ranges]:
@@ -62,6 +78,16 @@ class ModelPlacer:
             return finite_ranges(found)
 
         return calibrate_again
+
+
+def list_choices(task: Task) -> list[NumericChoices]:
+    """Return the choices of a task first, then those with other estimators, and with scales by channel."""
+    own = task.choices
+    grains = [own.depthwise]
+    if task.dialect.channel_activations and depthwise_inputs(task.model) and own.depthwise == "tensor":
+        grains.append("channel")
+    estimators = dict.fromkeys((own.activations, *ESTIMATORS))
+    return [replace(own, activations=each, depthwise=grain) for each, grain in itertools.product(estimators, grains)]
 
 
 def open_placer(

@@ -177,7 +177,8 @@ def calibrate_by_methods(  # noqa: PLR0913 - one option, one parameter
                 if progress is not None:
                     progress(done)
         finally:
-            seen = call_in_helper_process(what, _close_observer, copy)
+            what = f"calibration of {source}: ranges of the values seen"
+            seen = call_in_helper_process(what, _close_observer, copy, factor=RUNTIME_FACTOR)
     if not done:
         raise UserError(f"calibration of {source}: there is no data; give at least one batch")
     found = {method: {} if seen is None else seen[method] for method in methods}

@@ -15,7 +15,6 @@ from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, quantized_lay
 from harness.graph.constant_edits import replace_constants, with_own_biases
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import save_to_folder
-from harness.graph.model import Model
 from harness.graph.segmented_run import measure_layer_shifts
 
 __all__ = ["FastBiasCorrection", "SequentialBiasCorrection"]
@@ -30,7 +29,7 @@ class FastBiasCorrection:
     keeps_function = False
     sequential = False
 
-    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> Model | None:
+    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         """See `RecoveryStep.apply`."""
         layers = quantized_layers(placed)
         model, biases = with_own_biases(placed.model, layers)
@@ -47,7 +46,8 @@ class FastBiasCorrection:
             what, measure_layer_shifts, *files, axes, samples, self.sequential, factor=RUNTIME_FACTOR
         )
         values = {biases[name]: model.constant_array(biases[name]) for name in shifts}
-        return replace_constants(model, {biases[name]: values[biases[name]] - shift for name, shift in shifts.items()})
+        corrected = {biases[name]: values[biases[name]] - shift for name, shift in shifts.items()}
+        return replace(placed, model=replace_constants(model, corrected))
 
 
 class SequentialBiasCorrection(FastBiasCorrection):

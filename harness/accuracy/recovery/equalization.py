@@ -7,7 +7,7 @@ accurate and efficient post-training quantization for large language models", ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +53,7 @@ class CrossLayerEqualization:
 
     keeps_function = True
 
-    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> Model | None:
+    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         """See `RecoveryStep.apply`."""
         pairs = [pair for node in placed.model.nodes if (pair := _convolution_pair(placed.model, node))]
         if not pairs:
@@ -63,7 +63,7 @@ class CrossLayerEqualization:
             factors = [_equalize(pair, arrays) for pair in pairs]
             if max(factors) < _CONVERGED_FACTOR:
                 break
-        return replace_constants(placed.model, arrays)
+        return replace(placed, model=replace_constants(placed.model, arrays))
 
 
 class SmoothQuant:
@@ -74,7 +74,7 @@ class SmoothQuant:
 
     keeps_function = True
 
-    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> Model | None:
+    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         """See `RecoveryStep.apply`."""
         pairs = [pair for node in placed.model.nodes if (pair := _normalized_pair(placed.model, node))]
         if not pairs:
@@ -92,7 +92,7 @@ class SmoothQuant:
                 np.where(usable, after, 1) ** (1 - _SMOOTHING_EXPONENT),
             )
             _scale_channels(pair, arrays, powers[0] / powers[1])
-        return replace_constants(placed.model, arrays)
+        return replace(placed, model=replace_constants(placed.model, arrays))
 
 
 def _private_arrays(model: Model, pairs: Sequence[_ScaledPair]) -> dict[str, Array]:

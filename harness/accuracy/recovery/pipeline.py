@@ -28,8 +28,8 @@ from harness.progress import Observer
 from search.space import Resolved
 
 __all__ = [
-    "Feeds", "PlacedModel", "RecoveryStep", "RecoveryStepContract", "StepGain", "create_steps", "quantized_layers",
-    "rank_by_sqnr", "recover", "split_held_out",
+    "Feeds", "PlacedModel", "RecoveryStep", "RecoveryStepContract", "StepGain", "create_steps", "measure_sqnr_db",
+    "quantized_layers", "recover", "split_held_out",
 ]  # fmt: skip
 
 Feeds = Mapping[str, Array]
@@ -62,7 +62,7 @@ class PlacedModel:
 
 
 class RecoveryStep(Protocol):
-    """Change of the constants of a model that makes its quantized form more accurate.
+    """Change of constants or ranges that makes the quantized form of a model more accurate.
 
     Attributes:
         keeps_function: The changed float model computes the same outputs; then its ranges are calibrated again.
@@ -70,8 +70,8 @@ class RecoveryStep(Protocol):
 
     keeps_function: bool
 
-    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> Model | None:
-        """Return the changed model, with the same nodes, or None if there is nothing to change.
+    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
+        """Return the changed placement, with the same nodes and pairs, or None if there is nothing to change.
 
         Args:
             placed: The placement; nothing of it is changed.
@@ -168,27 +168,26 @@ def recover(
             if changed is None:
                 gains.append(StepGain(step=name, before_db=best_db, after_db=None, kept=False))
             else:
-                candidate = replace(placed, model=changed)
                 if step.keeps_function:
-                    candidate = replace(candidate, reference=changed, ranges=calibrate(changed))
-                after_db = judge.sqnr_db(candidate)
+                    changed = replace(changed, reference=changed.model, ranges=calibrate(changed.model))
+                after_db = judge.sqnr_db(changed)
                 kept = after_db >= best_db + MIN_GAIN_DB
                 gains.append(StepGain(step=name, before_db=best_db, after_db=after_db, kept=kept))
                 if kept:
-                    placed, best_db = candidate, after_db
+                    placed, best_db = changed, after_db
             progress.advance(str(gains[-1]))
     return placed, tuple(gains)
 
 
-def rank_by_sqnr(models: Sequence[PlacedModel], held: Sequence[Feeds]) -> list[PlacedModel]:
-    """Return placed models of one reference in the order of the SQNR of their outputs on samples, the best first.
+def measure_sqnr_db(models: Sequence[PlacedModel], held: Sequence[Feeds]) -> list[float]:
+    """Return the SQNR of the outputs of placed models of one reference on samples, see `StepGain`.
 
     Raises:
         UserError: ONNX Runtime does not run a model.
     """
     with tempfile.TemporaryDirectory(prefix="qdq-recover-") as scratch:
         judge = _Judge(models[0].reference, held, Path(scratch))
-        return sorted(models, key=judge.sqnr_db, reverse=True)
+        return [judge.sqnr_db(each) for each in models]
 
 
 class _Judge:
@@ -234,25 +233,30 @@ class RecoveryStepContract:
         return iter_outputs(save_to_folder(model, self.folder / "contract"), self.batches)
 
     def test_the_given_model_is_not_changed_and_the_step_repeats(self) -> None:
-        before = self.placed.model.proto.SerializeToString(deterministic=True)
+        before, ranges = self.placed.model.proto.SerializeToString(deterministic=True), dict(self.placed.ranges)
         results = [self.step.apply(self.placed, self.batches, self.folder) for _ in range(2)]
         assert self.placed.model.proto.SerializeToString(deterministic=True) == before
-        texts = {None if each is None else each.proto.SerializeToString(deterministic=True) for each in results}
+        assert self.placed.ranges == ranges
+        texts = {None if each is None else each.model.proto.SerializeToString(deterministic=True) for each in results}
         assert len(texts) == 1, "the same placement and samples give the same model"
+        first, second = (None if each is None else dict(each.ranges) for each in results)
+        assert first == second, "and the same ranges"
 
     def test_nodes_keep_names_and_data_and_the_placement_stays_valid(self) -> None:
         changed = self.step.apply(self.placed, self.batches, self.folder)
         if changed is None:
             return
-        shapes = [[(n.name, n.op, n.inputs[:1], n.outputs) for n in m.nodes] for m in (self.placed.model, changed)]
+        models = self.placed.model, changed.model
+        shapes = [[(n.name, n.op, n.inputs[:1], n.outputs) for n in m.nodes] for m in models]
         assert shapes[0] == shapes[1]
-        replace(self.placed, model=changed).export(self.folder / "changed.onnx")
+        assert changed.resolved == self.placed.resolved
+        changed.export(self.folder / "changed.onnx")
 
     def test_the_float_function_is_kept_if_the_step_says_so(self) -> None:
         changed = self.step.apply(self.placed, self.batches, self.folder)
         if changed is None or not self.step.keeps_function:
             return
-        for before, after in zip(self._outputs(self.placed.model), self._outputs(changed), strict=True):
+        for before, after in zip(self._outputs(self.placed.model), self._outputs(changed.model), strict=True):
             for name, values in before.items():
                 scale = float(np.abs(values).max())
                 np.testing.assert_allclose(after[name], values, atol=1e-4 * scale, rtol=1e-4)

@@ -183,12 +183,17 @@ class QDQGraph:
     def _by_label(self) -> Mapping[str, Any]:
         return dict(zip(self.labels, self.proto.graph.node, strict=True))
 
-    def edge_range(self, edge: Edge) -> tuple[float, float] | None:
-        """Return the values that the pair of an edge clips to; None without one constant scale, as of weights."""
+    def edge_pair(self, edge: Edge) -> tuple[Any, Any]:
+        """Return the QuantizeLinear, None in front of a stored constant, and the DequantizeLinear of an edge."""
         name = self._by_label[edge.consumer].input[edge.slot] if edge.consumer else edge.tensor
         dequantize = self.producer_through(name, _CAST_OPS)
         quantize = None if dequantize is None else self.producer_through(dequantize.input[0], _CAST_OPS)
-        if quantize is None or quantize.op_type != QUANTIZE:
+        return (quantize if quantize is not None and quantize.op_type == QUANTIZE else None), dequantize
+
+    def edge_range(self, edge: Edge) -> tuple[float, float] | None:
+        """Return the values that the pair of an edge clips to; None without one constant scale, as of weights."""
+        quantize, _ = self.edge_pair(edge)
+        if quantize is None:
             return None
         scale, limits = self.values(quantize.input[1]), _LIMITS_BY_STORAGE.get(self._stored_type(quantize))
         if scale is None or scale.size != 1 or limits is None:

@@ -53,9 +53,21 @@ def test_each_combination_is_scored_with_and_without_recovery(folder: Path, caps
     assert "placement linear" in printed
 
 
+def test_calibration_samples_choose_the_second_file_at_the_placement_of_another_file(folder: Path) -> None:
+    assert qdq("recover", "small.yaml", "--auto", "--out", "out") == 0
+    rows = read_json(folder / "out/recovery.json")["rows"]
+    assert [bool(row["steps"]) for row in rows] == [False, True]
+    assert rows[1]["choices"].endswith("depthwise channel")
+    assert rows[1]["sqnr_db"] > rows[0]["sqnr_db"] + 3
+    assert qdq("recover", "small.yaml", "--placement", "out/models/1.onnx", "--out", "again") == 0
+    files = folder / "out/models/0.onnx", folder / "again/models/0.onnx"
+    assert files[0].read_bytes() == files[1].read_bytes(), "its places, with the contents of the experiment"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--placement", "linaer"), "linaer"),
         (("--float-node", "nothing*"), "nothing*"),
         (("--step", "bias"), "recovery step is called 'bias'"),
         (("--depthwise", "pixel"), "'pixel'"),

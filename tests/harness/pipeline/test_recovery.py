@@ -111,6 +111,7 @@ def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(
     assert "depthwise channel" in facts["label"], "the channels differ in scale"
     assert (facts["loss_before"], facts["loss"]) == (pytest.approx(0.2), pytest.approx(0.03))
     assert len(book.files) == 2
+    assert model.placement_digest == running.task.space.digest(everything), "whose timing of the search is kept"
     again = recovered_models(running, Book())  # type: ignore[arg-type]
     assert again == {next(iter(again)): models}, "recovered once"
     running.experiment = running.experiment.model_copy(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from harness.accuracy.calibration.ranges import Ranges, calibrate, finite_ranges
 from harness.accuracy.recovery.pipeline import (
@@ -19,18 +22,25 @@ from harness.accuracy.recovery.pipeline import (
     recover,
     split_held_out,
 )
+from harness.accuracy.recovery.rounding import round_compensated
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.constant_edits import bias_place, with_own_biases
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
+from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import read_qdq_edges, read_qdq_graph
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
+from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES
+from harness.graph.quantize.weight_estimators import load_weight_estimator
+from harness.graph.quantize.weights import quantize_weight
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.segmented_run import measure_layer_shifts
 from harness.progress import NullProgress
 from harness.registry import installed_plugins
+from harness.task_setup.placed_models import list_choices
+from search.space import Placement
 
 STEPS = [plugin.name for plugin in installed_plugins("recovery step")]
 BATCHES = [{"x": np.random.default_rng(i).normal(0.5, 1, (1, 4, 8, 8)).astype(np.float32)} for i in range(8)]
@@ -49,7 +59,7 @@ def _conv_net(folder: Path) -> Model:
         )
         x = net.op("Relu", made) if number < 2 else made
     net.output(x, name="y")
-    return load(net.save(folder / "convs.onnx"), min_opset=17)
+    return load(net.save(folder / "convs.onnx"), min_opset=19)
 
 
 def _norm_net(folder: Path) -> Model:
@@ -113,7 +123,7 @@ def test_sequential_shifts_leave_no_mean_error_at_the_end(tmp_path: Path) -> Non
     step = create_steps(["bias_correction"])["bias_correction"]
     corrected = step.apply(placed, BATCHES, tmp_path)
     assert corrected is not None
-    file = replace(placed, model=corrected).export(tmp_path / "corrected.onnx")
+    file = corrected.export(tmp_path / "corrected.onnx")
     axes = dict.fromkeys(biases, 1)
     left = measure_layer_shifts(save_to_folder(model, tmp_path / "f"), file, axes, BATCHES, True)
     first = measure_layer_shifts(
@@ -135,8 +145,9 @@ def test_smoothing_gains_behind_a_norm_with_a_loud_channel(tmp_path: Path) -> No
 
 def test_equalization_evens_out_weights_of_one_scale(tmp_path: Path) -> None:
     placed = _placed(_conv_net(tmp_path), tmp_path)
-    model = create_steps(["equalization"])["equalization"].apply(placed, BATCHES, tmp_path)
-    assert model is not None
+    found = create_steps(["equalization"])["equalization"].apply(placed, BATCHES, tmp_path)
+    assert found is not None
+    model = found.model
     weights = [model.constant_array(node.inputs[1]) for node in model.nodes if node.op == "Conv"]
     first, second = np.abs(weights[0]).max(axis=(1, 2, 3)), np.abs(weights[1]).max(axis=(0, 2, 3))
     np.testing.assert_allclose(first, second, rtol=0.05)
@@ -147,11 +158,12 @@ class _Spoiler:
 
     keeps_function = False
 
-    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> Model | None:
+    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         model, biases = with_own_biases(placed.model, quantized_layers(placed))
         from harness.graph.constant_edits import replace_constants
 
-        return replace_constants(model, {name: model.constant_array(name) + 5 for name in biases.values()})
+        spoilt = replace_constants(model, {name: model.constant_array(name) + 5 for name in biases.values()})
+        return replace(placed, model=spoilt)
 
 
 def test_a_step_that_does_not_gain_is_undone(tmp_path: Path) -> None:
@@ -183,3 +195,125 @@ def test_a_bias_that_cannot_be_changed_has_no_place(tmp_path: Path) -> None:
     net.output(z, name="z")
     model = load(net.save(tmp_path / "odd.onnx"), min_opset=17)
     assert [bias_place(model, node) for node in model.nodes if node.name in ("bare", "half")] == [None, None]
+
+
+def _sqnr_db(reference: np.ndarray, found: np.ndarray) -> float:
+    return float(10 * np.log10(np.square(reference).sum() / np.square(found - reference).sum()))
+
+
+def test_each_activation_takes_the_estimator_that_its_reader_loses_least_by(tmp_path: Path) -> None:
+    net, rng = GraphBuilder("two", seed=0), np.random.default_rng(0)
+    weight = net.const(rng.normal(0, 1, (2, 2, 1, 1)).astype(np.float32))
+    for name in ("spiky", "even"):
+        x = net.input(name, (1, 2, 16, 16))
+        net.output(net.op("Conv", x, weight, kernel_shape=[1, 1], name=f"conv_{name}"), name=f"y_{name}")
+    model = load(net.save(tmp_path / "two.onnx"), min_opset=17)
+    batches = []
+    for number in range(8):
+        spiky, even = (rng.uniform(-1, 1, (1, 2, 16, 16)).astype(np.float32) for _ in range(2))
+        spiky[0, 0, 0, number] = 40  # a value that costs every other one its resolution
+        batches.append({"spiky": spiky, "even": even})
+    file = save_to_folder(model, tmp_path / "ranges")
+    ranges = finite_ranges(calibrate(file, ["spiky", "even"], batches))
+    placed = replace(_placed_linear(model), ranges=ranges)
+    found = create_steps(["estimator_selection"])["estimator_selection"].apply(placed, batches, tmp_path)
+    assert found is not None
+    assert found.ranges["spiky"][1] == pytest.approx(40, rel=0.02), "one value of 512 at 40 has most of the energy"
+    assert max(map(abs, found.ranges["even"])) <= 1.001
+    assert found.model.proto == placed.model.proto, "a shared weight keeps its values"
+
+
+def test_the_chosen_form_of_a_weight_is_restored_by_any_estimator(tmp_path: Path) -> None:
+    net, rng = GraphBuilder("heavy", seed=0), np.random.default_rng(0)
+    x = net.input("x", (1, 4, 8, 8))
+    weight = net.const(rng.normal(0, 1, (6, 4, 3, 3)).astype(np.float32))
+    net.output(net.op("Conv", x, weight, pads=[1] * 4, kernel_shape=[3, 3], name="conv"), name="y")
+    model = load(net.save(tmp_path / "heavy.onnx"), min_opset=17)
+    placed = replace(_placed_linear(model), ranges=_ranges(model, tmp_path))
+    batches = [{"x": rng.normal(0, 1, (1, 4, 8, 8)).astype(np.float32)} for _ in range(4)]
+    found = create_steps(["estimator_selection"])["estimator_selection"].apply(placed, batches, tmp_path)
+    assert found is not None
+    weights = [each.model.constant_array(model.nodes[0].inputs[1]) for each in (placed, found)]
+    assert np.abs(weights[1] - weights[0]).max() > 0, "clipped by least squares"
+    for name in ("max", "mse"):
+        stored = quantize_weight(weights[1], 0, "int8", limit=7, estimator=load_weight_estimator(name))
+        np.testing.assert_allclose(stored.values * stored.scale.reshape(-1, 1, 1, 1), weights[1], rtol=1e-5)
+
+
+def _placed_linear(model: Model) -> PlacedModel:
+    coarse = replace(OPENVINO, weight_limit=7)
+    space = build_space(model, coarse)
+    resolved = space.resolve(space.quantize_roles(("linear",)))
+    return PlacedModel(model=model, reference=model, dialect=coarse, ranges={}, resolved=resolved)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_compensated_rounding_loses_less_than_rounding_to_nearest(groups: int) -> None:
+    rng = np.random.default_rng(0)
+    mixing = rng.normal(0, 1, (groups, 16, 4)) @ rng.normal(0, 1, (groups, 4, 2000))  # correlated inputs
+    data = mixing + 0.1 * rng.normal(0, 1, mixing.shape)
+    weight = rng.normal(0, 1, (groups, 5, 16))
+    scale = np.abs(weight).max(axis=2, keepdims=True) / 7
+    stored = np.rint(weight / scale)
+    found = round_compensated(weight, stored, scale, data, data)
+    assert _sqnr_db(weight @ data, found @ data) > _sqnr_db(weight @ data, stored * scale @ data) + 3
+    np.testing.assert_allclose(found / scale, np.rint(found / scale), atol=1e-6)
+    np.testing.assert_allclose(np.abs(found).max(axis=2, keepdims=True), scale * 7, rtol=1e-6)
+
+
+def test_rounding_gains_and_keeps_the_scales(tmp_path: Path) -> None:
+    placed = _placed(_conv_net(tmp_path), tmp_path)
+    found, gains = _recover(placed, ["rounding"], tmp_path)
+    assert gains == [("rounding", True)]
+    scales = [
+        {
+            t.name: numpy_helper.to_array(t)
+            for t in onnx.load(each.export(tmp_path / "scales.onnx")).graph.initializer
+            if t.name.endswith(".scale")
+        }
+        for each in (placed, found)
+    ]
+    assert scales[0].keys() == scales[1].keys()
+    for name, scale in scales[0].items():
+        np.testing.assert_allclose(scales[1][name], scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dialect", [TENSORRT, TENSORRT_RTX], ids=lambda each: each.name)
+@pytest.mark.parametrize("precisions", [("int8",), ("fp8",), ("int8", "fp8")], ids="+".join)
+def test_recovered_models_pass_the_rules_of_tensorrt(
+    dialect: Dialect, precisions: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = _conv_net(tmp_path)
+    space = build_space(model, dialect, precisions=precisions)
+    choices = [len(each.choices) - 1 - number % len(precisions) for number, each in enumerate(space.dimensions)]
+    resolved = space.resolve(Placement(tuple(choices)))
+    assert {precision for _, precision in resolved} == set(precisions)
+    placed = PlacedModel(
+        model=model, reference=model, dialect=dialect, ranges=_ranges(model, tmp_path), resolved=resolved
+    )
+    for name, step in create_steps(STEPS).items():
+        changed = step.apply(placed, BATCHES, tmp_path)
+        if changed is None:
+            continue
+        if step.keeps_function:
+            changed = replace(changed, reference=changed.model, ranges=_ranges(changed.model, tmp_path))
+        file = changed.export(tmp_path / f"{name}.onnx")
+        assert not list(find_refused_qdq(read_qdq_graph(file), (8, 9), dialect)), name
+        pairs = [node for node in onnx.load(file).graph.node if node.op_type == "QuantizeLinear"]
+        constants = {t.name: numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer}
+        assert all(constants[node.input[1]].ndim == 0 for node in pairs), "one scale for each activation"
+        assert not any(constants[node.input[2]].astype(float).any() for node in pairs), "zero points are 0"
+        placed = changed
+
+
+@pytest.mark.parametrize(("dialect", "count"), [(TENSORRT, 2), (TENSORRT_RTX, 2), (ONNXRUNTIME, 2), (OPENVINO, 4)])
+def test_scales_by_channel_are_tried_where_the_runtime_takes_them(dialect: Dialect, count: int, tmp_path: Path) -> None:
+    net = GraphBuilder("depthwise", seed=0)
+    weight = net.const(np.ones((4, 1, 3, 3), np.float32))
+    net.output(
+        net.op("Conv", net.input("x", (1, 4, 8, 8)), weight, group=4, pads=[1] * 4, kernel_shape=[3, 3]), name="y"
+    )
+    model = load(net.save(tmp_path / "depthwise.onnx"), min_opset=17)
+    found = list_choices(SimpleNamespace(model=model, dialect=dialect, choices=DEFAULT_CHOICES))  # type: ignore[arg-type]
+    assert len(found) == count
+    assert found[0] == DEFAULT_CHOICES

@@ -1,0 +1,190 @@
+"""Rounding of weights in which later weights of a channel make up for the errors of earlier ones.
+
+Objective: ||W X - W' X'||^2 of each layer, X' being its quantized data (Hubara et al. 2021, "Accurate post training
+quantization with small calibration sets", arXiv:2006.10518, equation 2, without the search of scales). Solver: Frantar
+et al. 2023, "GPTQ: accurate post-training quantization for generative pre-trained transformers", arXiv:2210.17323,
+equations 2 and 3, in the order of decreasing diagonals. The results compared are the layer's own, before an activation
+or an Add that a runtime fuses with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, quantized_layers
+from harness.api import Array
+from harness.graph.constant_edits import is_private, replace_constants
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
+from harness.graph.load import save_to_folder
+from harness.graph.model import Node
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.segmented_run import SegmentedRun
+from search.space import Edge
+
+__all__ = ["CompensatedRounding", "round_compensated"]
+
+MAX_SAMPLES = 16
+MAX_COLUMNS = 4096
+"""Positions of all samples that a layer is fitted to."""
+DAMPING = 0.01
+"""Share of the mean diagonal that is added to each, as in GPTQ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnfoldedLayer:
+    """Linear operator and the sizes that its data are unfolded by.
+
+    Attributes:
+        edge: Its quantized weight.
+        transposed: The weight is [inputs, outputs].
+    """
+
+    name: str
+    op: str
+    edge: Edge
+    data: str
+    result: str
+    groups: int = 1
+    strides: tuple[int, ...] = ()
+    dilations: tuple[int, ...] = ()
+    pads: tuple[int, ...] = ()
+    transposed: bool = False
+
+    def rows(self, weight: Array) -> Array:
+        """Return a weight as [groups, rows, columns]."""
+        matrix = weight.T if self.transposed else weight
+        return matrix.reshape(self.groups, len(matrix) // self.groups, -1)
+
+    def restore(self, rows: Array, shape: tuple[int, ...]) -> Array:
+        """Return rows as a weight of a shape."""
+        return rows[0].T if self.transposed else rows.reshape(shape)
+
+    def unfold(self, data: Array, kernel: tuple[int, ...], count: int) -> Array:
+        """Return the data that the weights of one result are multiplied with, as [groups, weights, at most `count`]."""
+        if self.op != "Conv":
+            rows = data.reshape(-1, data.shape[-1])
+            return np.asarray(rows[_spread(len(rows), count)].T[None], np.float64)
+        rank = len(kernel)
+        edges = [(0, 0), (0, 0), *zip(self.pads[:rank], self.pads[rank:], strict=True)]
+        sizes = [(size - 1) * step + 1 for size, step in zip(kernel, self.dilations, strict=True)]
+        windows = sliding_window_view(np.pad(data, edges), sizes, axis=tuple(range(2, 2 + rank)))
+        steps = tuple(slice(None, None, step) for step in (1, 1, *self.strides, *self.dilations))
+        windows = np.moveaxis(windows[steps], 1, 1 + rank)  # [batch, *positions, channels, *kernel]
+        places = np.unravel_index(_spread(int(np.prod(windows.shape[: 1 + rank])), count), windows.shape[: 1 + rank])
+        chosen = windows[places]
+        return np.moveaxis(chosen.reshape(len(chosen), self.groups, -1), 0, 2).astype(np.float64)
+
+
+class CompensatedRounding:
+    """Round the weights of each linear operator for the least error of its results on samples, at their own scales."""
+
+    keeps_function = False
+
+    def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
+        """See `RecoveryStep.apply`."""
+        precisions = dict(placed.resolved)
+        layers = [layer for node in quantized_layers(placed) if (layer := _describe(placed, node, precisions))]
+        if not layers:
+            return None
+        files = save_to_folder(placed.reference, folder / "reference"), placed.export(folder / "unrounded.onnx")
+        what = f"rounding of {placed.model.source}"
+        samples = batches[:MAX_SAMPLES]
+        weights = call_in_helper_process(what, _round_layers, *files, layers, samples, factor=RUNTIME_FACTOR)
+        return replace(placed, model=replace_constants(placed.model, weights))
+
+
+def _describe(placed: PlacedModel, node: Node, precisions: Mapping[Edge, str]) -> _UnfoldedLayer | None:
+    """Return a layer whose INT8 weight may be rounded anew, or None for any other operator."""
+    edge, get = Edge(node.inputs[1], node.name, 1), node.attributes.get
+    dims = tuple(placed.model.constants[node.inputs[1]].dims)
+    fits = {
+        "Conv": get("auto_pad", "NOTSET") in ("NOTSET", b"NOTSET"),
+        "Gemm": not get("transA", 0) and get("alpha", 1.0) == 1,
+        "MatMul": len(dims) == 2,
+    }
+    if precisions.get(edge) != "int8" or not fits.get(node.op, False) or not is_private(placed.model, node.inputs[1]):
+        return None
+    rank = len(dims) - 2
+    return _UnfoldedLayer(
+        name=node.name,
+        op=node.op,
+        edge=edge,
+        data=node.inputs[0],
+        result=node.outputs[0],
+        groups=get("group", 1) if node.op == "Conv" else 1,
+        strides=tuple(get("strides", [1] * rank)),
+        dilations=tuple(get("dilations", [1] * rank)),
+        pads=tuple(get("pads", [0] * 2 * rank)),
+        transposed=node.op == "MatMul" or (node.op == "Gemm" and not get("transB", 0)),
+    )
+
+
+def _round_layers(
+    float_path: Path, quantized_path: Path, layers: Sequence[_UnfoldedLayer], batches: Sequence[Feeds]
+) -> dict[str, Array]:
+    """Return the restored weights of layers by name, each rounded on the float model's data behind its own pair."""
+    graphs = read_qdq_graph(float_path), read_qdq_graph(quantized_path)
+    runs = SegmentedRun(float_path, batches), SegmentedRun(quantized_path, batches)
+    by_name, found = {layer.name: layer for layer in layers}, dict[str, Array]()
+    for layer in (by_name[name] for name in runs[1].names if name in by_name):
+        _, dequantize = graphs[1].edge_pair(layer.edge)
+        stored, scale = map(graphs[1].values, dequantize.input[:2])
+        weight = graphs[0].values(layer.edge.tensor)
+        _, data = graphs[1].edge_pair(replace(layer.edge, slot=0))
+        parts = []
+        for run, name in zip(runs, (layer.data, data.output[0]), strict=True):
+            run.run_before(layer.name)
+            unfolded = [layer.unfold(each, stored.shape[2:], MAX_COLUMNS // len(batches)) for each in run.values[name]]
+            parts.append(np.concatenate(unfolded, axis=2))
+        steps = np.broadcast_to(scale.reshape(-1, 1), (stored.shape[int(layer.transposed)], 1))
+        rows, kept = (layer.rows(each) for each in (weight, stored))
+        rounded = round_compensated(rows, kept, steps.reshape(*rows.shape[:2], 1), *parts)
+        found[layer.edge.tensor] = layer.restore(rounded, stored.shape)
+        for run in runs:
+            run.run_to(layer.name)
+        runs[1].values[layer.result] = list(runs[0].values[layer.result])
+    return found
+
+
+def round_compensated(weight: Array, stored: Array, scale: Array, float_data: Array, data: Array) -> Array:
+    """Return weights on the grid of a scale with a small error of the results.
+
+    The largest stored weight of each row keeps its value, so that its magnitude gives the same scale again.
+
+    Args:
+        weight: Float weights as [groups, rows, columns].
+        stored: The weights on the grid, as integers.
+        scale: Of each row, [groups, rows, 1].
+        float_data: What the float weights are multiplied with, [groups, columns, positions].
+        data: What the rounded ones are multiplied with.
+    """
+    moments = data @ np.swapaxes(data, 1, 2)
+    columns = moments.shape[-1]
+    diagonals = np.einsum("gii->gi", moments)
+    damping = np.maximum(DAMPING * diagonals.mean(axis=1), np.finfo(np.float32).tiny)
+    damped = moments + damping[:, None, None] * np.eye(columns)
+    # The least squares solution without rounding makes up for the errors of the data.
+    shift = weight @ ((float_data - data) @ np.swapaxes(data, 1, 2))
+    wanted = weight + np.swapaxes(np.linalg.solve(damped, np.swapaxes(shift, 1, 2)), 1, 2)
+    order = np.argsort(-diagonals, axis=1, kind="stable")
+    groups = np.arange(len(order))[:, None, None]
+    factors = np.swapaxes(np.linalg.cholesky(np.linalg.inv(damped[groups, order[:, :, None], order[:, None]])), 1, 2)
+    wanted, kept = (np.take_along_axis(each, order[:, None], axis=2) for each in (wanted, stored))
+    largest = np.abs(kept).argmax(axis=2)
+    limit, rounded = np.abs(kept).max(axis=2), np.empty_like(wanted)
+    for column in range(columns):
+        nearest = np.clip(np.rint(wanted[:, :, column] / scale[:, :, 0]), -limit, limit)
+        rounded[:, :, column] = np.where(largest == column, kept[:, :, column], nearest) * scale[:, :, 0]
+        error = (wanted[:, :, column] - rounded[:, :, column]) / factors[:, None, column, column]
+        wanted[:, :, column + 1 :] -= error[:, :, None] * factors[:, None, column, column + 1 :]
+    return np.take_along_axis(rounded, np.argsort(order, axis=1)[:, None], axis=2)
+
+
+def _spread(size: int, count: int) -> Array:
+    """Return at most `count` indices that are spread over a size."""
+    return np.linspace(0, size - 1, min(size, count)).astype(np.int64)

@@ -1,0 +1,127 @@
+"""Float models with further readers of quantized inputs, whose errors they put out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from harness.api import Array
+from harness.graph.model import Model
+from harness.graph.protos import copy_message
+from harness.graph.qdq.qdq_graph import QDQGraph
+from search.space import Edge
+
+__all__ = ["InputForm", "ReaderErrors", "read_input_form"]
+
+_NAME_PREFIX = "#form."
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputForm:
+    """Form of one quantized input in one file.
+
+    Attributes:
+        arrays: Scale and zero point of an activation, or the restored values of a weight.
+        nodes: QuantizeLinear and DequantizeLinear of an activation.
+    """
+
+    arrays: tuple[Array, ...]
+    nodes: tuple[onnx.NodeProto, ...] = ()
+
+    def is_equal(self, other: InputForm) -> bool:
+        """Return whether both restore the same values."""
+        return all(map(np.array_equal, self.arrays, other.arrays))
+
+
+def read_input_form(graph: QDQGraph, edge: Edge) -> InputForm:
+    """Return the form of a quantized input in a Q/DQ model."""
+    quantize, dequantize = graph.edge_pair(edge)
+    scale, zero = (numpy_helper.to_array(graph.constants[name]) for name in dequantize.input[1:3])
+    if quantize is not None:
+        return InputForm(arrays=(scale, zero), nodes=(quantize, dequantize))
+    stored = numpy_helper.to_array(graph.constants[dequantize.input[0]]).astype(np.float32)
+    axis = helper.get_node_attr_value(dequantize, "axis") if scale.ndim else 0
+    shape = [-1 if i == axis else 1 for i in range(stored.ndim)]
+    return InputForm(arrays=((stored * scale.astype(np.float32).reshape(shape)).astype(scale.dtype),))
+
+
+class ReaderErrors:
+    """Float model with further readers of quantized inputs, whose squared errors are its outputs.
+
+    Attributes:
+        proto: The model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model, self.proto = model, copy_message(model.proto)
+        del self.proto.graph.output[:]
+        self._readers = {node.name: self.proto.graph.node[node.index] for node in model.nodes}
+        self._numbers = count()
+        self._outputs: dict[Edge, tuple[str, dict[str, str]]] = {}
+
+    def add_readers(self, edge: Edge, forms: Mapping[str, InputForm]) -> None:
+        """Add one reader for each of the forms that differ."""
+        reader = self._readers.get(edge.consumer)
+        result = edge.tensor if reader is None else reader.output[0]
+        found: dict[str, str] = {}
+        for name, form in forms.items():
+            equal = next((other for other in found if forms[other].is_equal(form)), None)
+            if equal is not None:
+                found[name] = found[equal]
+                continue
+            changed = self._add_form(edge.tensor, form)
+            if reader is not None:
+                changed = self._add_reader(reader, edge.slot, changed)
+            found[name] = self._add_energy(self._add("Sub", changed, result), self._model.types[result].dtype)
+        self._outputs[edge] = (self._add_energy(result, self._model.types[result].dtype), found)
+
+    def relative_errors(self, sums: Mapping[str, float]) -> dict[Edge, dict[str, float]]:
+        """Return the squared error of each form of each edge, relative to the float result."""
+        return {
+            edge: {name: sums[output] / max(sums[energy], _TINY) for name, output in found.items()}
+            for edge, (energy, found) in self._outputs.items()
+        }
+
+    def _name(self) -> str:
+        return f"{_NAME_PREFIX}{next(self._numbers)}"
+
+    def _add(self, op: str, *inputs: str, **attributes: int) -> str:
+        made = helper.make_node(op, inputs, [self._name()], **attributes)
+        self.proto.graph.node.append(made)
+        return str(made.output[0])
+
+    def _add_constant(self, array: Array) -> str:
+        name = self._name()
+        self.proto.graph.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+    def _add_form(self, tensor: str, form: InputForm) -> str:
+        grid = [self._add_constant(array) for array in form.arrays]
+        if not form.nodes:
+            return grid[0]
+        for template in form.nodes:
+            node = copy_message(template)
+            node.name = self._name()
+            node.input[:] = [tensor, *grid]
+            node.output[:] = [tensor := self._name()]
+            self.proto.graph.node.append(node)
+        return tensor
+
+    def _add_reader(self, reader: onnx.NodeProto, slot: int, changed: str) -> str:
+        node = copy_message(reader)
+        node.name, node.input[slot] = self._name(), changed
+        node.output[:] = [self._name() if name else "" for name in reader.output]
+        self.proto.graph.node.append(node)
+        return str(node.output[0])
+
+    def _add_energy(self, tensor: str, dtype: str) -> str:
+        whole = tensor if dtype == "float" else self._add("Cast", tensor, to=onnx.TensorProto.FLOAT)
+        energy = self._add("ReduceSumSquare", whole, keepdims=0)
+        self.proto.graph.output.append(helper.make_tensor_value_info(energy, onnx.TensorProto.FLOAT, ()))
+        return energy
