@@ -14,6 +14,7 @@ from harness.api import Array
 from harness.graph.model import Model
 from harness.graph.protos import copy_message
 from harness.graph.qdq.qdq_graph import QDQGraph
+from harness.graph.rules.operator_sets import CONVOLUTION_OPS
 from search.space import Edge
 
 __all__ = ["InputForm", "ReaderErrors", "read_input_form"]
@@ -78,7 +79,10 @@ class ReaderErrors:
             changed = self._add_form(edge.tensor, form)
             if reader is not None:
                 changed = self._add_reader(reader, edge.slot, changed)
-            found[name] = self._add_energy(self._add("Sub", changed, result), self._model.types[result].dtype)
+            error = self._add("Sub", changed, result)
+            if reader is not None and reader.op_type in CONVOLUTION_OPS:  # the mean is left to bias correction
+                error = self._add("Sub", error, self._add("GlobalAveragePool", error))
+            found[name] = self._add_energy(error, self._model.types[result].dtype)
         self._outputs[edge] = (self._add_energy(result, self._model.types[result].dtype), found)
 
     def relative_errors(self, sums: Mapping[str, float]) -> dict[Edge, dict[str, float]]:
