@@ -299,7 +299,7 @@ class _Reproduction:
         return CheckResult(what="runtime", holds=not (found.is_wrong or text), found=f"{text}{found}")
 
     def _check_speedup(self, recorded: Interval, worker: WorkerSpec, task: Task, observer: Observer) -> CheckResult:
-        """Measure the speedup with new builds; it holds if both intervals overlap or differ by less than the floor."""
+        """Measure the speedup with new builds; it holds unless it is lower than the recorded one beyond the floor."""
         baseline = TimedRow(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement()))
         turn = TimedRow(name=self.row.id, candidate=self._candidate(task), benchmarker=self.row.benchmarker)
         events = []
@@ -321,20 +321,16 @@ class _Reproduction:
             f"speedup {_format_interval(recorded)} recorded, {_format_interval(again.speedup)} now; "
             f"noise floor {summary.noise_floor:.1%}"
         )
-        return CheckResult(
-            what="latency", holds=_intervals_agree(recorded, again.speedup, summary.noise_floor), found=text
-        )
+        noise = summary.noise_floor * recorded.value
+        if again.speedup.low - recorded.high > noise:
+            text += "; faster than recorded"
+        return CheckResult(what="latency", holds=recorded.low - again.speedup.high <= noise, found=text)
 
 
 def _values_agree(recorded: float, found: float | None) -> bool:
     return found is not None and math.isclose(
         recorded, found, rel_tol=RELATIVE_SCORE_TOLERANCE, abs_tol=RELATIVE_SCORE_TOLERANCE
     )
-
-
-def _intervals_agree(one: Interval, other: Interval, noise_floor: float) -> bool:
-    apart = max(one.low, other.low) - min(one.high, other.high)
-    return apart <= noise_floor * one.value
 
 
 def _format_interval(interval: Interval) -> str:

@@ -348,17 +348,21 @@ def test_what_is_not_as_recorded_ends_with_status_1(
     assert expected in capsys.readouterr().out
 
 
-def test_a_speedup_that_does_not_come_again_ends_with_status_1(copy: Path, folder: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(("factor", "status", "said"), [(0.5, 1, "MISMATCH: speedup "), (2, 0, "ok: speedup ")])
+def test_a_speedup_that_does_not_come_again_ends_with_status_1(
+    copy: Path, folder: Path, capsys: Any, factor: float, status: int, said: str
+) -> None:
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     unpack(copy)
     head, *events = read_records(copy / "confirmation.jsonl")
     for event in events:
         if event["row"] == placement:
-            event["samples_ms"] = [sample / 2 for sample in event["samples_ms"]]
+            event["samples_ms"] = [sample * factor for sample in event["samples_ms"]]
     write_records(copy / "confirmation.jsonl", (head, *events))
-    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == status
     checks = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert checks["latency"].startswith("MISMATCH: speedup ")
+    assert checks["latency"].startswith(said)
+    assert ("faster than recorded" in checks["latency"]) == (status == 0)
     assert all(checks[what].startswith("ok") for what in ("file", "edges", "accuracy"))
 
 
