@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ from harness.config.initial import BASELINE_TOOLS, PREDICTED, initial_count, spl
 from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
+from harness.graph.load import read_signature
 from harness.graph.model import Model
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_placement import import_placement, import_ranges
@@ -24,14 +27,14 @@ from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION
 from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
-from harness.results_dir.io import read_json
+from harness.results_dir.io import explain_write_errors, read_json
 from harness.task_setup.external_tools import ExternalModel
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
 __all__ = [
-    "InitialDesign", "ScreenedUnit", "check_files", "initial_file", "load_imported_models", "load_imported_ranges",
-    "nested_prior_placements", "read_prior", "tensorrt_guide_placement",
+    "InitialDesign", "ScreenedUnit", "check_files", "fix_imported_inputs", "initial_file", "load_imported_models",
+    "load_imported_ranges", "nested_prior_placements", "read_prior", "tensorrt_guide_placement",
 ]  # fmt: skip
 
 
@@ -43,6 +46,30 @@ def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalMode
     """
     paths = {start.name: initial_file(start) for start in starts if start.use == "import"}
     return {name: ExternalModel(name=name, path=path, pairs=count_pairs(path)) for name, path in paths.items()}
+
+
+def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder: Path) -> dict[str, ExternalModel]:
+    """Return imported models with the input shapes of the float model; those with dynamic inputs are copied.
+
+    Args:
+        found: See `load_imported_models`.
+        model: The float model at the shape of the search.
+        folder: Folder for the copies.
+
+    Raises:
+        UserError: An input cannot have the shape.
+    """
+    fixed = {}
+    for name, external in found.items():
+        path = external.path
+        inputs = {} if path is None else read_signature(path).inputs
+        if path is not None and any(None in shape for _, shape in inputs.values()):
+            shapes = {each: model.types[each].shape for each in model.inputs if each in inputs}
+            with explain_write_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                path = copy_with_static_inputs(path, InputSizes(shapes=shapes), folder / f"{name}.onnx")
+        fixed[name] = replace(external, path=path)
+    return fixed
 
 
 def initial_file(start: PluginSpec) -> Path:

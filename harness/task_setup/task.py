@@ -45,7 +45,12 @@ from harness.task_setup.external_tools import (
     run_external_tool,
 )
 from harness.task_setup.float_baseline import CAST_FOLDER_NAME, FloatTrial, runtime_input_file
-from harness.task_setup.initial_design import InitialDesign, load_imported_models, load_imported_ranges
+from harness.task_setup.initial_design import (
+    InitialDesign,
+    fix_imported_inputs,
+    load_imported_models,
+    load_imported_ranges,
+)
 from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
@@ -197,9 +202,12 @@ def compose_task(
     feeds = CalibrationBatches(spec.model, model, input_types(model))
     if not runtime.is_in_process and not (work.parent / ACCURACY_FILE_NAME).exists():
         FloatTrial(work, experiment.limits, observer).run(spec.model, model, model_file)
-    if feeds.is_random:
-        observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     known = load_imported_ranges(experiment.initial, model)
+    if feeds.is_random:
+        others = " for tensors that no imported file has a range of" if known else ""
+        observer.say(
+            f"{model.source}: no calibration data given, random data is used{others}: do not trust any accuracy"
+        )
     task = calibrate_task(
         spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=known
     )
@@ -215,7 +223,7 @@ def compose_task(
     foreign = {
         start.name: run_external_tool(start.name, order, observer) for start in starts if start.use in PTQ_FUNCTIONS
     }
-    foreign |= load_imported_models(starts)
+    foreign |= fix_imported_inputs(load_imported_models(starts), model, work / "imported")
     if any(start.use == FULLY_QUANTIZED for start in starts):
         foreign[FULLY_QUANTIZED] = fully_quantized_symmetric(model, dialect, task.ranges, work, task.space)
     seeding = InitialDesign(

@@ -1,5 +1,6 @@
 """What searches start from, on a small residual net: by name, from a file, or from nothing."""
 
+import onnx
 import pytest
 
 from harness.config.experiment import load_experiment, parse_experiment
@@ -7,12 +8,13 @@ from harness.config.initial import DEFAULT_INITIAL
 from harness.config.plan import plan_tasks
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load
+from harness.graph.load import load, read_signature
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.pattern_cache import MeasurementOrigin, build_cache
 from harness.graph.pattern_cache_io import write_cache
 from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, TENSORRT
 from harness.pipeline.runner import run_experiment
@@ -22,7 +24,7 @@ from harness.report.tables.main import main_note
 from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
 from harness.task_setup.external_tools import ExternalModel
-from harness.task_setup.initial_design import InitialDesign, tensorrt_guide_placement
+from harness.task_setup.initial_design import InitialDesign, fix_imported_inputs, tensorrt_guide_placement
 from harness.task_setup.preflight import check_experiment
 from search.api import Observation, Score
 
@@ -138,6 +140,19 @@ def test_an_imported_model_gives_its_own_placement(folder, model, space):
     task = run(written(folder, "imported.yaml", initial, "[mine, linear]"), folder / "imported")
     rows = {row["id"]: row for row in read_json(task / "rows.json")["rows"]}
     assert rows["mine"]["choices"] is None, "as a baseline it is timed as it is"
+
+
+def test_an_imported_model_with_dynamic_inputs_gets_the_shapes_of_the_search(folder, model, space, tmp_path):
+    ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
+    path = Inserter(model, OPENVINO, ranges).export(space.resolve(space.quantize_all()), tmp_path / "fixed.onnx")
+    proto = onnx.load(path)
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+    onnx.save(proto, tmp_path / "dynamic.onnx")
+    theirs = {name: ExternalModel(name=name, path=tmp_path / f"{name}.onnx") for name in ("fixed", "dynamic")}
+    found = fix_imported_inputs(theirs, model, tmp_path / "copies")
+    assert found["fixed"] == theirs["fixed"], "a file that can be timed as it is stays as it is"
+    assert read_signature(found["dynamic"].path).inputs == {"x": ("float", (1, 3, 16, 16))}
+    assert read_qdq_graph(found["dynamic"].path).edges == read_qdq_graph(path).edges
 
 
 def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
