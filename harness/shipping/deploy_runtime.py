@@ -190,7 +190,10 @@ def main(load: Callable[..., Any]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     at = SHAPES.get(getattr(given, "at", None) or "")
-    model = given.model or Path(__file__).with_name(MODEL if at is None else MODEL.replace(".onnx", ".dynamic.onnx"))
+    dynamic = Path(__file__).with_name(MODEL.replace(".onnx", ".dynamic.onnx"))
+    model = given.model or (Path(__file__).with_name(MODEL) if at is None else dynamic)
+    if not model.exists() and not (model := Path(__file__).with_name(model.name)).exists():
+        parser.error(f"--model {given.model}: no such file, in this folder or next to {Path(__file__).name}")
     inputs = INPUTS if at is None else {name: (at[name], dtype) for name, (_, dtype) in INPUTS.items()}
     feeds = random_inputs(inputs)
     for text in given.input:
@@ -204,7 +207,8 @@ def main(load: Callable[..., Any]) -> None:
             parser.error(f"--input {text}: {error}")
         array = array[None] if array.shape == tuple(shape[1:]) else array
         if array.shape != tuple(shape) and (at or model.name == MODEL):  # another file may have dynamic axes
-            parser.error(f"--input {text}: shape {array.shape}, but the model takes {tuple(shape)}")
+            other = f"; --model {dynamic.name} takes other sizes" if dynamic.exists() and not at else ""
+            parser.error(f"--input {text}: shape {array.shape}, but the model takes {tuple(shape)}{other}")
         feeds[name] = array.astype(dtype)
     start = time.perf_counter()
     run = load(model) if at is None else load(model, at)

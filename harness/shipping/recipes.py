@@ -49,6 +49,16 @@ def samples(path):
         named = dict(zip(RANKS, values, strict=True))
         yield {{name: value if value.ndim == RANKS[name] else value[None] for name, value in named.items()}}
 
+
+def check_names(model):
+    """End if a node that stays in float has another name in the model."""
+    import onnx
+
+    names = {{node.name for node in onnx.load(model, load_external_data=False).graph.node}}
+    if missing := set(FLOAT_NODES) - names:
+        remedy = "take float.onnx of the results folder, or export as for the search"
+        sys.exit(f"{{model}}: no node {{', '.join(sorted(missing))}}; {{remedy}}")
+
 '''
 _ORT_BODY = '''
 def quantize(model, calibration, output):
@@ -62,6 +72,7 @@ def quantize(model, calibration, output):
         def get_next(self):
             return next(self._samples, None)
 
+    check_names(model)
     quantize_static(
         model,
         output,
@@ -87,13 +98,10 @@ _ULTRALYTICS_BODY = (
     + '''
 def quantize(weights, calibration, output):
     """Export a model of Ultralytics for images of the calibration's size, and quantize the file."""
-    import onnx
     from ultralytics import YOLO
 
     image = next(iter(next(samples(calibration)).values()))
     exported = YOLO(weights).export(format="onnx", imgsz=image.shape[2:])
-    if missing := set(FLOAT_NODES) - {{node.name for node in onnx.load(exported).graph.node}}:
-        sys.exit(f"{{exported}}: no node {{', '.join(sorted(missing))}}; export as for the model of the search")
     quantize_file(exported, calibration, output)
 
 '''
@@ -105,6 +113,7 @@ def quantize(model, calibration, output):
 
     from modelopt.onnx.quantization import quantize as modelopt_quantize
 
+    check_names(model)
     rows = list(samples(calibration))
     with tempfile.TemporaryDirectory() as scratch:  # ModelOpt writes to the file that it reads, and next to it
         copy = shutil.copy(model, scratch)
@@ -125,6 +134,7 @@ def quantize(model, calibration, output):
     import nncf
     import onnx
 
+    check_names(model)
     data = nncf.Dataset(list(samples(calibration)))
     scope = nncf.IgnoredScope(names=FLOAT_NODES, validate=False)
     preset = nncf.QuantizationPreset.{preset}
