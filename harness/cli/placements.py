@@ -154,6 +154,10 @@ def apply(
     samples: Annotated[
         int | None, count_option("Maximum number of calibration samples [default: that of the earlier run].")
     ] = None,
+    builds: Annotated[
+        int | None,
+        typer.Option(min=3, max=1000, help="Fresh builds of the confirmation [default: as many as the earlier run]."),
+    ] = None,
     base: BaseOption = None,
 ) -> None:
     """Put a shipped placement into the next version of its model: calibrate anew, check speed and accuracy, ship it.
@@ -163,6 +167,7 @@ def apply(
 
     Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
     """
+    from harness.shipping.bundle import find_bundle
     from harness.shipping.placements import apply_experiment, calibration_config, check_structure
     from harness.task_setup.preflight import check_experiment
 
@@ -172,7 +177,7 @@ def apply(
     add_to_sys_path(start)
     changes = calibration_config(calibration, preprocess, samples, method, start)
     with explain_relative_paths(start):
-        config = apply_experiment(short_path(result), model, changes, start)
+        config = apply_experiment(short_path(find_bundle(result)), model, changes, start, builds=builds)
         for remark in check_experiment(config):
             echo(remark, err=True)
         check_structure(config)
@@ -191,10 +196,11 @@ def export_recipe(
 
     Example: `qdq export-recipe out/mine/ship/NAME --for ort -o quantize.py`
     """
-    from harness.shipping.bundle import read_bundle
+    from harness.shipping.bundle import find_bundle, read_bundle
     from harness.shipping.recipes import export_recipe as export
 
-    found = export(result, read_bundle(result), tool, output)
+    folder = find_bundle(result)
+    found = export(folder, read_bundle(folder), tool, output)
     echo(f"{output}: {', '.join(found.op_types)}; {len(found.excluded)} nodes of these stay in float")
     for edge in found.inexpressible:
         echo(f"not expressed: input {edge.slot} of {edge.consumer} ({edge.tensor}) is float; the tool may quantize it")

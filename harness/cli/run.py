@@ -262,10 +262,11 @@ def verify(
 
     A new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
     """
-    if any((file / name).is_file() for name in ("ship.json", "SHA256SUMS")):
-        raise typer.Exit(_verify_bundle(short_path(file), runtime_python, as_json=as_json))
-    if runtime_python is not None:
-        raise UserError(f"--runtime-python: {file} is no folder to deploy (no ship.json)")
+    from harness.shipping.bundle import FACTS_FILE, MANIFEST_FILE, SHIP_FOLDER, find_bundle
+
+    shipped = file.name == SHIP_FOLDER or any((file / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE))
+    if shipped or runtime_python is not None:
+        raise typer.Exit(_verify_bundle(short_path(find_bundle(file)), runtime_python, as_json=as_json))
     if file.is_dir() and row is None:
         raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
     from harness.config.objective import parse_bound

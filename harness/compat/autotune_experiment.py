@@ -13,6 +13,7 @@ from harness.config.experiment import Experiment, parse_experiment
 from harness.config.yaml_loader import dump_yaml, parse_params
 from harness.errors import MAX_COUNT, UserError
 from harness.graph.passes.static_shapes import parse_dims
+from harness.shipping.placements import file_entry
 from harness.task_setup.study_task import model_label
 
 __all__ = ["autotune_experiment", "command_experiment", "drop_objective", "make_budget", "region_flags"]
@@ -20,6 +21,7 @@ __all__ = ["autotune_experiment", "command_experiment", "drop_objective", "make_
 DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8
 STOP_AT = 0.9
+INITIAL_RULES = ("float", "all", "linear", "linear_add", "movers")
 CONFIRMATION = {"builds": 4, "rounds": 12, "samples": 3}
 
 
@@ -71,6 +73,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         }
     elif options.at_objective:
         raise AutotunerError("--at_objective: only with --at, twice or more")
+    starts = _start_entries(options.start or (), ranges=options.calibration_data is None)
     objective = {}
     if options.max_drop is not None:
         if options.test_data is None:
@@ -80,18 +83,38 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         objective = {"objective": drop_objective(options.max_drop)}
     elif options.test_data is not None:
         raise AutotunerError("--test_data: the labels are for a bound on accuracy; give --max_drop too")
-    return autotune_experiment(
-        model,
-        "qdq autotune",
-        backends=[{"use": options.backend or "openvino", "params": parse_params(options.param)}],
-        precision=[options.quant_type],
-        searchers=[options.searcher or "auto"],
-        seeds=[options.seed],
-        baselines=[],
-        budget=make_budget(options.max_evals),
-        confirmation=CONFIRMATION,
+    keys = {
+        "backends": [{"use": options.backend or "openvino", "params": parse_params(options.param)}],
+        "precision": [options.quant_type],
+        "searchers": [options.searcher or "auto"],
+        "seeds": [options.seed],
+        "initial": [*INITIAL_RULES, *starts],
+        "baselines": [*(start["label"] for start in starts), *(options.baseline or ())],
+        "budget": make_budget(options.max_evals),
+        "confirmation": CONFIRMATION,
         **objective,
-    )
+    }
+    try:
+        return autotune_experiment(model, "qdq autotune", **keys)
+    except UserError as error:  # names the key of an experiment file
+        flags = {"budget.evaluations": "--max_evals", "baselines:": "--baseline:"}
+        text = str(error)
+        for key, flag in flags.items():
+            text = text.replace(f"qdq autotune: {key}", flag)
+        raise UserError(text) from error
+
+
+def _start_entries(files: Iterable[str], *, ranges: bool) -> list[dict[str, Any]]:
+    """Return the entries of `initial` for the options --start, labelled with the names of the files."""
+    entries: list[dict[str, Any]] = []
+    for file in files:
+        label, used = model_label(file), {*INITIAL_RULES, *(entry["label"] for entry in entries)}
+        label = f"start{len(entries) + 1}-{label}" if label in used else label
+        try:
+            entries.append(file_entry(Path(file), label, ranges=ranges))
+        except UserError as error:
+            raise AutotunerError(f"--start {file}: {error}") from error
+    return entries
 
 
 def _parse_entry(text: str) -> dict[str, Any]:
@@ -131,7 +154,7 @@ def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> E
     described = {
         "experiment": "autotune",
         "models": [{"label": model_label(model["use"]), **model}],
-        "initial": ["float", "all", "linear", "linear_add", "movers"],
+        "initial": list(INITIAL_RULES),
         "baselines": ["all", "linear"],
         **keys,
     }

@@ -26,8 +26,8 @@ from harness.shipping.report_text import report_text
 from harness.timing.workers.locks import timing_lock
 
 __all__ = [
-    "FACTS_FILE", "MANIFEST_FILE", "SCRIPT_FILE", "SHIP_FOLDER", "Shipment", "check_bundle", "generated_script",
-    "read_bundle", "remove_bundle", "run_bundle", "run_script", "shipment_facts", "write_bundle",
+    "FACTS_FILE", "MANIFEST_FILE", "SCRIPT_FILE", "SHIP_FOLDER", "Shipment", "check_bundle", "find_bundle",
+    "generated_script", "read_bundle", "remove_bundle", "run_bundle", "run_script", "shipment_facts", "write_bundle",
 ]  # fmt: skip
 
 SHIP_FOLDER = "ship"
@@ -157,6 +157,26 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
     write_json(target / FACTS_FILE, facts)
     write_text(target / MANIFEST_FILE, "".join(f"{_sha256(path)}  {path.name}\n" for path in _bundle_files(target)))
     return target
+
+
+def find_bundle(path: Path) -> Path:
+    """Return the folder to deploy that a path means: itself, the folder of a file in it, or the only one of results.
+
+    Raises:
+        UserError: There is none, or there are several.
+    """
+    near = path.parent if path.is_file() else path
+    if any((near / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE)):
+        return near
+    parent = near if near.name == SHIP_FOLDER else near / SHIP_FOLDER
+    found = sorted(each.parent for each in parent.glob(f"*/{FACTS_FILE}"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{path}: has several folders to deploy; name one: {', '.join(map(str, found))}")
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    raise UserError(f"{path}: no folder to deploy (RESULTS/{SHIP_FOLDER}/NAME); a run writes one if a model is faster")
 
 
 def read_bundle(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.data.batching import RANDOM_DATA
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
 from harness.config.plan import TaskSpec, plan_tasks
@@ -29,7 +30,7 @@ from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.registry import create_plugin
 from harness.results_dir.io import explain_write_errors
-from harness.shipping.bundle import FACTS_FILE, read_bundle
+from harness.shipping.bundle import FACTS_FILE, SHIP_FOLDER, find_bundle, read_bundle
 from harness.task_setup.initial_design import InitialDesign, load_imported_models, load_imported_ranges
 from harness.task_setup.model_loader import MIN_OPSET, input_types, open_model
 from harness.task_setup.study_task import model_label
@@ -37,7 +38,9 @@ from harness.task_setup.task import BackendProperties, Task, calibrate_task
 from search.heuristics import HEURISTIC_RULES
 from search.space import Resolved
 
-__all__ = ["InsertedModel", "apply_experiment", "calibration_config", "check_structure", "insert_placement"]
+__all__ = [
+    "InsertedModel", "apply_experiment", "calibration_config", "check_structure", "file_entry", "insert_placement",
+]  # fmt: skip
 
 ROW = "applied"
 
@@ -96,7 +99,9 @@ def calibration_config(
     return found | ({"preprocess": preprocess} if preprocess is not None else {})
 
 
-def apply_experiment(folder: Path, model: Path, changes: Mapping[str, Any], base_dir: Path) -> Experiment:
+def apply_experiment(
+    folder: Path, model: Path, changes: Mapping[str, Any], base_dir: Path, *, builds: int | None = None
+) -> Experiment:
     """Return an experiment without searches, with a shipped placement in another model as its row "applied".
 
     Args:
@@ -104,6 +109,7 @@ def apply_experiment(folder: Path, model: Path, changes: Mapping[str, Any], base
         model: Float model with the structure of the one that was searched.
         changes: Keys of the model that differ from the stored ones, see `calibration_config`.
         base_dir: Folder that relative paths of the stored experiment start from.
+        builds: Fresh builds of the confirmation; None: as many as in the stored experiment.
 
     Raises:
         UserError: It is no such folder, or a file in it is damaged.
@@ -124,6 +130,7 @@ def apply_experiment(folder: Path, model: Path, changes: Mapping[str, Any], base
         "initial": [{"use": "placement", "params": {"path": shipped}, "label": ROW}],
         "baselines": [ROW],
         "searchers": [],
+        **({} if builds is None else {"confirmation": {**stored.get("confirmation", {}), "builds": builds}}),
     }
     return parse_experiment(dump_yaml(described), str(folder / FACTS_FILE), base_dir)
 
@@ -192,6 +199,7 @@ def insert_placement(
         resolved = task.space.resolve(found)
         if not resolved and placement != "float":
             raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written")
+        calibrated_on = _report_ranges(task, resolved, experiment, observer)
         missing, added = (
             compare_import(Path(entry["params"]["path"]), task.model, resolved)
             if entry["use"] == "import"
@@ -206,7 +214,7 @@ def insert_placement(
             pairs=task.inserter.count_pairs(resolved),
             edges=len(resolved),
             dialect=dialect.name,
-            calibrated_on=task.calibrated_on,
+            calibrated_on=calibrated_on,
             missing=missing,
             added=added,
         )
@@ -219,26 +227,63 @@ def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: 
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
     feeds = CalibrationBatches(spec.model, model, input_types(model))
-    if feeds.is_random:
-        observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     runtime = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=True)
     file, known = save_to_folder(model, work), load_imported_ranges(experiment.initial, model)
     return calibrate_task(spec, model, file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=known)
 
 
+def _report_ranges(task: Task, resolved: Resolved, experiment: Experiment, observer: Observer) -> str:
+    """Return the source of the ranges of a placement, and report those that are of random data."""
+    known = load_imported_ranges(experiment.initial, task.model)
+    tensors = {edge.tensor for edge, _ in resolved} & task.ranges.keys()
+    random = sorted(tensors - known.keys()) if task.calibrated_on.startswith(RANDOM_DATA) else []
+    if random:
+        shown = ", ".join(random[:3]) + (", ..." if len(random) > 3 else "")
+        share = f"{len(random)} of {len(tensors)} tensors ({shown}) have no range in the file, so "
+        observer.say(
+            f"{task.model.source}: {share if known else ''}no calibration data given, random data is used: do not "
+            "trust any accuracy"
+        )
+    if not random and tensors <= known.keys():
+        return "no data: all ranges are those of the file"
+    return task.calibrated_on
+
+
 def _initial_entry(placement: str, ranges: bool) -> dict[str, Any]:
     """Return the entry of `initial` for the name of a rule, a folder to deploy or a Q/DQ file."""
     path = Path(placement)
-    if (path / FACTS_FILE).is_file():
-        path = path / read_bundle(path)["file"]
-    if not path.is_file():
+    if not path.is_file() and not _holds_bundle(path):
         _check_rule(placement, path)
         return {"use": placement, "label": placement}
-    own = any(
-        NAME_PREFIX in node.output[0] for node in read_qdq_graph(path).proto.graph.node if node.op_type in QDQ_OPS
-    )
-    params = {"path": str(path.resolve()), **({"ranges": True} if ranges else {})}
-    return {"use": "placement" if own else "import", "params": params, "label": ROW}
+    return file_entry(path, ROW, ranges=ranges)
+
+
+def _holds_bundle(path: Path) -> bool:
+    return (path / FACTS_FILE).is_file() or (path / SHIP_FOLDER).is_dir()
+
+
+def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
+    """Return the entry of `initial` for a Q/DQ file, which may be another tool's, or for a folder to deploy.
+
+    Args:
+        path: The file, a folder to deploy, or a results folder with one.
+        label: Name of the placement in tables.
+        ranges: Use the ranges of its Q/DQ pairs.
+
+    Raises:
+        UserError: It cannot be read, or has no Q/DQ pair.
+    """
+    if _holds_bundle(path):
+        path = find_bundle(path)
+        path = path / read_bundle(path)["file"]
+    if not path.is_file():
+        raise UserError(f"{path}: no such Q/DQ file or folder to deploy")
+    pairs = [node for node in read_qdq_graph(path).proto.graph.node if node.op_type in QDQ_OPS]
+    if not pairs:
+        raise UserError(f"{path}: holds no Q/DQ pair, so there is no placement to read from it")
+    own = any(NAME_PREFIX in node.output[0] for node in pairs)
+    params = {"path": os.path.relpath(path), **({"ranges": True} if ranges else {})}
+    return {"use": "placement" if own else "import", "params": params, "label": label}
 
 
 def _check_rule(placement: str, path: Path) -> None:
@@ -246,7 +291,9 @@ def _check_rule(placement: str, path: Path) -> None:
     if placement in (*PTQ_TOOLS, *BASELINE_TOOLS):
         raise UserError(f"--placement {placement}: a tool and no rule; run the tool, or `qdq ptq` for ModelOpt's")
     if (path / "experiment.yaml").is_file():
-        raise UserError(f"--placement {placement}: a results folder; name one of its folders to deploy, ship/NAME")
+        raise UserError(
+            f"--placement {placement}: a results folder without a folder to deploy, so there is no placement"
+        )
     rules = ("float", "all", *HEURISTIC_RULES)
     if placement not in rules:
         raise UserError(

@@ -85,6 +85,8 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     check_counts(options)
     if options.at or options.at_objective:
         raise AutotunerError("--at, --at_objective: ModelOpt's procedure times one shape; leave out its flags")
+    if options.start or options.baseline:
+        raise AutotunerError("--start, --baseline: not in ModelOpt's procedure, which has --qdq_baseline FILE")
     preset = select_mode_preset(options)
     fresh = not Path(options.output_dir).exists()
     job = _make_job(options, preset["schemes_per_region"], observer)

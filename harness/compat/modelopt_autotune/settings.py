@@ -251,7 +251,7 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "choices": ("weighted", "worst"),
             "help": "with --at: weighted mean, or the shape with the least speedup (default: weighted)",
         },
-        "--output_dir -o": {"default": "./autotuner_output", "help": f"folder of the results {_DEFAULT}"},
+        "--output_dir -o --out": {"default": "./autotuner_output", "help": f"folder of the results {_DEFAULT}"},
     },
     "Search": {
         "--searcher": {
@@ -262,11 +262,22 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "type": int,
             "help": "maximum number of measured models (default: 50; in the procedure no limit)",
         },
+        "--start": {
+            "action": "append",
+            "metavar": "FILE",
+            "help": "start from this Q/DQ file of any tool too, or from a folder to deploy, and compare with it; its "
+            "ranges are used without --calibration_data; repeat for several",
+        },
+        "--baseline": {
+            "action": "append",
+            "metavar": "NAME",
+            "help": "row to compare with, a rule or a tool: linear, nncf_ptq, ort_static, ...; repeat for several",
+        },
         "--seed": {"type": int, "default": 0, "help": f"seed of the searcher {_DEFAULT}"},
     },
     "Quantization": {
         "--quant_type": {"choices": QUANT_TYPES, "default": "int8", "help": _DEFAULT},
-        "--calibration_data": {
+        "--calibration_data --calibration": {
             "help": ".npz file with an array for each input, samples first; .npy for one input; all samples count "
             "(default: random data)"
         },

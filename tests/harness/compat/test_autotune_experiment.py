@@ -70,6 +70,34 @@ def test_several_shapes_are_a_shape_set_of_the_model() -> None:
             command_experiment(parse_arguments(["-m", "zoo:mlp", *wrong.split()], "qdq autotune"))
 
 
+def test_a_search_starts_from_files_and_compares_with_them_and_with_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_chain(tmp_path / "net.onnx", (8, 4))
+    assert qdq("insert", "net.onnx", "-o", "ours.onnx") == 0
+    Path("linear.onnx").write_bytes(Path("ours.onnx").read_bytes())
+    given = "-m net.onnx --start ours.onnx --start linear.onnx --baseline nncf_ptq"
+    experiment = command_experiment(parse_arguments(given.split(), "qdq autotune"))
+    starts = [entry for entry in experiment.initial if entry.use == "placement"]
+    assert [entry.name for entry in starts] == ["ours", "start2-linear"]
+    assert [entry.params for entry in starts] == [
+        {"path": f"{name}.onnx", "ranges": True} for name in ("ours", "linear")
+    ]
+    assert experiment.baselines == ("ours", "start2-linear", "nncf_ptq")
+    np.save("calib.npy", np.zeros((8, 3, 16, 16), np.float32))
+    calibrated = command_experiment(parse_arguments([*given.split(), "--calibration", "calib.npy"], "qdq autotune"))
+    assert all("ranges" not in entry.params for entry in calibrated.initial)
+    for wrong, fact in (
+        ("--start net.onnx", "no Q/DQ pair"),
+        ("--start gone.onnx", "--start"),
+        ("--max_evals 2", "--max_"),
+    ):
+        with pytest.raises(UserError, match=fact):
+            command_experiment(parse_arguments(["-m", "net.onnx", *wrong.split()], "qdq autotune"))
+    assert qdq("autotune", *given.split(), "--mode", "quick") == 2, "not of ModelOpt's procedure"
+
+
 def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early() -> None:
     experiment = command_experiment(parse_arguments(["--onnx_path", "zoo:mlp"], "qdq autotune"))
     assert experiment.objective.max_drop is None

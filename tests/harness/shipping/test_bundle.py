@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.search_loop.objective import Goal
-from harness.shipping.bundle import Shipment, check_bundle, read_bundle, write_bundle
+from harness.shipping.bundle import Shipment, check_bundle, find_bundle, read_bundle, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import ship_results
 from harness.shipping.runtime_comparison import compare_runtimes
@@ -112,9 +113,10 @@ def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) 
     run = runpy.run_path(str(folder / "deploy.py"))["load"]()
     np.testing.assert_allclose(next(iter(run({"x": feed}).values())), found, atol=1e-6)
     np.save(tmp_path / "x.npy", feed.transpose(0, 2, 3, 1))
-    refused = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "shape (1, 8, 8, 3)" in refused.stderr
+    for given, fact in (([], "shape (1, 8, 8, 3)"), (["--model", "gone.onnx"], "gone.onnx")):
+        refused = subprocess.run([*command, *given], check=False, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert fact in refused.stderr
     facts = read_bundle(folder)
     assert facts["footprint"]["model"]["load_ms"] > 0
     assert facts["footprint"]["float"]["peak_memory_mb"] > 0
@@ -239,7 +241,21 @@ def test_verify_runs_the_folder_and_compares_environments(tmp_path: Path, capsys
     assert json.loads(capsys.readouterr().out)["run"]["latency_ms"] > 0
     with pytest.raises(UserError, match="no such program"):
         compare_runtimes(folder, str(tmp_path / "nowhere"), NullProgress(), rounds=1)
-    assert qdq("verify", str(tmp_path), "--runtime-python", sys.executable) == 2
+    assert qdq("verify", str(tmp_path / "nothing"), "--runtime-python", sys.executable) == 2
+
+
+def test_a_path_of_results_means_its_only_folder_to_deploy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path)
+    for path in (tmp_path, tmp_path / "ship", folder, folder / "net.onnx"):
+        assert find_bundle(path) == folder
+    monkeypatch.chdir(tmp_path)
+    assert qdq("export-recipe", ".", "--for", "ort", "-o", "recipe.py") == 0
+    shutil.copytree(folder, folder.with_name("other"))
+    for path, fact in ((tmp_path, "other"), (tmp_path / "gone", "no such"), (Path(__file__).parent, "no folder")):
+        with pytest.raises(UserError, match=fact):
+            find_bundle(path)
 
 
 def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ def test_a_search_starts_from_the_file_of_another_tool(
     monkeypatch.chdir(tmp_path)
     model = load(save_small(tmp_path / "net.onnx"))
     theirs = quantize_by_ort(tmp_path / "net.onnx", tmp_path / "theirs.onnx")
+    assert qdq("import", "net.onnx", "net.onnx", "-o", "start.onnx") == 2
+    assert "no Q/DQ pair" in capsys.readouterr().err
     assert qdq("import", "theirs.onnx", "net.onnx", "--ranges", "-o", "start.onnx") == 0
-    printed = capsys.readouterr().out
+    printed, reported = capsys.readouterr()
     space = build_space(model, OPENVINO, precisions=("int8",))
     placed = tuple(transfer_placement(tmp_path / "start.onnx", model).items())
     missing, added = compare_import(theirs, model, placed)
@@ -75,6 +77,7 @@ def test_a_search_starts_from_the_file_of_another_tool(
     scales = {float(read_qdq_graph(theirs).values(node.input[1])) for node in quantizers(theirs)}
     assert {np.float32((high - low) / 255) for low, high in ranges.values()} <= {np.float32(each) for each in scales}
     assert {edge.tensor for dimension in space.dimensions for edge in dimension.edges} & ranges.keys()
+    assert "random data" not in printed + reported, "every range is in the file"
     (entry,) = re.findall(r"initial: (.*)", printed)
     Path("e.yaml").write_text(f"{SIMULATED_RUN}initial: {entry}\n", encoding="utf-8")
     assert qdq("run", "e.yaml", "--out", "out") == 0
@@ -202,6 +205,7 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
     lines = [f"{digest}  {name}\n" for name, digest in _sha256(shipped.parent).items()]
     shipped.with_name(MANIFEST_FILE).write_text("".join(lines))
     new = retrain(tmp_path / "net.onnx", tmp_path / "new.onnx")
+    assert apply_experiment(shipped.parent, new, {}, tmp_path, builds=9).confirmation.builds == 9
     assert qdq("apply", str(shipped.parent), str(new), "--out", "out") == 0
     assert "applied" in capsys.readouterr().out
     (task,) = load_results(tmp_path / "out").tasks
