@@ -30,8 +30,8 @@ from search.space import Edge
 
 __all__ = ["EstimatorSelection"]
 
-MAX_SAMPLES = 8
-"""Of them each estimator makes ranges, and the errors of readers are measured on them."""
+MAX_SAMPLES = 6
+"""Of them each estimator makes ranges; the errors of readers are measured on as many others."""
 _AS_GIVEN = ""
 
 
@@ -47,7 +47,8 @@ class EstimatorSelection:
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         """See `RecoveryStep.apply`."""
         path = save_to_folder(placed.reference, folder / "reference")
-        variants = dict(_iter_variants(placed, batches[:MAX_SAMPLES], path))
+        samples = batches[: 2 * MAX_SAMPLES]
+        variants = dict(_iter_variants(placed, samples[::2], path))
         graphs = {name: read_qdq_graph(each.export(folder / "variant.onnx")) for name, each in variants.items()}
         forms = {
             edge: {name: read_input_form(graph, edge) for name, graph in graphs.items()}
@@ -59,7 +60,7 @@ class EstimatorSelection:
             measured.add_readers(edge, candidates)
         file = write_model(measured.proto, folder / "errors.onnx")
         what = f"estimator selection of {placed.model.source}"
-        sums = call_in_helper_process(what, sum_outputs, file, batches[:MAX_SAMPLES], factor=RUNTIME_FACTOR)
+        sums = call_in_helper_process(what, sum_outputs, file, samples[1::2], factor=RUNTIME_FACTOR)
         best = _best_variants(placed, measured.relative_errors(sums))
         changed = {edge: name for edge, name in best.items() if name != _AS_GIVEN}
         if not changed:

@@ -1,10 +1,9 @@
 """Rounding of weights in which later weights of a channel make up for the errors of earlier ones.
 
-Objective: ||W X - W' X'||^2 of each layer, X' being its quantized data (Hubara et al. 2021, "Accurate post training
-quantization with small calibration sets", arXiv:2006.10518, equation 2, without the search of scales). Solver: Frantar
-et al. 2023, "GPTQ: accurate post-training quantization for generative pre-trained transformers", arXiv:2210.17323,
-equations 2 and 3, in the order of decreasing diagonals. The results compared are the layer's own, before an activation
-or an Add that a runtime fuses with it.
+Objective: ||W X - W' X||^2 of each layer, X being its quantized data; errors of the data themselves are left out, as a
+fit to them did not hold on other samples. Frantar et al. 2023, "GPTQ: accurate post-training quantization for
+generative pre-trained transformers", arXiv:2210.17323, equations 1 to 3, in the order of decreasing diagonals. The
+results compared are the layer's own, before an activation or an Add that a runtime fuses with it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class _UnfoldedLayer:
     name: str
     op: str
     edge: Edge
-    data: str
     result: str
     groups: int = 1
     strides: tuple[int, ...] = ()
@@ -114,7 +112,6 @@ def _describe(placed: PlacedModel, node: Node, precisions: Mapping[Edge, str]) -
         name=node.name,
         op=node.op,
         edge=edge,
-        data=node.inputs[0],
         result=node.outputs[0],
         groups=get("group", 1) if node.op == "Conv" else 1,
         strides=tuple(get("strides", [1] * rank)),
@@ -136,14 +133,12 @@ def _round_layers(
         stored, scale = map(graphs[1].values, dequantize.input[:2])
         weight = graphs[0].values(layer.edge.tensor)
         _, data = graphs[1].edge_pair(replace(layer.edge, slot=0))
-        parts = []
-        for run, name in zip(runs, (layer.data, data.output[0]), strict=True):
-            run.run_before(layer.name)
-            unfolded = [layer.unfold(each, stored.shape[2:], MAX_COLUMNS // len(batches)) for each in run.values[name]]
-            parts.append(np.concatenate(unfolded, axis=2))
+        runs[1].run_before(layer.name)
+        count, inputs = MAX_COLUMNS // len(batches), runs[1].values[data.output[0]]
+        unfolded = np.concatenate([layer.unfold(each, stored.shape[2:], count) for each in inputs], axis=2)
         steps = np.broadcast_to(scale.reshape(-1, 1), (stored.shape[int(layer.transposed)], 1))
         rows, kept = (layer.rows(each) for each in (weight, stored))
-        rounded = round_compensated(rows, kept, steps.reshape(*rows.shape[:2], 1), *parts)
+        rounded = round_compensated(rows, kept, steps.reshape(*rows.shape[:2], 1), unfolded)
         found[layer.edge.tensor] = layer.restore(rounded, stored.shape)
         for run in runs:
             run.run_to(layer.name)
@@ -151,7 +146,7 @@ def _round_layers(
     return found
 
 
-def round_compensated(weight: Array, stored: Array, scale: Array, float_data: Array, data: Array) -> Array:
+def round_compensated(weight: Array, stored: Array, scale: Array, data: Array) -> Array:
     """Return weights on the grid of a scale with a small error of the results.
 
     The largest stored weight of each row keeps its value, so that its magnitude gives the same scale again.
@@ -160,21 +155,17 @@ def round_compensated(weight: Array, stored: Array, scale: Array, float_data: Ar
         weight: Float weights as [groups, rows, columns].
         stored: The weights on the grid, as integers.
         scale: Of each row, [groups, rows, 1].
-        float_data: What the float weights are multiplied with, [groups, columns, positions].
-        data: What the rounded ones are multiplied with.
+        data: What the weights are multiplied with, [groups, columns, positions].
     """
     moments = data @ np.swapaxes(data, 1, 2)
     columns = moments.shape[-1]
     diagonals = np.einsum("gii->gi", moments)
     damping = np.maximum(DAMPING * diagonals.mean(axis=1), np.finfo(np.float32).tiny)
     damped = moments + damping[:, None, None] * np.eye(columns)
-    # The least squares solution without rounding makes up for the errors of the data.
-    shift = weight @ ((float_data - data) @ np.swapaxes(data, 1, 2))
-    wanted = weight + np.swapaxes(np.linalg.solve(damped, np.swapaxes(shift, 1, 2)), 1, 2)
     order = np.argsort(-diagonals, axis=1, kind="stable")
     groups = np.arange(len(order))[:, None, None]
     factors = np.swapaxes(np.linalg.cholesky(np.linalg.inv(damped[groups, order[:, :, None], order[:, None]])), 1, 2)
-    wanted, kept = (np.take_along_axis(each, order[:, None], axis=2) for each in (wanted, stored))
+    wanted, kept = (np.take_along_axis(each, order[:, None], axis=2) for each in (weight, stored))
     largest = np.abs(kept).argmax(axis=2)
     limit, rounded = np.abs(kept).max(axis=2), np.empty_like(wanted)
     for column in range(columns):
