@@ -11,9 +11,9 @@ import numpy as np
 
 from harness.accuracy.metrics.custom import source_digest
 from harness.api import Accuracy
-from harness.errors import MAX_COUNT, UserError
+from harness.errors import MAX_COUNT, EvaluationFailed, UserError
 from harness.graph.io.files import to_proto, write_model
-from harness.registry import register_object
+from harness.registry import call_plugin, register_object
 from harness.text import safe_file_name
 
 __all__ = ["data_mapping", "evaluator_mapping", "model_mapping", "plugin_mapping", "save_program_model"]
@@ -151,7 +151,12 @@ class _FunctionEvaluator:
         self.fingerprint = source_digest(function)
 
     def score(self, infer: Any) -> Any:
-        return Accuracy(metrics={self.metric: float(self._function(infer))})
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        try:
+            value = call_plugin(f"metric {name}", lambda: float(self._function(infer)))
+        except UserError as error:
+            raise EvaluationFailed(str(error)) from error
+        return Accuracy(metrics={self.metric: value})
 
 
 def _factory_of(evaluator: Any, named: Any = None) -> Any:

@@ -16,7 +16,9 @@ from matplotlib.figure import Figure
 from small import save_chain
 
 import harness.facade as qdq
+from harness.errors import EvaluationFailed
 from harness.pipeline import runner
+from harness.registry import create_plugin
 from harness.report import render
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.task_setup.program_objects import data_mapping, evaluator_mapping, save_program_model
@@ -29,6 +31,16 @@ QUICK: dict[str, Any] = {
     "progress": False,
 }
 SIMULATED: dict[str, Any] = {"use": "simulated", "params": {"seed": 1, "noise": 0.0}}
+
+
+def test_a_metric_that_raises_is_named() -> None:
+    def last_box(run: Any) -> float:
+        boxes: list[float] = []
+        return boxes[3]
+
+    (use,) = evaluator_mapping(last_box, None, Path()).values()
+    with pytest.raises(EvaluationFailed, match=r"last_box: IndexError"):
+        create_plugin("evaluator", use, {}).score(None)
 
 
 class Redraw:
