@@ -51,6 +51,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
     dims: Mapping[str, int] | None = None,
     precision: str | None = None,
     fidelity: bool = False,
+    timed: bool = True,
 ) -> StudyTask:
     """Return the study of a model, or of the only task of an experiment file.
 
@@ -63,6 +64,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
         dims: Sizes of dynamic dimensions by symbol; for a model.
         precision: By default INT8, or the experiment's.
         fidelity: Also compare every engine's outputs with the float model's, where no evaluator is given.
+        timed: Whether the study measures latencies, which it does at one shape.
 
     Raises:
         UserError: Anything that cannot be used, or an experiment with more than one task.
@@ -78,6 +80,8 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
         model = {"use": text, "label": model_label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
         experiment = _parse_experiment({"experiment": "study", "models": [model], "sampling": dict(STUDY_LIMITS)})
     described = {**experiment.model_dump(mode="json"), **changes}
+    if max(experiment.budget.evaluations) <= len(ANCHOR_PLACEMENTS):  # no search spends it
+        described["budget"] = {"evaluations": [len(ANCHOR_PLACEMENTS) + 1]}
     if fidelity:
         described["models"] = [
             {**model, "evaluator": model["evaluator"] or "fidelity"} for model in described["models"]
@@ -88,6 +92,11 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
     if len(tasks) > 1:
         names = ", ".join(task.name for task in tasks)
         raise UserError(f"{text}: a study has one task, but this experiment has {len(tasks)}: {names}; keep one")
+    if timed and tasks[0].model.shape_set is not None:
+        raise UserError(
+            f"{text}: shape_set: a study times one shape; remove the key, and name the shape by `dims` or `shapes` of "
+            "the model"
+        )
     return StudyTask(experiment=experiment, spec=tasks[0])
 
 
