@@ -117,7 +117,7 @@ class _ProgressLines:
         minutes, seconds = divmod(round(left_s), 60)
         said = f"{self._title}: {self._done}/{self._total}"
         if self._done >= MIN_SHARE_FOR_ETA * self._total:
-            said += f", about {minutes}:{seconds:02d} min left"
+            said += f", about {minutes}:{seconds:02d} min left in this step"
         self._say(f"{said}, {self.note}" if self.note else said)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from harness.explain.accuracy_ablation import AccuracyAblation
 from harness.explain.layers import iter_edge_fusions, read_layers
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
+from harness.pipeline.shape_files import SHAPES_FILE_NAME, make_shape_set
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.results import TaskResults, load
 from harness.report.load.task_files import AttributionReport, MinimalPlacement, PartEffect
 from harness.report.trace import find_main_row
+from harness.runtimes.shape_set import ShapeSet
 from harness.statistics import Interval
 from harness.task_setup.accuracy import Scoring, make_scoring
 from harness.task_setup.task import Task, compose_task
@@ -76,13 +80,18 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     spec = next((spec for spec in plan_tasks(experiment) if spec.name == task_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no task {task_results.name!r}")
-    bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"),), "baselines": ()})
+    ranges = (start for start in experiment.initial if start.params.get("ranges"))  # else the scales would differ
+    bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"), *ranges), "baselines": ()})
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         task = compose_task(bare, spec, Path(work), observer)
         _require_same_task(task, task_results)
+        if (known := task_results.folder / SHAPES_FILE_NAME).exists():
+            shutil.copy(known, work)
+        task = task.with_benchmarkers({MAIN_BENCHMARKER: _recorded_backend(spec.backend, task_results)})
         asked = _RowExplainer(
             experiment=experiment,
-            task=task.with_benchmarkers({MAIN_BENCHMARKER: _recorded_backend(spec.backend, task_results)}),
+            task=task,
+            shapes=make_shape_set(task, Path(work), partial(open_engines, limits=experiment.limits), observer),
             scoring=make_scoring(experiment.objective, spec.model, task.model, task.work),
             whole=Placement(row.choices),
             observer=observer,
@@ -114,10 +123,11 @@ def _recorded_backend(use: PluginSpec, results: TaskResults) -> PluginSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowExplainer:
-    """Set-up of the attribution of one row; the task has the backend of the row."""
+    """Set-up of the attribution of one row; the task has the backend of the row, `shapes` the shapes it is timed at."""
 
     experiment: Experiment
     task: Task
+    shapes: ShapeSet | None
     scoring: Scoring
     whole: Placement
     observer: Observer
@@ -155,7 +165,10 @@ class _RowExplainer:
 
     def _worker(self) -> WorkerSpec:
         return WorkerSpec(
-            benchmarkers=self.task.benchmarkers, workdir=self.task.work, evaluators=self.scoring.evaluators
+            benchmarkers=self.task.benchmarkers,
+            workdir=self.task.work,
+            evaluators=self.scoring.evaluators,
+            adapt=self.shapes,
         )
 
     def _ablation_timer(self) -> AblationTimer:

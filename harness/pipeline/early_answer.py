@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.io import explain_write_errors
+from harness.runtimes.shape_set import ShapeSet
 from harness.search_loop.loop import TrialEvent
 from harness.selection.paired_timing import PairedComparison, run_comparison
 from harness.task_setup.task import Task
@@ -50,6 +51,7 @@ class EarlyAnswer:
         events: Turns of the confirmation.
         evaluations: Number of evaluations before it.
         metric: Name of the metric whose bound it satisfies on the data of the search, or None.
+        shapes: Shape of each input by the label of the shape, of a task with several shapes.
     """
 
     task: Task
@@ -62,6 +64,7 @@ class EarlyAnswer:
     events: Sequence[TurnEvent]
     evaluations: int
     metric: str | None
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
@@ -82,6 +85,7 @@ class EarlyAnswers:
         checker: Compares engines with their files; None where the benchmarker runs no model.
         noise_floor: Relative noise floor before the searches; smaller gains are none.
         metric: Name of the bounded metric, or None.
+        shapes: Shapes that placements are timed at, or None.
         sink: Receives each answer that is better than the last.
         observer: Receives the progress.
     """
@@ -95,11 +99,13 @@ class EarlyAnswers:
         checker: RuntimeChecker | None,
         noise_floor: float,
         metric: str | None,
+        shapes: ShapeSet | None,
         sink: AnswerSink,
         observer: Observer,
     ) -> None:
         self._task, self._engines, self._open_engines = task, engines, open_engines
         self._checker, self._metric = checker, metric
+        self._shapes = {} if shapes is None else {shape.label: shape.inputs for shape in shapes.shapes}
         self._noise_floor = noise_floor
         self._sink, self._observer = sink, observer
         self._started_s, self._spent_s = time.monotonic(), 0.0
@@ -174,6 +180,7 @@ class EarlyAnswers:
             events=events,
             evaluations=evaluations,
             metric=self._metric,
+            shapes=self._shapes,
         )
         if self._best is None or answer.speedup > self._best.speedup:
             self._best, self._answered_ms = answer, reading_ms

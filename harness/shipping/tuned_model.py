@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from harness.task_setup.task import Task
 from harness.timing.confirmation import ConfirmationSummary
 from harness.timing.provenance import describe_environment, format_options
 from harness.timing.turn_log import TurnEvent
-from harness.verification.dynamic_delivery import DynamicModel
+from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
 
 __all__ = ["TunedModel", "describe_accuracy", "ship_answer", "ship_tuned_model"]
 
@@ -40,6 +40,7 @@ class TunedModel:
         method: Searcher or rule that chose the placement.
         row: Name of the model in the confirmation.
         baseline: Name of the float model there.
+        shapes: Shape of each input by the label of the shape, if several were timed.
     """
 
     file: Path
@@ -52,6 +53,7 @@ class TunedModel:
     method: str = "autotune"
     row: str = "final"
     baseline: str = "baseline"
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def describe_accuracy(calibrated: bool) -> str:
@@ -104,7 +106,7 @@ def ship_tuned_model(
             answer=f"{name}.onnx: {answer}",
             method=tuned.method,
             decision=summary.rows[tuned.row].verdict,
-            timing=confirmation_facts(summary, events, tuned.row, tuned.baseline),
+            timing=confirmation_facts(summary, events, tuned.row, tuned.baseline, tuned.shapes),
             runtime=runtime,
             environment=describe_environment(),
             calibration={
@@ -130,6 +132,8 @@ def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
     task = answer.task
     calibrated = not task.calibrated_on.startswith(RANDOM_DATA)
     bounded = None if answer.metric is None else f"{answer.metric} within its bound on the data of the search"
+    sizes = list(answer.shapes.values())
+    dynamic = write_dynamic_model(task.model, answer.file, task.spec.backend.use, sizes) if sizes else None
     tuned = TunedModel(
         file=answer.file,
         float_file=task.model_file,
@@ -140,6 +144,8 @@ def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
         method=answer.method,
         row=answer.digest,
         baseline=FLOAT_ROW,
+        dynamic=dynamic,
+        shapes=answer.shapes,
     )
     return ship_tuned_model(tuned, task, answer.runtime, (answer.summary, answer.events), out, observer)
 
@@ -148,9 +154,10 @@ def _experiment(task: Task) -> dict[str, Any]:
     """Return the keys of an experiment that define the task, from which `qdq apply` continues."""
     model, spec = task.model, task.spec
     shapes = {name: "x".join(map(str, model.types[name].shape)) for name in model.inputs}
+    fixed = {"shapes": shapes if model.origin else {}} if spec.model.shape_set is None else {}
     return {
         "experiment": "autotune",
-        "models": [{**spec.model.model_dump(mode="json"), "shapes": shapes if model.origin else {}}],
+        "models": [{**spec.model.model_dump(mode="json"), **fixed}],
         "backends": [{"use": spec.backend.use, "params": dict(spec.backend.params)}],
         "precision": [spec.precision],
     }

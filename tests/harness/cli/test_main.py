@@ -221,7 +221,7 @@ def test_without_a_terminal_long_work_prints_progress_lines(capsys):
             step.advance()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert lines[1:] == [f"search: {k}/3, about 0:00 min left, best 2 ms" for k in (1, 2)]
+    assert lines[1:] == [f"search: {k}/3, about 0:00 min left in this step, best 2 ms" for k in (1, 2)]
 
 
 def test_the_first_step_gives_no_estimate_and_short_work_no_line(capsys):
@@ -230,7 +230,8 @@ def test_the_first_step_gives_no_estimate_and_short_work_no_line(capsys):
     with TerminalProgress(every_s=0.0) as terminal, terminal.work("confirmation", 40) as step:
         step.advance()
         step.advance()
-    assert capsys.readouterr().err.splitlines() == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left in this step"]
 
 
 def test_the_version_is_printed(capsys):

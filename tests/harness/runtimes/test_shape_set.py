@@ -17,11 +17,13 @@ from harness import registry
 from harness.api import Candidate, ReportsParts
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.errors import BuildFailed, UserError
+from harness.explain.attribution import attribute_row
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
+from harness.pipeline.early_answer import EarlyAnswer
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
@@ -30,9 +32,10 @@ from harness.results_dir.io import read_json
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.selection.confirmation import read_events
-from harness.shipping.bundle import Shipment, run_script, write_bundle
+from harness.shipping.bundle import Shipment, read_bundle, run_script, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import confirmation_facts
+from harness.shipping.tuned_model import ship_answer
 from harness.timing.confirmation import summarize_parts, summarize_turns
 from harness.verification.dynamic_delivery import write_dynamic_model
 
@@ -218,6 +221,40 @@ def test_symbols_that_the_model_lacks_are_refused_before_anything_runs(
     (tmp_path / "e.yaml").write_text(EXPERIMENT.replace("OBJECTIVE", "worst").replace("batch: 4", "samples: 4"))
     assert qdq("run", str(tmp_path / "e.yaml"), "--check") == 2
     assert "shape_set.shapes.1" in capsys.readouterr().err
+
+
+def test_an_early_answer_has_the_file_with_dynamic_axes_and_its_shapes(tmp_path: Path) -> None:
+    save_net(tmp_path / "net.onnx")
+    shipped: list[dict[str, Any]] = []
+
+    def ship(answer: EarlyAnswer) -> None:
+        runtime = dict(registry.create_plugin("benchmarker", "onnxruntime", {}).describe())
+        if not shipped:
+            ship_answer(replace(answer, runtime=runtime), tmp_path, NullProgress())
+            shipped.append(read_bundle(tmp_path / "ship" / TASK))
+
+    text = EXPERIMENT.replace("OBJECTIVE", "weighted").replace("noise: 0.0", "noise: 0.001, wanted_share: 0.9")
+    experiment = parse_experiment(text, "e.yaml", tmp_path)
+    run_experiment(experiment, out=tmp_path / "out", observer=NullProgress(), answers=ship)
+    (facts,) = shipped
+    assert (tmp_path / "ship" / TASK / facts["dynamic_file"]).exists()
+    assert [facts["shapes"][label]["inputs"] for label in LABELS] == [{"x": [1, 3, 8]}, {"x": [4, 6, 8]}]
+    assert not facts["experiment"]["models"][0]["shapes"], "qdq apply takes each shape of the set"
+
+
+@pytest.mark.parametrize("command", ["sensitivity", "record", "noise"])
+def test_studies_of_one_shape_refuse_a_set(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_net(tmp_path / "net.onnx")
+    (tmp_path / "e.yaml").write_text(EXPERIMENT.replace("OBJECTIVE", "worst"))
+    assert qdq(command, str(tmp_path / "e.yaml"), "--out", str(tmp_path / "out")) == 2
+    assert "shape_set" in capsys.readouterr().err
+
+
+def test_a_row_is_explained_at_the_shapes(done: Path) -> None:
+    found, _ = attribute_row(done, "all", base=done.parent, observer=NullProgress())
+    (task,) = load_results(done).tasks
+    recorded = task.summaries[found.row].speedup.value
+    assert found.speedup.value == pytest.approx(recorded, rel=0.05)
 
 
 def test_the_script_of_a_shipment_fixes_the_dynamic_file_to_a_shape(tmp_path: Path) -> None:
