@@ -57,6 +57,8 @@ class RecoveryRequest:
         placement: A key of `PLACEMENT_NAMES`, a PTQ tool that is run, or a Q/DQ file that was made from the model.
         float_nodes: Wildcards of nodes that stay float.
         steps: Names of recovery steps, in order.
+        subsets: Number of parts of the calibration samples that the study's own choices are calibrated on, one by one,
+            besides all of them; 0: none.
         auto: Score the study's own choices, and only those besides them that calibration samples choose, with recovery.
     """
 
@@ -66,6 +68,7 @@ class RecoveryRequest:
     weights: tuple[str, ...] = ()
     depthwise: tuple[Granularity, ...] = ()
     steps: tuple[str, ...] = ()
+    subsets: int = 0
     auto: bool = False
 
     def combinations(self, own: NumericChoices) -> list[NumericChoices]:
@@ -82,10 +85,12 @@ class _Row:
     """File of the placement with one choice of contents and steps.
 
     Attributes:
+        subset: Calibration samples, where these are not all of the study's.
         drop: Loss of the metric against the float model; None if it has no interval.
     """
 
     choices: NumericChoices
+    subset: str
     gains: tuple[StepGain, ...]
     path: Path
     score: Accuracy | Failed
@@ -115,13 +120,12 @@ def recovery_report(
         store = AccuracyStore(folder, engines, observer)
         reference = store.require_float_score(task.model_file)
         rows: list[_Row] = []
-        for choices, gains, placed in _iter_models(study, task, request, steps, observer):
+        for subset, gains, placed in _iter_models(study, task, request, steps, observer):
             path = placed.export(folder / "models" / f"{len(rows)}.onnx")
-            score = store.score_file(path, choices.text or "default")
-            rows.append(
-                _Row(choices=choices, gains=gains, path=path, score=score, drop=_drop(scoring, reference, score))
-            )
-    best = _best_row(rows, scoring.metric, higher_is_better=scoring.higher_is_better)
+            score = store.score_file(path, placed.choices.text or "default")
+            drop = _drop(scoring, reference, score)
+            rows.append(_Row(choices=placed.choices, subset=subset, gains=gains, path=path, score=score, drop=drop))
+    best = _best_row([row for row in rows if not row.subset], scoring.metric, higher_is_better=scoring.higher_is_better)
     plotted = [] if best is None else _plot_layers(task, rows[0], best, folder)
     header = tuple(name.format(metric=scoring.metric) for name in COLUMN_NAMES)
     figure = f"{reference.metrics[scoring.metric]:.4f}"
@@ -131,6 +135,7 @@ def recovery_report(
         f"{task.spec.name}: placement {request.placement}, calibrated on {task.calibrated_on}",
         f"files in the order of the rows: {folder}/models",
         *([] if best is None else [f"best: {best.path}"]),
+        *_subset_note(rows, scoring.metric),
         *plotted,
     ]
     return header, cells, notes
@@ -160,24 +165,28 @@ def _plot_layers(task: Task, first: _Row, best: _Row, folder: Path) -> Iterator[
 
 def _iter_models(
     study: StudyTask, task: Task, request: RecoveryRequest, steps: Mapping[str, RecoveryStep], observer: Observer
-) -> Iterator[tuple[NumericChoices, tuple[StepGain, ...], PlacedModel]]:
-    """Yield the placement with each combination of choices, and again with recovery."""
+) -> Iterator[tuple[str, tuple[StepGain, ...], PlacedModel]]:
+    """Yield the placement with each combination of choices, and again with recovery; then by parts of the samples."""
     combinations = list_choices(task) if request.auto else request.combinations(task.choices)
     feeds = CalibrationBatches(study.spec.model, task.model, input_types(task.model))
     resolved = _resolve(task, request, feeds, observer)
     placer = open_placer(task, combinations, feeds, feeds.count, observer)
-    batches = list(feeds) if steps else []
+    batches = list(feeds) if steps or request.subsets else []
     models = placer.place(resolved)
     if request.auto:
-        yield task.choices, (), next(models)
+        yield "", (), next(models)
         models = iter(placer.rank(resolved, split_held_out(batches)[1])[:1])
     for placed in models:
         if not request.auto:
-            yield placed.choices, (), placed
+            yield "", (), placed
         if steps:
             recalibrate = placer.recalibration(placed.choices, batches)
             recovered, gains = recover(placed, steps, batches, recalibrate, observer)
-            yield placed.choices, gains, recovered
+            yield "", gains, recovered
+    for k in range(request.subsets):
+        part = batches[k :: request.subsets]
+        placed = next(open_placer(task, [task.choices], part, len(part), observer).place(resolved))
+        yield f"samples {k + 1} of {request.subsets}", (), placed
 
 
 def _resolve(task: Task, request: RecoveryRequest, feeds: CalibrationBatches, observer: Observer) -> Resolved:
@@ -221,6 +230,13 @@ def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: 
     return made.path
 
 
+def _subset_note(rows: Sequence[_Row], metric: str) -> Iterator[str]:
+    """Yield by how much the figure depends on the calibration samples."""
+    found = [row.score.metrics[metric] for row in rows if row.subset and isinstance(row.score, Accuracy)]
+    if found:
+        yield f"{metric} by the calibration samples, {len(found)} parts of them: {min(found):.4f} to {max(found):.4f}"
+
+
 def _drop(scoring: Scoring, reference: Accuracy, score: Accuracy | Failed) -> Interval | None:
     if isinstance(score, Failed) or scoring.metric is None:
         return None
@@ -233,13 +249,20 @@ def _cells(row: _Row, metric: str) -> tuple[str, ...]:
     figure = f"failed: {score.reason}" if isinstance(score, Failed) else f"{score.metrics[metric]:.4f}"
     drop = "-" if row.drop is None else f"{row.drop.value:+.4f} [{row.drop.low:+.4f}, {row.drop.high:+.4f}]"
     kept = " + ".join(gain.step for gain in row.gains if gain.kept) or ("none kept" if row.gains else "-")
-    return row.choices.text or "default", kept, figure, drop, "; ".join(map(str, row.gains))
+    return (
+        ", ".join(filter(None, (row.choices.text or "default", row.subset))),
+        kept,
+        figure,
+        drop,
+        "; ".join(map(str, row.gains)),
+    )
 
 
 def _write_rows(rows: Sequence[_Row], metric: str, reference: Accuracy, path: Path) -> None:
     facts = [
         {
             "choices": row.choices.text,
+            **({"samples": row.subset} if row.subset else {}),
             "file": row.path.name,
             "steps": [
                 {"step": g.step, "before_db": g.before_db, "after_db": g.after_db, "kept": g.kept} for g in row.gains

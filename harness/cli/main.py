@@ -32,7 +32,7 @@ from harness.cli.models import check, explain, regions, zoo
 from harness.cli.placements import apply, export_recipe, import_placement, insert
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
-from harness.cli.studies import noise, record, recover, replay, sensitivity, study
+from harness.cli.studies import agreement, noise, record, recover, replay, sensitivity, study
 from harness.errors import UserError
 from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
 
@@ -62,6 +62,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify,
     "sensitivity": sensitivity,
     "recover": recover,
+    "agreement": agreement,
     "record": record,
     "replay": replay,
     "study": study,
@@ -115,7 +116,7 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
 RESULTS_COMMANDS = frozenset({"run", "reproduce", "apply", "record", "report"})
 #: Commands that time engines; `autotune` parses its own `--wait`.
 TIMING_COMMANDS = frozenset(
-    {"run", "reproduce", "apply", "verify", "explain", "sensitivity", "recover", "record", "noise"}
+    {"run", "reproduce", "apply", "verify", "explain", "sensitivity", "recover", "agreement", "record", "noise"}
 )
 
 

@@ -1,4 +1,4 @@
-"""`qdq sensitivity`, `qdq recover`, `qdq record`, `qdq replay`, `qdq study` and `qdq noise`."""
+"""`qdq sensitivity`, `qdq recover`, `qdq agreement`, `qdq record`, `qdq replay`, `qdq study` and `qdq noise`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness.errors import UserError
 if TYPE_CHECKING:
     from harness.studies.study_file import BudgetStudy
 
-__all__ = ["noise", "record", "recover", "replay", "sensitivity", "study"]
+__all__ = ["agreement", "noise", "record", "recover", "replay", "sensitivity", "study"]
 
 
 def sensitivity(
@@ -84,6 +84,9 @@ def recover(
         typer.Option(help="Scales of the data of depthwise convolutions, tensor or channel; repeat to compare."),
     ] = None,
     step: Annotated[list[str] | None, typer.Option(help="Recovery step, in order; repeat.")] = None,
+    subsets: Annotated[
+        int, count_option("Number of parts of the calibration samples to calibrate on, one by one.", least=0)
+    ] = 0,
     auto: Annotated[
         bool, typer.Option("--auto", help="Score what calibration samples choose alone, as a run under a bound does.")
     ] = False,
@@ -118,11 +121,35 @@ def recover(
         weights=tuple(weights or ()),
         depthwise=cast("tuple[Literal['tensor', 'channel'], ...]", tuple(depthwise or ())),
         steps=tuple(step or ()),
+        subsets=subsets,
         auto=auto,
     )
     folder = short_path(out or Path(f"recover-{made.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:
         table = recovery_report(made, request, folder, terminal)
+    print_table(*table, as_json=as_json)
+
+
+def agreement(
+    model: StudyArgument,
+    placements: Annotated[int, count_option("Number of random placements.", least=3)] = 16,
+    samples: Annotated[int, count_option("Number of samples that each is scored on.")] = 200,
+    backend: StudyBackendOption = None,
+    param: ParamOption = None,
+    out: Annotated[Path | None, typer.Option(help="Folder [default: agreement-MODEL].", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how well figures without labels rank placements, by the metric of a model that has labels.
+
+    The figures are those of the evaluators agreement and fidelity. Example: `qdq agreement mobilenet.yaml`
+    """
+    from harness.analysis.agreement_study import agreement_report
+    from harness.terminal_progress import TerminalProgress
+
+    made = study_of(model, backend, param, None, None)
+    folder = short_path(out or Path(f"agreement-{made.spec.name}"))
+    with replace_change_advice(), TerminalProgress() as terminal:
+        table = agreement_report(made, placements, samples, folder, terminal)
     print_table(*table, as_json=as_json)
 
 

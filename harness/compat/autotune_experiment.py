@@ -74,13 +74,8 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
     elif options.at_objective:
         raise AutotunerError("--at_objective: only with --at, twice or more")
     starts = _start_entries(options.start or (), ranges=options.calibration_data is None)
-    objective = {}
     if options.max_drop is not None:
-        if options.test_data is None:
-            raise AutotunerError("--max_drop needs labelled data: --test_data test.npz (inputs and an array 'labels')")
-        test = {"use": "npz", "path": options.test_data, "labels": options.test_labels}
-        model["evaluator"] = {"use": options.metric, "params": {"data": test}}
-        objective = {"objective": drop_objective(options.max_drop)}
+        model["evaluator"] = _evaluator_of(options)
     elif options.test_data is not None:
         raise AutotunerError("--test_data: the labels are for a bound on accuracy; give --max_drop too")
     keys = {
@@ -90,18 +85,34 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         "seeds": [options.seed],
         "initial": [*INITIAL_RULES, *starts],
         "baselines": [*(start["label"] for start in starts), *(options.baseline or ())],
-        "budget": make_budget(options.max_evals),
+        "budget": make_budget(options.max_evals, options.max_minutes),
         "confirmation": CONFIRMATION,
-        **objective,
+        **({} if options.max_drop is None else {"objective": drop_objective(options.max_drop)}),
     }
     try:
         return autotune_experiment(model, "qdq autotune", **keys)
     except UserError as error:  # names the key of an experiment file
-        flags = {"budget.evaluations": "--max_evals", "baselines:": "--baseline:"}
+        flags = {
+            "budget.evaluations": "--max_evals",
+            "budget.task_minutes": "--max_minutes",
+            "baselines:": "--baseline:",
+        }
         text = str(error)
         for key, flag in flags.items():
             text = text.replace(f"qdq autotune: {key}", flag)
         raise UserError(text) from error
+
+
+def _evaluator_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the evaluator of the test data, which need no labels for agreement."""
+    if options.test_data is None:
+        raise AutotunerError(
+            "--max_drop needs data: --test_data test.npz (inputs and an array 'labels', or --metric agreement)"
+        )
+    data = {"use": "npz", "path": options.test_data, "labels": options.test_labels}
+    if options.metric == "agreement" and options.test_labels not in array_names(Path(options.test_data)):
+        del data["labels"]
+    return {"use": options.metric, "params": {"data": data}}
 
 
 def _start_entries(files: Iterable[str], *, ranges: bool) -> list[dict[str, Any]]:
@@ -126,13 +137,14 @@ def _parse_entry(text: str) -> dict[str, Any]:
         raise AutotunerError(f"--at {text}: SYMBOL=SIZE[,SYMBOL=SIZE][:WEIGHT]") from error
 
 
-def make_budget(evaluations: int | None) -> dict[str, Any]:
+def make_budget(evaluations: int | None, minutes: float | None = None) -> dict[str, Any]:
     """Return the budget of a search that stops where no further gain is likely.
 
     Args:
         evaluations: Largest number of evaluations; None: the default.
+        minutes: Limit of the whole task; None: there is none.
     """
-    return {"evaluations": [evaluations or DEFAULT_EVALUATIONS], "stop_at": STOP_AT}
+    return {"evaluations": [evaluations or DEFAULT_EVALUATIONS], "stop_at": STOP_AT, "task_minutes": minutes}
 
 
 def drop_objective(max_drop: float) -> dict[str, Any]:

@@ -251,6 +251,7 @@ class Budget(ConfigSection):
         minutes: Wall-clock limit of one search; None: no limit.
         stop_at: Probability that no gain above 0.5 % is left, at which a search ends early; None: it does not. See
             `search.gain_forecast`.
+        task_minutes: Wall-clock limit of a task, recovery and confirmation included; None: no limit.
     """
 
     evaluations: Annotated[
@@ -260,6 +261,7 @@ class Budget(ConfigSection):
     ] = (25, 50)
     minutes: Annotated[float, Field(gt=0, le=MAX_MINUTES)] | None = None
     stop_at: Annotated[float, Field(gt=0, lt=1)] | None = None
+    task_minutes: Annotated[float, Field(gt=0, le=MAX_MINUTES)] | None = None
 
 
 class Sampling(ConfigSection):

@@ -76,7 +76,7 @@ def recovered_models(running: TaskRun, book: AccuracyStore) -> dict[str, tuple[W
     misses = near_misses(running)
     chosen = list({miss.digest: miss for found in misses.values() for miss in found}.values())[:MAX_NEAR_MISSES]
     known = _read_known(running)
-    if any(miss.digest not in known for miss in chosen):
+    if any(miss.digest not in known for miss in chosen) and _has_time(running):
         known |= _recover_all(running, book, [miss for miss in chosen if miss.digest not in known])
     return {
         name: tuple(model for miss in found if (model := _known_model(known.get(miss.digest), miss)) is not None)
@@ -126,12 +126,19 @@ def _recover_all(running: TaskRun, book: AccuracyStore, misses: Sequence[Evaluat
     running.scoring.prepare_evaluators(book, task.model_file)
     with running.observer.work(f"{task.spec.name}: recover placements", len(misses)) as step:
         for miss in misses:
+            if not _has_time(running):
+                running.observer.say(f"{task.spec.name}: no time is left to recover {miss.digest}")
+                break
             facts = _recover(running, book, placer, miss, batches)
             ended_s = time.monotonic()
             _write_known(running, miss.digest, {**facts, "seconds": round(ended_s - started_s, 1)})
             started_s = ended_s  # the first one has the calibration
             step.advance(facts["label"])
     return _read_known(running)
+
+
+def _has_time(running: TaskRun) -> bool:
+    return running.limit is None or running.limit.allows_recovery
 
 
 def _recover(
@@ -153,7 +160,7 @@ def _recover(
         facts = {"label": attempt.label, "steps": gains, "loss_before": _loss(running, miss), "loss": loss,
                  "file": path.name, "sha256": digest_file(path), "within": goal.loss_excess(loss) == 0}  # fmt: skip
         tried.append((loss, facts))
-        if facts["within"]:
+        if facts["within"] or not _has_time(running):
             break
     return min(tried, key=lambda pair: pair[0])[1] if tried else {"label": "nothing to try", "within": False}
 

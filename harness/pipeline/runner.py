@@ -49,6 +49,7 @@ from harness.pipeline.recovery import recovered_models
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.pipeline.shape_files import make_shape_set
 from harness.pipeline.task_run import TaskRun
+from harness.pipeline.time_limit import TimeLimit
 from harness.pipeline.transfer import transferred_placements, write_pattern_cache
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
@@ -216,6 +217,8 @@ class _TaskContext:
 def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -> None:
     spec, folder, site = place.spec, place.folder, place.site
     clock = PhaseClock(folder, "set-up")
+    minutes = experiment.budget.task_minutes
+    limit = None if minutes is None else TimeLimit(seconds=minutes * 60, clock=clock)
     record_or_check(folder / "env.json", site.environment(place.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
     task = compose_task(experiment, spec, folder / "work", observer, facts)
@@ -247,6 +250,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             observer=observer,
             checker=checker,
             shapes=shapes,
+            limit=limit,
         )
         if place.sink is not None:
             running = replace(running, answers=_make_answers(running, lambda: site.open(worker), place.sink))
@@ -295,7 +299,9 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             checker.check_rows(table, place.retry_failed)
         backend = engines.describe()
     clock.write("confirmation")
-    confirm_rows(experiment.confirmation, site.open, worker, table.with_latency, backend, observer, place.retry_failed)
+    timed = table.with_latency
+    plan = experiment.confirmation if limit is None else limit.shorten(experiment.confirmation, len(timed.rows))
+    confirm_rows(plan, site.open, worker, timed, backend, observer, place.retry_failed)
     clock.write("dynamic axes")
     wanted = () if shapes is None else [shape.inputs for shape in shapes.shapes]
     write_dynamic_rows(task.model, table, spec.backend.use, observer, wanted)

@@ -16,6 +16,7 @@ from harness.graph.io.files import digest_file
 from harness.pipeline.early_answer import EarlyAnswers
 from harness.pipeline.prescreening import Prescreening, count_prescreened
 from harness.pipeline.runtime_checker import RuntimeChecker
+from harness.pipeline.time_limit import TimeLimit
 from harness.progress import Observer, ProgressTask, format_incumbent
 from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
@@ -50,6 +51,7 @@ class TaskRun:
         checker: Compares engines with their files; None where the benchmarker runs no model.
         answers: Confirms incumbents while searches run; None: at the end only.
         shapes: Shapes that placements are timed at; None: that of the search alone.
+        limit: Limit on the wall-clock of the task; None: there is none.
     """
 
     experiment: Experiment
@@ -63,6 +65,7 @@ class TaskRun:
     checker: RuntimeChecker | None = None
     answers: EarlyAnswers | None = None
     shapes: ShapeSet | None = None
+    limit: TimeLimit | None = None
 
     def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run one search, or the rest of it; record why it ended if its budget is not spent.
@@ -112,7 +115,7 @@ class TaskRun:
                 candidate=search.candidate,
                 goal=self.judge.goal,
                 evaluations=most,
-                seconds=None if budget.minutes is None else budget.minutes * 60,
+                seconds=self._search_seconds(journal),
                 window=window,
                 retry_failed=retry_failed,
                 stop_at=budget.stop_at,
@@ -134,6 +137,17 @@ class TaskRun:
         if ending.failure is not None or search.close_error is None:
             return ending
         return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
+
+    def _search_seconds(self, journal: Journal) -> float | None:
+        """Return the wall-clock at which a search ends, earlier runs of it included; None: no limit."""
+        budget = self.experiment.budget
+        limits = [] if budget.minutes is None else [budget.minutes * 60]
+        left = 1 + sum(map(self.is_unbegun, self.task.spec.runs))
+        share_s = None if self.limit is None else self.limit.search_seconds(left)
+        if share_s is not None:
+            spent_s = max((entry.result.elapsed_s for entry in journal.entries if entry.result), default=0.0)
+            limits.append(spent_s + share_s)
+        return min(limits, default=None)
 
     def _note(self, trial: TrialEvent, describe: Callable[..., str]) -> str:
         """Return incumbent, confirmed speedup and expected further gain for the line of progress."""
@@ -194,6 +208,10 @@ class TaskRun:
         """Return the reason why a search ended before its budget was spent, or None."""
         return read_termination(self._journal(run))
 
+    def is_unbegun(self, run: SearchSpec) -> bool:
+        """Return whether a search has no journal yet."""
+        return not has_lines(self._journal(run))
+
     def is_unfinished(self, run: SearchSpec) -> bool:
         """Return whether a search may have something left to measure, also if it had no more proposals."""
         path = self._journal(run)
@@ -208,6 +226,8 @@ class TaskRun:
             unused["prescreening"] = True
         if self.experiment.budget.stop_at is None:
             unused["budget"] = {"stop_at"}
+        if self.experiment.budget.task_minutes is None:
+            unused["budget"] = {*unused.get("budget", ()), "task_minutes"}
         return facts_digest(self.experiment.model_dump(mode="json", exclude=unused))
 
     def task_digest(self) -> str:

@@ -145,14 +145,19 @@ def _describe_extension(key: str, old: Any, new: Any) -> str:
 
 def _describe_budget_extension(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Return the growth of a budget, or "" if a search may end earlier or budgets were only removed or reordered."""
-    (old_counts, old_min), (new_counts, new_min) = ((each["evaluations"], each["minutes"]) for each in (old, new))
+    old_counts, new_counts = old["evaluations"], new["evaluations"]
     if old_counts != new_counts and not (max(new_counts) > max(old_counts) or set(new_counts) > set(old_counts)):
         return ""
-    if (new_min or math.inf) < (old_min or math.inf):
+    limits = {key: (old[key] or math.inf, new[key] or math.inf) for key in ("minutes", "task_minutes")}
+    if any(after < before for before, after in limits.values()):
         return ""
     evaluations = f"budget {_join(old_counts)} -> {_join(new_counts)}" if old_counts != new_counts else ""
-    minutes = f"minutes {old_min:g} -> {f'{new_min:g}' if new_min else 'any'}" if old_min != new_min else ""
-    return ", ".join(filter(None, (evaluations, minutes)))
+    longer = (
+        f"{key} {before:g} -> {'any' if math.isinf(after) else f'{after:g}'}"
+        for key, (before, after) in limits.items()
+        if before != after
+    )
+    return ", ".join(filter(None, (evaluations, *longer)))
 
 
 def _join(values: Iterable[Any]) -> str:

@@ -27,6 +27,15 @@ class PhaseClock:
         self._seconds = dict(read_phases(folder))
         self._since_s = time.monotonic()
 
+    @property
+    def elapsed_s(self) -> float:
+        """Return the seconds of all phases so far, interrupted ones included where they were written."""
+        return sum(self._seconds.values()) + time.monotonic() - self._since_s
+
+    def seconds_of(self, phase: str) -> float:
+        """Return the seconds of an earlier phase; 0 before it has ended."""
+        return self._seconds.get(phase, 0.0)
+
     def start(self, phase: str) -> None:
         """End the current phase and start another one; `write` writes the file."""
         now_s = time.monotonic()

@@ -222,7 +222,7 @@ def _evaluator_data_digest(use: PluginSpec) -> str:
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
     """Return the fidelity evaluator on a few samples of the calibration data; no table reports its values."""
     data = spec.calibration.data
-    params = {"samples": samples, **({} if data is None else {"data": data})}
+    params = {"samples": samples, "sqnr_only": True, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})
     return _require_evaluator(evaluator_spec(proxied, model, work / "proxy"))
 
@@ -232,7 +232,7 @@ def _require_evaluator(use: PluginSpec | None) -> PluginSpec:
     return use
 
 
-UNIT_INTERVAL_METRICS = frozenset({"map", "miou", "top1", "top5"})
+UNIT_INTERVAL_METRICS = frozenset({"agreement", "map", "miou", "top1", "top5"})
 """Metrics that end at 1, so that 0.01 is one point of a hundred."""
 IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 """Metrics that count images: each is right or wrong, so one of n moves the figure by 1/n."""

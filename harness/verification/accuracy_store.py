@@ -55,12 +55,10 @@ class AccuracyStore:
         candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
         known = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
-            unprepared = None if known else self._prepare_evaluator(evaluator, candidate)
-            found = unprepared or self._score(
-                candidate, _score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator), evaluator
-            )
+            key = _score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator)
+            found = self._score(candidate, key, evaluator, prepare=not known)
             step.advance()
-        if unprepared is None:
+        if isinstance(found, Accuracy):
             self._shown.add(evaluator)
         if isinstance(found, Accuracy) and found.note and not known:
             self.observer.say(found.note)
@@ -106,13 +104,16 @@ class AccuracyStore:
         *,
         row: ExportedModel | None = None,
         name: str = "the float model",
+        prepare: bool = False,
     ) -> Accuracy | Failed:
         known = self._stored_score(key)
-        if known is not None:
+        if known is not None and not prepare:
             return known
         name, benchmarker = (name, MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
         with scoring_progress(self.observer, f"inferences of {name}") as watch:
-            found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch)
+            found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch, prepare=prepare, known=known)
+        if known is not None:
+            return found
         if isinstance(found, Failed):
             score: dict[str, Any] = {"failed": found.stage, "reason": hide_paths(found.reason)}
         else:
@@ -129,11 +130,6 @@ class AccuracyStore:
             return None
         said = {part: known.get(part, "") for part in ("evidence", "note")}
         return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), **said)
-
-    def _prepare_evaluator(self, evaluator: str, candidate: Candidate) -> Failed | None:
-        """Let an evaluator see the float model."""
-        with scoring_progress(self.observer, "inferences of the float model") as watch:
-            return _prepare(self._engines, candidate, evaluator, watch)
 
 
 def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Mapping[str, Any]]:
@@ -153,24 +149,23 @@ def _score_key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER)
     return f"{sha256} {benchmarker}" if evaluator == MAIN_BENCHMARKER else f"{sha256} {benchmarker} {evaluator}"
 
 
-def _prepare(engines: Engines, candidate: Candidate, evaluator: str, watch: ScoringCallback) -> Failed | None:
-    built = engines.build(candidate)
-    if isinstance(built, Failed):
-        return built
-    try:
-        return engines.prepare(built.handle, evaluator, watch)
-    finally:
-        engines.release(built.handle)
-
-
-def _evaluate(
-    engines: Engines, candidate: Candidate, benchmarker: str, evaluator: str, watch: ScoringCallback
+def _evaluate(  # noqa: PLR0913 - what, where and how
+    engines: Engines,
+    candidate: Candidate,
+    benchmarker: str,
+    evaluator: str,
+    watch: ScoringCallback,
+    *,
+    prepare: bool,
+    known: Accuracy | None,
 ) -> Accuracy | Failed:
+    """Return the known score of a candidate, or score it; let the evaluator see its engine first if asked."""
     built = engines.build(candidate, benchmarker)
     if isinstance(built, Failed):
         return built
     try:
-        return engines.evaluate(built.handle, evaluator, watch)
+        unprepared = engines.prepare(built.handle, evaluator, watch) if prepare else None
+        return unprepared or known or engines.evaluate(built.handle, evaluator, watch)
     finally:
         engines.release(built.handle)
 

@@ -82,7 +82,9 @@ def image_input(inputs: InputTypes) -> str:
 
 
 def make_batch(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
-    """Return one batch; if there are too few tensors, the last one is repeated."""
+    """Return one batch; if there are too few tensors, the last one is repeated. A batch of one is not copied."""
+    if batch == 1:
+        return np.ascontiguousarray(tensors[0])[None]
     return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
 
 

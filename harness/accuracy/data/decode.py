@@ -147,11 +147,16 @@ def decode_shapes(
 
 def box_iou(a: Floats, b: Floats) -> Floats:
     """Return intersection over union of n boxes with m boxes, shape (n, m); 0 for boxes without area."""
-    low = np.maximum(a[:, None, :2], b[None, :, :2])
-    high = np.minimum(a[:, None, 2:], b[None, :, 2:])
-    shared = np.clip(high - low, 0.0, None).prod(axis=2)
-    areas = [(boxes[:, 2:] - boxes[:, :2]).clip(0.0).prod(axis=1) for boxes in (a, b)]
-    union = areas[0][:, None] + areas[1][None] - shared
+    return _pairwise_iou(a[:, None], b[None])
+
+
+def _pairwise_iou(a: Floats, b: Floats) -> Floats:
+    """Return the IoU of boxes whose leading axes are broadcast."""
+    width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
+    height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])
+    shared = np.maximum(width, 0.0) * np.maximum(height, 0.0)
+    first, second = ((x[..., 2] - x[..., 0]).clip(0.0) * (x[..., 3] - x[..., 1]).clip(0.0) for x in (a, b))
+    union = first + second - shared
     shares: Floats = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
     return shares
 
@@ -193,8 +198,10 @@ def suppress_overlaps(
 def _overlapping_same_class(
     boxes: Floats, classes: Integers, a: Integers, b: Integers, threshold: float
 ) -> npt.NDArray[np.bool_]:
-    same: npt.NDArray[np.bool_] = classes[a][:, None] == classes[b][None]
-    return same & (box_iou(boxes[a], boxes[b]) > threshold)
+    overlap: npt.NDArray[np.bool_] = classes[a][:, None] == classes[b][None]
+    rows, columns = np.nonzero(overlap)  # few pairs of a detector with many classes are of the same one
+    overlap[rows, columns] = _pairwise_iou(boxes[a[rows]], boxes[b[columns]]) > threshold
+    return overlap
 
 
 def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: int = MAX_DETECTIONS) -> Detections:

@@ -1,7 +1,7 @@
-"""Average precision on any choice of images, from what pycocotools found about each of them.
+"""Average precision on any choice of images, from the matches of each of them.
 
-Which detection hits which box is decided image by image, whatever the other images are. So it is decided once, by
-pycocotools, and a draw of images only counts the hits and misses again, in the order of their scores.
+Which detection hits which box is decided image by image, whatever the other images are. So it is decided once, and a
+draw of images only counts the hits and misses again, in the order of their scores.
 
 The facts are, for each range of areas, a list of categories, each a mapping of lists: `truth`, the image of each box
 that counts; then for each detection, best first: `image`; `hits` and `misses`, a bit for each IoU threshold at which it
@@ -19,20 +19,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.accuracy.metrics.box_matching import AREA_RANGES, IOU_THRESHOLDS, RECALL_THRESHOLDS, CategoryMatches
+
 __all__ = ["MAP_METRICS", "map_facts", "resampled_map"]
 
-RECALL_THRESHOLDS = np.linspace(
-    0.0, 1.0, 101
-)  # as in pycocotools.cocoeval.Params, which has the thresholds 0.50, 0.55 to 0.95
-IOU_THRESHOLD_COUNT = 10
 MAP_METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
     {
-        "map": (0, tuple(range(IOU_THRESHOLD_COUNT))),
+        "map": (0, tuple(range(len(IOU_THRESHOLDS)))),
         "map50": (0, (0,)),
         "map75": (0, (5,)),
-        "maps": (1, tuple(range(IOU_THRESHOLD_COUNT))),
-        "mapm": (2, tuple(range(IOU_THRESHOLD_COUNT))),
-        "mapl": (3, tuple(range(IOU_THRESHOLD_COUNT))),
+        "maps": (1, tuple(range(len(IOU_THRESHOLDS)))),
+        "mapm": (2, tuple(range(len(IOU_THRESHOLDS)))),
+        "mapl": (3, tuple(range(len(IOU_THRESHOLDS)))),
     }
 )
 """By the name of a metric, in the order of `COCOeval.stats`: range of areas, and which IoU thresholds."""
@@ -41,36 +39,33 @@ Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
 
-def map_facts(evaluation: Any) -> dict[str, Any]:
+def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]:
     """Return the facts about each image from which mAP can be recomputed.
 
     Args:
-        evaluation: A `pycocotools.cocoeval.COCOeval` of boxes by category, after `evaluate()`.
+        matches: Of each category.
+        images: Number of images.
     """
-    images, areas = len(evaluation.params.imgIds), len(evaluation.params.areaRng)
-    found: list[list[dict[str, list[int]]]] = []
-    for area in range(areas):
-        found.append([])
-        for category in range(len(evaluation.params.catIds)):
-            first = (category * areas + area) * images
-            rows = [(i, row) for i, row in enumerate(evaluation.evalImgs[first : first + images]) if row is not None]
-            truth = [i for i, row in rows for _ in range(int((np.asarray(row["gtIgnore"]) == 0).sum()))]
-            if truth:
-                found[-1].append({"truth": truth, **_encode_detections(rows)})
+    found = [
+        [
+            {"truth": each.truth_image[each.truth_counts[area]].tolist(), **_encode_detections(each, area)}
+            for each in matches
+            if each.truth_counts[area].any()
+        ]
+        for area in range(len(AREA_RANGES))
+    ]
     return {"images": images, "areas": found}
 
 
-def _encode_detections(rows: list[tuple[int, Mapping[str, Any]]]) -> dict[str, list[int]]:
-    scores = np.concatenate([row["dtScores"] for _, row in rows])
-    image = np.concatenate([np.full(len(row["dtScores"]), i) for i, row in rows])
-    matched = np.concatenate([row["dtMatches"] for _, row in rows], axis=1) > 0
-    counts = np.concatenate([row["dtIgnore"] for _, row in rows], axis=1) == 0
-    bits = 1 << np.arange(IOU_THRESHOLD_COUNT)
+def _encode_detections(matches: CategoryMatches, area: int) -> dict[str, list[int]]:
+    matched, counts = matches.matched[area], ~matches.ignored[area]
+    bits = 1 << np.arange(len(IOU_THRESHOLDS))
     hits, misses = bits @ (matched & counts), bits @ (~matched & counts)
-    order = np.argsort(-scores, kind="mergesort")
+    order = np.argsort(-matches.scores, kind="mergesort")
     last = np.flatnonzero(hits[order]).max(initial=-1)
-    kept = np.array([i for i in order[: last + 1] if hits[i] or misses[i]], np.int64)
-    return {"image": image[kept].tolist(), "hits": hits[kept].tolist(), "misses": misses[kept].tolist()}
+    ranked = order[: last + 1]
+    kept = ranked[(hits[ranked] | misses[ranked]) > 0]
+    return {"image": matches.image[kept].tolist(), "hits": hits[kept].tolist(), "misses": misses[kept].tolist()}
 
 
 def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from harness.accuracy.data.arrays import ArrayDataset, is_array_data, open_array
 from harness.accuracy.data.batching import image_input, image_size, make_batch, make_batches
 from harness.accuracy.data.datasets import ImageDataset, open_images
 from harness.accuracy.data.preprocess import Prepared, Size, open_preprocess, parse_plugin_spec, preprocess_fingerprint
+from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
@@ -73,6 +75,14 @@ def require_finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Arra
     return outputs
 
 
+class _PreparedCache(dict[str, Prepared]):
+    """Inputs by the names of their images."""
+
+
+_SHARED_CACHES: weakref.WeakValueDictionary[object, _PreparedCache] = weakref.WeakValueDictionary()
+"""Evaluators of this process, on all images and on some of them, share what they prepared."""
+
+
 class PreparedImages:
     """A data set as inputs of one model; each is made once, and kept while the cache has room.
 
@@ -101,7 +111,9 @@ class PreparedImages:
         self._input_name = input_name
         self._preprocess = open_preprocess(preprocess)
         self.fingerprint = f"{self.data.fingerprint} {preprocess_fingerprint(preprocess)}"
-        self._cache: dict[int, Prepared] = {}
+        source = {key: value for key, value in data.items() if key not in SUBSET_KEYS}
+        key = (canonical_json(source), base, preprocess_fingerprint(preprocess), self.size)
+        self._cache = _SHARED_CACHES.setdefault(key, _PreparedCache())
         self._room = MAX_CACHE_BYTES
 
     @property
@@ -125,17 +137,19 @@ class PreparedImages:
                 yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
 
     def _prepare_image(self, i: int) -> Prepared:
-        if i in self._cache:
-            return self._cache[i]
+        name = self.data.sample_name(i)
+        if name in self._cache:
+            return self._cache[name]
         item = self._preprocess.prepare(self.data.image(i), self.size)
         if item.tensor.shape != self._shape[1:] or item.tensor.dtype != np.float32:
             raise UserError(
-                f"preprocess gives {item.tensor.dtype} {item.tensor.shape} for image {self.data.sample_name(i)!r}, "
+                f"preprocess gives {item.tensor.dtype} {item.tensor.shape} for image {name!r}, "
                 f"but the input {self._input_name!r} wants float32 {self._shape[1:]}"
             )
         if item.tensor.nbytes <= self._room:
             self._room -= item.tensor.nbytes
-            self._cache[i] = item
+            item.tensor.flags.writeable = False  # several evaluators use it, and outputs are known by it
+            self._cache[name] = item
         return item
 
 

@@ -118,7 +118,10 @@ def plan_comparison(samples: Sequence[Mapping[str, Array]]) -> ComparisonLayout:
 
 
 def compare_outputs(
-    pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], layout: ComparisonLayout
+    pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]],
+    layout: ComparisonLayout,
+    *,
+    sqnr_only: bool = False,
 ) -> Closeness:
     """Return how close outputs are; the worst output, or part of one, decides on each figure.
 
@@ -131,6 +134,7 @@ def compare_outputs(
     Args:
         pairs: For each batch the float model's outputs and the engine's.
         layout: Of the float model's outputs.
+        sqnr_only: Compute no other figure.
 
     Raises:
         EvaluationFailed: An output is missing or of another shape, or none is of floating type.
@@ -142,16 +146,16 @@ def compare_outputs(
             p, q = reference[name], outputs[name]
             for part in parts or (None,):
                 rows.sqnr_db[name, part].append(part_sqnr(p, q, part))
-                rows.cosine[name, part].append(_cosine_similarity(select_values(p, part), select_values(q, part)))
-            rows.kl[name].append(_kl_divergence(*np.atleast_1d(select_values(p, None), select_values(q, None))))
+                if not sqnr_only:
+                    rows.cosine[name, part].append(_cosine_similarity(select_values(p, part), select_values(q, part)))
+            if not sqnr_only:
+                rows.kl[name].append(_kl_divergence(*np.atleast_1d(select_values(p, None), select_values(q, None))))
     sqnr_db = {key: _replace_exact_batches(values) for key, values in rows.sqnr_db.items()}
     worst = min(sqnr_db, key=lambda key: np.mean(sqnr_db[key]))
     said = "" if len(sqnr_db) == 1 else _describe_part(*worst, float(np.mean(sqnr_db[worst])))
-    figures = {
-        "sqnr_db": sqnr_db[worst],
-        "cosine": min(rows.cosine.values(), key=np.mean),
-        "kl": max(rows.kl.values(), key=np.mean),
-    }
+    figures = {"sqnr_db": sqnr_db[worst]}
+    if not sqnr_only:
+        figures |= {"cosine": min(rows.cosine.values(), key=np.mean), "kl": max(rows.kl.values(), key=np.mean)}
     return Closeness(figures=figures, worst=said)
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-import io
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, format_output_shapes
@@ -21,13 +15,13 @@ from harness.accuracy.data.detector_layout import suggest_decoder
 from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec
 from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts
 from harness.accuracy.metrics.base import NEGLIGIBLE_SCORE, LabelledImages
+from harness.accuracy.metrics.box_matching import CategoryMatches, interpolate_precision, match_boxes
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
 __all__ = ["CocoMAP", "coco_metrics"]
 
-AP50_INDEX = 1  # in COCOeval.stats
 MIN_BOX_AP50, MAX_CLASS_AP50_SHARE = (
     0.2,
     0.1,
@@ -37,8 +31,8 @@ MIN_BOX_AP50, MAX_CLASS_AP50_SHARE = (
 class CocoMAP(LabelledImages):
     """mAP over IoU 0.50 to 0.95 on images with boxes; also at 0.50 and 0.75, and for small, medium and large boxes.
 
-    Lin et al. 2014, arXiv:1405.0312, through pycocotools. The model's class k is the k-th of the labels' category ids
-    in ascending order, whatever order the file lists them in, or of `data.classes`.
+    Lin et al. 2014, arXiv:1405.0312, as pycocotools computes it. The model's class k is the k-th of the labels'
+    category ids in ascending order, whatever order the file lists them in, or of `data.classes`.
 
     Args:
         data: Images with COCO labels (`harness.accuracy.data.datasets`).
@@ -95,7 +89,7 @@ class CocoMAP(LabelledImages):
             UserError: Its boxes are where the labels have some, but hardly one is of the labelled class.
         """
         found = self._detect(infer)
-        boxes = float(_run_coco_eval(self._labels, found, by_class=False).stats[AP50_INDEX])
+        boxes = _coco_figures(match_boxes(self._labels, found, by_class=False)).get("map50", 0.0)
         classes = coco_metrics(self._labels, found).get("map50", 0.0)
         if boxes > MIN_BOX_AP50 and classes < MAX_CLASS_AP50_SHARE * boxes:
             raise UserError(
@@ -110,10 +104,10 @@ class CocoMAP(LabelledImages):
         Raises:
             EvaluationFailed: Outputs that are not finite, or of a shape that the decoder does not know.
         """
-        evaluation = _run_coco_eval(self._labels, self._detect(infer))
-        figures = _coco_figures(evaluation)
+        matches = match_boxes(self._labels, self._detect(infer))
+        figures = _coco_figures(matches)
         note = self._suggest_layout() if figures.get(self.metric, 1.0) < NEGLIGIBLE_SCORE else ""
-        return Accuracy(metrics=figures, evidence=encode_evidence("map", map_facts(evaluation)), note=note)
+        return Accuracy(metrics=figures, evidence=encode_evidence("map", map_facts(matches, len(self))), note=note)
 
     def _suggest_layout(self) -> str:
         """Return which decoder and preprocessing detectors with such outputs have, where others are used."""
@@ -151,50 +145,14 @@ def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict
     Raises:
         UserError: A class index beyond the categories of the labels.
     """
-    return _coco_figures(_run_coco_eval(labels, found))
+    return _coco_figures(match_boxes(labels, found))
 
 
-def _coco_figures(evaluation: Any) -> dict[str, float]:
-    """Return COCO's metrics by name, without undefined ones (pycocotools reports -1)."""
-    return {name: float(value) for name, value in zip(MAP_METRICS, evaluation.stats[:6], strict=True) if value >= 0}
-
-
-def _run_coco_eval(labels: Mapping[str, Any], found: Sequence[Detections], *, by_class: bool = True) -> Any:
-    """Return a finished COCOeval."""
-    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-        answers = {**labels, "annotations": list(_coco_results(labels, found))}
-        evaluation = COCOeval(_build_coco_index(labels), _build_coco_index(answers), "bbox")
-        evaluation.params.useCats = int(by_class)
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    return evaluation
-
-
-def _coco_results(labels: Mapping[str, Any], found: Sequence[Detections]) -> Iterator[dict[str, Any]]:
-    categories = sorted(category["id"] for category in labels["categories"])
-    numbers = itertools.count(1)
-    for image, detections in zip(labels["images"], found, strict=True):
-        highest = int(detections.classes.max(initial=-1))
-        if highest >= len(categories):
-            raise UserError(f"the model finds class {highest}, but the labels have {len(categories)} categories")
-        for box, score, index in zip(detections.boxes, detections.scores, detections.classes, strict=True):
-            left, top, right, bottom = box.tolist()
-            yield {
-                "id": next(numbers),
-                "image_id": image["id"],
-                "category_id": categories[index],
-                "bbox": [left, top, right - left, bottom - top],
-                "area": (right - left) * (bottom - top),
-                "iscrowd": 0,
-                "score": float(score),
-            }
-
-
-def _build_coco_index(dataset: Mapping[str, Any]) -> Any:
-    """Return a COCO object; `COCO.loadRes` fails if there are no results."""
-    coco = COCO()
-    # COCOeval adds keys to the annotations
-    coco.dataset = {**dataset, "annotations": [copy.copy(a) for a in dataset["annotations"]]}
-    coco.createIndex()
-    return coco
+def _coco_figures(matches: Sequence[CategoryMatches]) -> dict[str, float]:
+    """Return COCO's metrics by name; a range of areas without a box has none."""
+    precision = {area: interpolate_precision(matches, area) for area, _ in MAP_METRICS.values()}
+    return {
+        name: float(np.mean(precision[area][list(levels)].ravel()))
+        for name, (area, levels) in MAP_METRICS.items()
+        if precision[area].size
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ FIGURES_VERSION = 2
 """Version of what the figures mean: those of the worst output and part; before, means over outputs."""
 RANDOM_BATCH_COUNT = 16
 """Batches of random inputs."""
+MAX_KEPT_BYTES = 100 * 2**20
+"""Inputs of a larger size are made for every engine."""
 
 
 class Fidelity:
@@ -46,6 +49,7 @@ class Fidelity:
         data: Images or arrays (`harness.accuracy.data.datasets`); None: random inputs.
         preprocess: Preprocessing of an image; name, or `{use: NAME, params: {...}}`.
         samples: Maximum number of samples, None: all; for random data the number of batches, None: 16.
+        sqnr_only: Compute no other figure: a search that compares each candidate needs none.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
@@ -55,7 +59,7 @@ class Fidelity:
     metric = "sqnr_db"
     higher_is_better = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one option, one parameter
         self,
         reference: str | Path,
         inputs: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -63,13 +67,16 @@ class Fidelity:
         preprocess: str | Mapping[str, Any] | None = None,
         samples: int | None = None,
         base: Path | None = None,
+        sqnr_only: bool = False,
     ) -> None:
         if samples is not None and samples < 1:
             raise UserError(f"fidelity: samples: a whole number from 1, but got {samples}")
         self._reference = Path(reference)
         self._inputs = dict(inputs)
         self._samples = RANDOM_BATCH_COUNT if samples is None else samples
+        self._sqnr_only = sqnr_only
         self._batches: InputBatches | None = None
+        self._kept: list[dict[str, Array]] = []
         facts: list[Any] = [FIGURES_VERSION, samples if data is not None else self._samples, list(self._inputs.items())]
         if data is not None:
             opened = open_data(data, base, samples)
@@ -89,7 +96,12 @@ class Fidelity:
 
     def feeds(self) -> Iterator[dict[str, Array]]:
         """Yield the inputs, the same at each call."""
-        return random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
+        if not self._kept:
+            made = random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
+            if len(self) * sum(map(_input_bytes, self._inputs.values())) > MAX_KEPT_BYTES:
+                return made
+            self._kept = list(made)
+        return iter(self._kept)
 
     def prepare(self, infer: Infer) -> None:
         """Run the float model on the inputs and write its outputs to the reference file; see `harness.api.Evaluator`.
@@ -124,7 +136,7 @@ class Fidelity:
             if LAYOUT not in reference or str(reference[FINGERPRINT]) != self.fingerprint:
                 raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
             layout = ComparisonLayout.from_json(str(reference[LAYOUT]))
-            found = compare_outputs(self._output_pairs(reference, infer), layout)
+            found = compare_outputs(self._output_pairs(reference, infer), layout, sqnr_only=self._sqnr_only)
         metrics = found.metrics
         worst = f"{WORST_PREFIX}{found.worst}" if found.worst and metrics["sqnr_db"] < MAX_SQNR_DB else ""
         return Accuracy(
@@ -139,3 +151,8 @@ class Fidelity:
         for i, feeds in enumerate(self.feeds()):
             outputs, prefix = require_finite(infer(feeds), f"sample {i}"), f"{i}/"
             yield {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}, outputs
+
+
+def _input_bytes(input_type: tuple[str, tuple[int, ...]]) -> int:
+    """Return a bound of the size of an input: elements have 8 bytes at most."""
+    return 8 * math.prod(input_type[1])

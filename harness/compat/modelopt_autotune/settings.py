@@ -273,6 +273,10 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "metavar": "NAME",
             "help": "row to compare with, a rule or a tool: linear, nncf_ptq, ort_static, ...; repeat for several",
         },
+        "--max_minutes": {
+            "type": float,
+            "help": "limit on the whole run, recovery and confirmation included (default: none)",
+        },
         "--seed": {"type": int, "default": 0, "help": f"seed of the searcher {_DEFAULT}"},
     },
     "Quantization": {

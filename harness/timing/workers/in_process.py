@@ -49,6 +49,8 @@ from search.space import edges_digest
 __all__ = ["InProcess", "Scorer", "as_outcome", "last_lines", "with_progress"]
 
 T = TypeVar("T")
+_KnownOutputs = dict[object, tuple[Mapping[str, Array], Mapping[str, Array]]]
+"""Inputs, which stay where they are, and outputs by `_feeds_key`."""
 MAX_LOG_LINES = 40
 MAX_KEPT_BYTES = 256 * 2**20
 """Of the outputs of an engine between two stages of its scoring."""
@@ -64,7 +66,7 @@ class _OpenEngine:
     workdir: Path
     opened: ExitStack
     probe: Probe | None = None
-    outputs: dict[bytes, Mapping[str, Array]] = field(default_factory=dict)
+    outputs: _KnownOutputs = field(default_factory=dict)
 
 
 class Scorer:
@@ -209,12 +211,14 @@ class InProcess(Engines):
         return engine.probe
 
     def _prepare(self, handle: int, name: str, on_progress: ScoringCallback | None) -> None:
-        self._scorer.prepare(self._probe(handle).infer, name, on_progress)
+        infer = _remember_outputs(self._probe(handle).infer, self._engines[handle].outputs, keep=True)
+        self._scorer.prepare(infer, name, on_progress)
 
     def _evaluate(self, handle: int, name: str, on_progress: ScoringCallback | None) -> Accuracy:
+        outputs = self._engines[handle].outputs
         infer: Infer = self._probe(handle).infer
-        if FIRST_STAGE_EVALUATOR in self._spec.evaluators:
-            infer = _remember_outputs(infer, self._engines[handle].outputs, keep=name == FIRST_STAGE_EVALUATOR)
+        if outputs or name == FIRST_STAGE_EVALUATOR:
+            infer = _remember_outputs(infer, outputs, keep=name == FIRST_STAGE_EVALUATOR)
         return self._scorer.evaluate(infer, name, on_progress)
 
     def _infer(self, handle: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -252,22 +256,31 @@ def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
     return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
 
 
-def _remember_outputs(infer: Infer, known: dict[bytes, Mapping[str, Array]], keep: bool) -> Infer:
+def _remember_outputs(infer: Infer, known: _KnownOutputs, keep: bool) -> Infer:
     """Wrap `infer` to return the known outputs of an engine for the same inputs, and to `keep` those of this scoring.
 
-    Images of the first stage are among those of the whole scoring, which follows on the same engine.
+    Inputs of `prepare` and images of the first stage are among those of the whole scoring, which follows on the same
+    engine.
     """
 
     def remembering(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        key = hashlib.blake2b(b"".join(np.ascontiguousarray(feeds[name]).tobytes() for name in sorted(feeds))).digest()
+        key = _feeds_key(feeds)
         if key in known:
-            return known[key]
+            return known[key][1]
         outputs = infer(feeds)
         if keep and sum(array.nbytes for array in outputs.values()) * (len(known) + 1) <= MAX_KEPT_BYTES:
-            known[key] = {name: np.array(array) for name, array in outputs.items()}
+            known[key] = dict(feeds), {name: np.array(array) for name, array in outputs.items()}
         return outputs
 
     return remembering
+
+
+def _feeds_key(feeds: Mapping[str, Array]) -> object:
+    """Return the places of inputs that cannot change, which evaluators keep and give again, else a digest of them."""
+    if not any(array.flags.writeable for array in feeds.values()):
+        places = {name: array.__array_interface__ for name, array in feeds.items()}
+        return tuple((name, at["data"][0], at["shape"], at["typestr"]) for name, at in sorted(places.items()))
+    return hashlib.blake2b(b"".join(np.ascontiguousarray(feeds[name]).tobytes() for name in sorted(feeds))).digest()
 
 
 def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:

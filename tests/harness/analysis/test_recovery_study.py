@@ -74,6 +74,17 @@ def test_calibration_samples_choose_the_second_file_at_the_placement_of_another_
     assert len({file.read_bytes() for file in files}) == 1, "its places, with the contents of the experiment"
 
 
+def test_parts_of_the_calibration_samples_show_how_much_the_figure_depends_on_them(folder: Path, capsys: Any) -> None:
+    assert qdq("recover", "small.yaml", "--subsets", "3", "--out", "out") == 0
+    rows = read_json(folder / "out/recovery.json")["rows"]
+    assert [row.get("samples", "") for row in rows] == ["", *(f"samples {k} of 3" for k in (1, 2, 3))]
+    assert len({row["sqnr_db"] for row in rows}) > 1
+    printed = capsys.readouterr().out
+    parts = [row["sqnr_db"] for row in rows[1:]]
+    assert f"3 parts of them: {min(parts):.4f} to {max(parts):.4f}" in printed
+    assert "best: out/models/0.onnx" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -103,6 +103,9 @@ def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early
     assert experiment.objective.max_drop is None
     assert [searcher.use for searcher in experiment.searchers] == ["auto"]
     assert experiment.budget.stop_at is not None
+    assert experiment.budget.task_minutes is None
+    limited = command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_minutes", "5"], "qdq autotune"))
+    assert limited.budget.task_minutes == 5
 
 
 def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound() -> None:

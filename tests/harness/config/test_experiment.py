@@ -145,7 +145,7 @@ STARTS = MINIMAL + "initial: [{}]"
         (MINIMAL + "seeds: 3", r"seeds: a list, such as \[3\], but got 3"),
         (MINIMAL + "seeds:", r"seeds: a list, such as \[...\], but got nothing"),
         (MINIMAL + "budget: {evaluations: 10}", r"budget.evaluations: a list, such as \[10\], but got 10"),
-        (MINIMAL + "budget: 10", "budget: a mapping with keys such as evaluations, minutes, stop_at, but got 10"),
+        (MINIMAL + "budget: 10", "budget: a mapping with keys such as evaluations, minutes, stop_at, task_minutes"),
         ("experiment: e\nmodels: [{use: a, shapes: 1x3}]", "models.0.shapes: a mapping of keys, but got '1x3'"),
         *(
             (

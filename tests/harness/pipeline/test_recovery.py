@@ -57,6 +57,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         folder=tmp_path / "out",
         observer=NullProgress(),
         checker=object(),
+        limit=None,
     )
 
 
@@ -102,6 +103,8 @@ def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     book = Book(0.7, 0.77)
+    late = SimpleNamespace(**{**vars(running), "limit": SimpleNamespace(allows_recovery=False)})
+    assert recovered_models(late, book) == dict.fromkeys(near_misses(running), ())  # type: ignore[arg-type]
     (models,) = recovered_models(running, book).values()  # type: ignore[arg-type]
     (model,) = models
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()

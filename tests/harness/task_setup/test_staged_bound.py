@@ -53,15 +53,18 @@ def test_the_first_images_are_every_nth_of_a_half() -> None:
     assert list(select_rows({"half": "search", "every": 4}, names, "data")) == half[::4]
 
 
-def test_outputs_of_the_first_stage_are_reused_for_the_same_inputs() -> None:
+@pytest.mark.parametrize("writeable", [True, False])
+def test_outputs_of_the_first_stage_are_reused_for_the_same_inputs(writeable: bool) -> None:
     calls: list[float] = []
 
     def infer(feeds: Any) -> Any:
         calls.append(float(feeds["x"][0]))
         return {"y": feeds["x"] + 1}
 
-    known: dict[bytes, Any] = {}
+    known: dict[Any, Any] = {}
     images = [{"x": np.full(4, value, np.float32)} for value in range(8)]
+    for feeds in images:
+        feeds["x"].flags.writeable = writeable  # evaluators keep what cannot change
     first = [_remember_outputs(infer, known, keep=True)(feeds) for feeds in images[::4]]
     whole = [_remember_outputs(infer, known, keep=False)(feeds) for feeds in images]
     assert calls == [0, 4, 1, 2, 3, 5, 6, 7]

@@ -127,7 +127,7 @@ def test_a_score_without_a_remark_is_written_as_ever(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     AccuracyStore(tmp_path, Engines(), NullProgress()).float_score(tmp_path / "float.onnx")
     (kept,) = read_json(tmp_path / "accuracy.json").values()
-    assert kept == {"evaluator": "", "metrics": {"top1": 2.0}, "per_item": [], "evidence": ""}
+    assert kept == {"evaluator": "", "metrics": {"top1": 1.0}, "per_item": [], "evidence": ""}
 
 
 def scoring(metric="top1", *, higher_is_better=True, params=None):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +88,12 @@ def test_shifted_boxes_score_less_and_none_score_zero(coco: Any, capsys: pytest.
     assert capsys.readouterr().out == ""
 
 
+@pytest.fixture
+def no_shared_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_SHARED_CACHES", weakref.WeakValueDictionary())
+
+
+@pytest.mark.usefixtures("no_shared_images")
 def test_scoring_again_reads_no_image_again(coco: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     original = Shapes.prepare
@@ -96,6 +103,9 @@ def test_scoring_again_reads_no_image_again(coco: Any, monkeypatch: pytest.Monke
     for _ in range(2):
         evaluator.score(lambda _: {"boxes": empty})
     assert len(calls) == 6
+    open_evaluator("coco_map", {**PARAMS, "data": {**DATA, "every": 2}}, SUPPLIED).score(lambda _: {"boxes": empty})
+    assert len(calls) == 6  # evaluators share what they prepared
+    del evaluator
     # Room for two images of 3 x 128 x 128 float32: the others are made each time.
     monkeypatch.setattr(base, "MAX_CACHE_BYTES", 2 * 3 * 128 * 128 * 4)
     evaluator = open_evaluator("coco_map", PARAMS, SUPPLIED)
@@ -181,6 +191,7 @@ class Grey:
         return type(good)(tensor=good.tensor[:1], scale=1.0, offset=(0, 0), original=size)
 
 
+@pytest.mark.usefixtures("no_shared_images")
 def test_a_tensor_of_another_shape_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "open_preprocess", lambda _: Grey())
     evaluator = CocoMAP(DATA, "shapes", "shapes", "images", (1, 3, 128, 128))

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.metrics import intervals
 from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, resampled_map
-from harness.accuracy.metrics.detection import _run_coco_eval, coco_metrics
+from harness.accuracy.metrics.box_matching import match_boxes
+from harness.accuracy.metrics.detection import coco_metrics
 from harness.accuracy.metrics.intervals import (
     check_consistency,
     decode_accuracy,
@@ -75,9 +78,32 @@ def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarra
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
+def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed: int) -> None:
+    labels, found = scene(seed)
+    coarse = [dataclasses.replace(f, scores=np.round(f.scores, 1)) for f in found]  # many equal scores
+    for each in (found, coarse):
+        answers = [
+            {"image_id": image["id"], "category_id": int(index) + 1, "score": float(score),
+             "bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]]}
+            for image, f in zip(labels["images"], each, strict=True)
+            for box, score, index in zip(f.boxes.tolist(), f.scores, f.classes, strict=True)
+        ]  # fmt: skip
+        truth = COCO()
+        truth.dataset = labels | {"annotations": [dict(a) for a in labels["annotations"]], "info": {}}
+        truth.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(answers), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        expected = {name: value for name, value in zip(MAP_METRICS, evaluation.stats[:6], strict=True) if value >= 0}
+        assert coco_metrics(labels, each) == expected
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
 def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
     labels, found = scene(seed)
-    facts = json.loads(json.dumps(map_facts(_run_coco_eval(labels, found))))
+    facts = json.loads(json.dumps(map_facts(match_boxes(labels, found), len(found))))
     rng = np.random.default_rng(seed)
     draws = np.vstack([np.ones(8, np.int64), rng.multinomial(8, [1 / 8] * 8, size=2)])
     ours = {metric: resampled_map(facts, metric, draws) for metric in MAP_METRICS}
@@ -92,7 +118,7 @@ def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
 
 def test_a_large_draw_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     labels, found = scene(3)
-    facts = map_facts(_run_coco_eval(labels, found))
+    facts = map_facts(match_boxes(labels, found), len(found))
     draws = np.random.default_rng(0).multinomial(8, [1 / 8] * 8, size=20)
     whole = resampled_map(facts, "map", draws)
     monkeypatch.setattr("harness.accuracy.metrics.average_precision.MAX_BLOCK_CELLS", 50)
@@ -103,8 +129,8 @@ def detector(seed: int, *, noise: float = 0.0) -> Accuracy:
     labels, found = scene(seed, images=40)
     rng = np.random.default_rng(9)
     moved = [dataclasses.replace(f, boxes=f.boxes + rng.normal(0, noise, f.boxes.shape)) for f in found]
-    evaluation = _run_coco_eval(labels, moved)
-    return Accuracy(metrics=coco_metrics(labels, moved), evidence=encode_evidence("map", map_facts(evaluation)))
+    facts = map_facts(match_boxes(labels, moved), len(moved))
+    return Accuracy(metrics=coco_metrics(labels, moved), evidence=encode_evidence("map", facts))
 
 
 def test_the_drop_of_map_has_a_paired_interval_from_stored_records() -> None:

@@ -1,0 +1,149 @@
+"""Agreement with the float model: share of equal answers on data without labels, of classifiers and of detectors."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from harness import registry
+from harness.accuracy.data.decode import DetectionDecoder, Detections, box_iou
+from harness.accuracy.data.preprocess import parse_plugin_spec
+from harness.accuracy.metrics.base import PreparedArrays, PreparedImages, open_samples, select_output
+from harness.api import Accuracy, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.random_inputs import InputTypes
+
+__all__ = ["FloatAgreement", "matched_share"]
+
+MIN_OVERLAP = 0.5
+"""IoU from which two boxes are the same answer, as in AP50."""
+FINGERPRINT = "fingerprint"
+
+
+class FloatAgreement:
+    """Share of samples with the float model's class; with a decoder, share of the boxes of both that match.
+
+    A box matches one of the float model's of the same class that it overlaps by an IoU of 0.5. The share of an image is
+    twice the number of matches over the number of boxes of both (F1). The harness calls `prepare` once with the float
+    model's engine. `per_item` holds one share a sample.
+
+    Args:
+        data: Images or arrays (`harness.accuracy.data.datasets`); labels are not used.
+        reference: Set by the harness: file of the float model's answers.
+        inputs: Set by the harness: ONNX type in lower case and shape of each input.
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        decode: Decoder of a detector, by name or `{use: NAME, params: {...}}`; None: a classifier.
+        output: Name of the output with the logits of a classifier; not needed if there is one output.
+        min_score: Score from which a box is an answer.
+        base: Set by the harness: folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+
+    metric = "agreement"
+    higher_is_better = True
+
+    def __init__(  # noqa: PLR0913 - one option, one parameter
+        self,
+        data: Mapping[str, Any],
+        reference: str | Path,
+        inputs: InputTypes,
+        preprocess: str | Mapping[str, Any] | None = None,
+        decode: str | Mapping[str, Any] | None = None,
+        output: str | None = None,
+        min_score: float = 0.3,
+        base: Path | None = None,
+    ) -> None:
+        self.samples = open_samples(data, preprocess, inputs, base)
+        self._reference, self._output, self._min_score = Path(reference), output, min_score
+        self._decode = None if decode is None else _open_decoder(decode)
+        if decode is not None and isinstance(self.samples, PreparedArrays):
+            raise UserError("agreement: decode: boxes need images, which say where a box is")
+        facts = [self.samples.fingerprint, decode, output, min_score]
+        self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples.data)
+
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return self.samples.inferences
+
+    def prepare(self, infer: Infer) -> None:
+        """Write the float model's answers to the reference file; see `harness.api.Evaluator`."""
+        answers = list(self._answers(infer))
+        arrays = {name: np.concatenate([getattr(a, name) for a in answers]) for name in Detections.__slots__}
+        arrays |= {"counts": np.array([len(a.classes) for a in answers]), FINGERPRINT: np.array(self.fingerprint)}
+        self._reference.parent.mkdir(parents=True, exist_ok=True)
+        with self._reference.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `harness.api.Evaluator`.
+
+        Raises:
+            EvaluationFailed: No reference, or one of other data; outputs that are not finite.
+        """
+        expected = self._read_reference()
+        shares = tuple(matched_share(*pair) for pair in zip(expected, self._answers(infer), strict=True))
+        return Accuracy(metrics={self.metric: float(np.mean(shares))}, per_item=shares)
+
+    def _answers(self, infer: Infer) -> Iterator[Detections]:
+        """Yield the answer to each sample; a class alone is a box of no size."""
+        for item, outputs in self.samples.run(infer):
+            if self._decode is None or item is None:
+                logits = select_output(outputs, self._output, "agreement: output")
+                yield Detections(boxes=np.zeros((1, 4)), scores=np.ones(1), classes=np.array([logits.argmax()]))
+                continue
+            found = self._decode(outputs, item, cast(PreparedImages, self.samples).size)
+            kept = found.scores >= self._min_score
+            yield Detections(boxes=found.boxes[kept], scores=found.scores[kept], classes=found.classes[kept])
+
+    def _read_reference(self) -> list[Detections]:
+        if not self._reference.is_file():
+            raise EvaluationFailed(
+                f"no answers of the float model in {self._reference}: agreement compares with them, so score the float "
+                "model before any other; 'qdq run' does, in code call prepare(infer) with the float model's engine"
+            )
+        with np.load(self._reference, allow_pickle=False) as stored:
+            if str(stored[FINGERPRINT]) != self.fingerprint:
+                raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
+            ends = np.cumsum(stored["counts"])[:-1]
+            parts = {name: np.split(stored[name], ends) for name in Detections.__slots__}
+        return [Detections(**{name: parts[name][i] for name in parts}) for i in range(len(ends) + 1)]
+
+
+def matched_share(expected: Detections, found: Detections) -> float:
+    """Return the share of the boxes of both that have a partner of the same class; 1 if there are none.
+
+    Found boxes choose best first, each the box with the largest overlap that is left. Boxes without area match each
+    other by class.
+    """
+    count = len(expected.classes) + len(found.classes)
+    if not count or not len(expected.classes):
+        return float(not count)
+    same = found.classes[:, None] == expected.classes[None]
+    points = ~expected.boxes.any(axis=1)
+    overlap = np.where(same, np.where(points, 1.0, box_iou(found.boxes, expected.boxes)), 0.0)
+    matches = 0
+    for row in overlap:
+        best = int(row.argmax())
+        if row[best] >= MIN_OVERLAP:
+            matches += 1
+            overlap[:, best] = 0.0
+    return 2 * matches / count
+
+
+def _open_decoder(decode: str | Mapping[str, Any]) -> DetectionDecoder:
+    use, params = parse_plugin_spec(decode)
+    decoder = registry.check_params("decoder", use, params, supplied=("outputs", "prepared", "size"))
+    return cast(DetectionDecoder, functools.partial(decoder, **params))

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small import qdq, save_chain
+from stored import read_text
+
+from harness.config.sections import Confirmation
+from harness.pipeline.time_limit import MIN_PLAN, TimeLimit
+from harness.results_dir import phases
+from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.journal import read_journal
+
+EXPERIMENT = """
+experiment: limited
+models: [chain.onnx]
+backends: [simulated]
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+confirmation: {builds: 5, rounds: 20, candidates: 2}
+budget: {evaluations: [60], task_minutes: 0.002}
+"""
+
+
+def limit(spent_s: float, floor_s: float = 18.0) -> TimeLimit:
+    clock: Any = SimpleNamespace(elapsed_s=spent_s, seconds_of=lambda phase: floor_s)
+    return TimeLimit(seconds=300.0, clock=clock)
+
+
+def test_searches_share_the_first_half_and_recovery_ends_before_the_confirmation() -> None:
+    assert limit(30).search_seconds(2) == pytest.approx(60)
+    assert limit(290).search_seconds(1) == pytest.approx(30), "a slow set-up leaves some"
+    assert limit(200).allows_recovery
+    assert not limit(215).allows_recovery
+
+
+def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
+    whole = Confirmation(builds=5, rounds=20)
+    assert limit(200).shorten(whole, rows=2) == whole, "18 s / 36 turns / 2 rows, so 3 rows x 100 turns take 75 s"
+    shorter = limit(270).shorten(whole, rows=2)
+    assert (shorter.builds, shorter.rounds) == (3, 13)
+    least = limit(400).shorten(whole, rows=2)
+    assert (least.builds, least.rounds) == (MIN_PLAN.builds, MIN_PLAN.rounds)
+
+
+def test_a_clock_counts_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 5.0, 7.0, 100.0, 104.0])
+    monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    clock = phases.PhaseClock(tmp_path, "set-up")
+    clock.write("search")
+    assert clock.elapsed_s == 7.0
+    assert phases.PhaseClock(tmp_path, "set-up").elapsed_s == 9.0
+
+
+def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path: Path) -> None:
+    save_chain(tmp_path / "chain.onnx", (8, 8, 12))
+    (tmp_path / "limited.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(tmp_path / "limited.yaml"), "--out", str(tmp_path / "out")) == 0
+    (folder,) = (path.parent for path in (tmp_path / "out").rglob("task.json"))
+    rows, _ = read_finalists(folder)
+    assert len(rows) == 2, "the float model and the baseline"
+    assert '"rounds": 4' in read_text(folder / "confirmation.jsonl")
+    assert len(list(read_journal(next(folder.glob("runs/*.jsonl*"))))) < 60
