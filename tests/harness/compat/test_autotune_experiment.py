@@ -52,6 +52,17 @@ def test_a_bound_needs_labelled_data() -> None:
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))
 
 
+def test_agreement_needs_no_labels(tmp_path: Path) -> None:
+    bare, labelled = tmp_path / "bare.npz", tmp_path / "labelled.npz"
+    np.savez(bare, x=np.zeros((8, 3, 16, 16), np.float32))
+    np.savez(labelled, x=np.zeros((8, 3, 16, 16), np.float32), labels=np.zeros(8, np.int64))
+    for file, named in ((bare, False), (labelled, True)):
+        given = ["-m", "zoo:mlp", "--max_drop", "1", "--metric", "agreement", "--test_data", str(file)]
+        (model,) = command_experiment(parse_arguments(given, "qdq autotune")).models
+        assert model.evaluator is not None
+        assert ("labels" in model.evaluator.params["data"]) is named, "an array of the file has to have a meaning"
+
+
 def test_labels_need_a_bound() -> None:
     with pytest.raises(AutotunerError, match="--max_drop"):
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--test_data", "t.npz"], "qdq autotune"))
