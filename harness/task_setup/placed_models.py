@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from harness.accuracy.calibration.ranges import Ranges, calibrate, calibrate_by_methods, finite_ranges
-from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, measure_sqnr_db
+from harness.accuracy.recovery.pipeline import MIN_GAIN_DB, Feeds, PlacedModel, measure_sqnr_db
 from harness.api import Array
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
@@ -53,11 +53,14 @@ class ModelPlacer:
     def rank(self, resolved: Resolved, held: Sequence[Feeds]) -> list[PlacedModel]:
         """Return quantized edges with each combination of contents, the closest to the float model on samples first.
 
+        The first combination, that of the task, is first unless another one gains at least `MIN_GAIN_DB`.
+
         Raises:
             UserError: ONNX Runtime does not run a model.
         """
         models = list(self.place(resolved))
         figures = measure_sqnr_db(models, held)
+        figures[0] += MIN_GAIN_DB
         return [models[i] for i in sorted(range(len(models)), key=lambda i: -figures[i])]
 
     def recalibration(

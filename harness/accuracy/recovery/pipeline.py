@@ -28,8 +28,8 @@ from harness.progress import Observer
 from search.space import Resolved
 
 __all__ = [
-    "Feeds", "PlacedModel", "RecoveryStep", "RecoveryStepContract", "StepGain", "create_steps", "measure_sqnr_db",
-    "quantized_layers", "recover", "split_held_out",
+    "MIN_GAIN_DB", "Feeds", "PlacedModel", "RecoveryStep", "RecoveryStepContract", "StepGain", "create_steps",
+    "measure_sqnr_db", "quantized_layers", "recover", "split_held_out",
 ]  # fmt: skip
 
 Feeds = Mapping[str, Array]
