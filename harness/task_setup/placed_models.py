@@ -18,10 +18,11 @@ from search.space import Resolved
 
 __all__ = ["RECOVERY_STEPS", "ModelPlacer", "list_choices", "open_placer"]
 
-RECOVERY_STEPS = ("equalization", "smoothing", "estimator_selection", "rounding", "bias_correction")
-"""Recovery steps in order; each is undone where held-out samples show no gain."""
+RECOVERY_STEPS = ("equalization", "smoothing", "rounding", "bias_correction")
+"""Recovery steps in order; each is undone where held-out samples show no gain. `estimator_selection` takes longer than
+all of them together and gained less than half a decibel on five models."""
 ESTIMATORS = ("mean",)
-"""Range estimators that are tried for all activations alike besides that of the experiment; others by place."""
+"""Range estimators that are tried besides that of the experiment; of channels, the others take minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
