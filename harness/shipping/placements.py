@@ -245,7 +245,7 @@ def _report_ranges(task: Task, resolved: Resolved, experiment: Experiment, obser
             "trust any accuracy"
         )
     if not random and tensors <= known.keys():
-        return "no data: all ranges are those of the file"
+        return "the ranges of the file alone"
     return task.calibrated_on
 
 
