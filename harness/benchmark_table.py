@@ -27,8 +27,8 @@ from harness.records import Failed, Measured, Outcome
 from search.space import Dimension, Placement, Space
 
 __all__ = [
-    "MAX_PLACEMENTS", "MAX_TABLE_BYTES", "BenchmarkTable", "TableEntry", "TableMetadata", "TableSubspace", "read_table",
-    "read_table_metadata", "space_digest", "write_table",
+    "MAX_PLACEMENTS", "MAX_TABLE_BYTES", "BenchmarkTable", "TableEntry", "TableMetadata", "TableSubspace", "read_rows",
+    "read_table", "read_table_metadata", "space_digest", "write_table",
 ]  # fmt: skip
 
 TABLE_VERSION = 1
@@ -195,7 +195,7 @@ def read_table(path: Path) -> BenchmarkTable:
             if not file.schema_arrow.remove_metadata().equals(TABLE_SCHEMA):
                 raise UserError(f"{path}: its columns are not those of a replay table; record it again")
             _limit_decoded(path, sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)))
-            listed = list(_read_rows(path, file))
+            listed = list(read_rows(path, file, MAX_TABLE_ROWS))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (pa.ArrowException, ValueError) as error:
@@ -216,13 +216,18 @@ def read_table_metadata(path: Path) -> TableMetadata:
     """
     try:
         return _read_metadata(path, pq.read_schema(path).metadata or {})
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: a name that is no UTF-8
         raise UserError(f"{path}: no replay table, or damaged ({error}); 'qdq record MODEL' makes one") from error
 
 
-def _read_rows(path: Path, file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
-    if file.metadata.num_rows > MAX_TABLE_ROWS:
-        raise UserError(f"{path}: {file.metadata.num_rows} rows, more than the limit of {MAX_TABLE_ROWS}")
+def read_rows(path: Path, file: pq.ParquetFile, most: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an open file of at most `most` rows and `MAX_DECODED_BYTES`.
+
+    Raises:
+        UserError: There are more.
+    """
+    if file.metadata.num_rows > most:
+        raise UserError(f"{path}: {file.metadata.num_rows} rows, more than the limit of {most}")
     decoded = 0
     for batch in file.iter_batches(batch_size=READ_BATCH_ROWS):
         decoded += batch.nbytes  # the sizes in the file do not count repeated values
@@ -232,7 +237,7 @@ def _read_rows(path: Path, file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
 
 def _limit_decoded(path: Path, size: int) -> None:
     if size > MAX_DECODED_BYTES:
-        raise UserError(f"{path}: decompresses to more than the {MAX_DECODED_BYTES >> 20} MiB limit of a replay table")
+        raise UserError(f"{path}: decompresses to more than the limit of {MAX_DECODED_BYTES >> 20} MiB")
 
 
 def _read_metadata(path: Path, stored: Mapping[bytes, bytes]) -> TableMetadata:

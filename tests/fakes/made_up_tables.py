@@ -45,37 +45,42 @@ def facts_of(space: Space, varied: tuple[int, ...], base: Placement, **changes: 
     return TableMetadata(**{**described, **changes})
 
 
+def save_table(
+    path: Path,
+    dimensions: int = 6,
+    *,
+    outcome: Callable[[tuple[int, ...]], Outcome] | None = None,
+    noise: float = 0.0,
+    rows: Callable[[dict[str, TableEntry]], dict[str, TableEntry]] = lambda rows: rows,
+    **changes: Any,
+) -> BenchmarkTable:
+    """Write a table of `dimensions` of 8 dimensions; `outcome` gives what became of a full placement's choices."""
+    space = synthetic_space(8, groups=2, seed=3)
+    whole = Space(tuple(space.dimensions[i] for i in range(8)))
+    subspace = TableSubspace(whole, tuple(range(dimensions)), whole.float_placement())
+    rng = np.random.default_rng(0)
+
+    def plain(choices: tuple[int, ...]) -> Outcome:
+        samples = np.exp(log_latency(choices) + noise * rng.standard_normal(7))
+        return Measured(samples_ms=tuple(samples.tolist()), build_s=0.5, measure_s=0.1, metrics={"sqnr_db": 20.0})
+
+    anchors = [whole.float_placement(), whole.quantize_all()]
+    listed = [*anchors, *(subspace.to_full_space(placement) for placement in subspace.placements())]
+    made: dict[str, TableEntry] = {}
+    for placement in listed:
+        made.setdefault(
+            whole.digest(placement),
+            TableEntry(number=len(made), choices=placement.choices, outcome=(outcome or plain)(placement.choices)),
+        )
+    write_table(path, facts_of(whole, subspace.varied, subspace.base, **changes), rows(made))
+    return read_table(path)
+
+
 @pytest.fixture
 def make_table(tmp_path: Path) -> Callable[..., BenchmarkTable]:
-    """A table of `dimensions` of 8 dimensions; `outcome` gives what became of a full placement's choices."""
+    """`save_table` with a file of the test's folder as its default."""
 
-    def make(
-        dimensions: int = 6,
-        *,
-        outcome: Callable[[tuple[int, ...]], Outcome] | None = None,
-        noise: float = 0.0,
-        rows: Callable[[dict[str, TableEntry]], dict[str, TableEntry]] = lambda rows: rows,
-        path: Path = tmp_path / "made-up.parquet",
-        **changes: Any,
-    ) -> BenchmarkTable:
-        space = synthetic_space(8, groups=2, seed=3)
-        whole = Space(tuple(space.dimensions[i] for i in range(8)))
-        subspace = TableSubspace(whole, tuple(range(dimensions)), whole.float_placement())
-        rng = np.random.default_rng(0)
-
-        def plain(choices: tuple[int, ...]) -> Outcome:
-            samples = np.exp(log_latency(choices) + noise * rng.standard_normal(7))
-            return Measured(samples_ms=tuple(samples.tolist()), build_s=0.5, measure_s=0.1, metrics={"sqnr_db": 20.0})
-
-        anchors = [whole.float_placement(), whole.quantize_all()]
-        listed = [*anchors, *(subspace.to_full_space(placement) for placement in subspace.placements())]
-        made: dict[str, TableEntry] = {}
-        for placement in listed:
-            made.setdefault(
-                whole.digest(placement),
-                TableEntry(number=len(made), choices=placement.choices, outcome=(outcome or plain)(placement.choices)),
-            )
-        write_table(path, facts_of(whole, subspace.varied, subspace.base, **changes), rows(made))
-        return read_table(path)
+    def make(dimensions: int = 6, *, path: Path = tmp_path / "made-up.parquet", **changes: Any) -> BenchmarkTable:
+        return save_table(path, dimensions, **changes)
 
     return make

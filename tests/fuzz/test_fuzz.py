@@ -5,6 +5,7 @@ QDQ_FUZZ sets how many of each kind, QDQ_SEED draws others (docs/explanation/rel
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -16,16 +17,18 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from made_up_tables import save_table
 from mutations import (
     AUTOTUNE_STATE,
     BYTE_MUTATIONS,
@@ -41,6 +44,8 @@ from PIL import Image
 from harness import registry
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.datasets import open_data
+from harness.bench.accuracy import PlacementAccuracy, read_accuracy, write_accuracy
+from harness.benchmark_table import read_table, read_table_metadata
 from harness.cli.main import app
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment
@@ -56,6 +61,8 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.results_dir.io import add_checksum
 from harness.results_dir.journal import read_journal
+from harness.shipping.bundle import generated_script, read_bundle
+from harness.studies.path_cache import PathCache, SearchKey, SearchPath, write_part
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))
@@ -225,6 +232,61 @@ def journal_files() -> list[bytes]:
     return ["".join(f"{add_checksum(line)}\n" for line in lines).encode()]
 
 
+def written_by(write: Callable[[Path], object]) -> list[bytes]:
+    with TemporaryDirectory() as folder:
+        write(Path(folder) / "file")
+        return [(Path(folder) / "file").read_bytes()]
+
+
+def use_table(path: Path) -> None:
+    read_table_metadata(path)
+    read_table(path)
+
+
+def accuracy_files() -> list[bytes]:
+    row = PlacementAccuracy(
+        model="m", model_sha256="0" * 64, precision="int8", dialect="openvino", digest="d", metrics={"top1": 0.5},
+        failure="", samples=10, data="d", calibrated_on="c", computed_by="x",
+    )  # fmt: skip
+    return written_by(lambda path: write_accuracy(path, {row.key: row}))
+
+
+def search_files() -> list[bytes]:
+    key = SearchKey("t", "s", "a", "m")
+    return written_by(lambda path: write_part(path, key, {0: SearchPath(np.arange(9, dtype=np.int32), 9)}))
+
+
+def deployed_files() -> list[bytes]:
+    runtime = {
+        "name": "onnxruntime",
+        "version": "1",
+        "device": "d",
+        "float_precision": "f32",
+        "options": {"threads": 1, "provider": "CPUExecutionProvider"},
+    }
+    facts = {
+        "schema": 1, "file": "net.onnx", "answer": "a", "latency_ms": [1.0, 0.9, 1.1], "runtime": runtime,
+        "experiment": {}, "dynamic_file": "n.onnx", "shapes": {"small": {"inputs": {"x": [1, 3, 8, 8]}}},
+    }  # fmt: skip
+    return [json.dumps(facts).encode()]
+
+
+def use_deployed(path: Path) -> None:
+    """Read facts whose checksum and manifest are right, as those of a stranger are."""
+    raw = path.read_bytes()
+    with suppress(ValueError):
+        raw = (add_checksum(json.dumps(json.loads(raw))) + "\n").encode()
+    path.write_bytes(raw)
+    model = path.parent / "net.onnx"
+    model.write_bytes(onnx_files()[0])
+    files = (path, model)
+    (path.parent / "SHA256SUMS").write_text(
+        "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
+    )
+    with generated_script(path.parent, read_bundle(path.parent)):
+        pass
+
+
 KINDS = {
     "onnx": Kind("m.onnx", onnx_files, ONNX_MUTATIONS, use_model),
     "qdq": Kind("q.onnx", quantized_files, ONNX_MUTATIONS, use_quantized),
@@ -239,6 +301,10 @@ KINDS = {
     ),
     "journal": Kind("j.jsonl", journal_files, (flipped_bytes := BYTE_MUTATIONS[0], *BYTE_MUTATIONS),
                     lambda path: list(read_journal(path))),
+    "table": Kind("t.parquet", lambda: written_by(save_table), BYTE_MUTATIONS, use_table),
+    "accuracies": Kind("a.parquet", accuracy_files, BYTE_MUTATIONS, read_accuracy),
+    "searches": Kind("walks.parquet", search_files, BYTE_MUTATIONS, lambda path: PathCache(path.parent)),
+    "deployed": Kind("ship.json", deployed_files, (refilled, refilled, refilled, edited), use_deployed),
 }  # fmt: skip
 
 
