@@ -237,7 +237,7 @@ def read_rows(path: Path, file: pq.ParquetFile, most: int) -> Iterator[dict[str,
 
 def _limit_decoded(path: Path, size: int) -> None:
     if size > MAX_DECODED_BYTES:
-        raise UserError(f"{path}: decompresses to more than the limit of {MAX_DECODED_BYTES >> 20} MiB")
+        raise UserError(f"{path}: decompresses to more than the {MAX_DECODED_BYTES >> 20} MiB limit")
 
 
 def _read_metadata(path: Path, stored: Mapping[bytes, bytes]) -> TableMetadata:

@@ -194,6 +194,8 @@ def read_bundle(folder: Path) -> dict[str, Any]:
         details = error.errors()[0]
         key = ".".join(map(str, details["loc"]))
         raise UserError(f"{folder / FACTS_FILE}: {key}: {details['msg']}; qdq run writes the folder again") from error
+    if found["file"] not in _recorded_digests(folder):  # a model that nothing was compared with
+        raise UserError(f"{folder / FACTS_FILE}: {MANIFEST_FILE} lists no {found['file']}; qdq run writes it again")
     return found
 
 
@@ -203,14 +205,7 @@ def check_bundle(folder: Path) -> Iterator[str]:
     Raises:
         UserError: There is no manifest, or none that can be read.
     """
-    path = folder / MANIFEST_FILE
-    try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"more than {MAX_MANIFEST_BYTES} bytes")
-        lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
-        recorded = {name: digest for digest, name in lines}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
+    path, recorded = folder / MANIFEST_FILE, _recorded_digests(folder)
     for name, digest in recorded.items():
         file = folder / name
         if Path(name).name != name:
@@ -221,6 +216,17 @@ def check_bundle(folder: Path) -> Iterator[str]:
             yield f"{file}: damaged: the content differs from {MANIFEST_FILE}"
     if FACTS_FILE not in recorded:
         yield f"{path}: lists no {FACTS_FILE}"
+
+
+def _recorded_digests(folder: Path) -> dict[str, str]:
+    path = folder / MANIFEST_FILE
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"no regular file of at most {MAX_MANIFEST_BYTES} bytes")
+        lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {name: digest for digest, name in lines}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
 
 
 @contextmanager

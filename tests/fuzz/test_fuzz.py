@@ -61,6 +61,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.results_dir.io import add_checksum
 from harness.results_dir.journal import read_journal
+from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.shipping.bundle import generated_script, read_bundle
 from harness.studies.path_cache import PathCache, SearchKey, SearchPath, write_part
 
@@ -257,13 +258,7 @@ def search_files() -> list[bytes]:
 
 
 def deployed_files() -> list[bytes]:
-    runtime = {
-        "name": "onnxruntime",
-        "version": "1",
-        "device": "d",
-        "float_precision": "f32",
-        "options": {"threads": 1, "provider": "CPUExecutionProvider"},
-    }
+    runtime = dict(ONNXRuntimeBenchmarker().describe())
     facts = {
         "schema": 1, "file": "net.onnx", "answer": "a", "latency_ms": [1.0, 0.9, 1.1], "runtime": runtime,
         "experiment": {}, "dynamic_file": "n.onnx", "shapes": {"small": {"inputs": {"x": [1, 3, 8, 8]}}},
