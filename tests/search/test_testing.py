@@ -191,7 +191,7 @@ def test_a_contract_inside_a_function_is_told_to_move_out():
         def make(self, space, seed):
             return RandomSearcher(space, seed=seed)
 
-    with pytest.raises(AssertionError, match="define the contract class at the top level of a Python file"):
+    with pytest.raises(ImportError, match="define the contract class at the top level of a Python file"):
         Contract().test_another_process_gives_the_same_asks()
 
 
