@@ -53,6 +53,8 @@ TASK_FOLDER_FILES = ("task.json", "env.json", "stopped.txt")  # a folder with on
 RECORD_GLOBS = ("*", "runs/*", "explain/*")
 RECORD_SUFFIXES = frozenset({".gz", ".json", ".jsonl", ".txt", ".yaml"})
 CODE_SUFFIXES = frozenset({".css", ".j2", ".js", ".py"})
+fast_small_frames = pd.option_context("mode.string_storage", "python")
+"""Decorator: Arrow takes longer per cell, and frames of a report have few rows."""
 REPORT_LIBRARIES = ("jinja2", "matplotlib", "numpy", "pandas", "scipy")
 
 
@@ -103,6 +105,7 @@ class Frames:
     complete: bool
 
 
+@fast_small_frames
 def load(folder: Path | str) -> Frames:
     """Read a results folder into frames.
 
@@ -139,6 +142,7 @@ def render(folder: Path) -> str:
     return report_text(*write_report(folder))
 
 
+@fast_small_frames
 def write_report(
     folder: Path, *, task_plots: bool | None = None, observer: Observer | None = None
 ) -> tuple[Results, list[ReportTable]]:
@@ -190,6 +194,7 @@ def _update_graphs(tasks: Sequence[TaskResults], cache: PlotCache, observer: Obs
             progress.advance(task.name)
 
 
+@fast_small_frames
 def current_report(folder: Path, *, task_plots: bool | None = None) -> tuple[Results, list[ReportTable]] | None:
     """Return what `write_report` would return if its files are up to date, else None.
 

@@ -25,3 +25,13 @@ def undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "DRAWN", False):
             patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pdf(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plots without PDF, whose fonts take longer than the other formats, unless the module has ALL_FORMATS."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "ALL_FORMATS", False):
+            for module in ("plot_cache", "result_plots"):
+                patch.setattr(f"harness.report.plots.{module}.PLOT_FILE_FORMATS", ("png", "svg"))
+        yield

@@ -77,6 +77,7 @@ def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         for kind in PLOT_FILE_FORMATS:
             figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=PLOT_METADATA.get(kind))
+            figure.set_layout_engine("none")  # the layout of the first format serves all; it takes a third of a save
 
 
 def _make_printable(figure: Figure) -> None:

@@ -27,7 +27,7 @@ from harness.report.tables.overview import OVERVIEW, overview_frame, overview_ta
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
 from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
 from harness.report.tables.shapes import SHAPES, shape_table
-from harness.report.tables.tools import TOOLS, tool_table
+from harness.report.tables.tools import FASTEST, TOOLS, fastest_frame, tool_table
 from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
 
 __all__ = ["SPECS", "build_tables"]
@@ -36,8 +36,8 @@ __all__ = ["SPECS", "build_tables"]
 SPECS: Mapping[str, TableSpec] = {
     spec.name: spec
     for spec in (
-        MAIN, OVERVIEW, PRECISION, DECISION, TOOLS, BUDGET, FIXED, TARGETS, FINALISTS, COST, SCORE, PAIRS, ABLATION,
-        SHAPES, TRANSFER, TRANSFER_MODELS, VOLUME, VARIANCE,
+        MAIN, OVERVIEW, PRECISION, DECISION, TOOLS, FASTEST, BUDGET, FIXED, TARGETS, FINALISTS, COST, SCORE, PAIRS,
+        ABLATION, SHAPES, TRANSFER, TRANSFER_MODELS, VOLUME, VARIANCE,
     )
 }  # fmt: skip
 
@@ -67,6 +67,7 @@ def _iter_tables(results: Results) -> Iterator[ReportTable]:
     yield precision_table(main)
     yield decision_table(results, main)
     yield tool_table(results, main)
+    yield FASTEST.build(fastest_frame(results, main))
     yield BUDGET.build(budgets)
     yield fixed_table(results)
     yield TARGETS.build(target_frame(results))

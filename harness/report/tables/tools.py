@@ -1,8 +1,10 @@
-"""Table of other tools: their files next to ours, by the runtime and as the files describe them."""
+"""Tables of other tools: their files next to ours by runtime and file, and the fastest of each within a bound."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,12 +13,14 @@ from harness.accuracy.metrics.intervals import decode_accuracy, probability_with
 from harness.report.frames.main_frame import with_backend_column
 from harness.report.load.display_names import format_score, score_column_title
 from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import MISSING_CELL, ReportTable
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
+from harness.report.statistics import geometric_mean
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, number_column, text_column
 from harness.report.tables.main import FIGURES, VERDICT
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.statistics import Interval
 
-__all__ = ["TOOLS", "tool_frame", "tool_table"]
+__all__ = ["FASTEST", "TOOLS", "fastest_frame", "tool_frame", "tool_table"]
 
 SURELY_WITHIN = 0.95
 """Probability from which a row is surely within the bound; it is within from one half."""
@@ -51,6 +55,108 @@ TOOLS = TableSpec(
     timed=True,
     source="aligned rows",
 )
+
+FASTEST_COLUMNS = (
+    "device", "bound", "method", "task", "model", "models", "row", "speedup", "speedup_low", "speedup_high", "is_float",
+    "ratio", "ratio_low", "ratio_high", "best", "tied",
+)  # fmt: skip
+HALF_POINT, ONE_POINT = 0.005, 0.01
+
+
+def _format_fastest(row: Row) -> str:
+    return "1.00 (float)" if row["is_float"] else format_interval(*_interval(row, "speedup"))
+
+
+def _format_mean(field: str) -> Callable[[Sequence[Row]], str]:
+    """Return a formatter of the geometric mean of a field over all models, empty if one of them is missing."""
+
+    def shown(rows: Sequence[Row]) -> str:
+        parts = [_interval(row, field) for row in rows]
+        if len(rows) < rows[0]["models"] or any(is_missing(value) for value, *_ in parts):
+            return MISSING_CELL
+        mean = geometric_mean([Interval(value=value, low=low, high=high) for value, low, high in parts])
+        return format_interval(mean.value, mean.low, mean.high)
+
+    return shown
+
+
+FASTEST = TableSpec(
+    name="fastest",
+    title="Fastest file within the bound",
+    columns=(text_column("device"), number_column("bound", form="{:.3f}"), text_column("method")),
+    group_by=("device", "bound", "method"),
+    spread_by="model",
+    spread=(Column("{model}", _format_fastest, marked=True),),
+    last=(("geometric mean", _format_mean("speedup")), ("the search against it", _format_mean("ratio"))),
+    caption=(
+        "Speedup of the file of each method over the float model if it is within the bound, computed right and faster. "
+        "If not, the float model counts, as 1.00. The search against it: geometric mean of the ratio of its speedup to "
+        "that of the method, with limits combined as of independent figures, which is wider than a paired interval. "
+        "Means are over finished tasks, and apply to these models."
+    ),
+    timed=True,
+    source="rows",
+)
+
+
+def fastest_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
+    """Return the speedup of each method of each finished task with a bound, 1 if the float model is to be kept.
+
+    Tasks with a bound of half a point also have rows for a bound of one point. Empty below two tasks.
+
+    Returns:
+        Columns `FASTEST_COLUMNS`. `ratio`: speedup of the first search of the experiment over that of the method.
+    """
+    tasks = {task.name: task for task in results.tasks if task.complete and task.allowed is not None and not task.blind}
+    lines = main[main["task"].isin(list(tasks)) & (main["method"] != FLOAT_ROW) & (main["row"] != "")]
+    if lines["task"].nunique() < 2 or not results.stored.searchers:
+        return pd.DataFrame(columns=list(FASTEST_COLUMNS))
+    searcher = results.stored.searchers[0]
+    rows = [
+        _fastest_row(tasks[row["task"]], row, bound)
+        for row in with_backend_column(lines).to_dict("records")
+        for bound in _shown_bounds(tasks[row["task"]])
+    ]
+    rows.sort(key=lambda row: row["bound"])
+    ours = {(row["task"], row["bound"]): row for row in rows if row["method"] == searcher}
+    counts = Counter((row["device"], row["bound"]) for row in ours.values())
+    ratios = [_ratio(ours.get((row["task"], row["bound"])), row) for row in rows]
+    filled = [
+        {**row, "models": counts[row["device"], row["bound"]], **ratio} for row, ratio in zip(rows, ratios, strict=True)
+    ]
+    return pd.DataFrame(filled, columns=list(FASTEST_COLUMNS))
+
+
+def _shown_bounds(task: TaskResults) -> tuple[float, ...]:
+    if task.allowed is None:
+        return ()
+    return (task.allowed, ONE_POINT) if task.allowed == HALF_POINT else (task.allowed,)
+
+
+def _fastest_row(task: TaskResults, row: Mapping[Any, Any], bound: float) -> dict[str, Any]:
+    drop, low = task.drop(row["row"]), row["speedup_low"]
+    wrong = str(row["decision"]).startswith(("not shipped: wrong result", "not shipped: saturates"))
+    keeps = drop is not None and drop <= bound and not wrong and not is_missing(low) and row["verdict"] == "faster"
+    figures = {name: row[name] if keeps else 1.0 for name in ("speedup", "speedup_low", "speedup_high")}
+    shown = {name: row[name] for name in ("device", "method", "task", "model", "row")}
+    return {**shown, "bound": bound, **figures, "is_float": not keeps, "best": False, "tied": False}
+
+
+def _ratio(ours: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ratio of two speedups with the limits of independent figures."""
+    if ours is None:
+        return {"ratio": math.nan, "ratio_low": math.nan, "ratio_high": math.nan}
+    (own, own_low, own_high), (value, low, high) = (_interval(each, "speedup") for each in (ours, row))
+    below = math.hypot(math.log(own / own_low), math.log(high / value))
+    above = math.hypot(math.log(own_high / own), math.log(value / low))
+    ratio = own / value
+    if ours["row"] == row["row"]:  # the same file
+        below = above = 0.0
+    return {"ratio": ratio, "ratio_low": ratio * math.exp(-below), "ratio_high": ratio * math.exp(above)}
+
+
+def _interval(row: Mapping[str, Any], field: str) -> tuple[float, float, float]:
+    return row[field], row[f"{field}_low"], row[f"{field}_high"]
 
 
 def tool_table(results: Results, main: pd.DataFrame) -> ReportTable:

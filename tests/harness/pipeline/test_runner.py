@@ -1,13 +1,10 @@
 """From the YAML to the table, on a simulated runtime: what a user sees, runs again, interrupts and gets wrong."""
 
 import os
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import onnx
@@ -424,36 +421,3 @@ def test_mistakes_end_with_one_message_and_status_2(folder, tmp_path, capsys, ch
 def test_report_of_something_else_names_the_remedy(tmp_path, capsys):
     assert qdq("report", str(tmp_path)) == 2
     assert "no results here (no experiment.yaml); qdq run" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_with_the_same_asks(done, folder, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "harness.cli.main",
-        "run",
-        str(folder / "small.yaml"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    rng = random.Random(7)
-    kills = 0
-    for _ in range(4):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
-        wanted = len(list(tmp_path.glob("out/*/runs/*.jsonl"))) + rng.randint(0, 1)
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            if len(list(tmp_path.glob("out/*/runs/*.jsonl"))) > wanted:
-                time.sleep(rng.random() * 0.02)
-                process.send_signal(signal.SIGKILL)
-                kills += 1
-                break
-            time.sleep(0.001)
-        process.wait()
-    assert kills
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert choices(tmp_path / "out") == choices(done)
-    budget = Path("report/budget.md")
-    assert (tmp_path / "out" / budget).read_text() == (done / budget).read_text()

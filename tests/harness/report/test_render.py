@@ -24,7 +24,7 @@ from harness.results_dir.termination import clear_task_error, write_task_error
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import Turn, encode_turn_event
 
-DRAWN = True
+DRAWN = ALL_FORMATS = True
 
 DISTINCT_MS = {"A/A twin": 8.0, "float": 8.0, "all": 4.01, "aa": 4.0, "bb": 5.0}
 

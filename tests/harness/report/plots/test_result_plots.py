@@ -19,6 +19,8 @@ from harness.report.render import write_tables
 from harness.report.report_table import ReportTable, write_table
 from harness.report.tables.budget import budget_frame
 
+ALL_FORMATS = True
+
 CURVES = pd.DataFrame(
     {
         "searcher": "a $x$ _y_",

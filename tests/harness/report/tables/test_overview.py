@@ -64,6 +64,16 @@ def test_rows_are_models_columns_are_methods_with_geometric_means(models):
     assert "Beyond: the drop" in read_note(models, "overview")
 
 
+def test_the_float_model_counts_where_a_method_has_nothing_within_the_bound(models):
+    write_tables(load(models), models / "report")
+    rows = {row["method"]: row for row in read_table(models, "fastest")}
+    assert rows["random"]["other"] == "4.50 [4.50, 4.50]"
+    assert rows["all"]["net"] == "1.00 (float)", "its drop breaks the bound of the experiment"
+    assert rows["linear"]["geometric mean"] == "1.00 [1.00, 1.00]", "it builds nowhere"
+    assert rows["random"]["the search against it"] == "1.00 [1.00, 1.00]"
+    assert rows["all"]["the search against it"] == rows["random"]["geometric mean"] == "3.00 [3.00, 3.00]"
+
+
 def test_the_picture_shows_every_model_and_method(models, monkeypatch):
     keys = []
     monkeypatch.setattr(study_plots, "add_legend", lambda axes: keys.append(axes))
