@@ -155,7 +155,7 @@ def round_compensated(weight: Array, stored: Array, scale: Array, data: Array) -
         weight: Float weights as [groups, rows, columns].
         stored: The weights on the grid, as integers.
         scale: Of each row, [groups, rows, 1].
-        data: What the weights are multiplied with, [groups, columns, positions].
+        data: Inputs of the layer by position, [groups, columns, positions].
     """
     moments = data @ np.swapaxes(data, 1, 2)
     columns = moments.shape[-1]
