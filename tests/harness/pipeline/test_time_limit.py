@@ -22,7 +22,7 @@ searchers: [random]
 initial: [float, all]
 baselines: [all]
 confirmation: {builds: 5, rounds: 20, candidates: 2}
-budget: {evaluations: [60], task_minutes: 0.002}
+budget: {evaluations: [60], task_minutes: 0.00001}
 """
 
 
