@@ -225,7 +225,8 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
 def test_apply_refuses_an_experiment_without_a_model(tmp_path: Path, damaged: dict[str, Any]) -> None:
     facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": damaged}
     write_json(tmp_path / "ship.json", {"schema": 1, "file": "net.onnx", **facts})
-    (tmp_path / MANIFEST_FILE).write_text(f"{_sha256(tmp_path)['ship.json']}  ship.json\n")
+    (tmp_path / "net.onnx").touch()
+    (tmp_path / MANIFEST_FILE).write_text("".join(f"{sha}  {name}\n" for name, sha in _sha256(tmp_path).items()))
     with pytest.raises(UserError, match="experiment"):
         apply_experiment(tmp_path, tmp_path / "new.onnx", {}, tmp_path)
 
