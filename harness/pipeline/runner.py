@@ -59,7 +59,7 @@ from harness.results_dir.manifest import close_results, complete_task, is_comple
 from harness.results_dir.ownership import owned_results_dir
 from harness.results_dir.phases import PhaseClock
 from harness.results_dir.termination import SearcherFailures, clear_task_error, read_termination, write_task_error
-from harness.selection.confirmation import confirm_rows, measure_noise_floor
+from harness.selection.confirmation import confirm_rows, measure_noise_floor, read_begun_plan
 from harness.task_setup.accuracy import make_scoring
 from harness.task_setup.float_baseline import select_float_baseline
 from harness.task_setup.task import Task, compose_task
@@ -300,7 +300,9 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         backend = engines.describe()
     clock.write("confirmation")
     timed = table.with_latency
-    plan = experiment.confirmation if limit is None else limit.shorten(experiment.confirmation, len(timed.rows))
+    plan = experiment.confirmation
+    if limit is not None:
+        plan = limit.shorten(plan, len(timed.rows), read_begun_plan(folder))
     confirm_rows(plan, site.open, worker, timed, backend, observer, place.retry_failed)
     clock.write("dynamic axes")
     wanted = () if shapes is None else [shape.inputs for shape in shapes.shapes]

@@ -143,10 +143,9 @@ class TaskRun:
         budget = self.experiment.budget
         limits = [] if budget.minutes is None else [budget.minutes * 60]
         left = 1 + sum(map(self.is_unbegun, self.task.spec.runs))
-        share_s = None if self.limit is None else self.limit.search_seconds(left)
-        if share_s is not None:
+        if self.limit is not None:
             spent_s = max((entry.result.elapsed_s for entry in journal.entries if entry.result), default=0.0)
-            limits.append(spent_s + share_s)
+            limits.append(spent_s + self.limit.search_seconds(left))
         return min(limits, default=None)
 
     def _note(self, trial: TrialEvent, describe: Callable[..., str]) -> str:

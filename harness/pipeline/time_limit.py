@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from harness.config.sections import Confirmation
@@ -29,16 +28,14 @@ class TimeLimit:
     by one of them, and by the least confirmation.
 
     Attributes:
-        seconds: Of the whole task; infinite without a limit.
+        seconds: Of the whole task.
     """
 
     seconds: float
     clock: PhaseClock
 
-    def search_seconds(self, searches: int) -> float | None:
-        """Return the time of the next of a number of searches; None: no limit."""
-        if math.isinf(self.seconds):
-            return None
+    def search_seconds(self, searches: int) -> float:
+        """Return the time of the next of a number of searches."""
         left_s = SEARCH_SHARE * self.seconds - self.clock.elapsed_s
         return max(left_s, MIN_SEARCH_SHARE * self.seconds) / max(1, searches)
 
@@ -47,12 +44,15 @@ class TimeLimit:
         """Return whether another file may be recovered."""
         return self.clock.elapsed_s < RECOVERY_SHARE * self.seconds
 
-    def shorten(self, plan: Confirmation, rows: int) -> Confirmation:
-        """Return a plan with fewer builds and rounds if the whole one would take longer than what is left.
+    def shorten(self, plan: Confirmation, rows: int, begun: Confirmation | None = None) -> Confirmation:
+        """Return a plan with fewer builds and rounds if the whole one would take longer than the remaining time.
 
         Args:
             rows: Number of rows; a turn of each takes as long as one of the noise floor.
+            begun: Plan of an interrupted confirmation, which is kept, as another one would start anew.
         """
+        if begun is not None:
+            return plan.model_copy(update={"builds": begun.builds, "rounds": begun.rounds})
         floor_s = self.clock.seconds_of("noise floor")
         turns = NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds
         needed_s = floor_s / 2 * (rows + 1) * plan.builds * plan.rounds / turns

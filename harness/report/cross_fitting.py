@@ -11,7 +11,6 @@ from harness.accuracy.metrics.intervals import Estimate, drop_estimate
 from harness.api import Accuracy
 from harness.records import Measured, Outcome
 from harness.search_loop.objective import LOSS_ROUND_OFF
-from harness.statistics import median_ci
 
 __all__ = ["FOLDS", "MIN_SAMPLES", "choose_cross_fitted", "cross_fitted_drop"]
 
@@ -53,7 +52,7 @@ def cross_fitted_drop(
     """
     own = np.asarray(reference.per_item)
     scored = [
-        (median_ci(outcome.samples_ms).value, outcome.per_item)
+        (float(np.median(outcome.samples_ms)), outcome.per_item)
         for outcome in outcomes
         if isinstance(outcome, Measured) and len(outcome.per_item) == len(own) and metric in outcome.metrics
     ]

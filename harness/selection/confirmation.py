@@ -22,6 +22,7 @@ from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW, FinalistSet
 from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import read_json, write_json
+from harness.results_dir.lines import read_lines, stored_path
 from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
 from harness.timing.confirmation import MAX_GROUP_ROWS, TimedRow, summarize_turns
 from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, encode_turn_event
@@ -30,8 +31,8 @@ from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import edges_digest
 
 __all__ = [
-    "baseline_latency", "confirm_rows", "measure_noise_floor", "read_events", "read_noise_floor",
-    "reference_latency_if_noisy",
+    "baseline_latency", "confirm_rows", "measure_noise_floor", "read_begun_plan", "read_events",
+    "read_noise_floor", "reference_latency_if_noisy",
 ]  # fmt: skip
 
 CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floor.json"
@@ -169,6 +170,20 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     )
     events = run_comparison(comparison, lambda: open_engines(worker), observer, retry_failed)
     warn_if_disturbed(comparison.name, events, observer)
+
+
+def read_begun_plan(folder: Path) -> Confirmation | None:
+    """Return the plan of a confirmation that has begun, or None.
+
+    Raises:
+        UserError: Its log is damaged.
+    """
+    path = folder / CONFIRMATION_LOG_NAME
+    header = next((line for _, line in read_lines(path)), None) if stored_path(path) is not None else None
+    try:
+        return None if header is None else Confirmation(**json.loads(header)["plan"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}, line 1: no plan ({error}); move the file away to have it timed anew") from error
 
 
 def read_events(folder: Path) -> tuple[TurnEvent, ...]:

@@ -15,15 +15,15 @@ from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, box_iou
 from harness.accuracy.data.preprocess import parse_plugin_spec
 from harness.accuracy.metrics.base import PreparedArrays, PreparedImages, open_samples, select_output
+from harness.accuracy.metrics.reference_file import open_reference, write_reference
 from harness.api import Accuracy, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.errors import UserError
 from harness.random_inputs import InputTypes
 
 __all__ = ["FloatAgreement", "matched_share"]
 
 MIN_OVERLAP = 0.5
 """IoU from which two boxes are the same answer, as in AP50."""
-FINGERPRINT = "fingerprint"
 
 
 class FloatAgreement:
@@ -82,10 +82,8 @@ class FloatAgreement:
         """Write the float model's answers to the reference file; see `harness.api.Evaluator`."""
         answers = list(self._answers(infer))
         arrays = {name: np.concatenate([getattr(a, name) for a in answers]) for name in Detections.__slots__}
-        arrays |= {"counts": np.array([len(a.classes) for a in answers]), FINGERPRINT: np.array(self.fingerprint)}
-        self._reference.parent.mkdir(parents=True, exist_ok=True)
-        with self._reference.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+        arrays |= {"counts": np.array([len(a.classes) for a in answers])}
+        write_reference(self._reference, arrays, self.fingerprint)
 
     def score(self, infer: Infer) -> Accuracy:
         """See `harness.api.Evaluator`.
@@ -109,14 +107,7 @@ class FloatAgreement:
             yield Detections(boxes=found.boxes[kept], scores=found.scores[kept], classes=found.classes[kept])
 
     def _read_reference(self) -> list[Detections]:
-        if not self._reference.is_file():
-            raise EvaluationFailed(
-                f"no answers of the float model in {self._reference}: agreement compares with them, so score the float "
-                "model before any other; 'qdq run' does, in code call prepare(infer) with the float model's engine"
-            )
-        with np.load(self._reference, allow_pickle=False) as stored:
-            if str(stored[FINGERPRINT]) != self.fingerprint:
-                raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
+        with open_reference(self._reference, self.fingerprint, "agreement") as stored:
             ends = np.cumsum(stored["counts"])[:-1]
             parts = {name: np.split(stored[name], ends) for name in Detections.__slots__}
         return [Detections(**{name: parts[name][i] for name in parts}) for i in range(len(ends) + 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,17 @@ from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerp
 from harness.accuracy.metrics.base import require_finite
 from harness.accuracy.metrics.closeness import WORST_PREFIX, ComparisonLayout, compare_outputs, plan_comparison
 from harness.accuracy.metrics.intervals import encode_evidence
+from harness.accuracy.metrics.reference_file import open_reference, write_reference
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.errors import UserError
 from harness.random_inputs import random_feeds
 
 __all__ = ["Fidelity"]
 
-FINGERPRINT, LAYOUT = "fingerprint", "layout"
 FIGURES_VERSION = 2
 """Version of what the figures mean: those of the worst output and part; before, means over outputs."""
+LAYOUT = "layout"
 RANDOM_BATCH_COUNT = 16
 """Batches of random inputs."""
 MAX_KEPT_BYTES = 100 * 2**20
@@ -113,12 +113,8 @@ class Fidelity:
         arrays: dict[str, Array] = {
             f"{i}/{name}": array for i, sample in enumerate(samples) for name, array in sample.items()
         }
-        arrays |= {FINGERPRINT: np.array(self.fingerprint), LAYOUT: np.array(plan_comparison(samples).to_json())}
-        self._reference.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._reference.with_name(f"{self._reference.name}.{os.getpid()}")
-        with partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-        partial.replace(self._reference)
+        arrays |= {LAYOUT: np.array(plan_comparison(samples).to_json())}
+        write_reference(self._reference, arrays, self.fingerprint)
 
     def score(self, infer: Infer) -> Accuracy:
         """See `harness.api.Evaluator`.
@@ -127,14 +123,7 @@ class Fidelity:
             EvaluationFailed: No reference, or one of other inputs; outputs that are not finite or do not match those of
                 the float model.
         """
-        if not self._reference.is_file():
-            raise EvaluationFailed(
-                f"no outputs of the float model in {self._reference}: fidelity compares with them, so score the float "
-                "model before any other; 'qdq run' does, in code call prepare(infer) with the float model's engine"
-            )
-        with np.load(self._reference, allow_pickle=False) as reference:
-            if LAYOUT not in reference or str(reference[FINGERPRINT]) != self.fingerprint:
-                raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
+        with open_reference(self._reference, self.fingerprint, "fidelity") as reference:
             layout = ComparisonLayout.from_json(str(reference[LAYOUT]))
             found = compare_outputs(self._output_pairs(reference, infer), layout, sqnr_only=self._sqnr_only)
         metrics = found.metrics

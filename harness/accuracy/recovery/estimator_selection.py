@@ -31,7 +31,7 @@ from search.space import Edge
 __all__ = ["EstimatorSelection"]
 
 MAX_SAMPLES = 6
-"""Of them each estimator makes ranges; the errors of readers are measured on as many others."""
+"""Number of samples that ranges are estimated from, and of others that the errors of readers are measured on."""
 _AS_GIVEN = ""
 
 

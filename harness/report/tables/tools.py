@@ -58,7 +58,7 @@ TOOLS = TableSpec(
 
 FASTEST_COLUMNS = (
     "device", "bound", "method", "task", "model", "models", "row", "speedup", "speedup_low", "speedup_high", "is_float",
-    "ratio", "ratio_low", "ratio_high", "best", "tied",
+    "ratio", "ratio_low", "ratio_high",
 )  # fmt: skip
 HALF_POINT, ONE_POINT = 0.005, 0.01
 
@@ -86,7 +86,7 @@ FASTEST = TableSpec(
     columns=(text_column("device"), number_column("bound", form="{:.3f}"), text_column("method")),
     group_by=("device", "bound", "method"),
     spread_by="model",
-    spread=(Column("{model}", _format_fastest, marked=True),),
+    spread=(Column("{model}", _format_fastest),),
     last=(("geometric mean", _format_mean("speedup")), ("the search against it", _format_mean("ratio"))),
     caption=(
         "Speedup of the file of each method over the float model if it is within the bound, computed right and faster. "
@@ -139,7 +139,7 @@ def _fastest_row(task: TaskResults, row: Mapping[Any, Any], bound: float) -> dic
     keeps = drop is not None and drop <= bound and not wrong and not is_missing(low) and row["verdict"] == "faster"
     figures = {name: row[name] if keeps else 1.0 for name in ("speedup", "speedup_low", "speedup_high")}
     shown = {name: row[name] for name in ("device", "method", "task", "model", "row")}
-    return {**shown, "bound": bound, **figures, "is_float": not keeps, "best": False, "tied": False}
+    return {**shown, "bound": bound, **figures, "is_float": not keeps}
 
 
 def _ratio(ours: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:

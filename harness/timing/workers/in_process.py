@@ -277,10 +277,20 @@ def _remember_outputs(infer: Infer, known: _KnownOutputs, keep: bool) -> Infer:
 
 def _feeds_key(feeds: Mapping[str, Array]) -> object:
     """Return the places of inputs that cannot change, which evaluators keep and give again, else a digest of them."""
-    if not any(array.flags.writeable for array in feeds.values()):
+    if all(map(_is_frozen, feeds.values())):
         places = {name: array.__array_interface__ for name, array in feeds.items()}
         return tuple((name, at["data"][0], at["shape"], at["typestr"]) for name, at in sorted(places.items()))
     return hashlib.blake2b(b"".join(np.ascontiguousarray(feeds[name]).tobytes() for name in sorted(feeds))).digest()
+
+
+def _is_frozen(array: Array) -> bool:
+    """Return whether neither an array nor the one that it is a view of can be written to; its elements are in order."""
+    owner = array if array.base is None else array.base
+    return (
+        array.flags.c_contiguous
+        and isinstance(owner, np.ndarray)
+        and not (array.flags.writeable or owner.flags.writeable)
+    )
 
 
 def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:

@@ -13,6 +13,7 @@ from harness.pipeline.time_limit import MIN_PLAN, TimeLimit
 from harness.results_dir import phases
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.journal import read_journal
+from harness.selection.confirmation import read_begun_plan
 
 EXPERIMENT = """
 experiment: limited
@@ -43,6 +44,7 @@ def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
     assert limit(200).shorten(whole, rows=2) == whole, "18 s / 36 turns / 2 rows, so 3 rows x 100 turns take 75 s"
     shorter = limit(270).shorten(whole, rows=2)
     assert (shorter.builds, shorter.rounds) == (3, 13)
+    assert limit(400).shorten(whole, rows=2, begun=shorter) == shorter, "another plan would start anew"
     least = limit(400).shorten(whole, rows=2)
     assert (least.builds, least.rounds) == (MIN_PLAN.builds, MIN_PLAN.rounds)
 
@@ -64,4 +66,7 @@ def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path: Path
     rows, _ = read_finalists(folder)
     assert len(rows) == 2, "the float model and the baseline"
     assert '"rounds": 4' in read_text(folder / "confirmation.jsonl")
+    begun = read_begun_plan(folder)
+    assert begun is not None
+    assert (begun.builds, begun.rounds) == (3, 4)
     assert len(list(read_journal(next(folder.glob("runs/*.jsonl*"))))) < 60

@@ -70,3 +70,14 @@ def test_outputs_of_the_first_stage_are_reused_for_the_same_inputs(writeable: bo
     assert calls == [0, 4, 1, 2, 3, 5, 6, 7]
     np.testing.assert_array_equal(first[1]["y"], whole[4]["y"])
     assert len(known) == 2
+
+
+def test_inputs_that_are_views_of_a_buffer_are_not_mistaken_for_those_before() -> None:
+    known: dict[Any, Any] = {}
+    remembering = _remember_outputs(lambda feeds: {"y": feeds["x"] + 1}, known, keep=True)
+    buffer = np.zeros((2, 2), np.float32)
+    for value in (0, 1):
+        buffer[:] = [[value, 2], [3, 4]]
+        for view in (buffer.view(), buffer.T):
+            view.flags.writeable = False
+            np.testing.assert_array_equal(remembering({"x": view})["y"], view + 1)

@@ -54,7 +54,7 @@ def test_a_classifier_agrees_where_the_class_is_that_of_the_float_model(tmp_path
     evaluator = open_agreement(tmp_path, {"use": "npy", "path": "x.npy"})
     assert isinstance(evaluator, Evaluator)
     assert isinstance(evaluator, NeedsPreparation)
-    with pytest.raises(EvaluationFailed, match="no answers of the float model"):
+    with pytest.raises(EvaluationFailed, match="no outputs of the float model"):
         evaluator.score(lambda feeds: {"y": feeds["x"]})
     evaluator.prepare(lambda feeds: {"y": feeds["x"]})
     found = evaluator.score(lambda feeds: {"y": feeds["x"] + np.array([0, 2, 0, 0], np.float32)})
