@@ -238,6 +238,10 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    builds: Annotated[
+        int,
+        typer.Option(min=3, max=1000, help="With --runtime-python: number of fresh processes of each environment."),
+    ] = 5,
     max_drop: Annotated[
         str | None,
         typer.Option(
@@ -255,7 +259,7 @@ def verify(
 
     With a folder to deploy (`ship/NAME`), compare its files with its manifest and run it; with --runtime-python,
     compare latency and outputs of another environment with those of this one. The exit status is 1 if that is slower
-    or computes something else.
+    or computes something else, 2 if it cannot run the file.
 
     Example: `qdq verify out/mine`, `qdq verify out/mine auto`, or
     `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
@@ -266,7 +270,9 @@ def verify(
 
     shipped = file.name == SHIP_FOLDER or any((file / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE))
     if shipped or runtime_python is not None:
-        raise typer.Exit(_verify_bundle(short_path(find_bundle(file)), runtime_python, as_json=as_json))
+        if row is not None:
+            raise UserError(f"{file} {row}: a row is of a results folder, but a folder to deploy holds one model")
+        raise typer.Exit(_verify_bundle(short_path(find_bundle(file)), runtime_python, builds, as_json=as_json))
     if file.is_dir() and row is None:
         raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
     from harness.config.objective import parse_bound
@@ -296,7 +302,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_bundle(folder: Path, python: Path | None, *, as_json: bool) -> int:
+def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: bool) -> int:
     """Print the checks of a folder to deploy, and return the exit status."""
     from harness.shipping.bundle import read_bundle, run_bundle
     from harness.shipping.runtime_comparison import compare_runtimes
@@ -314,7 +320,7 @@ def _verify_bundle(folder: Path, python: Path | None, *, as_json: bool) -> int:
             echo(f"run: ok: {found['latency_ms']:.3f} ms in one process ({recorded_ms:.3f} ms recorded, not compared)")
         return 0
     with TerminalProgress() as terminal:
-        compared = compare_runtimes(folder, str(python), terminal)
+        compared = compare_runtimes(folder, str(python), terminal, builds=builds)
     if as_json:
         print_json({"files": "ok", "holds": compared.holds, **asdict(compared)})
     else:

@@ -279,7 +279,7 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
     """Run a generated `deploy.py` in a Python environment, and return what it reports with `--json`.
 
     Raises:
-        UserError: It fails, or exceeds its time limit; the message has its last line.
+        UserError: It fails, exceeds its time limit, or is not run; the message has its last line.
     """
     command = [python, "-I", str(script), "--json", *arguments]
     try:
@@ -289,7 +289,10 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise UserError(f"{script} with {python}: {last}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise UserError(f"{python}: ran no script: is it a Python program?") from None
     return found
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from harness.runtimes.onnxruntime_web.session import WebSession
 
 MODEL = "model.onnx"  # next to this file
+PACKAGE = ""  # of the runtime
 OPTIONS: dict[str, Any] = {}
 INPUTS: dict[str, Any] = {}  # shape and NumPy type by name
 OUTPUTS: dict[str, Any] = {}
@@ -220,6 +221,7 @@ def main(load: Callable[..., Any]) -> None:
     if given.output is not None:
         np.savez(given.output, **outputs)
     facts: dict[str, Any] = {
+        "version": getattr(run, "facts", {}).get("version") or getattr(sys.modules.get(PACKAGE), "__version__", None),
         "load_ms": load_ms,
         "latency_ms": statistics.median(samples_ms),
         "samples_ms": samples_ms,

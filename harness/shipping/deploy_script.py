@@ -130,6 +130,7 @@ def deploy_script(
     reshapes = "shapes" in inspect.signature(target.load).parameters
     values = {
         "MODEL": model.name,
+        "PACKAGE": target.package,
         "OPTIONS": target.settings(facts),
         "INPUTS": _describe_values(input_values(graph)),
         "OUTPUTS": _describe_values(graph.output),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +18,14 @@ from harness.api import Array
 from harness.errors import UserError
 from harness.progress import Observer
 from harness.shipping.bundle import generated_script, read_bundle, run_script
+from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.timing.workers.locks import timing_lock
 
-__all__ = ["MIN_SQNR_DB", "RuntimeComparison", "compare_runtimes"]
+__all__ = ["BUILDS", "MIN_SQNR_DB", "RuntimeComparison", "compare_runtimes"]
 
-ROUNDS, RUNS = 5, 30
+BUILDS, RUNS = 5, 30
+NARROW = 0.95  # lower limit of a tie's ratio that needs no remark
 MIN_SQNR_DB = 20.0  # between the outputs of two versions of a runtime, of which one may choose other INT8 kernels
 
 
@@ -34,7 +38,9 @@ class RuntimeComparison:
         noise_floor: Gain of the first environment over its own repetition.
         verdict: "faster", "tie" or "slower": the second environment.
         latencies_ms: Median latency in each environment.
-        sqnr_db: Agreement of the outputs, of the output that agrees least; None with one environment.
+        sqnr_db: Agreement of the outputs, of the output that agrees least.
+        versions: Version of the runtime in each environment; None if the runtime does not tell.
+        recorded_version: Version that the file was measured with.
     """
 
     speedup: Interval
@@ -42,6 +48,8 @@ class RuntimeComparison:
     verdict: str
     latencies_ms: tuple[float, float]
     sqnr_db: float
+    versions: tuple[str | None, str | None]
+    recorded_version: str
 
     @property
     def holds(self) -> bool:
@@ -49,45 +57,57 @@ class RuntimeComparison:
         return self.verdict != "slower" and self.sqnr_db >= MIN_SQNR_DB
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for latency and one for outputs, with verdicts."""
+        """Yield the versions, then a line for latency and one for outputs, with verdicts."""
+        this, other, recorded = (_short(version) for version in (*self.versions, self.recorded_version))
+        remarks = [f"the file was measured with {recorded}"] * (this != recorded)
+        remarks += ["the versions are equal"] * (this == other)
+        yield "; ".join((f"versions: {this} in this environment, {other} in the other one", *remarks))
         speed = self.speedup
         ratio = f"{speed.value:.3f}x [{speed.low:.3f}, {speed.high:.3f}]"
         yield (
             f"latency: {self.verdict}: the other environment is {ratio} as fast by turns, noise floor "
             f"{100 * self.noise_floor:.1f} % (medians {self.latencies_ms[0]:.3f} and {self.latencies_ms[1]:.3f} ms)"
         )
+        if self.verdict == "tie" and speed.low < NARROW:
+            lost = 100 * (1 - speed.low)
+            yield f"remark: a loss of {lost:.0f} % is not excluded; narrower on an idle machine, by more --builds"
         word = "ok" if self.sqnr_db >= MIN_SQNR_DB else "MISMATCH"
         yield f"outputs: {word}: they agree to {self.sqnr_db:.1f} dB (at least {MIN_SQNR_DB:g})"
 
 
-def compare_runtimes(folder: Path, python: str, observer: Observer, *, rounds: int = ROUNDS) -> RuntimeComparison:
+def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: int = BUILDS) -> RuntimeComparison:
     """Run the script of a folder in this environment and in another one in turns, on the same random inputs.
 
     Args:
         folder: Folder to deploy; see `harness.shipping.bundle`.
-        python: Python program of the other environment.
-        rounds: Number of fresh processes of each environment.
+        python: Python program of the other environment, or its folder.
+        builds: Number of fresh processes of each environment.
 
     Raises:
         UserError: It is no such folder, a file is damaged, or the script fails in an environment.
     """
     facts = read_bundle(folder)
-    if shutil.which(python) is None:
-        raise UserError(f"--runtime-python {python}: no such program")
+    other = next(
+        (path for path in (python, f"{python}/bin/python", f"{python}/Scripts/python") if shutil.which(path)), ""
+    )
+    if not other:
+        raise UserError(f"--runtime-python {python}: no such program; that of an environment is ENVIRONMENT/bin/python")
     model = str(folder / facts["file"])
-    places = {"this": sys.executable, "twin": sys.executable, "other": python}
+    places = {"this": sys.executable, "twin": sys.executable, "other": other}
     medians_ms: dict[str, list[float]] = {name: [] for name in places}
+    versions: dict[str, str | None] = {}
     with (
         tempfile.TemporaryDirectory(prefix="qdq-runtimes-") as scratch,
         generated_script(folder, facts) as script,
-        observer.work(f"compare environments on {folder.name}", rounds * len(places)) as step,
+        observer.work(f"compare environments on {folder.name}", builds * len(places)) as step,
     ):
-        for turn in range(rounds):
+        for turn in range(builds):
             for name in list(places)[:: 1 if turn % 2 else -1]:
                 output = Path(scratch) / f"{name}.npz"
                 with timing_lock():
                     arguments = ("--model", model, "--repeat", str(RUNS), "--output", str(output))
-                    found = run_script(places[name], script, *arguments)
+                    found = _run(places[name], script, arguments, facts)
+                versions[name] = found["version"]
                 medians_ms[name].append(float(found["latency_ms"]))
                 step.advance()
         sqnr_db = _least_agreement(*(_read_outputs(Path(scratch) / f"{name}.npz") for name in ("this", "other")))
@@ -102,7 +122,26 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, rounds: i
         verdict=speedup_verdict(speedup, floor),
         latencies_ms=(latency_ms, other_ms),
         sqnr_db=sqnr_db,
+        versions=(versions["this"], versions["other"]),
+        recorded_version=str(facts["runtime"].get("version", "")),
     )
+
+
+def _run(python: str, script: Path, arguments: tuple[str, ...], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the script; if a module is missing, say how to install it."""
+    try:
+        return run_script(python, script, *arguments)
+    except UserError as error:
+        target = find_target(facts["runtime"])
+        if target is None or "ModuleNotFoundError" not in str(error):
+            raise
+        missing = str(error).rpartition(": ")[2]
+        raise UserError(f"{python}: {missing}: {python} -m pip install numpy {target.package}") from error
+
+
+def _short(version: str | None) -> str:
+    """Return a version without the name of its commit."""
+    return "".join(re.findall(r"^[\w.]+", version or "")) or "unknown"
 
 
 def _read_outputs(path: Path) -> dict[str, Array]:

@@ -8,7 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +92,17 @@ def write(tmp_path: Path, runtime: str = "onnxruntime", **changes: Any) -> Path:
     return write_bundle(tmp_path / "ship", shipment, NullProgress())
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("written"))
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """Return a copy of a folder to deploy, of ONNX Runtime."""
+    return shutil.copytree(written, tmp_path / "ship" / written.name)
+
+
 @pytest.mark.parametrize("runtime", ["openvino", "throughput", "onnxruntime", "onnxruntime_web"])
 def test_the_script_runs_the_model_that_was_timed(tmp_path: Path, runtime: str) -> None:
     folder = write(tmp_path, runtime)
@@ -133,12 +144,11 @@ def seal(folder: Path) -> None:
     (folder / "SHA256SUMS").write_text("".join(lines))
 
 
-def test_verify_runs_no_script_of_a_stranger(tmp_path: Path) -> None:
-    folder = write(tmp_path)
+def test_verify_runs_no_script_of_a_stranger(folder: Path, tmp_path: Path) -> None:
     (folder / "deploy.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
     seal(folder)
     assert qdq("verify", str(folder)) == 0
-    compare_runtimes(folder, sys.executable, NullProgress(), rounds=2)
+    compare_runtimes(folder, sys.executable, NullProgress(), builds=2)
     assert not (tmp_path / "marker").exists()
 
 
@@ -155,9 +165,8 @@ def test_verify_runs_no_script_of_a_stranger(tmp_path: Path) -> None:
     ],
 )
 def test_facts_of_a_stranger_are_checked(
-    tmp_path: Path, changes: Mapping[str, Any], key: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, changes: Mapping[str, Any], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write(tmp_path)
     edit_json(folder / "ship.json", **changes)
     seal(folder)
     assert qdq("verify", str(folder)) == 2
@@ -218,8 +227,7 @@ def test_files_of_others_are_kept(tmp_path: Path) -> None:
         write(tmp_path, method="tpe")
 
 
-def test_damage_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path)
+def test_damage_is_seen(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (path for path in sorted(folder.iterdir()) if path.is_file()):
         whole = path.read_bytes()
         path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
@@ -230,24 +238,91 @@ def test_damage_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not list(check_bundle(folder))
 
 
-def test_verify_runs_the_folder_and_compares_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path)
+def test_verify_runs_the_folder_and_compares_environments(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert qdq("verify", str(folder)) == 0
     assert "run: ok" in capsys.readouterr().out
-    found = compare_runtimes(folder, sys.executable, NullProgress(), rounds=2)
+    found = compare_runtimes(
+        folder, str(environment(tmp_path, f'exec {sys.executable} "$@"')), NullProgress(), builds=2
+    )
     assert found.sqnr_db > 100, "the same environment computes the same"
-    assert list(found.lines())[1].startswith("outputs: ok")
+    assert found.versions == (found.recorded_version,) * 2
     assert qdq("verify", str(folder), "--json") == 0
     assert json.loads(capsys.readouterr().out)["run"]["latency_ms"] > 0
-    with pytest.raises(UserError, match="no such program"):
-        compare_runtimes(folder, str(tmp_path / "nowhere"), NullProgress(), rounds=1)
-    assert qdq("verify", str(tmp_path / "nothing"), "--runtime-python", sys.executable) == 2
+
+
+def environment(path: Path, command: str) -> Path:
+    """Write the folder of a Python environment whose program is a shell command."""
+    program = path / "new" / "bin" / "python"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{command}\n")
+    program.chmod(0o755)
+    return path / "new"
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "words"),  # latency in ms, output and version in the other environment
+    [
+        ((1.0, 1.0, "1.25.0"), 0, ("tie", "1.24.0", "1.25.0")),
+        ((0.5, 1.0, "1.25.0"), 0, ("faster",)),
+        ((2.0, 1.0, "1.25.0"), 1, ("slower", "outputs: ok")),
+        ((0.5, 9.0, "1.25.0"), 1, ("faster", "outputs: MISMATCH")),
+        ((1.0, 1.0, "1.24.0"), 0, ("versions are equal",)),
+    ],
+)
+def test_the_exit_status_says_whether_a_new_runtime_serves(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    case: tuple[float, float, str],
+    status: int,
+    words: Sequence[str],
+) -> None:
+    new = environment(folder.parent, "false")
+
+    def run(python: str, _: Path, *arguments: str) -> dict[str, Any]:
+        latency_ms, output, version = case if python.startswith(str(new)) else (1.0, 1.0, "1.24.0")
+        np.savez(arguments[-1], y=np.arange(9.0, dtype=np.float32) + output)
+        return {"latency_ms": latency_ms, "version": version}
+
+    monkeypatch.setattr("harness.shipping.runtime_comparison.run_script", run)
+    command = ("verify", str(folder), "--runtime-python", str(new))
+    assert qdq(*command) == status
+    text = capsys.readouterr().out
+    assert all(word in text for word in words)
+    assert qdq(*command, "--json") == status
+    assert json.loads(capsys.readouterr().out)["holds"] is (status == 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "fact"),
+    [
+        ("true", "Python program"),
+        ("echo \"ModuleNotFoundError: No module named 'onnxruntime'\" >&2; false", "pip install numpy onnxruntime"),
+        ("echo broken >&2; false", "broken"),
+        (None, "no such program"),
+    ],
+)
+def test_an_environment_that_cannot_run_the_file_is_an_error(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str | None, fact: str
+) -> None:
+    new = tmp_path / "nowhere" if command is None else environment(tmp_path, command)
+    assert qdq("verify", str(folder), "--runtime-python", str(new)) == 2
+    assert fact in capsys.readouterr().err
+
+
+def test_verify_takes_no_row_of_a_folder_to_deploy(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, fact in (((str(folder), "auto"), "row"), ((str(tmp_path / "nothing"),), "no such file")):
+        assert qdq("verify", *arguments, "--runtime-python", sys.executable) == 2
+        assert fact in capsys.readouterr().err
 
 
 def test_a_path_of_results_means_its_only_folder_to_deploy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write(tmp_path)
     for path in (tmp_path, tmp_path / "ship", folder, folder / "net.onnx"):
         assert find_bundle(path) == folder
     monkeypatch.chdir(tmp_path)
