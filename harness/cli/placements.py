@@ -167,7 +167,7 @@ def apply(
 
     Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
     """
-    from harness.shipping.bundle import find_bundle
+    from harness.results_dir.deploy_folder import find_bundle
     from harness.shipping.placements import apply_experiment, calibration_config, check_structure
     from harness.task_setup.preflight import check_experiment
 
@@ -196,7 +196,7 @@ def export_recipe(
 
     Example: `qdq export-recipe out/mine/ship/NAME --for ort -o quantize.py`
     """
-    from harness.shipping.bundle import find_bundle, read_bundle
+    from harness.results_dir.deploy_folder import find_bundle, read_bundle
     from harness.shipping.recipes import export_recipe as export
 
     folder = find_bundle(result)

@@ -266,7 +266,7 @@ def verify(
 
     A new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
     """
-    from harness.shipping.bundle import FACTS_FILE, MANIFEST_FILE, SHIP_FOLDER, find_bundle
+    from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, SHIP_FOLDER, find_bundle
 
     shipped = file.name == SHIP_FOLDER or any((file / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE))
     if shipped or runtime_python is not None:
@@ -304,7 +304,8 @@ def verify(
 
 def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: bool) -> int:
     """Print the checks of a folder to deploy, and return the exit status."""
-    from harness.shipping.bundle import read_bundle, run_bundle
+    from harness.results_dir.deploy_folder import read_bundle
+    from harness.shipping.bundle import run_bundle
     from harness.shipping.runtime_comparison import compare_runtimes
     from harness.terminal_progress import TerminalProgress
 
@@ -330,8 +331,8 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
 
 def _check_folder(folder: Path, *, as_json: bool) -> int:
     """Print what is damaged in a results folder, and return the exit status."""
+    from harness.results_dir.deploy_folder import SHIP_FOLDER, check_bundle
     from harness.results_dir.integrity import check_results
-    from harness.shipping.bundle import SHIP_FOLDER, check_bundle
 
     found = check_results(folder)
     bundles = sorted(path for path in folder.glob(f"{SHIP_FOLDER}/*") if path.is_dir())

@@ -105,7 +105,7 @@ def recover(
     Example: `qdq recover mobilenet.yaml --method mean --step bias_correction`
     """
     from harness.analysis.recovery_study import RecoveryRequest, recovery_report
-    from harness.shipping.bundle import find_bundle, read_bundle
+    from harness.results_dir.deploy_folder import find_bundle, read_bundle
     from harness.terminal_progress import TerminalProgress
 
     if Path(placement).is_dir():

@@ -257,7 +257,7 @@ class RunResult:
         from harness.report.load.task_files import exported
         from harness.report.next_steps import best_row
         from harness.results_dir.artifacts import FLOAT_ROW
-        from harness.shipping.bundle import read_bundle
+        from harness.results_dir.deploy_folder import read_bundle
 
         for task in self._results.tasks:
             floating = self._main[self._main["task"].eq(task.name) & self._main["row"].eq(FLOAT_ROW)].to_dict("records")
@@ -280,7 +280,7 @@ class RunResult:
     @property
     def ship(self) -> Path | None:
         """Return the folder to deploy, or None if there is none."""
-        from harness.shipping.bundle import SHIP_FOLDER
+        from harness.results_dir.deploy_folder import SHIP_FOLDER
 
         return next(iter(sorted((self.folder / SHIP_FOLDER).glob("*"))), None)
 

@@ -1,8 +1,7 @@
-"""Write and check a folder with one model to deploy: `NAME.onnx`, `deploy.py`, `report.md`, facts and a manifest."""
+"""Write and run a folder with one model to deploy: `NAME.onnx`, `deploy.py`, `report.md`, facts and a manifest."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -12,44 +11,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from harness.errors import UserError
 from harness.graph.io.files import copy_model, digest_file, model_files
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
-from harness.results_dir.io import explain_write_errors, read_json, write_json, write_text
+from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, read_bundle, sha256
+from harness.results_dir.io import explain_write_errors, write_json, write_text
 from harness.shipping.deploy_script import DeployTarget, deploy_script, find_target
 from harness.shipping.report_text import report_text
 from harness.timing.workers.locks import timing_lock
 
 __all__ = [
-    "FACTS_FILE", "MANIFEST_FILE", "SCRIPT_FILE", "SHIP_FOLDER", "Shipment", "check_bundle", "find_bundle",
-    "generated_script", "read_bundle", "remove_bundle", "run_bundle", "run_script", "shipment_facts", "write_bundle",
+    "SCRIPT_FILE", "Shipment", "generated_script", "remove_bundle", "run_bundle", "run_script", "shipment_facts",
+    "write_bundle",
 ]  # fmt: skip
 
-SHIP_FOLDER = "ship"
-SCRIPT_FILE, REPORT_FILE, FACTS_FILE, MANIFEST_FILE = "deploy.py", "report.md", "ship.json", "SHA256SUMS"
+SCRIPT_FILE, REPORT_FILE = "deploy.py", "report.md"
 SCHEMA = 1
 FOOTPRINT_RUNS = 5
 SCRIPT_LIMIT_S = 600.0
-MAX_MANIFEST_BYTES = 100_000
-
-
-class StoredFacts(BaseModel):
-    """Keys of `ship.json` that commands use; see `shipment_facts`. It may come from a stranger."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    schema_version: Literal[1] = Field(alias="schema")
-    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.onnx$", max_length=200)]
-    answer: str
-    latency_ms: Annotated[list[float], Field(min_length=3, max_length=3)]
-    runtime: dict[str, Any]
-    experiment: dict[str, Any]
-    shapes: dict[str, dict[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,78 +137,8 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
     facts["footprint"] = footprints
     write_text(target / REPORT_FILE, report_text(facts, shipment.target.title))
     write_json(target / FACTS_FILE, facts)
-    write_text(target / MANIFEST_FILE, "".join(f"{_sha256(path)}  {path.name}\n" for path in _bundle_files(target)))
+    write_text(target / MANIFEST_FILE, "".join(f"{sha256(path)}  {path.name}\n" for path in _bundle_files(target)))
     return target
-
-
-def find_bundle(path: Path) -> Path:
-    """Return the folder to deploy that a path means: itself, the folder of a file in it, or the only one of results.
-
-    Raises:
-        UserError: There is none, or there are several.
-    """
-    near = path.parent if path.is_file() else path
-    if any((near / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE)):
-        return near
-    parent = near if near.name == SHIP_FOLDER else near / SHIP_FOLDER
-    found = sorted(each.parent for each in parent.glob(f"*/{FACTS_FILE}"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"{path}: has several folders to deploy; name one: {', '.join(map(str, found))}")
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder")
-    raise UserError(f"{path}: no folder to deploy (RESULTS/{SHIP_FOLDER}/NAME); a run writes one if a model is faster")
-
-
-def read_bundle(folder: Path) -> dict[str, Any]:
-    """Return the facts of a bundle.
-
-    Raises:
-        UserError: It is no bundle, or a file in it differs from the manifest.
-    """
-    for problem in check_bundle(folder):
-        raise UserError(f"{problem}; qdq run writes the folder again")
-    found = read_json(folder / FACTS_FILE)
-    try:
-        StoredFacts.model_validate(found)
-    except ValidationError as error:
-        details = error.errors()[0]
-        key = ".".join(map(str, details["loc"]))
-        raise UserError(f"{folder / FACTS_FILE}: {key}: {details['msg']}; qdq run writes the folder again") from error
-    if found["file"] not in _recorded_digests(folder):  # a model that nothing was compared with
-        raise UserError(f"{folder / FACTS_FILE}: {MANIFEST_FILE} lists no {found['file']}; qdq run writes it again")
-    return found
-
-
-def check_bundle(folder: Path) -> Iterator[str]:
-    """Yield each file of a bundle that is missing or is not the one of its manifest.
-
-    Raises:
-        UserError: There is no manifest, or none that can be read.
-    """
-    path, recorded = folder / MANIFEST_FILE, _recorded_digests(folder)
-    for name, digest in recorded.items():
-        file = folder / name
-        if Path(name).name != name:
-            yield f"{path}: {name!r} is no file of this folder"
-        elif not file.is_file():
-            yield f"{file}: missing"
-        elif _sha256(file) != digest:
-            yield f"{file}: damaged: the content differs from {MANIFEST_FILE}"
-    if FACTS_FILE not in recorded:
-        yield f"{path}: lists no {FACTS_FILE}"
-
-
-def _recorded_digests(folder: Path) -> dict[str, str]:
-    path = folder / MANIFEST_FILE
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"no regular file of at most {MAX_MANIFEST_BYTES} bytes")
-        lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {name: digest for digest, name in lines}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
 
 
 @contextmanager
@@ -326,8 +238,3 @@ def remove_bundle(folder: Path) -> None:
 
 def _bundle_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

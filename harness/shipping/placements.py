@@ -20,18 +20,22 @@ from harness.errors import UserError, suggest_names
 from harness.graph.io.files import move_model
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.import_placement import compare_import
-from harness.graph.qdq.qdq_graph import QDQ_OPS, read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.qdq.transfer_placement import transfer_placement
-from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.graph.rules.points import explain_no_points
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.registry import create_plugin
+from harness.results_dir.deploy_folder import FACTS_FILE, holds_bundle, read_bundle
 from harness.results_dir.io import explain_write_errors
-from harness.shipping.bundle import FACTS_FILE, SHIP_FOLDER, find_bundle, read_bundle
-from harness.task_setup.initial_design import InitialDesign, load_imported_models, load_imported_ranges
+from harness.task_setup.initial_design import (
+    InitialDesign,
+    find_qdq_file,
+    is_exported,
+    load_imported_models,
+    load_imported_ranges,
+)
 from harness.task_setup.model_loader import MIN_OPSET, input_types, open_model
 from harness.task_setup.study_task import model_label
 from harness.task_setup.task import BackendProperties, Task, calibrate_task
@@ -252,14 +256,10 @@ def _report_ranges(task: Task, resolved: Resolved, experiment: Experiment, obser
 def _initial_entry(placement: str, ranges: bool) -> dict[str, Any]:
     """Return the entry of `initial` for the name of a rule, a folder to deploy or a Q/DQ file."""
     path = Path(placement)
-    if not path.is_file() and not _holds_bundle(path):
+    if not path.is_file() and not holds_bundle(path):
         _check_rule(placement, path)
         return {"use": placement, "label": placement}
     return file_entry(path, ROW, ranges=ranges)
-
-
-def _holds_bundle(path: Path) -> bool:
-    return (path / FACTS_FILE).is_file() or (path / SHIP_FOLDER).is_dir()
 
 
 def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
@@ -273,17 +273,9 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
     Raises:
         UserError: It cannot be read, or has no Q/DQ pair.
     """
-    if _holds_bundle(path):
-        path = find_bundle(path)
-        path = path / read_bundle(path)["file"]
-    if not path.is_file():
-        raise UserError(f"{path}: no such Q/DQ file or folder to deploy")
-    pairs = [node for node in read_qdq_graph(path).proto.graph.node if node.op_type in QDQ_OPS]
-    if not pairs:
-        raise UserError(f"{path}: holds no Q/DQ pair, so there is no placement to read from it")
-    own = any(NAME_PREFIX in node.output[0] for node in pairs)
+    path = find_qdq_file(path)
     params = {"path": os.path.relpath(path), **({"ranges": True} if ranges else {})}
-    return {"use": "placement" if own else "import", "params": params, "label": label}
+    return {"use": "placement" if is_exported(path) else "import", "params": params, "label": label}
 
 
 def _check_rule(placement: str, path: Path) -> None:

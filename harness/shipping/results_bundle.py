@@ -17,7 +17,8 @@ from harness.report.load.task_files import exported
 from harness.report.next_steps import best_row, dynamic_axes_facts, format_answer, row_runtime
 from harness.report.table_spec import Row, is_missing
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.shipping.bundle import SHIP_FOLDER, Shipment, remove_bundle, shipment_facts, write_bundle
+from harness.results_dir.deploy_folder import SHIP_FOLDER
+from harness.shipping.bundle import Shipment, remove_bundle, shipment_facts, write_bundle
 from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval
 from harness.timing.confirmation import ConfirmationSummary, summarize_parts

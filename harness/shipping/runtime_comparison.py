@@ -17,7 +17,8 @@ from harness.accuracy.metrics.sqnr import output_sqnr
 from harness.api import Array
 from harness.errors import UserError
 from harness.progress import Observer
-from harness.shipping.bundle import generated_script, read_bundle, run_script
+from harness.results_dir.deploy_folder import read_bundle
+from harness.shipping.bundle import generated_script, run_script
 from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.timing.workers.locks import timing_lock

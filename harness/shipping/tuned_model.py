@@ -11,8 +11,9 @@ from harness.accuracy.data.batching import RANDOM_DATA
 from harness.pipeline.early_answer import EarlyAnswer
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.results_dir.deploy_folder import SHIP_FOLDER
 from harness.results_dir.fingerprint import facts_digest
-from harness.shipping.bundle import SHIP_FOLDER, Shipment, remove_bundle, shipment_facts, write_bundle
+from harness.shipping.bundle import Shipment, remove_bundle, shipment_facts, write_bundle
 from harness.shipping.deploy_script import find_target
 from harness.shipping.results_bundle import confirmation_facts
 from harness.task_setup.study_task import model_label

@@ -21,20 +21,22 @@ from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describ
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_placement import import_placement, import_ranges
 from harness.graph.qdq.latency_predictor import propose_fast_placements, runtime_key
-from harness.graph.qdq.qdq_graph import count_pairs
+from harness.graph.qdq.qdq_graph import QDQ_OPS, count_pairs, read_qdq_graph
 from harness.graph.qdq.transfer_placement import transfer_placement
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION
-from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
+from harness.results_dir.deploy_folder import bundle_model
 from harness.results_dir.io import explain_write_errors, read_json
 from harness.task_setup.external_tools import ExternalModel
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
 __all__ = [
-    "InitialDesign", "ScreenedUnit", "check_files", "fix_imported_inputs", "initial_file", "load_imported_models",
-    "load_imported_ranges", "nested_prior_placements", "read_prior", "tensorrt_guide_placement",
+    "InitialDesign", "ScreenedUnit", "check_files", "find_qdq_file", "fix_imported_inputs", "initial_file",
+    "is_exported", "load_imported_models", "load_imported_ranges", "nested_prior_placements", "read_prior",
+    "tensorrt_guide_placement",
 ]  # fmt: skip
 
 
@@ -73,19 +75,37 @@ def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder
 
 
 def initial_file(start: PluginSpec) -> Path:
-    """Return the Q/DQ file of an entry of `initial`; of a folder to deploy (`ship/NAME`), the model in it.
+    """Return the Q/DQ file of an entry of `initial`: a file, or the model of a folder to deploy or of results with one.
 
     Raises:
-        UserError: The folder has no model, or several.
+        UserError: There is none, or it cannot be read.
     """
     path = resolve_path(start.params["path"], start.base_dir)
-    if not path.is_dir():
-        return path
-    files = [file for file in sorted(path.glob("*.onnx")) if not file.name.endswith(DYNAMIC_MODEL_SUFFIX)]
-    if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "none"
-        raise UserError(f"initial: {path} is no folder to deploy with one model (ONNX files: {names}); name a file")
-    return files[0]
+    return find_qdq_file(path) if start.use == "placement" else _resolve_folder(path)
+
+
+def find_qdq_file(path: Path) -> Path:
+    """Return the Q/DQ file that a path means: itself, or the model of a folder to deploy or of results with one.
+
+    Raises:
+        UserError: There is none, it cannot be read, or has no Q/DQ pair.
+    """
+    file = _resolve_folder(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such Q/DQ file or folder to deploy")
+    if not any(node.op_type in QDQ_OPS for node in read_qdq_graph(file).proto.graph.node):
+        raise UserError(f"{file}: holds no Q/DQ pair, so there is no placement to read from it")
+    return file
+
+
+def _resolve_folder(path: Path) -> Path:
+    return bundle_model(path) if path.is_dir() else path
+
+
+def is_exported(path: Path) -> bool:
+    """Return whether the Q/DQ pairs of a file are of qdq-bench, and not of another tool."""
+    nodes = read_qdq_graph(path).proto.graph.node
+    return any(NAME_PREFIX in node.output[0] for node in nodes if node.op_type in QDQ_OPS)
 
 
 def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str, tuple[float, float]]:
@@ -110,7 +130,7 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
     load_imported_models(starts)
     for start in starts:
         if start.use == "placement":
-            count_pairs(initial_file(start))
+            initial_file(start)
         elif start.use == "sensitivity":
             read_prior(resolve_path(start.params["path"], start.base_dir))
         elif start.use == "pattern_cache":
@@ -147,7 +167,7 @@ class InitialDesign:
         elif start.use == "trt_guide":
             yield start.name, tensorrt_guide_placement(self.space, self.model)
         elif start.use == "placement":
-            yield start.name, self._read_exported_placement(initial_file(start))
+            yield start.name, self._read_placement(initial_file(start))
         elif start.use == "pattern_cache":
             yield from self._pattern_cache_placements(start)
         elif start.use == "sensitivity":
@@ -169,12 +189,14 @@ class InitialDesign:
         except UserError as error:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
 
-    def _read_exported_placement(self, path: Path) -> Placement:
-        """Return the placement of an exported file of a model with the same structure.
+    def _read_placement(self, path: Path) -> Placement:
+        """Return the placement of an exported file, or the one nearest to that of another tool's file.
 
         Raises:
-            UserError: The structures differ, or the space of this task lacks an edge.
+            UserError: The structures differ, or the space of this task lacks an edge of an exported file.
         """
+        if not is_exported(path):
+            return self.space.nearest(import_placement(path, self.model))
         edges = transfer_placement(path, self.model)
         placement = self.space.nearest(edges)
         missing = set(edges.items()).symmetric_difference(self.space.resolve(placement))

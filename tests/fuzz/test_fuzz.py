@@ -59,10 +59,11 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
+from harness.results_dir.deploy_folder import read_bundle
 from harness.results_dir.io import add_checksum
 from harness.results_dir.journal import read_journal
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
-from harness.shipping.bundle import generated_script, read_bundle
+from harness.shipping.bundle import generated_script
 from harness.studies.path_cache import PathCache, SearchKey, SearchPath, write_part
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))

@@ -28,11 +28,12 @@ from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
 from harness.report.tables.catalog import build_tables
+from harness.results_dir.deploy_folder import read_bundle
 from harness.results_dir.io import read_json
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.selection.confirmation import read_events
-from harness.shipping.bundle import Shipment, read_bundle, run_script, write_bundle
+from harness.shipping.bundle import Shipment, run_script, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import confirmation_facts
 from harness.shipping.tuned_model import ship_answer

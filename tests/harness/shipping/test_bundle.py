@@ -34,12 +34,13 @@ from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.next_steps import describe_answers, ship_path
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.deploy_folder import check_bundle, find_bundle, read_bundle
 from harness.results_dir.io import read_json, write_json
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.search_loop.objective import Goal
-from harness.shipping.bundle import Shipment, check_bundle, find_bundle, read_bundle, write_bundle
+from harness.shipping.bundle import Shipment, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import ship_results
 from harness.shipping.runtime_comparison import compare_runtimes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,24 @@ from onnx_models import activation_ranges, loaded
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
 from small import qdq, save_small
 
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.io.files import digest_file
 from harness.graph.load import load
+from harness.graph.model import Model
 from harness.graph.qdq.import_placement import compare_import, import_ranges
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs, read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.graph.rules.dialects import OPENVINO
+from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
+from harness.results_dir.deploy_folder import MANIFEST_FILE, sha256
 from harness.results_dir.io import write_json
-from harness.shipping.bundle import MANIFEST_FILE
 from harness.shipping.placements import apply_experiment
+from harness.task_setup.initial_design import InitialDesign, check_files
+from search.space import Edge
 
 
 def retrain(path: Path, target: Path, change: Any = lambda proto: None) -> Path:
@@ -200,10 +206,7 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
         "precision": ["int8"],
         "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
     }
-    facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": stored}
-    write_json(shipped.with_name("ship.json"), {"schema": 1, "file": "net.onnx", **facts})
-    lines = [f"{digest}  {name}\n" for name, digest in _sha256(shipped.parent).items()]
-    shipped.with_name(MANIFEST_FILE).write_text("".join(lines))
+    seal(shipped.parent, stored)
     new = retrain(tmp_path / "net.onnx", tmp_path / "new.onnx")
     assert apply_experiment(shipped.parent, new, {}, tmp_path, builds=9).confirmation.builds == 9
     assert qdq("apply", str(shipped.parent), str(new), "--out", "out") == 0
@@ -223,15 +226,44 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
 
 @pytest.mark.parametrize("damaged", [{}, {"models": 3}, {"models": [{"use": "net.onnx", "calibration": 3}]}])
 def test_apply_refuses_an_experiment_without_a_model(tmp_path: Path, damaged: dict[str, Any]) -> None:
-    facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": damaged}
-    write_json(tmp_path / "ship.json", {"schema": 1, "file": "net.onnx", **facts})
     (tmp_path / "net.onnx").touch()
-    (tmp_path / MANIFEST_FILE).write_text("".join(f"{sha}  {name}\n" for name, sha in _sha256(tmp_path).items()))
+    seal(tmp_path, damaged)
     with pytest.raises(UserError, match="experiment"):
         apply_experiment(tmp_path, tmp_path / "new.onnx", {}, tmp_path)
 
 
-def _sha256(folder: Path) -> dict[str, str]:
-    import hashlib
+def seal(folder: Path, experiment: dict[str, Any]) -> None:
+    """Write facts and manifest of a folder to deploy with `net.onnx`."""
+    facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": experiment}
+    write_json(folder / "ship.json", {"schema": 1, "file": "net.onnx", **facts})
+    (folder / MANIFEST_FILE).write_text("".join(f"{sha256(path)}  {path.name}\n" for path in folder.iterdir()))
 
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+def read_initial(path: Path, model: Model) -> dict[Edge, str]:
+    """Return the edges of the only entry of `initial`."""
+    space = build_space(model, OPENVINO, precisions=("int8",))
+    entry = PluginSpec(use="placement", params={"path": str(path)}, label="mine")
+    check_files([entry])
+    unused: Any = None
+    design = InitialDesign(spec=unused, space=space, model=model, external_models={}, observer=NullProgress(), facts={})
+    return dict(space.resolve(design.placements([entry])["mine"]["mine"]))
+
+
+def test_an_initial_placement_is_a_file_a_folder_to_deploy_or_results_with_one(tmp_path: Path) -> None:
+    shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    seal(shipped.parent, {})
+    model = load(tmp_path / "net.onnx")
+    (wanted,) = {frozenset(read_initial(path, model)) for path in (tmp_path, *shipped.parents[:2], shipped)}
+    assert wanted == set(read_qdq_graph(shipped).edges)
+    theirs = quantize_by_ort(tmp_path / "net.onnx", tmp_path / "theirs.onnx")
+    convolutions = {edge for edge in wanted if edge.consumer.startswith("Conv")}
+    assert convolutions <= set(read_initial(theirs, model)) < wanted
+    shutil.copytree(shipped.parent, tmp_path / "ship/other")
+    refused = {tmp_path: "several", tmp_path / "net.onnx": "no Q/DQ pair", tmp_path / "gone": "no such"}
+    (tmp_path / "empty").mkdir()
+    for path, fact in {**refused, tmp_path / "empty": "no folder to deploy"}.items():
+        with pytest.raises(UserError, match=fact):
+            read_initial(path, model)
+    shipped.write_bytes(b"")
+    with pytest.raises(UserError, match="damaged"):
+        read_initial(shipped.parent, model)

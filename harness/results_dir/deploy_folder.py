@@ -1,0 +1,127 @@
+"""Find, read and check a folder with one model to deploy; `harness.shipping.bundle` writes it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import UserError
+from harness.results_dir.io import read_json
+
+__all__ = [
+    "FACTS_FILE", "MANIFEST_FILE", "SHIP_FOLDER", "bundle_model", "check_bundle", "find_bundle", "holds_bundle",
+    "read_bundle", "sha256",
+]  # fmt: skip
+
+SHIP_FOLDER = "ship"
+FACTS_FILE, MANIFEST_FILE = "ship.json", "SHA256SUMS"
+MAX_MANIFEST_BYTES = 100_000
+
+
+class StoredFacts(BaseModel):
+    """Keys of `ship.json` that commands use (`harness.shipping.bundle.shipment_facts`); it may come from a stranger."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    schema_version: Literal[1] = Field(alias="schema")
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.onnx$", max_length=200)]
+    answer: str
+    latency_ms: Annotated[list[float], Field(min_length=3, max_length=3)]
+    runtime: dict[str, Any]
+    experiment: dict[str, Any]
+    shapes: dict[str, dict[str, Any]] = {}
+
+
+def find_bundle(path: Path) -> Path:
+    """Return the folder to deploy that a path means: itself, the folder of a file in it, or the only one of results.
+
+    Raises:
+        UserError: There is none, or there are several.
+    """
+    near = path.parent if path.is_file() else path
+    if any((near / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE)):
+        return near
+    parent = near if near.name == SHIP_FOLDER else near / SHIP_FOLDER
+    found = sorted(each.parent for each in parent.glob(f"*/{FACTS_FILE}"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{path}: has several folders to deploy; name one: {', '.join(map(str, found))}")
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    raise UserError(f"{path}: no folder to deploy (RESULTS/{SHIP_FOLDER}/NAME); a run writes one if a model is faster")
+
+
+def read_bundle(folder: Path) -> dict[str, Any]:
+    """Return the facts of a bundle.
+
+    Raises:
+        UserError: It is no bundle, or a file in it differs from the manifest.
+    """
+    for problem in check_bundle(folder):
+        raise UserError(f"{problem}; qdq run writes the folder again")
+    found = read_json(folder / FACTS_FILE)
+    try:
+        StoredFacts.model_validate(found)
+    except ValidationError as error:
+        details = error.errors()[0]
+        key = ".".join(map(str, details["loc"]))
+        raise UserError(f"{folder / FACTS_FILE}: {key}: {details['msg']}; qdq run writes the folder again") from error
+    if found["file"] not in _recorded_digests(folder):  # a model that nothing was compared with
+        raise UserError(f"{folder / FACTS_FILE}: {MANIFEST_FILE} lists no {found['file']}; qdq run writes it again")
+    return found
+
+
+def check_bundle(folder: Path) -> Iterator[str]:
+    """Yield each file of a bundle that is missing or is not the one of its manifest.
+
+    Raises:
+        UserError: There is no manifest, or none that can be read.
+    """
+    path, recorded = folder / MANIFEST_FILE, _recorded_digests(folder)
+    for name, digest in recorded.items():
+        file = folder / name
+        if Path(name).name != name:
+            yield f"{path}: {name!r} is no file of this folder"
+        elif not file.is_file():
+            yield f"{file}: missing"
+        elif sha256(file) != digest:
+            yield f"{file}: damaged: the content differs from {MANIFEST_FILE}"
+    if FACTS_FILE not in recorded:
+        yield f"{path}: lists no {FACTS_FILE}"
+
+
+def _recorded_digests(folder: Path) -> dict[str, str]:
+    path = folder / MANIFEST_FILE
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"no regular file of at most {MAX_MANIFEST_BYTES} bytes")
+        lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {name: digest for digest, name in lines}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
+
+
+def holds_bundle(path: Path) -> bool:
+    """Return whether a path is a folder to deploy, or a folder of results with some."""
+    return (path / FACTS_FILE).is_file() or path.name == SHIP_FOLDER or (path / SHIP_FOLDER).is_dir()
+
+
+def bundle_model(path: Path) -> Path:
+    """Return the model of the folder to deploy that a path means, see `find_bundle`.
+
+    Raises:
+        UserError: There is none, there are several, or a file differs from the manifest.
+    """
+    folder = find_bundle(path)
+    return folder / str(read_bundle(folder)["file"])
+
+
+def sha256(path: Path) -> str:
+    """Return the digest of a file, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
