@@ -175,7 +175,7 @@ def _iter_models(
     models = placer.place(resolved)
     if request.auto:
         yield "", (), next(models)
-        models = iter(placer.rank(resolved, split_held_out(batches)[1])[:1])
+        models = iter([placer.rank(resolved, split_held_out(batches)[1])[0].placed])
     for placed in models:
         if not request.auto:
             yield "", (), placed

@@ -61,8 +61,8 @@ class Objective(ConfigSection):
         halves: Searches score on one half of the evaluator's data, and the finalists on the other half.
         proxy: Number of calibration samples for a proxy metric, the deviation of a candidate's outputs from the float
             model's; the evaluator scores only candidates that may win by the proxy. 0: it scores all fast candidates.
-        recover: Under a bound, placements that are faster than the incumbent and miss the bound get other contents of
-            their pairs and recovery steps; files that then keep the bound are finalists.
+        recover: Under a bound, the fastest placements near it get other contents of their pairs and recovery steps;
+            files that keep the bound are finalists, and estimated losses decide between equally fast ones.
     """
 
     minimize: Minimize = "latency"

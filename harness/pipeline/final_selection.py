@@ -21,10 +21,12 @@ from pathlib import Path
 from harness.api import Candidate
 from harness.config.plan import SearchSpec
 from harness.graph.io.files import digest_file
+from harness.pipeline.recovery import Recovery
 from harness.pipeline.task_run import TaskRun
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
+from harness.search_loop.objective import Goal
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, PairedComparison, read_speedups
 from harness.selection.racing import FIRST_SCHEDULE, SAMPLES_PER_TURN, select
 from harness.task_setup.methods import (
@@ -45,8 +47,6 @@ __all__ = ["Incumbent", "SelectionResult", "rank_finalists", "select_final"]
 MAX_FRONT_CANDIDATES = 8  # of a Pareto front, unless `top_k` is larger
 Incumbent = Evaluation | WarmStartModel
 """An evaluated placement, or the model whose placement was an initial placement."""
-RecoveredModels = Mapping[str, tuple[WarmStartModel, ...]]
-"""Recovered models by the name of the search."""
 _GroupKey = tuple[str | int, ...]
 _StatesByBudget = Mapping[str, Mapping[int, BudgetState]]
 _IncumbentsByBudget = Mapping[str, Mapping[int, tuple[Incumbent, ...]]]
@@ -73,7 +73,7 @@ def select_final(
     running: TaskRun,
     open_engines: Callable[[], AbstractContextManager[Engines]],
     retry_failed: bool = False,
-    recovered: RecoveredModels | None = None,
+    recovery: Recovery | None = None,
 ) -> SelectionResult:
     """Return the state of each search of a task, with the incumbents to confirm, best first.
 
@@ -82,16 +82,18 @@ def select_final(
 
     Args:
         retry_failed: Time failed rows once more.
-        recovered: Models of `harness.pipeline.recovery`, which compete at the largest budget.
+        recovery: Recovered models, which compete at the largest budget, and the estimated losses of finalists: of files
+            that the race does not distinguish the one with the smallest loss wins, and one that is expected to miss the
+            bound is a finalist only if all of its search are.
 
     Raises:
         UserError: The float model fails, or the log cannot be written.
     """
-    recovered = recovered or {}
-    found = _race_incumbents(running, open_engines, retry_failed, recovered)
+    recovery = recovery or Recovery()
+    found = _race_incumbents(running, open_engines, retry_failed, recovery)
     chosen = [(run, found.incumbents.get(run.name, {}).values()) for run in running.task.spec.runs]
     if any(_computes_wrong_result(running, run, leader) for run, led in chosen for leader in chain.from_iterable(led)):
-        return _race_incumbents(running, open_engines, retry_failed, recovered, look=True)
+        return _race_incumbents(running, open_engines, retry_failed, recovery, look=True)
     return found
 
 
@@ -108,14 +110,17 @@ def _race_incumbents(
     running: TaskRun,
     open_engines: Callable[[], AbstractContextManager[Engines]],
     retry_failed: bool,
-    recovered: RecoveredModels,
+    recovery: Recovery,
     look: bool = False,
 ) -> SelectionResult:
     """Select by a race; see `_exclude_wrong_results` for `look`."""
-    found, external = _exclude_wrong_results(running, recovered, look)
+    found, external = _exclude_wrong_results(running, recovery, look)
+    bound, losses = running.judge.goal, recovery.losses
     led: dict[str, dict[int, tuple[Incumbent, ...]]] = {
         run.name: {
-            budget: (*there.best, *(external.get(run.name, {}).get(budget, ()) if there.best else ()))
+            budget: _expected_within(
+                (*there.best, *(external.get(run.name, {}).get(budget, ()) if there.best else ())), losses, bound
+            )
             for budget, there in found.get(run.name, {}).items()
         }
         for run in running.task.spec.runs
@@ -139,7 +144,7 @@ def _race_incumbents(
         speedups = read_speedups(running.folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
     settled = {
         name: {
-            budget: rank_finalists(leaders, lots[name, budget], speedups)[:wanted]
+            budget: rank_finalists(leaders, lots[name, budget], speedups, losses)[:wanted]
             for budget, leaders in budgets.items()
         }
         for name, budgets in led.items()
@@ -151,7 +156,7 @@ def _race_incumbents(
 
 
 def _exclude_wrong_results(
-    running: TaskRun, recovered: RecoveredModels, look: bool
+    running: TaskRun, recovery: Recovery, look: bool
 ) -> tuple[_StatesByBudget, Mapping[str, Mapping[int, tuple[WarmStartModel, ...]]]]:
     """Return the states of the searches and their warm-start models, without models known to compute wrong results.
 
@@ -161,7 +166,9 @@ def _exclude_wrong_results(
         look: Compare incumbents with their files if they were not compared before.
     """
     wrong, seen, largest = set[str](), set[str](), max(running.experiment.budget.evaluations)
-    external = _warm_start_models_by_budget(running) | {name: {largest: models} for name, models in recovered.items()}
+    external = _warm_start_models_by_budget(running) | {
+        name: {largest: models} for name, models in recovery.models.items()
+    }
     while True:
         found = _states_by_search(running, wrong)
         before = len(wrong)
@@ -301,23 +308,37 @@ def _candidate_writer(run: SearchSpec, task: Task) -> Callable[[Incumbent], Cand
     return built
 
 
-def rank_finalists(
-    leaders: Sequence[Incumbent], close: Sequence[str], speedups: Mapping[str, float]
-) -> tuple[Incumbent, ...]:
-    """Return the incumbents in the order of the race, if there was one.
+def _expected_within(leaders: tuple[Incumbent, ...], losses: Mapping[str, float], goal: Goal) -> tuple[Incumbent, ...]:
+    """Return the incumbents that are expected to keep the bound on other images; all, if none of them is."""
+    kept = tuple(leader for leader in leaders if goal.loss_excess(losses.get(leader.digest, 0.0)) == 0)
+    return kept or leaders
 
-    Failed placements come last, and failed models of other tools, which have no other reading, are left out. Such a
-    model is chosen only if it beats all evaluated placements, not if it ties: a placement can be explained.
+
+def rank_finalists(
+    leaders: Sequence[Incumbent],
+    close: Sequence[str],
+    speedups: Mapping[str, float],
+    losses: Mapping[str, float] | None = None,
+) -> tuple[Incumbent, ...]:
+    """Return the incumbents in the order of the race, if there was one; failed placements come last.
+
+    Of those that the race does not distinguish, one with a smaller estimated loss comes first. Failed models of other
+    tools, which have no other reading, are left out. Such a model is chosen only if it beats all evaluated placements,
+    not if it ties: a placement can be explained.
+
+    Args:
+        leaders: Incumbents of one search.
+        close: Rows that the race did not eliminate.
+        speedups: Speedups in the race, by row.
+        losses: Estimated losses by row; empty without a bound. A row without one has its loss of the search.
     """
+    known = losses or {}
     evaluated = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)
     there = (leader for leader in leaders if isinstance(leader, Evaluation) or leader.digest in speedups)
-    return tuple(
-        sorted(
-            there,
-            key=lambda one: (
-                one.digest not in close,
-                evaluated and isinstance(one, WarmStartModel),
-                -speedups.get(one.digest, 0.0),
-            ),
-        )
-    )
+
+    def order(leader: Incumbent) -> tuple[bool, bool, float, float]:
+        external = isinstance(leader, WarmStartModel) and leader.digest not in known
+        loss = known.get(leader.digest, math.inf) if leader.digest in close else 0.0
+        return leader.digest not in close, evaluated and external, loss, -speedups.get(leader.digest, 0.0)
+
+    return tuple(sorted(there, key=order))

@@ -1,20 +1,24 @@
-"""Recovery in a run: placements that are faster than the incumbent and miss the bound get another chance.
+"""Recovery in a run: more accurate files of its fastest placements, and the losses to expect of them.
 
 What the Q/DQ pairs contain and corrected biases may regain the accuracy of a placement at the same latency. So, under a
-bound, the fastest placements that missed it are given other range estimators, scales by channel and recovery steps.
-Files that then keep the bound on the images of the search are timed with the incumbents in the final selection.
+bound, the fastest placements within it, and the fastest that missed it, are given other range estimators, scales by
+channel and recovery steps. Files that then keep the bound on the images of the search are timed with the incumbents in
+the final selection. Each file, with recovery and without, has an estimated loss, which decides between files that are
+equally fast, and excludes those that are expected to miss the bound on other images.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from harness.accuracy.metrics.intervals import drop_estimate
 from harness.accuracy.recovery.pipeline import (
     Feeds,
     PlacedModel,
@@ -28,30 +32,55 @@ from harness.errors import CandidateError, UserError
 from harness.graph.io.files import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.task_run import TaskRun
-from harness.records import SCHEMA_VERSION
+from harness.records import SCHEMA_VERSION, Failed
 from harness.results_dir.artifacts import RECOVERY_FILE, recovered_row
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import Evaluation, iter_evaluations
 from harness.search_loop.objective import PREDICTED_METRIC, is_feasible
+from harness.selection.loss_estimate import MeasuredLoss, estimate_losses
+from harness.statistics import stderr_from_interval
 from harness.task_setup.methods import WarmStartModel, is_external_searcher
 from harness.task_setup.placed_models import RECOVERY_STEPS, ModelPlacer, list_choices, open_placer
 from harness.verification.accuracy_store import AccuracyStore
-from search.space import Placement
+from search.space import Placement, edges_digest
 
-__all__ = ["near_misses", "recovered_models"]
+__all__ = ["Recovery", "placements_to_recover", "recover_placements"]
 
 MAX_NEAR_MISSES = 2
-"""Of a task; each costs about a minute."""
+"""Of a search: placements that miss the bound."""
+MAX_WITHIN = 2
+"""Of a search: placements within the bound."""
+MAX_RECOVERED = 4
+"""Of a task; each costs up to a minute."""
 MAX_LOST_SHARE = 0.6
 """A placement that lost a larger share of the float model's figure is broken, and not near the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """Recovered models of a task, and the losses to expect of its finalists.
+
+    Attributes:
+        models: Models within the bound on the images of the search, by the name of the search.
+        losses: Estimated loss of the metric by row, of recovered models and of their placements as given; see
+            `harness.selection.loss_estimate`.
+    """
+
+    models: Mapping[str, tuple[WarmStartModel, ...]] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """Model of a placement with its contents and steps."""
+    """Model of a placement with its contents and steps.
+
+    Attributes:
+        sqnr_db: SQNR of its outputs on held-out calibration samples.
+    """
 
     placed: PlacedModel
+    sqnr_db: float
     gains: tuple[StepGain, ...] = ()
 
     @property
@@ -60,8 +89,8 @@ class _Attempt:
         return ", ".join(filter(None, [self.placed.choices.text, *kept])) or "as given"
 
 
-def recovered_models(running: TaskRun, book: AccuracyStore) -> dict[str, tuple[WarmStartModel, ...]]:
-    """Return the recovered models within the bound by the name of the search that found their placement.
+def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
+    """Recover the fastest placements of a task near its bound, and estimate the losses of all files.
 
     Writes `recovery.json`; the files are in the scratch folder of the task, from which the finalists are exported.
 
@@ -72,40 +101,45 @@ def recovered_models(running: TaskRun, book: AccuracyStore) -> dict[str, tuple[W
     raced = goal.minimize == "latency" and running.experiment.confirmation.candidates > 1
     bounded = goal.metric is not None and goal.max_drop is not None and running.experiment.objective.recover
     if not (raced and bounded) or running.checker is None or task.cast is not None:
-        return {}
-    misses = near_misses(running)
-    chosen = list({miss.digest: miss for found in misses.values() for miss in found}.values())[:MAX_NEAR_MISSES]
-    known = _read_known(running)
-    if any(miss.digest not in known for miss in chosen) and _has_time(running):
-        known |= _recover_all(running, book, [miss for miss in chosen if miss.digest not in known])
-    return {
-        name: tuple(model for miss in found if (model := _known_model(known.get(miss.digest), miss)) is not None)
-        for name, found in misses.items()
+        return Recovery()
+    trials = {
+        run.name: list(iter_evaluations(read_journal(running.folder / "runs" / f"{run.name}.jsonl"), goal))
+        for run in (task.spec.runs if len(task.searched_space) else ())
+        if not is_external_searcher(run.searcher)
     }
+    wanted = {name: placements_to_recover(running, found) for name, found in trials.items()}
+    chosen = list({trial.digest: trial for found in wanted.values() for trial in found}.values())[:MAX_RECOVERED]
+    known = _read_known(running)
+    if any(trial.digest not in known for trial in chosen) and _has_time(running):
+        known |= _recover_all(running, book, [trial for trial in chosen if trial.digest not in known])
+    models = {
+        name: tuple(model for trial in found if (model := _known_model(known.get(trial.digest), trial)) is not None)
+        for name, found in wanted.items()
+    }
+    measured = {trial.digest: _loss(running, trial) for trial in chain(*trials.values()) if is_feasible(trial.score)}
+    return Recovery(models=models, losses=measured | estimated if (estimated := _estimate_losses(known)) else {})
 
 
-def near_misses(running: TaskRun) -> dict[str, list[Evaluation]]:
-    """Return, of each search, the placements that miss the bound and are faster than its incumbent beyond the noise.
+def placements_to_recover(running: TaskRun, trials: Iterable[Evaluation]) -> list[Evaluation]:
+    """Return the placements of a search near the bound whose more accurate files may win.
 
-    At most two: the fastest, and of the others the one with the smallest loss.
+    These are the fastest within the bound, and of those that miss it and are faster than the incumbent beyond the
+    noise the fastest and the one with the smallest loss.
     """
-    goal, found = running.judge.goal, dict[str, list[Evaluation]]()
-    for run in running.task.spec.runs if len(running.task.searched_space) else ():
-        if is_external_searcher(run.searcher):
-            continue
-        trials = list(iter_evaluations(read_journal(running.folder / "runs" / f"{run.name}.jsonl"), goal))
-        best_ms = min((trial.latency_ms for trial in trials if is_feasible(trial.score)), default=math.inf)
-        missed = {
-            trial.digest: trial
-            for trial in sorted(trials, key=lambda trial: -trial.latency_ms)
-            if trial.score.violation > 0
-            and trial.latency_ms * (1 + running.noise_floor) < best_ms
-            and _loss(running, trial) <= MAX_LOST_SHARE * abs(goal.reference)
-        }
-        ordered = sorted(missed.values(), key=lambda trial: trial.latency_ms)
-        closest = sorted(ordered[1:], key=lambda trial: _loss(running, trial))
-        found[run.name] = [*ordered[:1], *closest[:1]]
-    return found
+    ordered = sorted(trials, key=lambda trial: trial.latency_ms)
+    within = list({trial.digest: trial for trial in ordered if is_feasible(trial.score)}.values())
+    best_ms = min((trial.latency_ms for trial in within), default=math.inf)
+    missed = {
+        trial.digest: trial
+        for trial in ordered
+        if trial.score.violation > 0
+        and trial.latency_ms * (1 + running.noise_floor) < best_ms
+        and _loss(running, trial) <= MAX_LOST_SHARE * abs(running.judge.goal.reference)
+    }
+    fastest = [*missed.values()]
+    closest = sorted(fastest[1:], key=lambda trial: _loss(running, trial))
+    quantized = [trial for trial in within if trial.digest != edges_digest(())]
+    return [*fastest[:1], *closest[: MAX_NEAR_MISSES - 1], *quantized[:MAX_WITHIN]]
 
 
 def _loss(running: TaskRun, trial: Evaluation) -> float:
@@ -114,7 +148,7 @@ def _loss(running: TaskRun, trial: Evaluation) -> float:
     return math.inf if value is None else goal.loss(value)
 
 
-def _recover_all(running: TaskRun, book: AccuracyStore, misses: Sequence[Evaluation]) -> dict[str, dict[str, Any]]:
+def _recover_all(running: TaskRun, book: AccuracyStore, trials: Sequence[Evaluation]) -> dict[str, dict[str, Any]]:
     task, started_s = running.task, time.monotonic()
     batches = list(task.feeds)
     try:
@@ -124,14 +158,14 @@ def _recover_all(running: TaskRun, book: AccuracyStore, misses: Sequence[Evaluat
         running.observer.say(f"{task.spec.name}: nothing is recovered: {error}")
         return {}
     running.scoring.prepare_evaluators(book, task.model_file)
-    with running.observer.work(f"{task.spec.name}: recover placements", len(misses)) as step:
-        for miss in misses:
+    with running.observer.work(f"{task.spec.name}: recover placements", len(trials)) as step:
+        for trial in trials:
             if not _has_time(running):
-                running.observer.say(f"{task.spec.name}: no time is left to recover {miss.digest}")
+                running.observer.say(f"{task.spec.name}: no time is left to recover {trial.digest}")
                 break
-            facts = _recover(running, book, placer, miss, batches)
+            facts = _recover(running, book, placer, trial, batches)
             ended_s = time.monotonic()
-            _write_known(running, miss.digest, {**facts, "seconds": round(ended_s - started_s, 1)})
+            _write_known(running, trial.digest, {**facts, "seconds": round(ended_s - started_s, 1)})
             started_s = ended_s  # the first one has the calibration
             step.advance(facts["label"])
     return _read_known(running)
@@ -142,48 +176,84 @@ def _has_time(running: TaskRun) -> bool:
 
 
 def _recover(
-    running: TaskRun, book: AccuracyStore, placer: ModelPlacer, miss: Evaluation, batches: Sequence[Feeds]
+    running: TaskRun, book: AccuracyStore, placer: ModelPlacer, trial: Evaluation, batches: Sequence[Feeds]
 ) -> dict[str, Any]:
-    """Return the record of a placement: the first attempt within the bound, or the one with the smallest loss."""
+    """Return the record of a placement: the first attempt within the bound, or the one with the smallest loss.
+
+    The placement as given is scored too, so that both have a loss with its standard error.
+    """
     goal, folder = running.judge.goal, running.task.work / "recovered"
+    competes = is_feasible(trial.score)
+    given: dict[str, Any] = {"loss_before": _loss(running, trial)}
     tried: list[tuple[float, dict[str, Any]]] = []
-    for attempt in _iter_attempts(running, placer, miss, batches):
+    for number, attempt in enumerate(_iter_attempts(running, placer, trial, batches)):
         with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            path = attempt.placed.export(folder / f"{miss.digest}-{len(tried)}.onnx")
-        score = book.score_file(path, attempt.label, running.judge.evaluator)
-        value = score.metrics.get(goal.metric or "", math.nan) if isinstance(score, Accuracy) else math.nan
-        loss = goal.loss(value) if math.isfinite(value) else math.inf
+            path = attempt.placed.export(folder / f"{trial.digest}-{number}.onnx")
+        loss, stderr = _score(running, book, path, attempt.label)
         gains = [
             {"step": g.step, "before_db": g.before_db, "after_db": g.after_db, "kept": g.kept} for g in attempt.gains
         ]
-        facts = {"label": attempt.label, "steps": gains, "loss_before": _loss(running, miss), "loss": loss,
-                 "file": path.name, "sha256": digest_file(path), "within": goal.loss_excess(loss) == 0}  # fmt: skip
-        tried.append((loss, facts))
-        if facts["within"] or not _has_time(running):
+        file = {"label": attempt.label, "steps": gains, "loss": loss, "stderr": stderr, "sqnr_db": attempt.sqnr_db,
+                "file": path.name, "sha256": digest_file(path), "within": goal.loss_excess(loss) == 0}  # fmt: skip
+        if number == 0:
+            given = {"loss_before": loss, "stderr_before": stderr, "sqnr_db_before": attempt.sqnr_db}
+        if number or (file["within"] and not competes):  # a loss that the proxy predicted may be wrong
+            tried.append((loss, file))
+        if number and (file["within"] or competes or not _has_time(running)):
             break
-    return min(tried, key=lambda pair: pair[0])[1] if tried else {"label": "nothing to try", "within": False}
+    nothing = {"label": "nothing to try", "within": False}
+    facts = given | (min(tried, key=lambda pair: pair[0])[1] if tried else nothing)
+    return {key: value for key, value in facts.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def _score(running: TaskRun, book: AccuracyStore, path: Path, label: str) -> tuple[float, float]:
+    """Return the loss of a file on the images of the search, and its standard error; infinite where it has no score."""
+    goal, evaluator = running.judge.goal, running.judge.evaluator
+    metric, score = goal.metric or "", book.score_file(path, label, evaluator)
+    value = score.metrics.get(metric, math.nan) if isinstance(score, Accuracy) else math.nan
+    if isinstance(score, Failed) or not math.isfinite(value):
+        return math.inf, math.inf
+    reference = book.require_float_score(running.task.model_file, evaluator)
+    drop = drop_estimate(reference, score, metric, higher_is_better=goal.higher_is_better)
+    return goal.loss(value), math.inf if drop is None else stderr_from_interval(drop.interval)
 
 
 def _iter_attempts(
-    running: TaskRun, placer: ModelPlacer, miss: Evaluation, batches: Sequence[Feeds]
+    running: TaskRun, placer: ModelPlacer, trial: Evaluation, batches: Sequence[Feeds]
 ) -> Iterator[_Attempt]:
-    """Yield the contents closest to the float model with recovery and without it, then the next closest."""
-    resolved = running.task.space.resolve(Placement(miss.choices))
+    """Yield the placement as given; then the contents closest to the float model with recovery and without it."""
+    resolved = running.task.space.resolve(Placement(trial.choices))
     with suppress(UserError, CandidateError):  # ONNX Runtime may not run a model: nothing is recovered then
         ranked = placer.rank(resolved, split_held_out(batches)[1])
-        recalibrate = placer.recalibration(ranked[0].choices, batches)
-        placed, gains = recover(ranked[0], create_steps(RECOVERY_STEPS), batches, recalibrate, running.observer)
-        if any(gain.kept for gain in gains):
-            yield _Attempt(placed=placed, gains=gains)
-        yield from (_Attempt(placed=each) for each in ranked[:2])
+        given = next(each for each in ranked if each.placed.choices == running.task.choices)
+        yield _Attempt(placed=given.placed, sqnr_db=given.sqnr_db)
+        recalibrate = placer.recalibration(ranked[0].placed.choices, batches)
+        placed, gains = recover(ranked[0].placed, create_steps(RECOVERY_STEPS), batches, recalibrate, running.observer)
+        kept = [gain.after_db for gain in gains if gain.kept]
+        if kept:
+            yield _Attempt(placed=placed, gains=gains, sqnr_db=kept[-1] or 0.0)
+        yield from (_Attempt(placed=each.placed, sqnr_db=each.sqnr_db) for each in ranked[:2] if each is not given)
 
 
-def _known_model(facts: Mapping[str, Any] | None, miss: Evaluation) -> WarmStartModel | None:
+def _estimate_losses(known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the estimated losses of recovered models and of their placements as given, by row."""
+    files: dict[str, MeasuredLoss] = {}
+    for digest, facts in known.items():
+        rows = {digest: "_before", **({recovered_row(facts["sha256"]): ""} if "sha256" in facts else {})}
+        for row, suffix in rows.items():
+            figures = [facts.get(f"{name}{suffix}", math.inf) for name in ("loss", "stderr", "sqnr_db")]
+            if all(map(math.isfinite, figures)):
+                loss, stderr, sqnr_db = figures
+                files[row] = MeasuredLoss(loss=loss, stderr=stderr, sqnr_db=sqnr_db)
+    return dict(zip(files, estimate_losses([*files.values()]), strict=True))
+
+
+def _known_model(facts: Mapping[str, Any] | None, trial: Evaluation) -> WarmStartModel | None:
     if facts is None or not facts["within"]:
         return None
     path, name = Path(facts["path"]), recovered_row(facts["sha256"])
-    return WarmStartModel(digest=name, placement_digest=miss.digest, path=path, pairs=count_pairs(path))
+    return WarmStartModel(digest=name, placement_digest=trial.digest, path=path, pairs=count_pairs(path))
 
 
 def _read_known(running: TaskRun) -> dict[str, dict[str, Any]]:
@@ -202,5 +272,6 @@ def _read_known(running: TaskRun) -> dict[str, dict[str, Any]]:
 
 def _write_known(running: TaskRun, digest: str, facts: Mapping[str, Any]) -> None:
     path = running.folder / RECOVERY_FILE
-    known = read_json(path)["placements"] if path.exists() else {}
-    write_json(path, {"schema": SCHEMA_VERSION, "placements": {**known, digest: dict(facts)}})
+    placements = {**(read_json(path)["placements"] if path.exists() else {}), digest: dict(facts)}
+    estimated = _estimate_losses(placements)
+    write_json(path, {"schema": SCHEMA_VERSION, "placements": placements, "estimated_losses": estimated})

@@ -9,7 +9,7 @@ A results folder holds, for each task:
     runs/*.jsonl            one journal per search
     runs/*.ended.txt        reason why a search spent less than its budget; removed when it continues
     runs/*.failed.txt       error of a searcher, with the end of its traceback
-    recovery.json           placements that missed the bound, with recovery steps and what these gained
+    recovery.json           placements near the bound, with recovery steps, their gains and estimated losses
     final_selection.jsonl   raw samples of the final selection among the best of each search
     rows.json               finalists: exported files with their hashes, and the methods that chose them
     accuracy.json           figures of the evaluator for each file
@@ -45,7 +45,7 @@ from harness.pipeline.early_answer import AnswerSink, EarlyAnswers
 from harness.pipeline.export import export_finalists
 from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
-from harness.pipeline.recovery import recovered_models
+from harness.pipeline.recovery import recover_placements
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.pipeline.shape_files import make_shape_set
 from harness.pipeline.task_run import TaskRun
@@ -276,7 +276,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         clock.write("final selection")
         write_pattern_cache(task, goal, folder)
         others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
-        recovered = recovered_models(running, book)
+        recovered = recover_placements(running, book)
         found = select_final(running, lambda: site.open(worker), place.retry_failed, recovered)
         if place.searching:
             export_finalists(running, found, others)

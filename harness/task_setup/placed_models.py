@@ -16,13 +16,21 @@ from harness.progress import Observer
 from harness.task_setup.task import Task
 from search.space import Resolved
 
-__all__ = ["RECOVERY_STEPS", "ModelPlacer", "list_choices", "open_placer"]
+__all__ = ["RECOVERY_STEPS", "JudgedModel", "ModelPlacer", "list_choices", "open_placer"]
 
 RECOVERY_STEPS = ("equalization", "smoothing", "rounding", "bias_correction")
 """Recovery steps in order; each is undone where held-out samples show no gain. `estimator_selection` takes longer than
 all of them together and gained less than half a decibel on five models."""
 ESTIMATORS = ("mean",)
 """Range estimators that are tried besides that of the experiment; of channels, the others take minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedModel:
+    """Model of a placement with the SQNR of its outputs on held-out samples, in dB."""
+
+    placed: PlacedModel
+    sqnr_db: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,7 @@ class ModelPlacer:
                 choices=choices,
             )
 
-    def rank(self, resolved: Resolved, held: Sequence[Feeds]) -> list[PlacedModel]:
+    def rank(self, resolved: Resolved, held: Sequence[Feeds]) -> list[JudgedModel]:
         """Return quantized edges with each combination of contents, the closest to the float model on samples first.
 
         The first combination, that of the task, is first unless another one gains at least `MIN_GAIN_DB`.
@@ -60,9 +68,11 @@ class ModelPlacer:
             UserError: ONNX Runtime does not run a model.
         """
         models = list(self.place(resolved))
-        figures = measure_sqnr_db(models, held)
-        figures[0] += MIN_GAIN_DB
-        return [models[i] for i in sorted(range(len(models)), key=lambda i: -figures[i])]
+        judged = [
+            JudgedModel(placed=model, sqnr_db=figure)
+            for model, figure in zip(models, measure_sqnr_db(models, held), strict=True)
+        ]
+        return sorted(judged, key=lambda each: -each.sqnr_db - MIN_GAIN_DB * (each is judged[0]))
 
     def recalibration(
         self, choices: NumericChoices, batches: Sequence[Mapping[str, Array]]

@@ -36,6 +36,7 @@ __all__ = [
     "few_images_note",
     "metric_estimate",
     "probability_within",
+    "recompute_metric",
 ]  # fmt: skip
 
 MIN_IMAGES = 20
@@ -186,7 +187,7 @@ def check_consistency(accuracy: Accuracy, metric: str) -> str:
         ValueError: The evidence is damaged.
     """
     said = accuracy.metrics[metric]
-    recomputed = _recompute_metric(accuracy.evidence, metric, _unit_weights)
+    recomputed = recompute_metric(accuracy.evidence, metric, _unit_weights)
     again = said if recomputed is None or math.isnan(recomputed[0][0]) else float(recomputed[0][0])
     if not _nearly_equal(said, again):
         return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
@@ -249,11 +250,20 @@ def _metric_draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws
 @lru_cache(maxsize=1024)
 def _cached_metric_draws(evidence: str, metric: str) -> Draws | None:
     """Return the draws of a metric, cached because a report needs the float model's with every drop."""
-    return _recompute_metric(evidence, metric, _bootstrap_weights)
+    return recompute_metric(evidence, metric, _bootstrap_weights)
 
 
-def _recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Draws | None:
-    """Return the metric recomputed for each draw of images, or None if the evidence does not contain it."""
+def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Draws | None:
+    """Return a metric recomputed for each draw of images, or None if the evidence does not contain it.
+
+    Args:
+        evidence: Of an `Accuracy`.
+        metric: One of its metrics.
+        drawing: Returns the multiplicity of each image in each draw, shape (draws, images), for a number of images.
+
+    Raises:
+        ValueError: The evidence is damaged.
+    """
     facts = _decode_facts(evidence)
     kind = facts.get("kind")
     try:

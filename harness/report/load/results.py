@@ -21,7 +21,7 @@ from harness.report.load.stored_experiment import (
     read_stored_experiment,
     read_task_facts,
 )
-from harness.results_dir.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists
+from harness.results_dir.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists, recovered_row
 from harness.results_dir.io import read_json
 from harness.results_dir.manifest import require_unchanged_results
 from harness.results_dir.phases import PHASES_FILE, read_phases
@@ -302,7 +302,12 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
 
 
 def _read_recovery(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = read_json(path)["placements"] if path.exists() else {}
+    """Return the record of each placement, with `estimate` and `estimate_before`, where they are known."""
+    record = read_json(path) if path.exists() else {"placements": {}}
+    estimates, found = record.get("estimated_losses", {}), dict[str, Mapping[str, Any]]()
+    for digest, facts in record["placements"].items():
+        rows = {"estimate_before": digest, "estimate": recovered_row(facts.get("sha256", ""))}
+        found[digest] = {**facts, **{key: estimates[row] for key, row in rows.items() if row in estimates}}
     return found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 
@@ -323,7 +324,7 @@ def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
 
 
 def _recovery_notes(task: TaskResults) -> Iterator[str]:
-    """Yield a line for each placement that missed the bound: what recovered it, or that nothing did."""
+    """Yield a line for each placement near the bound: its recovered file, or that nothing was gained."""
     for digest, facts in task.recovery.items():
         if "loss" not in facts:
             continue
@@ -334,11 +335,18 @@ def _recovery_notes(task: TaskResults) -> Iterator[str]:
         ]
         steps = f" ({'; '.join(gains)})" if gains else ""
         found = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
+        before, after = (_format_loss(facts, suffix) for suffix in ("_before", ""))
         yield (
             f"Recovery in {task.name}: placement {digest} with {facts['label']}{steps} {found}; drop of "
-            f"{metric_name(task.metric)} on the images of the search {facts['loss_before']:.4f} before, "
-            f"{facts['loss']:.4f} after."
+            f"{metric_name(task.metric)} on the images of the search {before} before, {after} after."
         )
+
+
+def _format_loss(facts: Mapping[str, Any], suffix: str) -> str:
+    """Return a measured loss with the estimated one, "0.0054 (estimated 0.0062)"."""
+    loss, estimate = facts.get(f"loss{suffix}"), facts.get(f"estimate{suffix}")
+    text = MISSING_CELL if loss is None else f"{loss:.4f}"
+    return text if estimate is None else f"{text} (estimated {estimate:.4f})"
 
 
 def wrong_result_rows(task: TaskResults) -> dict[str, str]:

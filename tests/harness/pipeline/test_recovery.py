@@ -15,7 +15,7 @@ from harness.config.plan import plan_tasks
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline import recovery
-from harness.pipeline.recovery import near_misses, recovered_models
+from harness.pipeline.recovery import Recovery, placements_to_recover, recover_placements
 from harness.progress import NullProgress
 from harness.results_dir.io import read_json
 from harness.search_loop.journal_reader import Evaluation
@@ -75,7 +75,7 @@ def search(monkeypatch: pytest.MonkeyPatch, trials: list[Evaluation]) -> None:
 
 
 class Book:
-    """Scores in the order of the files."""
+    """Scores in the order of the files, each of 100 images."""
 
     def __init__(self, *values: float) -> None:
         self.values, self.files = list(values), list[str]()
@@ -83,44 +83,73 @@ class Book:
     def score_file(self, path: Path, name: str, evaluator: str) -> Accuracy:
         self.files.append(name)
         assert count_pairs(path) > 0
-        return Accuracy(metrics={"top1": self.values.pop(0)})
+        return self._accuracy(self.values.pop(0))
+
+    def require_float_score(self, path: Path, evaluator: str) -> Accuracy:
+        return self._accuracy(0.8)
+
+    def _accuracy(self, value: float) -> Accuracy:
+        right = round(100 * value)
+        return Accuracy(metrics={"top1": value}, per_item=(1.0,) * right + (0.0,) * (100 - right))
 
 
-def test_the_fastest_and_the_closest_of_those_that_miss_the_bound_get_a_second_chance(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_on_both_sides_of_the_bound_and_the_closest_beyond_it_are_recovered(running: Any) -> None:
     everything = tuple(running.task.space.quantize_all().choices)
-    cases = {"within": (5.0, 0.79), "fastest": (2.0, 0.5), "closest": (3.0, 0.74), "other": (2.5, 0.6),
-             "slower": (5.5, 0.7), "noise": (4.95, 0.745), "broken": (1.0, 0.1)}  # fmt: skip
-    search(monkeypatch, [trial(running.task, everything, *values, name) for name, values in cases.items()])
-    (found,) = near_misses(running).values()
-    assert [each.digest for each in found] == ["fastest", "closest"]
+    cases = {"within": (5.0, 0.79), "second": (6.0, 0.78), "third": (7.0, 0.8), "fastest": (2.0, 0.5),
+             "closest": (3.0, 0.74), "other": (2.5, 0.6), "slower": (5.5, 0.7), "noise": (4.95, 0.745),
+             "broken": (1.0, 0.1)}  # fmt: skip
+    trials = [trial(running.task, everything, *values, name) for name, values in cases.items()]
+    found = placements_to_recover(running, trials)
+    assert [each.digest for each in found] == ["fastest", "closest", "within", "second"]
 
 
 def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = running.task.space.quantize_all()
-    search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
-    book = Book(0.7, 0.77)
+    digest = running.task.space.digest(everything)
+    search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, digest)])
+    book = Book(0.61, 0.7, 0.77)
     late = SimpleNamespace(**{**vars(running), "limit": SimpleNamespace(allows_recovery=False)})
-    assert recovered_models(late, book) == dict.fromkeys(near_misses(running), ())  # type: ignore[arg-type]
-    (models,) = recovered_models(running, book).values()  # type: ignore[arg-type]
-    (model,) = models
+    assert not any(recover_placements(late, book).models.values())  # type: ignore[arg-type]
+    found = recover_placements(running, book)  # type: ignore[arg-type]
+    ((model,),) = found.models.values()
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert model.digest == f"recovered-{facts['sha256'][:12]}"
     assert model.path.name == facts["file"]
     assert facts["within"]
     assert "depthwise channel" in facts["label"], "the channels differ in scale"
-    assert (facts["loss_before"], facts["loss"]) == (pytest.approx(0.2), pytest.approx(0.03))
-    assert len(book.files) == 2
-    assert model.placement_digest == running.task.space.digest(everything), "whose timing of the search is kept"
-    again = recovered_models(running, Book())  # type: ignore[arg-type]
-    assert again == {next(iter(again)): models}, "recovered once"
+    assert (facts["loss_before"], facts["loss"]) == (pytest.approx(0.19), pytest.approx(0.03))
+    assert facts["sqnr_db_before"] < facts["sqnr_db"]
+    assert len(book.files) == 3
+    assert model.placement_digest == digest, "whose timing of the search is kept"
+    assert found.losses.keys() == {digest, model.digest}
+    assert found.losses[model.digest] < found.losses[digest]
+    again = recover_placements(running, Book())  # type: ignore[arg-type]
+    assert again == found, "recovered once"
     running.experiment = running.experiment.model_copy(
         update={"objective": running.experiment.objective.model_copy(update={"recover": False})}
     )
-    assert recovered_models(running, Book()) == {}  # type: ignore[arg-type]
+    assert recover_placements(running, Book()) == Recovery()  # type: ignore[arg-type]
+
+
+def test_a_placement_within_the_bound_gets_one_more_accurate_file(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = running.task.space.quantize_all()
+    space = running.task.space
+    float_placement = space.float_placement()
+    trials = [
+        trial(running.task, everything.choices, 2.0, 0.77, space.digest(everything)),
+        trial(running.task, float_placement.choices, 3.0, 0.8, space.digest(float_placement)),
+    ]
+    search(monkeypatch, trials)
+    book = Book(0.77, 0.79)
+    found = recover_placements(running, book)  # type: ignore[arg-type]
+    ((model,),) = found.models.values()
+    assert len(book.files) == 2, "as given, and recovered"
+    assert found.losses[space.digest(float_placement)] == 0
+    assert found.losses[model.digest] < found.losses[space.digest(everything)]
 
 
 def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(
@@ -128,7 +157,18 @@ def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(
 ) -> None:
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
-    book = Book(0.7, 0.71, 0.72)
-    assert list(recovered_models(running, book).values()) == [()]  # type: ignore[arg-type]
+    book = Book(0.6, 0.7, 0.71, 0.72)
+    assert list(recover_placements(running, book).models.values()) == [()]  # type: ignore[arg-type]
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert (facts["within"], facts["loss"]) == (False, pytest.approx(0.8 - max(0.7, 0.71, 0.72)))
+
+
+def test_a_placement_whose_predicted_loss_was_too_large_is_kept_as_given(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = running.task.space.quantize_all()
+    search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
+    ((model,),) = recover_placements(running, Book(0.79, 0.7, 0.7, 0.7)).models.values()  # type: ignore[arg-type]
+    (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
+    assert (facts["label"], facts["within"]) == ("as given", True)
+    assert count_pairs(model.path) > 0

@@ -188,6 +188,27 @@ def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at
     assert ordered[0].digest == first
 
 
+@pytest.mark.parametrize(
+    ("losses", "first"),
+    [
+        ({}, "bb"),
+        ({"aa": 0.002, "bb": 0.004, "mine": 0.003}, "aa"),
+        ({"aa": 0.004, "bb": 0.004, "mine": 0.003}, "mine"),
+        ({"aa": 0.004, "bb": 0.004, "mine": 0.004}, "mine"),
+    ],
+)
+def test_of_files_that_the_race_does_not_distinguish_the_most_accurate_one_is_chosen(losses, first, tmp_path):
+    leaders = [
+        *(
+            Evaluation(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
+            for d in ("aa", "bb")
+        ),
+        WarmStartModel(digest="mine", placement_digest="0", path=tmp_path / "mine.onnx", pairs=1),
+    ]
+    ordered = rank_finalists(leaders, ["aa", "bb", "mine"], {"aa": 2.0, "bb": 2.1, "mine": 2.2}, losses)
+    assert ordered[0].digest == first
+
+
 def test_without_a_final_selection_nothing_is_known_of_it_and_it_is_no_choice(folder, tmp_path):
     text = EXPERIMENT.replace("samples: 3}", "samples: 3, candidates: 1}", 1)
     path = folder / "alone.yaml"

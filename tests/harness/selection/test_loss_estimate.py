@@ -1,0 +1,48 @@
+"""Joint estimates of losses: limits, shrinkage, and the choice that they improve."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness.selection.loss_estimate import MeasuredLoss, estimate_losses
+
+
+def files(losses: list[float], stderr: float, sqnr_db: list[float]) -> list[MeasuredLoss]:
+    return [
+        MeasuredLoss(loss=loss, stderr=stderr, sqnr_db=figure) for loss, figure in zip(losses, sqnr_db, strict=True)
+    ]
+
+
+def test_exact_losses_stay_as_they_are() -> None:
+    assert estimate_losses([]) == []
+    assert estimate_losses(files([0.1, -0.02], 0.0, [20, 30])) == [0.1, -0.02]
+    measured = [0.1, -0.02, 0.05]
+    assert estimate_losses(files(measured, 1e-6, [20, 30, 25])) == pytest.approx(measured, abs=1e-6)
+
+
+def test_losses_within_their_scatter_follow_the_errors_of_the_outputs() -> None:
+    estimated = estimate_losses(files([0.004, 0.006, 0.002], 0.01, [20, 26.02, 40]))
+    assert estimated[0] > estimated[1] > estimated[2] > 0
+    assert estimated[0] == pytest.approx(2 * estimated[1], rel=1e-3), "twice the amplitude"
+
+
+def test_a_file_that_differs_clearly_from_its_prediction_keeps_its_loss() -> None:
+    estimated = estimate_losses(files([0.001, 0.002, 0.3], 0.005, [20, 21, 20.5]))
+    assert estimated[2] == pytest.approx(0.3, abs=0.01)
+
+
+def test_no_gain_is_expected_of_errors() -> None:
+    assert max(estimate_losses(files([-0.01, -0.012, -0.009], 0.01, [20, 21, 22]))) <= 0
+
+
+def test_the_estimate_is_closer_to_the_truth_than_the_measurement() -> None:
+    rng = np.random.default_rng(0)
+    worse = []
+    for _ in range(200):
+        sqnr_db = rng.uniform(15, 30, 8)
+        truth = 0.1 * 10 ** (-sqnr_db / 20) + rng.normal(0, 0.001, 8)
+        measured = truth + rng.normal(0, 0.008, 8)
+        estimated = np.array(estimate_losses(files(measured.tolist(), 0.008, sqnr_db.tolist())))
+        worse.append(np.mean((estimated - truth) ** 2) / np.mean((measured - truth) ** 2))
+    assert np.mean(worse) < 0.5
