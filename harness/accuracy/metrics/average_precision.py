@@ -3,10 +3,10 @@
 Which detection hits which box is decided image by image, whatever the other images are. So it is decided once, and a
 draw of images only counts the hits and misses again, in the order of their scores.
 
-The facts are, for each range of areas, a list of categories, each a mapping of lists: `truth`, the image of each box
-that counts; then for each detection, best first: `image`; `hits` and `misses`, a bit for each IoU threshold at which it
-is a hit or a miss (at the others it counts for nothing). Misses behind the last hit change no average precision, and
-are left out.
+The facts are, for each range of areas, a list of categories, each a mapping: `category`, its index; `truth`, the image
+of each box that counts; then for each detection, best first: `image`; `hits` and `misses`, a bit for each IoU threshold
+at which it is a hit or a miss (at the others it counts for nothing). Misses behind the last hit change no average
+precision, and are left out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]
     """
     found = [
         [
-            {"truth": each.truth_image[each.truth_counts[area]].tolist(), **_encode_detections(each, area)}
+            {
+                "category": each.category,
+                "truth": each.truth_image[each.truth_counts[area]].tolist(),
+                **_encode_detections(each, area),
+            }
             for each in matches
             if each.truth_counts[area].any()
         ]
@@ -103,7 +107,7 @@ class _RankedDetections:
     truth: Values
 
 
-def _rank_detections(categories: Sequence[Mapping[str, list[int]]], images: int) -> _RankedDetections:
+def _rank_detections(categories: Sequence[Mapping[str, Any]], images: int) -> _RankedDetections:
     def joined(name: str) -> Counts:
         return np.array([value for category in categories for value in category[name]], np.int64)
 

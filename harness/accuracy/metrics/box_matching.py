@@ -35,6 +35,7 @@ class CategoryMatches:
     """Boxes and detections of one category, by image; detections of an image by falling score.
 
     Attributes:
+        category: Index of the category, in ascending order of their ids.
         truth_image: Image of each labelled box, in ascending order of the ids of images.
         truth_counts: Whether a box counts: areas x boxes.
         image: Image of each detection.
@@ -43,6 +44,7 @@ class CategoryMatches:
         ignored: Whether it counts for nothing, of the same shape.
     """
 
+    category: int
     truth_image: Integers
     truth_counts: Booleans
     image: Integers
@@ -94,8 +96,8 @@ def match_boxes(
     truth = _truth_boxes(labels, places, categories).sort(by_class=by_class)
     boxes = _found_boxes(found, places).sort(by_class=by_class)
     return [
-        _match_category(truth.select(truth.category == category), boxes.select(boxes.category == category))
-        for category in np.unique(truth.category)
+        _match_category(category, truth.select(truth.category == category), boxes.select(boxes.category == category))
+        for category in np.unique(truth.category).tolist()
     ]
 
 
@@ -125,7 +127,7 @@ def _found_boxes(found: Sequence[Detections], places: Integers) -> _Boxes:
     )
 
 
-def _match_category(truth: _Boxes, boxes: _Boxes) -> CategoryMatches:
+def _match_category(category: int, truth: _Boxes, boxes: _Boxes) -> CategoryMatches:
     starts = np.searchsorted(boxes.image, boxes.image)
     boxes = boxes.select(np.arange(len(boxes.image)) - starts < MAX_PER_IMAGE)
     low, high = AREA_RANGES[:, :1], AREA_RANGES[:, 1:]
@@ -138,6 +140,7 @@ def _match_category(truth: _Boxes, boxes: _Boxes) -> CategoryMatches:
         matched[..., own], hidden = _match_image(ious, left_out[:, part], truth.crowd[part] > 0)
         ignored[..., own] = np.where(matched[..., own], hidden, ignored[..., own])
     return CategoryMatches(
+        category=category,
         truth_image=truth.image,
         truth_counts=~left_out,
         image=boxes.image,

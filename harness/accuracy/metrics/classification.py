@@ -110,7 +110,7 @@ class Top1:
         return Accuracy(
             metrics={name: float(np.mean(values)) for name, values in hits.items()},
             per_item=tuple(hits[self.metric]),
-            evidence=encode_evidence("mean", hits),
+            evidence=encode_evidence("mean", {**hits, "classes": self.labels}),
         )
 
     def _select_logits(self, outputs: Mapping[str, Array]) -> Array:

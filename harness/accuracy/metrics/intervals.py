@@ -31,6 +31,7 @@ __all__ = [
     "Estimate",
     "check_consistency",
     "decode_accuracy",
+    "decode_evidence",
     "drop_estimate",
     "encode_evidence",
     "few_images_note",
@@ -83,9 +84,9 @@ def encode_evidence(kind: str, facts: Mapping[str, Any]) -> str:
     """Return the evidence of an `Accuracy`: facts about each image as text.
 
     Args:
-        kind: "mean": one list of values for each metric. "map": see `harness.accuracy.metrics.average_precision`.
-        "miou": for each image a list of class, pixels that are of it rightly, pixels labelled so, pixels found so, and
-            so on.
+        kind: "mean": one list of values for each metric, and `classes`, the class of each image, if there are any.
+            "map": see `harness.accuracy.metrics.average_precision`. "miou": for each image a list of class, pixels that
+            are of it rightly, pixels labelled so, pixels found so, and so on.
         facts: JSON-able.
     """
     packed = zlib.compress(json.dumps({"kind": kind, **facts}, separators=(",", ":")).encode(), 9)
@@ -264,7 +265,7 @@ def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Dra
     Raises:
         ValueError: The evidence is damaged.
     """
-    facts = _decode_facts(evidence)
+    facts = decode_evidence(evidence)
     kind = facts.get("kind")
     try:
         if kind == "map" and metric in MAP_METRICS:
@@ -286,7 +287,12 @@ def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:
     return drawing(len(values)) @ np.asarray(values, np.float64) / len(values), len(values)
 
 
-def _decode_facts(evidence: str) -> dict[str, Any]:
+def decode_evidence(evidence: str) -> dict[str, Any]:
+    """Return the facts of `encode_evidence` with their kind; none of empty evidence.
+
+    Raises:
+        ValueError: The evidence is damaged.
+    """
     if not evidence:
         return {}
     try:

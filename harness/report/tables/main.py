@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 
 from harness.accuracy.metrics.closeness import WORST_PREFIX
-from harness.accuracy.metrics.intervals import decode_accuracy
-from harness.report.cross_fitting import FOLDS, cross_fitted_drop
+from harness.report.accuracy_notes import accuracy_notes
 from harness.report.frames.main_frame import finalist_frame, precision_frame, with_backend_column
 from harness.report.load.display_names import (
     BEYOND_BOUND_VERDICT,
@@ -28,8 +26,7 @@ from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.notes import float_estimate, group_names, noise_floor_note, partial_note
-from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, recovered_row
-from harness.results_dir.journal import read_journal
+from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
 from harness.statistics import Interval
 
 __all__ = [
@@ -169,8 +166,7 @@ def main_note(results: Results) -> str:
                 if (names := _disturbed_rows(c))
             ),
             *(f"Calibration of {c.name}: {text}." for c in tasks for text in c.remarks),
-            *(line for task in tasks for line in _recovery_notes(task)),
-            *(line for task in tasks for line in _cross_fitting_notes(task)),
+            *(line for task in tasks for line in accuracy_notes(task, _rows_by_label(task))),
             *(f"Initial placements of {c.name}: {text}." for c in tasks for text in c.cache_remarks),
             *(f"Baselines of {c.name}: {text}." for c in tasks if (text := _tool_note(c))),
             *filter(None, [partial_note(results)]),
@@ -302,51 +298,6 @@ def _check_notes(task: TaskResults) -> Iterator[str]:
     reasons = group_names((check.reason, name) for check, name in named if check.verdict == "not checked")
     for reason, names in reasons.items():
         yield f"Not compared with their files, {task.name}: {names} ({reason})."
-
-
-def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
-    """Yield for each search that chose on all samples the loss of its choice on samples that did not take part."""
-    score = task.scores.get(FLOAT_ROW, {})
-    if task.allowed is None or task.facts.get("halves") or not score.get("per_item") or task.metric is None:
-        return
-    for search in task.searches:
-        outcomes = (entry.result.outcome for entry in read_journal(search.path) if entry.result is not None)
-        estimate = cross_fitted_drop(
-            outcomes, decode_accuracy(score), task.metric, task.allowed, higher_is_better=task.higher_is_better
-        )
-        if estimate is not None:
-            own = estimate.interval
-            yield (
-                f"Cross-fitted over {FOLDS} folds of {estimate.images} samples, {task.name}: the choice of "
-                f"{search.name} loses {format_interval(own.value, own.low, own.high, 4)} of "
-                f"{metric_name(task.metric)} on samples that did not take part in the choice."
-            )
-
-
-def _recovery_notes(task: TaskResults) -> Iterator[str]:
-    """Yield a line for each placement near the bound: its recovered file, or that nothing was gained."""
-    for digest, facts in task.recovery.items():
-        if "loss" not in facts:
-            continue
-        gains = [
-            f"{step['step']} {step['before_db']:.1f} to {step['after_db']:.1f} dB"
-            for step in facts["steps"]
-            if step["kept"]
-        ]
-        steps = f" ({'; '.join(gains)})" if gains else ""
-        found = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
-        before, after = (_format_loss(facts, suffix) for suffix in ("_before", ""))
-        yield (
-            f"Recovery in {task.name}: placement {digest} with {facts['label']}{steps} {found}; drop of "
-            f"{metric_name(task.metric)} on the images of the search {before} before, {after} after."
-        )
-
-
-def _format_loss(facts: Mapping[str, Any], suffix: str) -> str:
-    """Return a measured loss with the estimated one, "0.0054 (estimated 0.0062)"."""
-    loss, estimate = facts.get(f"loss{suffix}"), facts.get(f"estimate{suffix}")
-    text = MISSING_CELL if loss is None else f"{loss:.4f}"
-    return text if estimate is None else f"{text} (estimated {estimate:.4f})"
 
 
 def wrong_result_rows(task: TaskResults) -> dict[str, str]:

@@ -1,0 +1,88 @@
+"""Notes of the main table on accuracy: recovered files, losses on samples that took no part in the choice, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from harness.accuracy.metrics.intervals import decode_accuracy
+from harness.report.class_losses import worst_class
+from harness.report.cross_fitting import FOLDS, cross_fitted_drop
+from harness.report.load.display_names import metric_name
+from harness.report.load.results import TaskResults
+from harness.report.report_table import MISSING_CELL, format_interval
+from harness.results_dir.artifacts import FLOAT_ROW, recovered_row
+from harness.results_dir.journal import read_journal
+
+__all__ = ["accuracy_notes"]
+
+
+def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
+    """Yield the notes of a task.
+
+    Args:
+        rows: Its rows by label.
+    """
+    yield from chain(_recovery_notes(task), _cross_fitting_notes(task), _class_notes(task, rows))
+
+
+def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
+    """Yield for each search that chose on all samples the loss of its choice on samples that did not take part."""
+    score = task.scores.get(FLOAT_ROW, {})
+    if task.allowed is None or task.facts.get("halves") or not score.get("per_item") or task.metric is None:
+        return
+    for search in task.searches:
+        outcomes = (entry.result.outcome for entry in read_journal(search.path) if entry.result is not None)
+        estimate = cross_fitted_drop(
+            outcomes, decode_accuracy(score), task.metric, task.allowed, higher_is_better=task.higher_is_better
+        )
+        if estimate is not None:
+            own = estimate.interval
+            yield (
+                f"Cross-fitted over {FOLDS} folds of {estimate.images} samples, {task.name}: the choice of "
+                f"{search.name} loses {format_interval(own.value, own.low, own.high, 4)} of "
+                f"{metric_name(task.metric)} on samples that did not take part in the choice."
+            )
+
+
+def _class_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
+    """Yield for each search the class that lost most with its choice."""
+    searched = {pick.row for pick in task.picks if pick.kind == "search"}
+    for label, row in rows.items():
+        scores = [task.scores.get(name, {}) for name in (FLOAT_ROW, row)]
+        if task.metric is None or row not in searched or not all("metrics" in score for score in scores):
+            continue
+        reference, found = map(decode_accuracy, scores)
+        worst = worst_class(reference, found, task.metric)
+        if worst is not None and worst.found < worst.reference:
+            yield (
+                f"Worst class of {label}, {task.name}: class {worst.label} ({worst.samples} samples), "
+                f"{metric_name(task.metric)} {worst.reference:.3f} to {worst.found:.3f}."
+            )
+
+
+def _recovery_notes(task: TaskResults) -> Iterator[str]:
+    """Yield a line for each placement near the bound: its recovered file, or that nothing was gained."""
+    for digest, facts in task.recovery.items():
+        if "loss" not in facts:
+            continue
+        gains = [
+            f"{step['step']} {step['before_db']:.1f} to {step['after_db']:.1f} dB"
+            for step in facts["steps"]
+            if step["kept"]
+        ]
+        steps = f" ({'; '.join(gains)})" if gains else ""
+        found = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
+        before, after = (_format_loss(facts, suffix) for suffix in ("_before", ""))
+        yield (
+            f"Recovery in {task.name}: placement {digest} with {facts['label']}{steps} {found}; drop of "
+            f"{metric_name(task.metric)} on the images of the search {before} before, {after} after."
+        )
+
+
+def _format_loss(facts: Mapping[str, Any], suffix: str) -> str:
+    """Return a measured loss with the estimated one, "0.0054 (estimated 0.0062)"."""
+    loss, estimate = facts.get(f"loss{suffix}"), facts.get(f"estimate{suffix}")
+    text = MISSING_CELL if loss is None else f"{loss:.4f}"
+    return text if estimate is None else f"{text} (estimated {estimate:.4f})"
