@@ -49,7 +49,7 @@ from harness.pipeline.recovery import recover_placements
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.pipeline.shape_files import make_shape_set
 from harness.pipeline.task_run import TaskRun
-from harness.pipeline.time_limit import TimeLimit
+from harness.pipeline.time_limit import TimeLimit, seconds_after_searches
 from harness.pipeline.transfer import transferred_placements, write_pattern_cache
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
@@ -251,6 +251,9 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             checker=checker,
             shapes=shapes,
             limit=limit,
+            later_s=seconds_after_searches(
+                clock, experiment.confirmation, len(experiment.baselines) + len(benchmarkers) - 1, len(spec.runs)
+            ),
         )
         if place.sink is not None:
             running = replace(running, answers=_make_answers(running, lambda: site.open(worker), place.sink))

@@ -16,7 +16,7 @@ from harness.graph.io.files import digest_file
 from harness.pipeline.early_answer import EarlyAnswers
 from harness.pipeline.prescreening import Prescreening, count_prescreened
 from harness.pipeline.runtime_checker import RuntimeChecker
-from harness.pipeline.time_limit import TimeLimit
+from harness.pipeline.time_limit import TimeLeft, TimeLimit
 from harness.progress import Observer, ProgressTask, format_incumbent
 from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
@@ -52,6 +52,7 @@ class TaskRun:
         answers: Confirms incumbents while searches run; None: at the end only.
         shapes: Shapes that placements are timed at; None: that of the search alone.
         limit: Limit on the wall-clock of the task; None: there is none.
+        later_s: Expected time after the searches; 0: unknown.
     """
 
     experiment: Experiment
@@ -66,6 +67,7 @@ class TaskRun:
     answers: EarlyAnswers | None = None
     shapes: ShapeSet | None = None
     limit: TimeLimit | None = None
+    later_s: float = 0.0
 
     def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run one search, or the rest of it; record why it ended if its budget is not spent.
@@ -129,7 +131,12 @@ class TaskRun:
                 float_ms=baseline_latency(self.folder),
                 interleaved=self._reference_latency_ms is not None,
             )
-            watch = _make_trial_callback(step, live, lambda trial: self._note(trial, describe))
+            left = TimeLeft(
+                evaluations=most * (1 + sum(map(self.is_unbegun, self.task.spec.runs))),
+                replayed=sum(entry.result is not None for entry in journal.entries),
+                later_s=self.later_s,
+            )
+            watch = _make_trial_callback(step, live, lambda trial: self._note(trial, describe, left))
             if self.answers is not None:
                 watch = _with_answers(self.answers, run.searcher.name, task, watch)
             ending = run_search(task, executor, journal, watch)
@@ -148,11 +155,12 @@ class TaskRun:
             limits.append(spent_s + self.limit.search_seconds(left))
         return min(limits, default=None)
 
-    def _note(self, trial: TrialEvent, describe: Callable[..., str]) -> str:
-        """Return incumbent, confirmed speedup and expected further gain for the line of progress."""
+    def _note(self, trial: TrialEvent, describe: Callable[..., str], left: TimeLeft) -> str:
+        """Return incumbent, confirmed speedup, expected further gain and time left for the line of progress."""
         best = "" if trial.best_ms is None else describe(trial.best_ms, is_float=trial.best_is_float)
         gain = "" if trial.expected_gain is None else f"expected further gain {trial.expected_gain:.1%}"
-        return ", ".join(filter(None, (best, self.answers.note if self.answers else "", gain)))
+        confirmed = self.answers.note if self.answers else ""
+        return ", ".join(filter(None, (best, confirmed, gain, left.describe(trial.evaluations))))
 
     def _report_prescreening(self, run: SearchSpec) -> None:
         if self.experiment.prescreening is not None:

@@ -1,14 +1,16 @@
-"""Limit on the wall-clock of a task: how its phases share it."""
+"""Wall-clock of a task: how its phases share a limit, and how much is left."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from harness.config.sections import Confirmation
 from harness.results_dir.phases import PhaseClock
 from harness.selection.confirmation import NOISE_FLOOR_SCHEDULE
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 
-__all__ = ["TimeLimit"]
+__all__ = ["TimeLeft", "TimeLimit", "seconds_after_searches"]
 
 SEARCH_SHARE = 0.5
 """Share of the limit at which searches end; the noise floor, the calibration and the float model's score count."""
@@ -53,12 +55,53 @@ class TimeLimit:
         """
         if begun is not None:
             return plan.model_copy(update={"builds": begun.builds, "rounds": begun.rounds})
-        floor_s = self.clock.seconds_of("noise floor")
-        turns = NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds
-        needed_s = floor_s / 2 * (rows + 1) * plan.builds * plan.rounds / turns
+        needed_s = _turn_seconds(self.clock) * (rows + 1) * plan.builds * plan.rounds
         left_s = self.seconds - self.clock.elapsed_s
         if needed_s <= left_s:
             return plan
         rounds = round(plan.rounds * max(left_s, 0) / needed_s * plan.builds / MIN_PLAN.builds)
         fewer = {"builds": MIN_PLAN.builds, "rounds": min(plan.rounds, max(MIN_PLAN.rounds, rounds))}
         return plan.model_copy(update=fewer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLeft:
+    """Estimate of the time until the end of a task while a search runs.
+
+    Attributes:
+        evaluations: Evaluations of this search and of those that have not begun.
+        replayed: Evaluations of an interrupted run, which take no time.
+        later_s: See `seconds_after_searches`.
+    """
+
+    evaluations: int
+    replayed: int
+    later_s: float
+    since_s: float = field(default_factory=time.monotonic)
+
+    def describe(self, spent: int) -> str:
+        """Describe the time left after a number of evaluations of this search; empty if it cannot be estimated."""
+        if spent <= self.replayed or not self.later_s:
+            return ""
+        pace_s = (time.monotonic() - self.since_s) / (spent - self.replayed)
+        minutes, seconds = divmod(round(pace_s * (self.evaluations - spent) + self.later_s), 60)
+        return f"about {minutes}:{seconds:02d} min left with final selection and confirmation"
+
+
+def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int, searches: int) -> float:
+    """Return the expected time of final selection and confirmation, by the turns of the noise floor; 0: unknown.
+
+    Args:
+        baselines: Number of confirmed rows that no search finds, without the float model.
+        searches: Number of searches; the race halves their candidates after its first round.
+    """
+    first, *later = TURNS_PER_RACING_ROUND
+    raced = searches * plan.candidates if plan.candidates > plan.top_k else 0
+    race_turns = first * (raced + 2) + sum(later) * (raced // 2 + 2) if raced else 0
+    rows = 2 + baselines + searches * plan.top_k  # the float model has two builds
+    return _turn_seconds(clock) * (race_turns + rows * plan.builds * plan.rounds)
+
+
+def _turn_seconds(clock: PhaseClock) -> float:
+    """Return the time of a turn of one row in the noise floor, builds included; it has two rows."""
+    return clock.seconds_of("noise floor") / (2 * NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds)

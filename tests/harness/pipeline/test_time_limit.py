@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from small import qdq, save_chain
 from stored import read_text
 
 from harness.config.sections import Confirmation
-from harness.pipeline.time_limit import MIN_PLAN, TimeLimit
+from harness.pipeline.time_limit import MIN_PLAN, TimeLeft, TimeLimit, seconds_after_searches
 from harness.results_dir import phases
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.journal import read_journal
@@ -47,6 +48,17 @@ def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
     assert limit(400).shorten(whole, rows=2, begun=shorter) == shorter, "another plan would start anew"
     least = limit(400).shorten(whole, rows=2)
     assert (least.builds, least.rounds) == (MIN_PLAN.builds, MIN_PLAN.rounds)
+
+
+def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = SimpleNamespace(seconds_of=lambda phase: 72.0)  # 1 s a turn
+    later_s = seconds_after_searches(clock, Confirmation(builds=3, rounds=2, candidates=4), baselines=2, searches=1)
+    assert later_s == 8 * 6 + 24 * 4 + 5 * 6, "race of 4 and 2 candidates, then 3 rows and 2 builds of the float model"
+    left = TimeLeft(evaluations=10, replayed=4, later_s=later_s, since_s=0.0)
+    monkeypatch.setattr("harness.pipeline.time_limit.time", SimpleNamespace(monotonic=lambda: 6.0))
+    assert left.describe(4) == "", "evaluations of an earlier run say nothing about the pace"
+    assert "3:00 min left" in left.describe(7), "3 more at 2 s each have 6 s"
+    assert replace(left, later_s=0.0).describe(7) == ""
 
 
 def test_a_clock_counts_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
