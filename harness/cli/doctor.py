@@ -88,6 +88,7 @@ def tools(
     index_url: Annotated[
         str | None, typer.Option(help="Additional package index, such as that of PyTorch for CPUs.", show_default=False)
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List or install tools that run in an environment of their own, because their dependencies contradict ours.
 
@@ -99,7 +100,7 @@ def tools(
         raise UserError(f"qdq tools: install or list, but got {action!r}")
     if action == "install":
         install_environment(name, index_url)
-    print_table(("what", "state", "detail"), list(_tool_environments()))
+    print_table(("what", "state", "detail"), list(_tool_environments()), as_json=as_json)
 
 
 def examine_machine() -> list[Row]:

@@ -159,6 +159,7 @@ def apply(
         typer.Option(min=3, max=1000, help="Fresh builds of the confirmation [default: as many as the earlier run]."),
     ] = None,
     base: BaseOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Put a shipped placement into the next version of its model: calibrate anew, check speed and accuracy, ship it.
 
@@ -182,7 +183,7 @@ def apply(
             echo(remark, err=True)
         check_structure(config)
     with replace_change_advice():
-        run_and_report(config, out)
+        run_and_report(config, out, as_json=as_json)
 
 
 def export_recipe(

@@ -130,6 +130,7 @@ def trace(
     table: Annotated[str, typer.Option(help="Table, by the name of its files.")] = "main",
     last: Annotated[int, count_option("Number of turns or trials shown of each source, from the end.")] = 5,
     raw: Annotated[bool, typer.Option("--raw", help="Show each sample of each turn and trial.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the samples from which a table cell is computed, the file and line of each, and the computation.
 
@@ -141,9 +142,12 @@ def trace(
     from harness.report.load.results import load
 
     found = tracing.trace_cell(load(short_path(folder)), cell, table)
+    lines = [line for source in found.sources for line in (source.lines() if raw else source.brief(last))]
+    if as_json:
+        print_json({"row": found.row, "column": found.column, "shown": found.shown, "lines": lines})
+        return
     echo(f"{found.row}, {found.column}: {found.shown}")
-    for source in found.sources:
-        for line in source.lines() if raw else source.brief(last):
-            echo(line)
+    for line in lines:
+        echo(line)
     if found.measured and not raw:
         echo("--raw shows every single reading.")

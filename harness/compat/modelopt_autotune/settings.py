@@ -258,7 +258,7 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "help": "searcher of the whole model, see qdq list (default: auto; in the procedure random mutation, "
             "region by region)"
         },
-        "--max_evals": {
+        "--max_evals --evaluations": {
             "type": int,
             "help": "maximum number of measured models (default: 50; in the procedure no limit)",
         },

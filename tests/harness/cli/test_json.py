@@ -15,7 +15,7 @@ from harness.terminal_progress import EventProgress
 
 TABLE_COMMANDS = {
     "run", "report", "compare", "verify", "explain", "check", "regions", "insert", "evaluate", "sensitivity", "recover",
-    "replay", "noise", "list", "doctor", "study", "validate-gpu",
+    "replay", "noise", "list", "doctor", "study", "validate-gpu", "apply", "trace", "tools",
     "bench tasks", "bench run", "bench check", "bench leaderboard",
 }  # fmt: skip
 
@@ -42,6 +42,9 @@ def test_a_report_and_a_comparison_have_raw_values(tmp_path: Path, capsys: pytes
     found = printed(capsys, "compare", str(folder), str(folder), "--json")
     assert found["rows"]
     assert found["differences"] == []
+    found = printed(capsys, "trace", str(folder), "all:speedup", "--json")
+    assert found["lines"]
+    assert found["shown"].startswith("4.00")
 
 
 def test_lists_are_objects_by_heading(capsys: pytest.CaptureFixture[str]) -> None:
