@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,9 @@ from harness.studies.simulated_selection import random_search
 __all__ = ["CONTROL", "Leaderboard", "TaskSearches", "compare_searchers", "read_results"]
 
 CONTROL = "auto"
+#: Searchers that `CONTROL` is tested against at `PLANNED_BUDGET` on the test tasks, chosen before they were compared.
+PLANNED = ("tpe", "smac", "random_mutation")
+PLANNED_BUDGET = 25
 #: Latencies above the optimum, as shares, that the targets of a task are.
 TARGETS = np.geomspace(0.005, 0.5, 41)
 
@@ -59,7 +63,7 @@ class Leaderboard:
     """Compared searchers.
 
     Attributes:
-        tables: Searchers, pairs with `CONTROL`, searchers by split.
+        tables: Searchers, pairs with `CONTROL`, those on the test tasks, searchers by split.
         ranks: Ranks by budget.
         regret: Mean regret in % over blocks after each evaluation, by searcher.
         targets: Share of the targets that were reached after each evaluation, by searcher.
@@ -93,10 +97,10 @@ def read_results(folders: Sequence[Path], tier: TierName) -> Results:
                 raise UserError(f"{folder}: {name} lacks tasks or evaluations of the tier {tier}")
             records[name] = record
             for task in tasks:
-                paths = cache.paths_by_seed(record.key(name, task))
-                if not paths.keys() >= set(range(record.seeds)):
+                paths, seeds = cache.paths_by_seed(record.key(name, task)), range(record.tasks[task].seeds)
+                if not paths.keys() >= set(seeds):
                     raise UserError(f"{folder}: {name} lacks searches on {task}")
-                walks = {seed: paths[seed].indices[:budget] for seed in range(record.seeds)}
+                walks = {seed: paths[seed].indices[:budget] for seed in seeds}
                 try:
                     found = read_paths(table_landscape(task), walks, budget)
                 except ValueError as error:
@@ -122,7 +126,7 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
     """Return the comparison of all searchers, those of the lowest mean rank first."""
     records, tasks = results
     budgets, listed = read_catalogue().tiers[tier].budgets, list(tasks.values())
-    speeds = {name: _seed_speeds(listed, name) for name in records}
+    speeds = {name: _task_speeds(listed, name) for name in records}
     ranks = {}
     for budget in budgets:
         means = {name: {b: v[:, budget - 1].mean() for b, v in blocks.items()} for name, blocks in speeds.items()}
@@ -130,7 +134,9 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
     order = sorted(records, key=lambda name: float(np.mean([found.mean[name] for found in ranks.values()])))
     tables = [_searchers_table(order, records, listed, ranks)]
     if CONTROL in records and len(records) > 1:
-        tables.append(_pairs_table(order, speeds, budgets))
+        others, tests = [name for name in order if name != CONTROL], [task for task in listed if task.split == "test"]
+        tables.append(_pairs_table(others, speeds, budgets))
+        tables.append(_planned_table(others, {name: _task_speeds(tests, name) for name in order}, budgets))
     tables.append(_splits_table(order, listed, budgets))
     return Leaderboard(
         tables=tuple(tables),
@@ -140,12 +146,12 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
     )
 
 
-def _seed_speeds(tasks: Sequence[TaskSearches], searcher: str) -> dict[str, Floats]:
-    """Return the share of the optimum's speed by block, [seed, evaluation]; tasks of a block add their seeds."""
+def _task_speeds(tasks: Sequence[TaskSearches], searcher: str) -> dict[str, Floats]:
+    """Return the share of the optimum's speed by block, [task, evaluation]: means over the seeds of a task."""
     found: dict[str, list[Floats]] = {}
     for task in tasks:
-        found.setdefault(task.block, []).append(task.optimum_ms / task.latency_ms[searcher])
-    return {block: np.vstack(parts) for block, parts in found.items()}
+        found.setdefault(task.block, []).append((task.optimum_ms / task.latency_ms[searcher]).mean(axis=0))
+    return {block: np.array(parts) for block, parts in found.items()}
 
 
 def _over_blocks(tasks: Sequence[TaskSearches], figures: Sequence[Floats]) -> Floats:
@@ -181,6 +187,11 @@ def _reached_targets(tasks: Sequence[TaskSearches], searcher: str) -> Floats:
     return reached
 
 
+def _describe_seeds(tasks: Sequence[TaskSearches], searcher: str) -> str:
+    counts = sorted({len(task.latency_ms[searcher]) for task in tasks})
+    return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+
+
 def _searchers_table(
     order: Sequence[str],
     records: Mapping[str, SearcherRecord],
@@ -190,7 +201,7 @@ def _searchers_table(
     rows = []
     for name in order:
         record, regret = records[name], _regret_percent(tasks, name)
-        row = {"searcher": name, "seeds": str(record.seeds), "score": _score(tasks, name)}
+        row = {"searcher": name, "seeds": _describe_seeds(tasks, name), "score": _score(tasks, name)}
         row |= {f"{budget} evaluations": f"{regret[:, budget - 1].mean():.2f}" for budget in ranks}
         row["mean ranks"] = " / ".join(f"{found.mean[name]:.1f}" for found in ranks.values())
         row["searcher's seconds"] = f"{np.mean([each.searcher_s for each in record.tasks.values()]):.2f}"
@@ -210,30 +221,64 @@ def _searchers_table(
     return _table("searchers", "Searchers", rows, note)
 
 
+def _compare(
+    speeds: Mapping[str, Mapping[str, Floats]], names: Sequence[str], budget: int
+) -> list[dict[Hashable, Any]]:
+    """Return a line of `compare_with` for each searcher that is compared with `CONTROL`."""
+    found = {name: {b: v[:, budget - 1].tolist() for b, v in speeds[name].items()} for name in (CONTROL, *names)}
+    return compare_with(CONTROL, found).to_dict("records")
+
+
 def _pairs_table(
-    order: Sequence[str], speeds: Mapping[str, Mapping[str, Floats]], budgets: Sequence[int]
+    others: Sequence[str], speeds: Mapping[str, Mapping[str, Floats]], budgets: Sequence[int]
 ) -> ReportTable:
-    names = [CONTROL, *(name for name in order if name != CONTROL)]
-    rows = {name: {"searcher": name} for name in names[1:]}
+    rows = {name: {"searcher": name} for name in others}
     ahead: list[str] = []
     bold: frozenset[tuple[int, str]] = frozenset()
     for budget in budgets:
-        shares = {name: {b: v[:, budget - 1].tolist() for b, v in speeds[name].items()} for name in names}
-        for line in compare_with(CONTROL, shares).to_dict("records"):
+        for line in _compare(speeds, others, budget):
             rows[line["second"]][f"{budget} evaluations"] = f"{line['ratio']:.3f} (p {line['p_holm']:.2f})"
             if line["p_holm"] < 0.05:
-                bold |= {(list(rows).index(line["second"]), f"{budget} evaluations")}
+                bold |= {(others.index(line["second"]), f"{budget} evaluations")}
             if line["ratio"] < 1:
                 ahead.append(f"{line['second']} at {budget} ({line['ratio']:.3f}, p {line['p_holm']:.2f})")
     blocks = len(speeds[CONTROL])
-    count = f"{pluralize(blocks, 'block')} and {pluralize(len(names) - 1, 'comparison')}"
+    count = f"{pluralize(blocks, 'block')} and {pluralize(len(others), 'comparison')}"
     note = (
         f"Speed of {CONTROL} over that of each other searcher, above 1 if {CONTROL} is faster: geometric mean over "
         "blocks. p: Wilcoxon's signed-rank test over blocks with Holm's correction for all searchers of a budget; "
-        f"bold below 0.05; the smallest that {count} can give is {smallest_p_value(blocks, len(names) - 1):.2g}. "
+        f"bold below 0.05; the smallest that {count} can give is {smallest_p_value(blocks, len(others)):.2g}. "
         f"Faster than {CONTROL} in the mean: {', '.join(ahead) or 'none'}."
     )
     return replace(_table("pairs", f"{CONTROL} and each other searcher", list(rows.values()), note), bold=bold)
+
+
+def _planned_table(
+    others: Sequence[str], speeds: Mapping[str, Mapping[str, Floats]], budgets: Sequence[int]
+) -> ReportTable:
+    """Return the planned comparisons on the test tasks, and those with the best other searcher at each budget."""
+    planned = [name for name in PLANNED if name in others] if PLANNED_BUDGET in budgets else []
+    lines = [(PLANNED_BUDGET, "planned", line) for line in _compare(speeds, planned, PLANNED_BUDGET)] if planned else []
+    for budget in budgets:
+        lines.append((budget, "best other", min(_compare(speeds, others, budget), key=lambda line: line["ratio"])))
+    rows = [
+        {
+            "evaluations": str(budget),
+            "searcher": f"{line['second']} ({kind})",
+            "ratio": format_interval(line["ratio"], line["low"], line["high"], digits=3),
+            "p": f"{line['p_value']:.3f}",
+            "p, Holm": f"{line['p_holm']:.3f}",
+        }
+        for budget, kind, line in lines
+    ]
+    note = (
+        f"Speed of {CONTROL} over that of the searcher on the test tasks: geometric mean over "
+        f"{pluralize(len(speeds[CONTROL]), 'block')} with Student's 95 % interval; p: Wilcoxon's signed-rank test over "
+        "blocks. Planned: chosen before any search of the tier extended was compared, with Holm's correction for the "
+        f"{len(planned)} planned ones alone. Best other: the fastest of {pluralize(len(others), 'searcher')} in the "
+        "mean, with Holm's correction for all of them."
+    )
+    return _table("planned", f"{CONTROL} on the test tasks", rows, note)
 
 
 def _splits_table(order: Sequence[str], tasks: Sequence[TaskSearches], budgets: Sequence[int]) -> ReportTable:

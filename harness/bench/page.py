@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from harness.bench.leaderboard import CONTROL, Leaderboard
+from harness.bench.tasks import TierName
 from harness.report.plots.result_plots import series_style
 from harness.report.report_table import render_markdown, render_note_markdown
 from harness.studies.recorded_landscape import Floats
@@ -23,20 +24,20 @@ __all__ = ["write_page"]
 SHOWN_CURVES = 8  # in colour: the first by rank, and these
 ALWAYS_SHOWN = (CONTROL, "random", "random_mutation", "tpe")
 PLOT_TEXT = "Regret and targets over evaluations, and mean ranks"
-INTRODUCTION = """# Leaderboard of QDQ-Bench
+INTRODUCTION = """# Leaderboard of QDQ-Bench, tier {tier}
 
-Searchers replayed on recorded tables of real measurements. [QDQ-Bench](reference/bench.md) explains tasks, scores and
-limits, and [CONTRIBUTING](../CONTRIBUTING.md#submit-to-the-leaderboard) how to submit. `qdq bench leaderboard` writes
-this page from the submissions.
+Searchers replayed on recorded tables of real measurements. [QDQ-Bench](reference/bench.md) explains tasks, tiers,
+scores and limits, and [CONTRIBUTING](../CONTRIBUTING.md#submit-to-the-leaderboard) how to submit.
+`qdq bench leaderboard` writes this page from the submissions.
 """
 
 
-def write_page(board: Leaderboard, out: Path, *, html: bool) -> None:
+def write_page(board: Leaderboard, out: Path, tier: TierName, *, html: bool) -> None:
     """Write the page and its plot `NAME.png`; with `html` also `NAME.html`, which needs no other file."""
     out.parent.mkdir(parents=True, exist_ok=True)
     plot = out.with_suffix(".png")
     draw_leaderboard(board, plot)
-    parts = [INTRODUCTION, f"![{PLOT_TEXT}]({plot.name})"]
+    parts = [INTRODUCTION.format(tier=tier), f"![{PLOT_TEXT}]({plot.name})"]
     for table in board.tables:
         parts += [f"## {table.title}", render_markdown(table).replace("\\\\*\\\\*", "**"), render_note_markdown(table)]
     out.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")

@@ -15,6 +15,8 @@ __all__ = ["SMACSearcher"]
 class SMACSearcher(AskTellSearcher):
     """SMAC3's facade for hyperparameters: a random forest over categorical parameters, with expected improvement.
 
+    SMAC gives up on a small space when it draws known configurations alone; from there on the draws are random.
+
     Args:
         space: Space to search.
         seed: Seed of all draws.
@@ -27,6 +29,7 @@ class SMACSearcher(AskTellSearcher):
         super().__init__(space, seed)
         self._seed, self._n_trials, self._n_initial = seed, n_trials, n_initial
         self._names = [f"d{index:03d}" for index in range(len(space))]
+        self._is_exhausted = False
 
     def open(self) -> None:
         from ConfigSpace import Categorical, ConfigurationSpace
@@ -44,22 +47,42 @@ class SMACSearcher(AskTellSearcher):
             output_directory=Path(gettempdir()) / "qdq-bench-smac",  # nothing is written there: see `report`
         )
         design = Facade.get_initial_design(scenario, n_configs=self._n_initial) if self._n_initial else None
-        self._smac: Any = Facade(scenario, None, initial_design=design, logging_level=False, overwrite=True)
+        maximizer = Facade.get_acquisition_maximizer(scenario)
+        _sort_start_points(maximizer._local_search)
+        self._smac: Any = Facade(
+            scenario, None, initial_design=design, acquisition_maximizer=maximizer, logging_level=False, overwrite=True
+        )
 
     def suggest(self) -> tuple[tuple[int, ...], Any] | None:
         from joblib import parallel_config
+        from smac.main.exceptions import ConfigurationSpaceExhaustedException
 
-        try:
-            with parallel_config(backend="sequential"):  # threads make a small forest many times as slow
-                trial = self._smac.ask()
-        except StopIteration:
-            return None
-        return tuple(int(trial.config[name]) for name in self._names), trial
+        trial = None
+        if not self._is_exhausted:
+            try:
+                with parallel_config(backend="sequential"):  # threads make a small forest many times as slow
+                    trial = self._smac.ask()
+            except StopIteration:
+                return None
+            except ConfigurationSpaceExhaustedException:  # 16 random draws were known, so it gives up
+                self._is_exhausted = True
+        config = self._configurations.sample_configuration() if trial is None else trial.config
+        return tuple(int(config[name]) for name in self._names), trial
 
     def report(self, choices: tuple[int, ...], handle: Any, value: float) -> None:
+        if self._is_exhausted:
+            return
         from ConfigSpace import Configuration
         from smac.runhistory.dataclasses import TrialInfo, TrialValue
 
         values = dict(zip(self._names, choices, strict=True))
         trial = TrialInfo(Configuration(self._configurations, values=values), seed=0) if handle is None else handle
         self._smac.optimizer.tell(trial, TrialValue(cost=value), save=False)
+
+
+def _sort_start_points(search: Any) -> None:
+    """Order the start points of SMAC's local search, a set whose order differs from process to process."""
+    found = search._get_init_points_from_previous_configs
+    search._get_init_points_from_previous_configs = lambda *given: sorted(
+        found(*given), key=lambda configuration: tuple(configuration.get_array())
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from harness.bench.tasks import TaskCatalogue, TierName, read_catalogue, table_path
+from harness.bench.tasks import TierName, read_catalogue, table_path
 from harness.benchmark_table import read_table
 from harness.config.sections import ConfigSection, PluginSpec
 from harness.config.validation_errors import to_user_error
@@ -32,7 +32,7 @@ from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import replay_paths
 from harness.studies.replay_pool import missing_batches, replay_batches
 from harness.studies.search_key import SearchKey, describe_code, search_key
-from harness.studies.study_file import ReplayedSearcher
+from harness.studies.study_file import BudgetStudy, ReplayedSearcher
 
 __all__ = [
     "CheckedSearch", "SearcherRecord", "Submission", "TaskRecord", "check_submission", "read_submission",
@@ -49,12 +49,14 @@ class TaskRecord(ConfigSection):
         table: SHA-256 of the table.
         asked: See `SearchKey`.
         made_of: The same.
+        seeds: Number of searches, with seeds from 0.
         searcher_s: Processor time of one search, without builds and measurements, which a replay does not make.
     """
 
     table: str
     asked: str
     made_of: str
+    seeds: int
     searcher_s: float
 
 
@@ -64,7 +66,6 @@ class SearcherRecord(ConfigSection):
     Attributes:
         use: Name of the searcher, or `module:Class`.
         params: Its parameters.
-        seeds: Number of searches on each task, with seeds from 0.
         budget: Evaluations of one search.
         code: SHA-256 of its code, without comments and docstrings.
         versions: Versions of Python, of this package and of the libraries that the searcher imports.
@@ -73,11 +74,15 @@ class SearcherRecord(ConfigSection):
 
     use: str
     params: dict[str, Any]
-    seeds: int
     budget: int
     code: str
     versions: dict[str, str | None]
     tasks: dict[str, TaskRecord]
+
+    @property
+    def searches(self) -> int:
+        """Return the number of searches on all tasks."""
+        return sum(task.seeds for task in self.tasks.values())
 
     def key(self, searcher: str, task: str) -> SearchKey:
         """Return the key of the searches on a task."""
@@ -144,7 +149,7 @@ def run_searchers(
             replay_batches([batch for some in batches for batch in some], workers, observer)
             cache.compact(frozenset(keys.values()))
             known = submission.searchers.get(searcher.name)
-            record = _describe_searcher(searcher, PathCache(out), keys, catalogue, tier, known)
+            record = _describe_searcher(searcher, PathCache(out), keys, studies, known)
             submission = Submission(searchers={**submission.searchers, searcher.name: record})
             _write_submission(out, submission)
     return submission
@@ -154,30 +159,36 @@ def _describe_searcher(
     searcher: ReplayedSearcher,
     cache: PathCache,
     keys: Mapping[str, SearchKey],
-    catalogue: TaskCatalogue,
-    tier: TierName,
+    studies: Mapping[str, BudgetStudy],
     known: SearcherRecord | None,
 ) -> SearcherRecord:
-    """Return the record of a searcher whose searches are in the cache, with the time of one on each task."""
-    budget, tasks = max(catalogue.tiers[tier].budgets), {}
+    """Return the record of a searcher whose searches are in the cache, with the time of one on each task.
+
+    A task that had more searches before has them still.
+    """
+    budget, tasks = max(study.max_evaluations for study in studies.values()), {}
     for name, key in keys.items():
+        seeds, initial = studies[name].seeds, studies[name].initial
         before = known.tasks.get(name) if known and known.budget == budget else None
-        if before is None or before.made_of != key.made_of:
-            started_s = time.process_time()
-            path = _repeat_search(searcher, name, 0, budget, catalogue)
+        if before is None or (before.asked, before.made_of) != (key.asked, key.made_of):
+            count, started_s = seeds, time.process_time()
+            path = _repeat_search(searcher, name, 0, budget, initial)
             spent_s = time.process_time() - started_s
             if not np.array_equal(path, cache.paths_by_seed(key)[0].indices[:budget]):
                 raise UserError(f"searcher {searcher.name!r} does not repeat its search of seed 0 on {name}")
         else:
-            spent_s = before.searcher_s
+            count, spent_s = max(seeds, before.seeds), before.searcher_s
         tasks[name] = TaskRecord(
-            table=_file_digest(table_path(name)), asked=key.asked, made_of=key.made_of, searcher_s=round(spent_s, 3)
+            table=_file_digest(table_path(name)),
+            asked=key.asked,
+            made_of=key.made_of,
+            seeds=count,
+            searcher_s=round(spent_s, 3),
         )
     code, libraries = _describe_code(searcher)
     return SearcherRecord(
         use=searcher.use,
         params=searcher.params,
-        seeds=searcher.seeds or catalogue.tiers[tier].seeds,
         budget=budget,
         code=code,
         versions={"python": python_version(), "qdq-bench": version("qdq-bench"), **libraries},
@@ -190,8 +201,7 @@ def _describe_code(searcher: PluginSpec) -> tuple[str, dict[str, str | None]]:
     return hashlib.sha256(b"".join(codes)).hexdigest(), libraries
 
 
-def _repeat_search(searcher: PluginSpec, task: str, seed: int, budget: int, catalogue: TaskCatalogue) -> Indices:
-    initial = catalogue.tasks[task].initial
+def _repeat_search(searcher: PluginSpec, task: str, seed: int, budget: int, initial: Sequence[str]) -> Indices:
     return replay_paths(table_landscape(task), searcher, seeds=[seed], budget=budget, initial=initial)[seed]
 
 
@@ -240,9 +250,8 @@ def check_submission(folder: Path, *, searches: int, seed: int, observer: Observ
     found = []
     with observer.work("check", searches * len(submission.searchers)) as step:
         for name, record in submission.searchers.items():
-            drawn = rng.permutation(len(record.tasks) * record.seeds)[:searches]
-            for number in drawn.tolist():
-                task, own = list(record.tasks)[number // record.seeds], number % record.seeds
+            listed = [(task, own) for task, each in record.tasks.items() for own in range(each.seeds)]
+            for task, own in (listed[number] for number in rng.permutation(len(listed))[:searches]):
                 same, differences = _compare_search(name, record, cache, task, own)
                 found.append(CheckedSearch(searcher=name, task=task, seed=own, same=same, differences=differences))
                 step.advance(f"{name} on {task}")
@@ -255,7 +264,7 @@ def _compare_search(name: str, record: SearcherRecord, cache: PathCache, task: s
     stored = cache.paths_by_seed(record.key(name, task)).get(seed)
     try:
         code, libraries = _describe_code(searcher)
-        path = _repeat_search(searcher, task, seed, record.budget, read_catalogue())
+        path = _repeat_search(searcher, task, seed, record.budget, read_catalogue().tasks[task].initial)
     except UserError as error:
         return False, str(error).partition("\n")[0]
     found = [

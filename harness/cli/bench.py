@@ -75,10 +75,10 @@ def bench_run(
         print_json(submission.model_dump())
         return
     rows = [
-        (name, str(len(record.tasks)), str(record.seeds), str(record.budget), record.code[:12])
+        (name, str(len(record.tasks)), str(record.searches), str(record.budget), record.code[:12])
         for name, record in submission.searchers.items()
     ]
-    print_table(("searcher", "tasks", "seeds", "evaluations", "code"), rows)
+    print_table(("searcher", "tasks", "searches", "evaluations", "code"), rows)
 
 
 def bench_check(
@@ -175,7 +175,7 @@ def bench_leaderboard(
     from harness.report.report_table import table_json
 
     board = compare_searchers(read_results(folder, tier), tier)
-    write_page(board, out, html=html)
+    write_page(board, out, tier, html=html)
     if as_json:
         print_json({table.name: table_json(table) for table in board.tables})
     else:

@@ -77,6 +77,12 @@ def test_a_submission_repeats_and_grows(tmp_path: Path) -> None:
     assert all(each.same for each in check_submission(folder, searches=4, seed=0, observer=NullProgress()))
 
 
+def test_fewer_searches_do_not_remove_those_that_are_there(tmp_path: Path) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    run_searchers([ReplayedSearcher(use="random", seeds=1)], "lite", folder, NullProgress())
+    assert [task.seeds for task in read_submission(folder).searchers["random"].tasks.values()] == [2, 2]
+
+
 def test_damage_other_tables_and_other_searches_are_found(tmp_path: Path, tasks: Path) -> None:
     folder = submit(tmp_path / "mine", "random")
     submission = json.loads((folder / "submission.json").read_text())
@@ -84,7 +90,7 @@ def test_damage_other_tables_and_other_searches_are_found(tmp_path: Path, tasks:
     other = submit(tmp_path / "other", "local")
     (folder / "walks.parquet").write_bytes((other / "walks.parquet").read_bytes())
     assert qdq("bench", "check", str(folder)) == 2  # not the file of the manifest
-    assert submission["searchers"]["random"]["seeds"] == 2
+    assert submission["searchers"]["random"]["tasks"]["one"]["seeds"] == 2
     (tasks / "one.parquet").write_bytes((tasks / "two.parquet").read_bytes())
     with pytest.raises(UserError, match="another table of one"):
         read_submission(other)
@@ -107,11 +113,15 @@ def test_a_searcher_that_was_changed_does_not_repeat(
 
 def test_the_leaderboard_compares_searchers_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.studies.simulated_selection.RANDOM_SEARCHES", 50)
+    monkeypatch.setattr("harness.bench.leaderboard.PLANNED", ("random", "local"))
+    monkeypatch.setattr("harness.bench.leaderboard.PLANNED_BUDGET", 8)
     one, two = submit(tmp_path / "one", "auto", "random"), submit(tmp_path / "two", "local")
     board = compare_searchers(read_results([one, two], "lite"), "lite")
-    searchers, pairs, splits = board.tables
+    searchers, pairs, tests, splits = board.tables
     assert set(searchers.cells["searcher"]) == {"auto", "random", "local"}
     assert list(pairs.cells.columns) == ["searcher", "4 evaluations", "8 evaluations"]
+    assert tests.cells["searcher"].tolist()[:2] == ["random (planned)", "local (planned)"]
+    assert tests.cells["evaluations"].tolist() == ["8", "8", "4", "8"]
     assert list(splits.cells.columns) == ["searcher", "development, 1 task", "test, 1 task"]
     assert board.ranks[4].blocks == 2
     assert all(np.diff(curve).min() >= 0 for curve in board.targets.values())
