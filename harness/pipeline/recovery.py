@@ -2,9 +2,10 @@
 
 What the Q/DQ pairs contain and corrected biases may regain the accuracy of a placement at the same latency. So, under a
 bound, the fastest placements within it, and the fastest that missed it, are given other range estimators, scales by
-channel and recovery steps. Files that then keep the bound on the images of the search are timed with the incumbents in
-the final selection. Each file, with recovery and without, has an estimated loss, which decides between files that are
-equally fast, and excludes those that are expected to miss the bound on other images.
+channel and recovery steps; where that does not suffice, the nodes that cost most are left float. Files that then keep
+the bound on the images of the search are timed with the incumbents in the final selection. Each file, with recovery and
+without, has an estimated loss, which decides between files that are equally fast, and excludes those that are expected
+to miss the bound on other images.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import asdict, dataclass, field
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from harness.accuracy.metrics.intervals import drop_estimate
+from harness.accuracy.recovery.float_layers import FloatGain, leave_float, rank_nodes
 from harness.accuracy.recovery.pipeline import (
     Feeds,
     PlacedModel,
     StepGain,
     create_steps,
+    measure_sqnr_db,
     recover,
     split_held_out,
 )
@@ -37,7 +40,7 @@ from harness.results_dir.artifacts import RECOVERY_FILE, recovered_row
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import Evaluation, iter_evaluations
-from harness.search_loop.objective import PREDICTED_METRIC, is_feasible
+from harness.search_loop.objective import PREDICTED_METRIC, Goal, is_feasible
 from harness.selection.loss_estimate import MeasuredLoss, estimate_losses
 from harness.statistics import stderr_from_interval
 from harness.task_setup.methods import WarmStartModel, is_external_searcher
@@ -53,6 +56,8 @@ MAX_WITHIN = 2
 """Of a search: placements within the bound."""
 MAX_RECOVERED = 4
 """Of a task; each costs up to a minute."""
+FLOAT_COUNTS = (1, 2, 4, 8, 16)
+"""Numbers of nodes that are left float if a recovered placement still misses the bound; at most half of them."""
 MAX_LOST_SHARE = 0.6
 """A placement that lost a larger share of the float model's figure is broken, and not near the bound."""
 
@@ -77,16 +82,45 @@ class _Attempt:
 
     Attributes:
         sqnr_db: SQNR of its outputs on held-out calibration samples.
+        left_float: Nodes that are left float, with their gains.
     """
 
     placed: PlacedModel
     sqnr_db: float
     gains: tuple[StepGain, ...] = ()
+    left_float: tuple[FloatGain, ...] = ()
 
     @property
     def label(self) -> str:
         kept = [gain.step for gain in self.gains if gain.kept]
-        return ", ".join(filter(None, [self.placed.choices.text, *kept])) or "as given"
+        float_nodes = f"{len(self.left_float)} nodes float" if self.left_float else ""
+        return ", ".join(filter(None, [self.placed.choices.text, *kept, float_nodes])) or "as given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScoredFile:
+    """File of an attempt with its loss on the images of the search; infinite where it has no score."""
+
+    attempt: _Attempt
+    path: Path
+    loss: float
+    stderr: float
+
+    def facts(self, *, within: bool) -> dict[str, Any]:
+        """Return the record of the file."""
+        steps = [asdict(gain) for gain in self.attempt.gains]
+        left_float = [asdict(gain) for gain in self.attempt.left_float]
+        return {
+            "label": self.attempt.label,
+            "steps": steps,
+            **({"left_float": left_float} if left_float else {}),
+            "loss": self.loss,
+            "stderr": self.stderr,
+            "sqnr_db": self.attempt.sqnr_db,
+            "file": self.path.name,
+            "sha256": digest_file(self.path),
+            "within": within,
+        }
 
 
 def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
@@ -178,33 +212,41 @@ def _has_time(running: TaskRun) -> bool:
 def _recover(
     running: TaskRun, book: AccuracyStore, placer: ModelPlacer, trial: Evaluation, batches: Sequence[Feeds]
 ) -> dict[str, Any]:
-    """Return the record of a placement: the first attempt within the bound, or the one with the smallest loss.
+    """Return the record of a placement: the first file expected to keep the bound, or the one with the smallest loss.
 
     The placement as given is scored too, so that both have a loss with its standard error.
     """
-    goal, folder = running.judge.goal, running.task.work / "recovered"
-    competes = is_feasible(trial.score)
-    given: dict[str, Any] = {"loss_before": _loss(running, trial)}
-    tried: list[tuple[float, dict[str, Any]]] = []
-    for number, attempt in enumerate(_iter_attempts(running, placer, trial, batches)):
+    goal, folder, competes = running.judge.goal, running.task.work / "recovered", is_feasible(trial.score)
+    scored: list[_ScoredFile] = []
+    for attempt in _iter_attempts(running, placer, trial, batches):
         with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            path = attempt.placed.export(folder / f"{trial.digest}-{number}.onnx")
+            path = attempt.placed.export(folder / f"{trial.digest}-{len(scored)}.onnx")
         loss, stderr = _score(running, book, path, attempt.label)
-        gains = [
-            {"step": g.step, "before_db": g.before_db, "after_db": g.after_db, "kept": g.kept} for g in attempt.gains
-        ]
-        file = {"label": attempt.label, "steps": gains, "loss": loss, "stderr": stderr, "sqnr_db": attempt.sqnr_db,
-                "file": path.name, "sha256": digest_file(path), "within": goal.loss_excess(loss) == 0}  # fmt: skip
-        if number == 0:
-            given = {"loss_before": loss, "stderr_before": stderr, "sqnr_db_before": attempt.sqnr_db}
-        if number or (file["within"] and not competes):  # a loss that the proxy predicted may be wrong
-            tried.append((loss, file))
-        if number and (file["within"] or competes or not _has_time(running)):
+        scored.append(_ScoredFile(attempt=attempt, path=path, loss=loss, stderr=stderr))
+        if len(scored) > 1 and (competes or not _has_time(running) or _expected_within(scored, goal)[-1]):
             break
-    nothing = {"label": "nothing to try", "within": False}
-    facts = given | (min(tried, key=lambda pair: pair[0])[1] if tried else nothing)
+    facts: dict[str, Any] = {"loss_before": _loss(running, trial), "label": "nothing to try", "within": False}
+    if scored:
+        given = scored[0]
+        facts |= {"loss_before": given.loss, "stderr_before": given.stderr, "sqnr_db_before": given.attempt.sqnr_db}
+        within, expected = [goal.loss_excess(file.loss) == 0 for file in scored], _expected_within(scored, goal)
+        first = 0 if within[0] and not competes else 1  # the proxy predicted a loss that is too large
+        best = min(range(first, len(scored)), key=lambda i: (not expected[i], scored[i].loss), default=None)
+        facts |= {} if best is None else scored[best].facts(within=within[best])
     return {key: value for key, value in facts.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def _expected_within(scored: Sequence[_ScoredFile], goal: Goal) -> list[bool]:
+    """Return for each file whether its loss, and its estimated one, keep the bound."""
+    expected = [file.loss for file in scored]
+    known = [i for i, file in enumerate(scored) if math.isfinite(file.loss + file.stderr)]
+    estimated = estimate_losses(
+        [MeasuredLoss(loss=scored[i].loss, stderr=scored[i].stderr, sqnr_db=scored[i].attempt.sqnr_db) for i in known]
+    )
+    for i, loss in zip(known, estimated, strict=True):
+        expected[i] = max(loss, expected[i])
+    return [goal.loss_excess(loss) == 0 for loss in expected]
 
 
 def _score(running: TaskRun, book: AccuracyStore, path: Path, label: str) -> tuple[float, float]:
@@ -222,10 +264,13 @@ def _score(running: TaskRun, book: AccuracyStore, path: Path, label: str) -> tup
 def _iter_attempts(
     running: TaskRun, placer: ModelPlacer, trial: Evaluation, batches: Sequence[Feeds]
 ) -> Iterator[_Attempt]:
-    """Yield the placement as given; then the contents closest to the float model with recovery and without it."""
-    resolved = running.task.space.resolve(Placement(trial.choices))
+    """Yield the placement as given, then with contents closer to the float model, with recovery and without it.
+
+    Then follows the recovered model with more and more nodes left float, those first that cost most.
+    """
+    resolved, (_, held) = running.task.space.resolve(Placement(trial.choices)), split_held_out(batches)
     with suppress(UserError, CandidateError):  # ONNX Runtime may not run a model: nothing is recovered then
-        ranked = placer.rank(resolved, split_held_out(batches)[1])
+        ranked = placer.rank(resolved, held)
         given = next(each for each in ranked if each.placed.choices == running.task.choices)
         yield _Attempt(placed=given.placed, sqnr_db=given.sqnr_db)
         recalibrate = placer.recalibration(ranked[0].placed.choices, batches)
@@ -234,6 +279,11 @@ def _iter_attempts(
         if kept:
             yield _Attempt(placed=placed, gains=gains, sqnr_db=kept[-1] or 0.0)
         yield from (_Attempt(placed=each.placed, sqnr_db=each.sqnr_db) for each in ranked[:2] if each is not given)
+        nodes = rank_nodes(placed, held, running.observer)
+        for count in takewhile(lambda count: count <= len(nodes) / 2, FLOAT_COUNTS):
+            partly = leave_float(placed, {gain.node for gain in nodes[:count]})
+            (sqnr_db,) = measure_sqnr_db([partly], held)
+            yield _Attempt(placed=partly, gains=gains, sqnr_db=sqnr_db, left_float=tuple(nodes[:count]))
 
 
 def _estimate_losses(known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -72,6 +72,7 @@ def _recovery_notes(task: TaskResults) -> Iterator[str]:
             for step in facts["steps"]
             if step["kept"]
         ]
+        gains += [f"{each['node']} left float {each['gain_db']:+.1f} dB" for each in facts.get("left_float", ())]
         steps = f" ({'; '.join(gains)})" if gains else ""
         found = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
         before, after = (_format_loss(facts, suffix) for suffix in ("_before", ""))

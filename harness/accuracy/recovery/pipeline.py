@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -179,15 +179,26 @@ def recover(
     return placed, tuple(gains)
 
 
-def measure_sqnr_db(models: Sequence[PlacedModel], held: Sequence[Feeds]) -> list[float]:
+def measure_sqnr_db(
+    models: Iterable[PlacedModel], held: Sequence[Feeds], progress: Callable[[int], None] = lambda _: None
+) -> list[float]:
     """Return the SQNR of the outputs of placed models of one reference on samples, see `StepGain`.
+
+    Args:
+        models: Placed models, one in memory at a time.
+        held: Samples.
+        progress: Receives the number of each model before it is run.
 
     Raises:
         UserError: ONNX Runtime does not run a model.
     """
     with tempfile.TemporaryDirectory(prefix="qdq-recover-") as scratch:
-        judge = _Judge(models[0].reference, held, Path(scratch))
-        return [judge.sqnr_db(each) for each in models]
+        judge, figures = None, list[float]()
+        for number, each in enumerate(models):
+            judge = judge or _Judge(each.reference, held, Path(scratch))
+            progress(number)
+            figures.append(judge.sqnr_db(each))
+        return figures
 
 
 class _Judge:
