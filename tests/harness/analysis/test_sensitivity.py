@@ -17,40 +17,17 @@ from harness.task_setup.initial_design import ScreenedUnit, nested_prior_placeme
 from search.space import Dimension, Edge, Space
 
 PLUGINS = """
-from harness.api import Capabilities
-from contextlib import contextmanager
-import numpy as np
-from harness.runtimes.simulated import SimulatedBenchmarker
+from talking import Bench
 
-class Paying:
+class Paying(Bench):
     "Every quantized edge gains; outputs tell how many there are."
-    capabilities = Capabilities(dialect="openvino", in_process=True)
-
     def __init__(self):
-        self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, wanted_share=1.0)
+        super().__init__(seed=5, noise=0.0, wanted_share=1.0)
 
-    def build(self, candidate, workdir):
-        return self.simulated.build(candidate, workdir)
-
-    @contextmanager
-    def open(self, artifact):
-        with self.simulated.open(artifact) as probe:
-            yield Talking(probe, artifact.info["truth_ms"])
-
-    def describe(self):
-        return {**self.simulated.describe(), "name": "paying"}
-
-class Noisy(Paying):
+class Noisy(Bench):
     "One of which no reading can be believed."
     def __init__(self):
-        self.simulated = SimulatedBenchmarker(seed=5, noise=1.0, noise_seed=7, wanted_share=1.0)
-
-class Talking:
-    def __init__(self, probe, truth_ms):
-        self.sample, self.truth_ms = probe.sample, truth_ms
-
-    def infer(self, feeds):
-        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
+        super().__init__(seed=5, noise=1.0, noise_seed=7, wanted_share=1.0)
 """
 
 

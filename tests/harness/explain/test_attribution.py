@@ -131,49 +131,12 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
     assert "without it" in next(iter(data["effects"][found.row]["patterns"].values()))
 
 
-PLUGINS = """
-from harness.api import Capabilities
-from contextlib import contextmanager
-import numpy as np
-from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.accuracy.metrics.fidelity import Fidelity
-
-class Bench:
-    capabilities = Capabilities(dialect="openvino", in_process=True)
-
-    def __init__(self):
-        self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, effect=0.2)
-
-    def build(self, candidate, workdir):
-        return self.simulated.build(candidate, workdir)
-
-    @contextmanager
-    def open(self, artifact):
-        with self.simulated.open(artifact) as probe:
-            yield Talking(probe, artifact.info["truth_ms"])
-
-    def describe(self):
-        return {**self.simulated.describe(), "name": "bench"}
-
-class Talking:
-    def __init__(self, probe, truth_ms):
-        self.sample, self.truth_ms = probe.sample, truth_ms
-
-    def infer(self, feeds):
-        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
-
-class Near(Fidelity):
-    metric = "cosine"
-"""
-
-
 @pytest.fixture(scope="module")
 def priced(done):
     """A runtime on which whatever saves time costs accuracy, explained."""
     folder = done.parent
-    (folder / "priced_plugins.py").write_text(PLUGINS)
-    scored = "evaluator: {use: 'priced_plugins:Near', params: {samples: 24}}, calibration"
-    bench = "backends: [{use: 'priced_plugins:Bench', label: bench}]"
+    scored = "evaluator: {use: 'talking:Near', params: {samples: 24}}, calibration"
+    bench = "backends: [{use: 'talking:Bench', params: {seed: 5, noise: 0.0, effect: 0.2}, label: bench}]"
     text = re.sub("backends: .*", bench, EXPERIMENT).replace("calibration", scored)
     (folder / "priced.yaml").write_text(text)
     main(["run", str(folder / "priced.yaml"), "--out", str(folder / "priced")])

@@ -280,8 +280,8 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     monkeypatch.setattr("harness.studies.best_confirmation.FASTEST_PER_COMPARISON", 2)
     schedule = TurnSchedule(builds=1, rounds=6, samples=3)
     monkeypatch.setattr("harness.studies.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
-    params = {"precision": "f32"}
-    study = make_study(str(model), backend="openvino", params=params, fidelity=True)
+    params = {"optimization": "all"}
+    study = make_study(str(model), backend="onnxruntime", params=params, fidelity=True)
     table = read_table(record(study, tmp_path / "t.parquet", 2, NullProgress()))
     outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]
     assert len(outcomes) == 4
@@ -294,7 +294,7 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
             "in turns with the float model, also in a final selection"
         )
         assert set(outcome.metrics) == {"sqnr_db", "cosine", "kl"}
-    assert table.metadata.backend["options"]["precision"] == "f32"
+    assert table.metadata.backend["options"]["optimization"] == "all"
 
 
 def test_sensitivity_is_the_typical_change_of_log_latency() -> None:

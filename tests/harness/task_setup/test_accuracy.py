@@ -27,7 +27,7 @@ models:
   - use: net.onnx
     calibration: {data: {use: npz, path: calibration.npz}, samples: 4}
     evaluator: {use: 'near_plugins:Near', params: {data: {use: npz, path: labelled.npz}}}
-backends: [{use: 'near_plugins:Bench', label: bench}]
+backends: [{use: 'talking:Bench', params: {seed: 5, noise: 0.0, wanted_share: 1.0}, label: bench}]
 objective: OBJECTIVE
 searchers: [SEARCHER]
 initial: [float, all, linear]
@@ -38,35 +38,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 PLUGINS = """
-from harness.api import Capabilities
-from contextlib import contextmanager
-import numpy as np
-from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.accuracy.metrics.fidelity import Fidelity
-
-class Bench:
-    capabilities = Capabilities(dialect="openvino", in_process=True)
-
-    def __init__(self):
-        self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, wanted_share=1.0)
-
-    def build(self, candidate, workdir):
-        return self.simulated.build(candidate, workdir)
-
-    @contextmanager
-    def open(self, artifact):
-        with self.simulated.open(artifact) as probe:
-            yield Talking(probe, artifact.info["truth_ms"])
-
-    def describe(self):
-        return {**self.simulated.describe(), "name": "bench"}
-
-class Talking:
-    def __init__(self, probe, truth_ms):
-        self.sample, self.truth_ms = probe.sample, truth_ms
-
-    def infer(self, feeds):
-        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
 
 class Near(Fidelity):
     metric = "cosine"

@@ -158,7 +158,7 @@ def test_a_gaussian_process_asks_the_same_again_and_nothing_twice():
         for placement in common_initial_placements(space):
             searcher.tell(objective.observe(placement))
         asked = []
-        for number in range(3):
+        for number in range(2):
             batch = searcher.ask(2)
             told = [objective.observe(placement) for placement in batch]
             if number == 0:
@@ -169,7 +169,7 @@ def test_a_gaussian_process_asks_the_same_again_and_nothing_twice():
         return asked
 
     first = asks()
-    assert len(set(first)) == len(first) == 6
+    assert len(set(first)) == len(first) == 4
     assert first == asks()
 
 
