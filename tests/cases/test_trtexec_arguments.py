@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,18 +28,10 @@ from harness.progress import NullProgress
 REMOTE = ["--remoteAutoTuningConfig=ssh://user@board", "--safe", "--skipInference"]
 
 
-@pytest.fixture(params=["10", "11"])
+@pytest.fixture(params=[10, 11])
 def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The log of a stand-in for trtexec on PATH; it refuses unknown options, and one that is given twice."""
-    program = tmp_path / "bin" / "trtexec"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake_trtexec.__file__)} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setenv("FAKE_TRTEXEC", str(request.param))
-    monkeypatch.setenv("FAKE_TRTEXEC_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "log"
+    return fake_trtexec.install(tmp_path, monkeypatch.setenv, request.param)
 
 
 def net(folder: Path) -> Path:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 BOTH = """
@@ -25,6 +27,19 @@ BANNER = {
     10: "&&&& RUNNING TensorRT.trtexec [TensorRT v101601] [b11]",
     11: "&&&& RUNNING TensorRT.trtexec [TensorRT v110100] [b106]",
 }
+
+
+def install(folder: Path, setenv: Callable[[str, str], None], major: int) -> Path:
+    """Put the program on PATH, with scratch folders of its own, and return the path of its log."""
+    program = folder / "bin" / "trtexec"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} "$@"\n')
+    program.chmod(0o755)
+    log = folder / "log"
+    names = {"PATH": f"{program.parent}:/usr/bin:/bin", "FAKE_TRTEXEC": major, "FAKE_TRTEXEC_LOG": log}
+    for name, value in {**names, "XDG_CACHE_HOME": folder / "cache"}.items():
+        setenv(name, str(value))
+    return log
 
 
 def main() -> int:  # noqa: C901 - one option after the other

@@ -12,7 +12,7 @@ import pytest
 
 from harness.benchmark_table import BenchmarkTable, read_table
 from harness.cli.main import main
-from harness.config.sections import TurnSchedule
+from harness.config.sections import Confirmation, TurnSchedule
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
@@ -280,6 +280,8 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     monkeypatch.setattr("harness.studies.best_confirmation.FASTEST_PER_COMPARISON", 2)
     schedule = TurnSchedule(builds=1, rounds=6, samples=3)
     monkeypatch.setattr("harness.studies.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
+    floor = Confirmation(builds=3, rounds=2, samples=3)
+    monkeypatch.setattr("harness.selection.confirmation.NOISE_FLOOR_SCHEDULE", floor)
     params = {"optimization": "all"}
     study = make_study(str(model), backend="onnxruntime", params=params, fidelity=True)
     table = read_table(record(study, tmp_path / "t.parquet", 2, NullProgress()))

@@ -22,7 +22,7 @@ from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.pareto import hypervolume
-from search.testing import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
+from search.testing import SyntheticObjective, common_initial_placements, synthetic_space
 
 
 def scored(space, placement, objective, **facts):
@@ -83,30 +83,6 @@ def test_a_sampler_that_knows_no_bound_and_no_front_says_which_does(monkeypatch,
     searcher.tell(scored(space, space.float_placement(), 1.0))
     with pytest.raises(ValueError, match="CmaEsSampler knows one objective and no bound: take GPSampler"):
         searcher.tell(scored(space, space.quantize_all(), 1.0, **facts))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        AnnealingSearcher,
-        NSGA2Searcher,
-        PerPatternSearcher,
-        lambda space, seed: RandomMutationSearcher(space, seed=seed, scope="per_pattern", schemes_per_pattern=8),
-        lambda space, seed: OptunaSearcher(space, seed=seed, sampler="NSGAIISampler", params={"population_size": 8}),
-        lambda space, seed: PerPatternSearcher(space, seed=seed, searcher="local"),
-    ],
-)
-def test_it_beats_random_search_on_planted_problems(make):
-    def regret(factory):
-        found = []
-        for seed in range(4):
-            space = synthetic_space(24, groups=6, seed=seed)
-            objective = SyntheticObjective(space, seed=seed)
-            told = run_search_loop(factory(space, seed=seed), objective, 60, initial=common_initial_placements(space))
-            found.append(objective.regret(min(told, key=lambda o: o.outcome.objective).placement))
-        return np.mean(found)
-
-    assert regret(make) < regret(RandomSearcher)
 
 
 def test_per_pattern_begins_with_the_best_that_it_was_told():

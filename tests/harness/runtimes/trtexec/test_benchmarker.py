@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import fake_trtexec
 import numpy as np
 import onnx
 import pytest
@@ -19,20 +19,11 @@ from harness.graph.builder import GraphBuilder
 from harness.runtimes.trtexec.benchmarker import TrtexecBenchmarker
 from harness.runtimes.trtexec.flags import InferenceTrace, parse_version, read_times
 
-FAKE = Path(__file__).parents[3] / "fakes" / "fake_trtexec.py"
-
 
 @pytest.fixture(params=[10, 11])
 def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     """A machine with a GPU and this trtexec."""
-    program = tmp_path / "bin" / "trtexec"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setenv("FAKE_TRTEXEC", str(request.param))
-    monkeypatch.setenv("FAKE_TRTEXEC_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fake_trtexec.install(tmp_path, monkeypatch.setenv, request.param)
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
     return int(request.param)
 
