@@ -12,7 +12,7 @@ from typing import Any
 from harness.errors import CandidateError, UserError, suggest_names
 from harness.explain.compiled import SCOPE_NOTE, explain_compilation
 from harness.explain.model_report import open_static_file
-from harness.graph.io.files import refuse_damage
+from harness.graph.io.model_reader import refuse_damage
 from harness.graph.qdq.file_checks import CHECKED_DIALECTS, QDQProblem, find_qdq_problems
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.runtimes.rtx_compile.compiler import (

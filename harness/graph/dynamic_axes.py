@@ -15,7 +15,8 @@ from pathlib import Path
 import onnx
 
 from harness.errors import UserError
-from harness.graph.io.files import read_model, write_model
+from harness.graph.io.files import write_model
+from harness.graph.io.model_reader import read_model
 from harness.graph.load import prepare_model
 from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of

@@ -10,7 +10,8 @@ import onnx
 from onnx import helper
 
 from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
-from harness.graph.io.files import check_functions, read_model, refuse_damage, write_model
+from harness.graph.io.files import write_model
+from harness.graph.io.model_reader import check_functions, read_model, refuse_damage
 from harness.graph.model import DynamicOriginal, Model, read_nodes
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.passes.normalize import densify_sparse_initializers

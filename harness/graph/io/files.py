@@ -1,190 +1,30 @@
-"""Model files with their external data: read, written, copied, moved and hashed as one.
-
-Nothing in a file from another tool is trusted before it is checked.
-"""
+"""Model files with their external data: written, copied, moved and hashed as one."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from graphlib import CycleError, TopologicalSorter
-from pathlib import Path, PureWindowsPath
+from collections.abc import Mapping
+from pathlib import Path
 
 import onnx
-import psutil
 from google.protobuf.message import DecodeError
-from onnx import numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor
 
 from harness.errors import UserError
-from harness.graph.protos import copy_message, iter_graphs, iter_nodes
+from harness.graph.io.model_reader import ExternalTensors, distinct_files, load_external_data, refuse_damage
+from harness.graph.protos import copy_message
 
 __all__ = [
-    "IR_SUFFIX", "check_functions", "copy_model", "digest_file", "digest_model", "is_large", "load_external_data",
-    "model_files", "move_model", "read_model", "refuse_damage", "serialize_model", "to_proto", "write_model",
+    "IR_SUFFIX", "copy_model", "digest_file", "digest_model", "is_large", "model_files", "move_model",
+    "serialize_model", "to_proto", "write_model",
 ]  # fmt: skip
 
 IR_SUFFIX = ".xml"
 """Of an OpenVINO IR, whose weights are in a `.bin` file of the same name."""
-MAX_INLINED_NODES = 100_000
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
 _READ_CHUNK_BYTES = 1 << 24
-
-_ExternalTensors = list[tuple[onnx.TensorProto, Path]]
-"""Tensors in other files, each with its file."""
-_LFS_POINTER_PREFIX = b"version https://git-lfs"
-_DTYPE_NAMES_BY_BITS = {
-    2: "INT2 UINT2",
-    4: "INT4 UINT4 FLOAT4E2M1",
-    8: "INT8 UINT8 BOOL FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ FLOAT8E8M0",
-    16: "INT16 UINT16 FLOAT16 BFLOAT16",
-    32: "INT32 UINT32 FLOAT",
-    64: "INT64 UINT64 DOUBLE COMPLEX64",
-    128: "COMPLEX128",
-}
-_DTYPE_CODES = dict(onnx.TensorProto.DataType.items())  # an older onnx does not know all of them
-_BITS_BY_DTYPE = {
-    _DTYPE_CODES[name]: bits
-    for bits, names in _DTYPE_NAMES_BY_BITS.items()
-    for name in names.split()
-    if name in _DTYPE_CODES
-}
-
-
-@contextmanager
-def refuse_damage(source: object) -> Iterator[None]:
-    """Report any exception that a damaged model causes as a `UserError` which names it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # files can be invalid in more ways than there are checks
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(
-            f"{source}: cannot be processed ({text}); the file may be damaged or use an unsupported construct: export "
-            "it again, or report this model"
-        ) from error
-
-
-def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
-    """Return the model in a file with all its weights, and the SHA-256 of the file and its external data.
-
-    Raises:
-        UserError: The file is missing, truncated or not ONNX; functions cannot be inlined; weights do not have the
-            declared size; or external data are missing, too short or outside the model's folder.
-    """
-    with refuse_damage(source):
-        return _read_model(path, source)
-
-
-def _read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
-    raw = _read_bytes(path, source)
-    proto = _parse_model(raw, source)
-    check_functions(proto, source)
-    digest = hashlib.sha256(raw)
-    external = load_external_data(proto, path.parent, source)
-    for file in sorted({file for _, file in external}):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    for tensor, _ in external:
-        try:
-            load_external_data_for_tensor(tensor, str(path.parent))
-        except (ValueError, OSError, onnx.checker.ValidationError) as error:
-            raise UserError(
-                f"{source}: the external data of {tensor.name!r} is truncated or damaged ({error}); "
-                "fetch or export model and data again, together"
-            ) from error
-        tensor.data_location = onnx.TensorProto.DEFAULT
-        del tensor.external_data[:]
-    for tensor in _iter_tensors(proto):
-        _check_size(tensor, source)
-    return proto, digest.hexdigest()
-
-
-def check_functions(proto: onnx.ModelProto, source: str) -> None:
-    """Check that functions can be inlined; native code (onnx 1.21) recurses, or doubles a nest of calls, without limit.
-
-    Raises:
-        UserError: A function calls itself, or inlining would give more than `MAX_INLINED_NODES` nodes.
-    """
-    bodies: dict[tuple[str, str, str], list[onnx.NodeProto]] = {}
-    for function in proto.functions:
-        bodies.setdefault(_function_key(function.domain, function.name, function.overload), []).extend(function.node)
-    calls = {key: Counter(_iter_calls(nodes, bodies)) for key, nodes in bodies.items()}
-    try:
-        order = list(TopologicalSorter(calls).static_order())
-    except CycleError as error:
-        names = " -> ".join(name for _, name, _ in error.args[1])
-        raise UserError(f"{source}: a function calls itself ({names}), which ONNX forbids; export it again") from error
-    costs: dict[tuple[str, str, str], int] = {}
-    for key in order:
-        costs[key] = _inlined_cost(bodies[key]) + sum(count * costs[each] for each, count in calls[key].items())
-    total = sum(costs[key] for key in _iter_calls(proto.graph.node, bodies))
-    if total > MAX_INLINED_NODES:
-        raise UserError(
-            f"{source}: its functions stand for {total:.3g} nodes, and at most {MAX_INLINED_NODES:,} are inlined; "
-            "export the model again, without functions"
-        )
-
-
-def _function_key(domain: str, name: str, overload: str) -> tuple[str, str, str]:
-    return "" if domain == "ai.onnx" else domain, name, overload
-
-
-def _iter_calls(nodes: Iterable[onnx.NodeProto], bodies: Container[object]) -> Iterator[tuple[str, str, str]]:
-    """Yield the functions that nodes and their subgraphs call, once per call."""
-    for part in iter_graphs(onnx.FunctionProto(node=nodes)) if bodies else ():
-        for node in part.node:
-            key = _function_key(node.domain, node.op_type, node.overload)
-            if key in bodies:
-                yield key
-
-
-def _inlined_cost(nodes: Iterable[onnx.NodeProto]) -> int:
-    """Return a number of nodes, where large ones count for each 4 KiB: every call copies their constants."""
-    parts = iter_graphs(onnx.FunctionProto(node=nodes))
-    return sum(max(1, node.ByteSize() >> 12) for part in parts for node in part.node)
-
-
-def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
-    """Return the tensors of a model whose values are in other files, each with that file.
-
-    Raises:
-        UserError: A file is missing, or outside the model's folder; or files or tensors are larger than the memory.
-    """
-    files: dict[str, Path] = {}
-    external: _ExternalTensors = []
-    total_bytes = 0
-    for tensor in _iter_tensors(proto):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            location = entries.get("location", "")
-            if location not in files:
-                files[location] = _external_data_path(tensor.name, location, folder, source)
-            external.append((tensor, files[location]))
-            total_bytes += _external_size_bytes(entries, files[location])
-    total_bytes = max(total_bytes, sum(file.stat().st_size for file in _distinct_files(external)))
-    if external and total_bytes > psutil.virtual_memory().total:
-        raise UserError(
-            f"{source}: its external data have {total_bytes / 1e9:,.0f} GB, more than the "
-            f"{psutil.virtual_memory().total / 1e9:,.0f} GB of memory of this machine; export the model again, or use "
-            "a machine with more memory"
-        )
-    return external
-
-
-def _external_size_bytes(entries: Mapping[str, str], file: Path) -> int:
-    """Return the number of bytes that a tensor reads; damaged numbers are reported by onnx."""
-    try:
-        return int(entries.get("length") or file.stat().st_size - int(entries.get("offset") or 0))
-    except ValueError:
-        return 0
 
 
 def is_large(proto: onnx.ModelProto) -> bool:
@@ -260,7 +100,7 @@ def digest_file(model_path: Path) -> str:
     """Return the SHA-256 of a model's file and its external data, independent of the names of the latter."""
     content = model_path.read_bytes()
     proto, external = _external_tensors(content, model_path)
-    files = _distinct_files(external)
+    files = distinct_files(external)
     _rename_files(external, {file: str(number) for number, file in enumerate(files)})
     digest = hashlib.sha256(proto.SerializeToString(deterministic=True) if files else content)
     for file in files or _ir_weights(model_path):
@@ -275,11 +115,11 @@ def model_files(model_path: Path) -> list[Path]:
     return [
         model_path,
         *_ir_weights(model_path),
-        *_distinct_files(_external_tensors(model_path.read_bytes(), model_path)[1]),
+        *distinct_files(_external_tensors(model_path.read_bytes(), model_path)[1]),
     ]
 
 
-def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, _ExternalTensors]:
+def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, ExternalTensors]:
     """Return a model as it is in its file, and its external tensors; an empty model if it has none."""
     proto = onnx.ModelProto()
     if model_path.suffix == IR_SUFFIX or b"location" not in content:  # part of every reference: few need be parsed
@@ -305,117 +145,17 @@ def _renamed_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Pa
     proto, external = _external_tensors(content, model_path)
     destinations = {
         file: target.with_name(f"{target.name}.data{number or ''}")
-        for number, file in enumerate(_distinct_files(external))
+        for number, file in enumerate(distinct_files(external))
     }
     if not _rename_files(external, {file: destination.name for file, destination in destinations.items()}):
         return content, destinations
     return proto.SerializeToString(deterministic=True), destinations
 
 
-def _distinct_files(external: _ExternalTensors) -> list[Path]:
-    return list(dict.fromkeys(file for _, file in external))
-
-
-def _rename_files(external: _ExternalTensors, names: Mapping[Path, str]) -> bool:
+def _rename_files(external: ExternalTensors, names: Mapping[Path, str]) -> bool:
     """Change the names of external data in their model; return whether any name changed."""
     entries = [(entry, names[file]) for tensor, file in external for entry in tensor.external_data]
     changed = [(entry, name) for entry, name in entries if entry.key == "location" and entry.value != name]
     for entry, name in changed:
         entry.value = name
     return bool(changed)
-
-
-def _read_bytes(path: Path, source: str) -> bytes:
-    try:
-        if path.is_dir():
-            raise UserError(f"{source}: this is a folder; name the .onnx file in it")
-        if path.exists() and not path.is_file():
-            raise UserError(f"{source}: this is no file, but a pipe or a device")
-        raw = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{source}: no such file ({path})") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source}: cannot be read: {getattr(error, 'strerror', error)}") from error
-    if not raw:
-        raise UserError(f"{source}: the file is empty; fetch or export the model again")
-    if raw.startswith(_LFS_POINTER_PREFIX):
-        raise UserError(f"{source}: this is a Git LFS pointer, not the model; run 'git lfs pull' in its repository")
-    return raw
-
-
-def _parse_model(raw: bytes, source: str) -> onnx.ModelProto:
-    proto = onnx.ModelProto()
-    truncated = UserError(
-        f"{source}: a truncated or damaged ONNX file ({len(raw)} bytes); compare its size with the original "
-        "and fetch or export the model again"
-    )
-    not_onnx = UserError(
-        f"{source}: not an ONNX file (it starts with {raw[:12]!r}); export the model to ONNX first, "
-        "for instance with torch.onnx.export"
-    )
-    try:
-        proto.ParseFromString(raw)
-    except DecodeError as error:
-        # Field 1 (ir_version, a small number) comes first in every file that a known exporter writes.
-        raise truncated if len(raw) > 1 and raw[0] == 0x08 and 0 < raw[1] < 0x20 else not_onnx from error
-    if proto.ir_version and proto.HasField("graph") and proto.opset_import:
-        return proto
-    is_onnx = proto.ir_version and (proto.HasField("graph") or proto.opset_import)
-    raise truncated if is_onnx or proto.producer_name else not_onnx
-
-
-def _iter_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield the initializers and tensor attributes of all graphs and functions, and the parts of sparse ones."""
-    for body in (proto.graph, *proto.functions):
-        for part in iter_graphs(body):
-            if isinstance(part, onnx.GraphProto):
-                yield from part.initializer
-                yield from _sparse_parts(part.sparse_initializer)
-    for node in iter_nodes(proto):
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            yield from _sparse_parts([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else ())
-            yield from _sparse_parts(attribute.sparse_tensors)
-
-
-def _sparse_parts(tensors: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.TensorProto]:
-    for tensor in tensors:
-        yield from (tensor.values, tensor.indices)
-
-
-def _check_size(tensor: onnx.TensorProto, source: str) -> None:
-    """Check that a tensor's values fill its shape exactly (onnx.proto, TensorProto.raw_data)."""
-    bits = _BITS_BY_DTYPE.get(tensor.data_type)
-    problem = ""
-    if tensor.HasField("raw_data") and bits is not None:
-        needed, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
-        problem = f"has {found} bytes, but needs {needed}" if needed != found else ""
-    else:
-        try:
-            numpy_helper.to_array(tensor)
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"and type {tensor.data_type} cannot be read ({error})"
-    if problem:
-        raise UserError(
-            f"{source}: the tensor {tensor.name!r} of shape {list(tensor.dims)} {problem}; the file is damaged, fetch "
-            "or export the model again"
-        )
-
-
-def _external_data_path(name: str, location: str, folder: Path, source: str) -> Path:
-    absolute = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
-    file = folder / location
-    if not location or absolute or not file.resolve().is_relative_to(folder.resolve()):
-        raise UserError(
-            f"{source}: the weights {name!r} refer to the file {location!r} outside of the model's folder, "
-            "which is refused; save the model again with its data in the same folder "
-            "(onnx.save(model, path, save_as_external_data=True))"
-        )
-    if not file.is_file():
-        raise UserError(
-            f"{source}: the external data {location!r} with the weights {name!r} is missing; "
-            f"put that file into {folder}"
-        )
-    return file

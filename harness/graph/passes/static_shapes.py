@@ -13,8 +13,9 @@ from google.protobuf.message import DecodeError
 from onnx import shape_inference
 
 from harness.errors import UserError
-from harness.graph.io.files import read_model, write_model
+from harness.graph.io.files import write_model
 from harness.graph.io.helper_process import call_in_helper_process
+from harness.graph.io.model_reader import read_model
 from harness.graph.model import TensorType
 from harness.graph.passes.dimension_sizes import (
     Axes,

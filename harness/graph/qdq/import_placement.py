@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from harness.errors import UserError
-from harness.graph.io.files import read_model, refuse_damage
+from harness.graph.io.model_reader import read_model, refuse_damage
 from harness.graph.model import Model, Node
 from harness.graph.protos import input_values
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph

@@ -15,7 +15,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from harness.graph.io.files import read_model, write_model
+from harness.graph.io.files import write_model
+from harness.graph.io.model_reader import read_model
 from harness.graph.protos import attribute_value, copy_message, input_values, iter_graphs, iter_nodes, replace_field
 
 __all__ = ["UPCAST_NOTE", "upcast_to_float32", "write_float32_copy"]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, install_hint
-from harness.graph.io.files import refuse_damage
 from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
+from harness.graph.io.model_reader import refuse_damage
 from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.rules.dialects import TENSORRT_RTX
