@@ -162,14 +162,15 @@ def decode_line(text: str | bytes) -> JournalLine:
     Raises:
         ValueError: The text is no journal line of this schema.
     """
+    raw = text.encode() if isinstance(text, str) else text
     try:
-        text = text.decode() if isinstance(text, bytes) else text
-        if "\\ud" in text:  # lone surrogates, as in messages of plug-ins, are no JSON to pydantic
-            text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace").decode()
-        return _LINE.validate_json(text)
+        if b"\\ud" in raw:  # lone surrogates, as in messages of plug-ins, are no JSON to pydantic
+            raw = json.dumps(json.loads(raw), ensure_ascii=False).encode(errors="replace")
+        return _LINE.validate_json(raw)
     except ValidationError as error:
         problem = _first_problem(error, skipped=1)
-        raise ValueError(f"not a journal line of schema {SCHEMA_VERSION} ({problem}): {text[:80]!r}") from error
+        start = raw[:80].decode(errors="replace")
+        raise ValueError(f"not a journal line of schema {SCHEMA_VERSION} ({problem}): {start!r}") from error
 
 
 def _first_problem(error: ValidationError, skipped: int = 0) -> str:

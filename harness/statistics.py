@@ -60,7 +60,9 @@ def median_ci(samples: Floats, confidence: float = 0.95) -> Interval:
     coverage near nominal for small n. With too few samples for the level (5 or fewer for 95 %) the interval is their
     whole range.
     """
-    values = np.sort(np.asarray(samples, dtype=float))
+    ordered = np.array(samples, dtype=float)
+    ordered.sort()
+    values = ordered.tolist()  # arithmetic of few numbers is faster in Python
     count = len(values)
     if not count:
         raise ValueError("a median needs at least one sample")
@@ -70,7 +72,7 @@ def median_ci(samples: Floats, confidence: float = 0.95) -> Interval:
         low += weight * (values[rank] - low)
         high += weight * (values[count - rank - 1] - high)
     median = (values[(count - 1) // 2] + values[count // 2]) / 2  # np.median sorts again, and takes as long as all this
-    return Interval(value=float(median), low=float(low), high=float(high))
+    return Interval(value=median, low=low, high=high)
 
 
 @lru_cache(maxsize=4096)

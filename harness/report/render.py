@@ -19,7 +19,7 @@ from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.results import load as load_results
-from harness.report.load.task_files import GRAPH_FILE, read_graph, write_graph
+from harness.report.load.task_files import GRAPH_FILE, exported, read_graph, sizes_of, write_graph
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_cache import PlotCache
@@ -149,8 +149,8 @@ def write_report(
     """Write tables, plots and the page into `folder/report`; return the results and all tables.
 
     If the exported models are there, the graph of each task is stored in `TASK/graph.json`, so that the same page can
-    be written without the models. The report of an unfinished run is marked UNFINISHED. Plots and graphs of tasks whose
-    records are those of the last report are not made again.
+    be written without the models; graphs are read again if a row's model is another. The report of an unfinished run
+    is marked UNFINISHED. Plots of tasks whose records are those of the last report are not made again.
 
     Args:
         folder: The results folder.
@@ -168,7 +168,7 @@ def write_report(
     out, observer = folder / "report", observer or NullProgress()
     cache = PlotCache(out, inputs)
     with explain_write_errors(out):
-        _update_graphs(results.tasks, cache, observer)
+        _update_graphs(results.tasks, observer)
         tables = write_tables(results, out)
         all_plots = _wants_task_plots(folder, task_plots)
         pictures = draw_plots(results, out, cache, all_plots=all_plots, observer=observer)
@@ -183,14 +183,18 @@ def _wants_task_plots(folder: Path, task_plots: bool | None) -> bool:
     return tasks <= MAX_TASKS_WITH_PLOTS if task_plots is None else task_plots
 
 
-def _update_graphs(tasks: Sequence[TaskResults], cache: PlotCache, observer: Observer) -> None:
-    """Store the graph of each task that changed; many graphs together would take much memory."""
+def _update_graphs(tasks: Sequence[TaskResults], observer: Observer) -> None:
+    """Store the graph of each task that has exported models which the stored one lacks.
+
+    Many graphs together would take much memory.
+    """
     with observer.work("graphs", len(tasks)) as progress:
         for task in tasks:
-            known = cache.is_unchanged(task.name) and read_graph(task) is not None
-            graph = None if known else load_task_graph(task)
-            if graph is not None:
-                write_graph(task, graph)
+            known = sizes_of(task)
+            if any(name not in known and exported(task, row).exists() for name, row in task.rows.items()):
+                graph = load_task_graph(task)
+                if graph is not None:
+                    write_graph(task, graph)
             progress.advance(task.name)
 
 

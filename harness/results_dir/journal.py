@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ __all__ = ["RETRY_ORIGIN", "Journal", "JournalEntry", "read_journal"]
 _LINE_HEAD = re.compile(rb'\{"kind":"(proposal|result)","number":(\d+),')
 #: Origin of a proposal that repeats a failed one on request; it costs no budget.
 RETRY_ORIGIN = "retry"
+_NO_PROPOSAL = "an outcome without its proposal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,9 @@ class Journal:
         is_new = not path.exists() or path.stat().st_size == 0
         self._existing: _IndexedEntries | None = None
         if not is_new:
-            require_same_fingerprint(path, _read_header(path).get("fingerprint", {}), fingerprint)
+            with open_lines(path) as file:
+                header = _parse_header(file.readline(), path)
+            require_same_fingerprint(path, header.get("fingerprint", {}), fingerprint)
             self._existing = _IndexedEntries(path)
         self.entries: Sequence[JournalEntry] = self._existing or ()
         self._file = path.open("ab", buffering=0)
@@ -114,11 +117,10 @@ class _IndexedEntries(Sequence[JournalEntry]):
         count = len(self._proposal_offsets)
         if is_result:
             if number >= count or self._result_offsets[number] >= 0:
-                raise UserError(f"{where}: an outcome without its proposal")
+                raise UserError(f"{where}: {_NO_PROPOSAL}")
             self._result_offsets[number] = self._last_result_offset = offset
         else:
-            if number != count:
-                raise UserError(f"{where}: proposal {number}, but expected {count}")
+            _require_number(number, count, where)
             self._proposal_offsets.append(offset)
             self._result_offsets.append(-1)
 
@@ -148,14 +150,27 @@ def _parse_head(raw: bytes, where: str) -> tuple[bool, int]:
     if match is None:
         line = _decode(raw, where)
         return isinstance(line, TrialResult), line.number
-    with _explain_damage(where):
+    try:
         remove_checksum(raw)
+    except ValueError as error:
+        raise _damage(where, error) from error
     return match[1] == b"result", int(match[2])
 
 
+def _require_number(number: int, expected: int, where: str) -> None:
+    if number != expected:
+        raise UserError(f"{where}: proposal {number}, but expected {expected}")
+
+
 def _decode(raw: bytes, where: str) -> JournalLine:
-    with _explain_damage(where):
+    try:
         return decode_line(remove_checksum(raw))
+    except ValueError as error:
+        raise _damage(where, error) from error
+
+
+def _damage(where: str, error: ValueError) -> UserError:
+    return UserError(f"{where}: {error}; move the file away to start this run anew")
 
 
 def _hide_paths(line: JournalLine) -> JournalLine:
@@ -164,28 +179,39 @@ def _hide_paths(line: JournalLine) -> JournalLine:
     return replace(line, outcome=line.outcome.without_paths())
 
 
-@contextmanager
-def _explain_damage(where: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; move the file away to start this run anew") from error
-
-
 def read_journal(path: Path) -> Iterator[JournalEntry]:
     """Yield the entries of a journal in ask order, one at a time; a partial last line is ignored.
+
+    Each line is read once. An entry is yielded as soon as its result and those of all proposals before it are known.
 
     Raises:
         UserError: The file has another schema, or a damaged line.
     """
-    _read_header(path)
-    with closing(_IndexedEntries(path)) as entries:
-        yield from entries
-
-
-def _read_header(path: Path) -> Mapping[str, Any]:
+    shown, count, waiting, results = str(stored_path(path)), 0, deque[Proposal](), dict[int, TrialResult | None]()
     with open_lines(path) as file:
-        raw = file.readline()
+        _parse_header(file.readline(), path)
+        for line_number, raw in enumerate(file, 2):
+            if not raw.endswith(b"\n"):
+                break
+            where = f"{shown}, line {line_number}"
+            line = _decode(raw, where)
+            if isinstance(line, Proposal):
+                _require_number(line.number, count, where)
+                count += 1
+                waiting.append(line)
+                results[line.number] = None
+            elif results.get(line.number, line) is not None:
+                raise UserError(f"{where}: {_NO_PROPOSAL}")
+            else:
+                results[line.number] = line
+            while waiting and (waiting[0].duplicate_of is not None or results[waiting[0].number] is not None):
+                proposal = waiting.popleft()
+                yield JournalEntry(proposal=proposal, result=results.pop(proposal.number))
+    for proposal in waiting:
+        yield JournalEntry(proposal=proposal, result=results[proposal.number])
+
+
+def _parse_header(raw: bytes, path: Path) -> Mapping[str, Any]:
     try:
         header = json.loads(raw)
         if header.get("schema") == SCHEMA_VERSION:

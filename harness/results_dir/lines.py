@@ -71,10 +71,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def has_lines(path: Path) -> bool:
     """Return whether a file exists with at least one whole line."""
-    if stored_path(path) is None:
+    stored = stored_path(path)
+    if stored is None:
         return False
-    with open_lines(path) as file:
-        return file.readline().endswith(b"\n")
+    try:
+        with gzip.open(stored) if stored.suffix == COMPRESSED_SUFFIX else stored.open("rb") as file:
+            return file.readline(MAX_IN_MEMORY).endswith(b"\n")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{stored}: damaged ({error})") from error
 
 
 def compress_lines(path: Path) -> None:

@@ -157,7 +157,7 @@ class _CostTally:
         self.elapsed_s: list[float] = []
         self.successes = self.initial = 0
         self.failures: Counter[str] = Counter()
-        self.cost: Counter[str] = Counter()
+        self.cost: defaultdict[str, float] = defaultdict(int)
 
     def count(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
         latest_s = 0.0
@@ -171,24 +171,24 @@ class _CostTally:
                 self.successes += isinstance(outcome, Measured)
                 if isinstance(outcome, Failed):
                     self.failures[outcome.stage] += 1
-            self.cost.update(_outcome_cost(outcome))
+            self._add_cost(outcome)
             yield entry
 
     def _count_searcher_time(self, entry: JournalEntry) -> JournalEntry:  # of duplicates too
-        self.cost.update({"searcher_s": math.nan if entry.proposal.searcher_s is None else entry.proposal.searcher_s})
+        spent_s = entry.proposal.searcher_s
+        self.cost["searcher_s"] += math.nan if spent_s is None else spent_s
         return entry
 
-
-def _outcome_cost(outcome: Outcome) -> dict[str, float]:
-    if not isinstance(outcome, Measured):
-        return {"failures_s": outcome.wall_s}
-    return {
-        "build_s": outcome.build_s + outcome.release_s,
-        "sampling_s": outcome.measure_s,
-        "evaluation_s": outcome.evaluate_s,
-        "readings": len(outcome.samples_ms) + sum(map(len, outcome.rebuilt_ms)),
-        "saved": outcome.saved,
-        "rebuilt": bool(outcome.rebuilt_ms),
-        "disturbed": bool(outcome.disturbance),
-        "unstable": not outcome.stable,
-    }
+    def _add_cost(self, outcome: Outcome) -> None:
+        cost = self.cost
+        if not isinstance(outcome, Measured):
+            cost["failures_s"] += outcome.wall_s
+            return
+        cost["build_s"] += outcome.build_s + outcome.release_s
+        cost["sampling_s"] += outcome.measure_s
+        cost["evaluation_s"] += outcome.evaluate_s
+        cost["readings"] += len(outcome.samples_ms) + sum(map(len, outcome.rebuilt_ms))
+        cost["saved"] += outcome.saved
+        cost["rebuilt"] += bool(outcome.rebuilt_ms)
+        cost["disturbed"] += bool(outcome.disturbance)
+        cost["unstable"] += not outcome.stable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +15,23 @@ from harness.search_loop.search_log import SearchLog
 from search.pareto import front_numbers, hypervolume, insert_nondominated
 
 __all__ = [
-    "candidate_frame", "candidate_label", "close_intervals", "curve_frame", "hypervolume_frame", "median_float_ms",
-    "pareto_front", "search_float_ms",
+    "Curve", "candidate_frame", "candidate_label", "close_intervals", "curve_frame", "hypervolume_frame",
+    "iter_speedup_curves", "median_float_ms", "pareto_front", "search_float_ms",
 ]  # fmt: skip
 
 CURVE_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "speedup"]
 HYPERVOLUME_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
 PLOT_GRID = 150  # fields per axis; candidates in the same field overlap in a plot
+
+
+class Curve(NamedTuple):
+    """Curve of a search: a figure after evaluations, and the wall-clock in minutes."""
+
+    searcher: str
+    seed: int
+    evaluations: npt.NDArray[np.int_]
+    minutes: npt.NDArray[np.float64]
+    values: npt.NDArray[np.float64]
 
 
 def median_float_ms(task: TaskResults) -> float | None:
@@ -45,23 +56,32 @@ def curve_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     The search's own readings define the incumbent, and `TaskResults.latencies_ms` its latency. So one placement has the
     same speedup in all searches, and a curve falls where a lucky reading displaced a better placement.
     """
-    curves = [curve for task in tasks for search in task.searches if len(curve := _search_curve(task, search))]
-    return pd.concat(curves, ignore_index=True) if curves else pd.DataFrame(columns=CURVE_COLUMNS)
-
-
-def _search_curve(task: TaskResults, search: SearchLog) -> pd.DataFrame:
-    base_ms = median_float_ms(task)
-    if base_ms is None or not search.incumbents:
+    curves = [
+        pd.DataFrame({"task": task.name, **curve._asdict()}) for task in tasks for curve in iter_speedup_curves(task)
+    ]
+    if not curves:
         return pd.DataFrame(columns=CURVE_COLUMNS)
-    first, latency_ms = search.incumbents[0].evaluations, np.full(search.evaluations, np.nan)
-    for step in search.incumbents:  # a retry that is better than its evaluation comes later and replaces it
-        latency_ms[step.evaluations - 1] = task.latencies_ms[step.digest]
-    figures = {
-        "task": task.name, "searcher": search.searcher, "seed": search.seed,
-        "evaluations": np.arange(1, search.evaluations + 1), "minutes": np.array(search.elapsed_s) / 60,
-        "speedup": base_ms / pd.Series(latency_ms).ffill(),
-    }  # fmt: skip
-    return pd.DataFrame(figures, columns=CURVE_COLUMNS)[first - 1 :]
+    return pd.concat(curves, ignore_index=True).rename(columns={"values": "speedup"})
+
+
+def iter_speedup_curves(task: TaskResults) -> Iterator[Curve]:
+    """Yield the curve of each search of a task that has an incumbent; see `curve_frame`."""
+    base_ms = median_float_ms(task)
+    for search in task.searches if base_ms is not None else ():
+        if not search.incumbents:
+            continue
+        first, steps = search.incumbents[0].evaluations, dict[int, float]()
+        for step in search.incumbents:  # a retry that is better than its evaluation comes later and replaces it
+            steps[step.evaluations - 1] = task.latencies_ms[step.digest]
+        starts = sorted(steps)
+        speedups = base_ms / np.array([steps[start] for start in starts])
+        yield Curve(
+            searcher=search.searcher,
+            seed=search.seed,
+            evaluations=np.arange(first, search.evaluations + 1),
+            minutes=np.array(search.elapsed_s)[first - 1 :] / 60,
+            values=np.repeat(speedups, np.diff([*starts, search.evaluations])),
+        )
 
 
 def hypervolume_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:

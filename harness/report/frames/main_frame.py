@@ -22,7 +22,8 @@ from harness.timing.provenance import processor_label
 from harness.timing.turn_log import disturbance_note
 
 __all__ = [
-    "UNUSABLE_DECISIONS", "backend_label", "finalist_frame", "main_frame", "precision_frame", "with_backend_column",
+    "UNUSABLE_DECISIONS", "backend_label", "finalist_frame", "main_frame", "precision_frame", "rows_by_task",
+    "with_backend_column",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,14 @@ def finalist_frame(results: Results) -> pd.DataFrame:
             line = _choice_row(task, pick)
             lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
     return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in ("best", "tied", "decision")])
+
+
+def rows_by_task(frame: pd.DataFrame) -> dict[str, list[dict[Any, Any]]]:
+    """Return the rows of a frame as dictionaries by task; one call takes as long for all tasks as for a few."""
+    found: dict[str, list[dict[Any, Any]]] = {}
+    for row in frame.to_dict("records"):
+        found.setdefault(row["task"], []).append(row)
+    return found
 
 
 def with_backend_column(main: pd.DataFrame) -> pd.DataFrame:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.report.load.results import TaskResults
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = [
     "BEYOND_BOUND_VERDICT", "METRIC_CAPS", "METRIC_FORMATS", "UNSCORED_VERDICT", "format_drop", "format_score",
@@ -71,13 +68,16 @@ def format_drop(drop: Interval, metric: str | None) -> str:
     return f"{drop.value:+.{digits}f} [{drop.low:+.{digits}f}, {drop.high:+.{digits}f}]{unit}"
 
 
-def row_labels(task: TaskResults, main: pd.DataFrame) -> dict[str, str]:
+def row_labels(task: TaskResults, lines: Iterable[Mapping[Any, Any]]) -> dict[str, str]:
     """Return the labels of rows in plots, the baseline first: the methods of the main table that chose them.
 
     Rows that only other seeds or smaller budgets chose are named by these.
+
+    Args:
+        lines: Rows of the main frame; those of other tasks are ignored.
     """
     names: dict[str, dict[str, None]] = {}
-    for line in main[(main["task"] == task.name) & (main["row"] != "")].to_dict("records"):
+    for line in (line for line in lines if line["task"] == task.name and line["row"] != ""):
         name = line["method"] if line["method"] != FLOAT_ROW else f"{FLOAT_ROW} {line['precision']}"
         names.setdefault(line["row"], {})[name] = None
     others: dict[str, dict[str, None]] = {}

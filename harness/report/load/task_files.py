@@ -30,7 +30,8 @@ __all__ = [
 ]  # fmt: skip
 
 GRAPH_FILE = "graph.json"
-ATTRIBUTION_SCHEMA = GRAPH_SCHEMA = 1
+ATTRIBUTION_SCHEMA = 1
+GRAPH_SCHEMA = 1  # increase it when the layout or the marks change, or reports of known rows keep their graphs
 MAX_ATTRIBUTION_BYTES, MAX_GRAPH_BYTES = 20_000_000, 50_000_000
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from harness.paths import hide_paths
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames.main_frame import main_frame, rows_by_task
 from harness.report.load.display_names import (
     BEYOND_BOUND_VERDICT,
     METRIC_CAPS,
@@ -63,19 +63,20 @@ def render_index(
         read_graph: Returns the graph of a task, see `harness.report.page.graph_snapshots.load_task_graph`, or None.
         pictures: Plots that are shown as images.
     """
-    main, budgets = main_frame(results), budget_frame(results)
+    main = main_frame(results)
+    lines, budgets = rows_by_task(main), rows_by_task(budget_frame(results))
     packed, drawn = [], set()
     for task in results.tasks:
         graph = read_graph(task)
         if graph is not None:
             drawn.add(task.name)
-        labels = row_labels(task, main)
+        labels = row_labels(task, lines.get(task.name, ()))
         own = {
             "labels": labels,
-            "charts": build_charts(task, main, budgets, labels),
+            "charts": build_charts(task, main, budgets.get(task.name, ()), labels),
             "graph": graph,
             "effects": _effects_by_row(task),
-            "best": next(iter(main[(main["task"] == task.name) & main["best"].astype(bool)]["row"]), ""),
+            "best": next((line["row"] for line in lines.get(task.name, ()) if line["best"]), ""),
         }
         packed.append(pack_json(own))
     values = {
@@ -83,7 +84,7 @@ def render_index(
         "description": results.stored.description,
         "partial": partial_note(results),
         "progress": progress_note(results),
-        "verdicts": [_task_verdict(task, main[main["task"] == task.name]) for task in results.tasks],
+        "verdicts": [_task_verdict(task, lines.get(task.name, ())) for task in results.tasks],
         "tables": [table_json(table) for table in tables],
         "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
         "tasks": [
@@ -127,18 +128,18 @@ def _format_effect(effect: PartEffect, metric: str | None) -> str:
     return time if effect.drop is None else f"{time}; it costs {metric_name(metric)} {format_drop(effect.drop, metric)}"
 
 
-def _task_verdict(task: TaskResults, lines: pd.DataFrame) -> dict[str, Any]:
+def _task_verdict(task: TaskResults, lines: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
     """Return the summary of a task for the template."""
-    verdicts = [verdict_label(line) for line in lines.to_dict("records") if line["verdict"] != "baseline"]
+    verdicts = [verdict_label(line) for line in lines if line["verdict"] != "baseline"]
     counts = Counter(map(_verdict_kind, verdicts))
     tally = ", ".join(f"{counts[kind]} {kind.replace(',', ' but')}" for kind in VERDICT_KINDS if counts[kind])
     facts = [f"{len(verdicts)} methods: {tally}." if verdicts else ""]
     if task.noise_floor is not None:
         facts.append(f"Noise floor {task.noise_floor:.1%}.")
     named = {"task": task.name, "noise": noise_note(task)}
-    best = lines[lines["best"].astype(bool)].to_dict("records")
-    tied = lines[lines["tied"].astype(bool) & ~lines["best"].astype(bool)]["method"]
-    if len(tied):
+    best = [line for line in lines if line["best"]]
+    tied = [line["method"] for line in lines if line["tied"] and not line["best"]]
+    if tied:
         facts.append(f"Not distinguishable from the fastest: {', '.join(tied)}.")
     if not best:
         if not task.complete:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import chain
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from harness.report.frames.confirmation import sample_frame
+from harness.report.frames.confirmation import valid_turns
 from harness.report.frames.curves import (
+    Curve,
     candidate_frame,
     candidate_label,
     close_intervals,
-    curve_frame,
     hypervolume_frame,
+    iter_speedup_curves,
     pareto_front,
 )
 from harness.report.load.display_names import metric_name, truncate
 from harness.report.load.results import TaskResults
-from harness.report.plots.result_plots import median_band, series_style
+from harness.report.plots.result_plots import median_steps, series_style
 
 __all__ = ["build_charts"]
 
@@ -34,27 +37,35 @@ BAND_LEGEND = "bands: 95 % interval of the median over seeds, the range below si
 NO_HOVER_NO_LEGEND = {"hoverinfo": "skip", "showlegend": False}
 
 Chart = dict[str, Any]
+Curves = Mapping[str, Sequence[Curve]]
 
 
 def build_charts(
-    task: TaskResults, main: pd.DataFrame, budgets: pd.DataFrame, labels: Mapping[str, str]
+    task: TaskResults, main: pd.DataFrame, confirmed: Iterable[Mapping[Any, Any]], labels: Mapping[str, str]
 ) -> list[Chart]:
     """Return the charts of a task, each a title with Plotly's `data` and `layout`.
 
     Args:
         main: `main_frame` of all tasks.
-        budgets: `budget_frame` of all tasks.
+        confirmed: Rows of `budget_frame`; those of other tasks are ignored.
         labels: Labels of the task's rows by id.
     """
-    curves, volumes = curve_frame([task]), hypervolume_frame([task])
-    confirmed = budgets[budgets["task"] == task.name]
+    curves = _curves_by_searcher(iter_speedup_curves(task))
+    marks = [line for line in confirmed if line["task"] == task.name]
     charts = [
-        *(_speedup_chart(curves, over, confirmed) for over in ("evaluations", "minutes")),
-        _hypervolume_chart(volumes),
-        _latency_chart(task, sample_frame([task]), labels),
-        _pareto_chart(task, main[main["task"] == task.name], labels),
+        *(_speedup_chart(curves, over, marks) for over in ("evaluations", "minutes")),
+        None if task.metric is None else _hypervolume_chart(task),
+        _latency_chart(task, labels),
+        None if task.metric is None else _pareto_chart(task, main[main["task"] == task.name], labels),
     ]
     return [chart for chart in charts if chart]
+
+
+def _curves_by_searcher(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
+    found: dict[str, list[Curve]] = {}
+    for curve in curves:
+        found.setdefault(curve.searcher, []).append(curve)
+    return found
 
 
 def _build_chart(title: str, data: Sequence[Chart], x: Chart, y: Chart, **layout: Any) -> Chart:
@@ -68,74 +79,82 @@ def _horizontal_line(value: float) -> Chart:
 
 
 def _speedup_chart(
-    curves: pd.DataFrame, over: Literal["evaluations", "minutes"], confirmed: pd.DataFrame
+    curves: Curves, over: Literal["evaluations", "minutes"], confirmed: Sequence[Mapping[Any, Any]]
 ) -> Chart | None:
-    data = _curve_traces(curves, over, "speedup", 2)
+    data = _curve_traces(curves, over, 2)
     if not data:
         return None
-    names = [name for _, name, _ in _iter_series(curves)]
-    for index, name in enumerate(names if over == "evaluations" else ()):
-        shift = 0.012 * curves[over].max() * (index - (len(names) - 1) / 2)
-        data += _marker_traces(index, name, confirmed[confirmed["searcher"].astype(str) == name], shift)
+    last = max(int(curve.evaluations[-1]) for seeds in curves.values() for curve in seeds)
+    for index, name in enumerate(curves if over == "evaluations" else ()):
+        shift = 0.012 * last * (index - (len(curves) - 1) / 2)
+        data += _marker_traces(index, name, [line for line in confirmed if str(line["searcher"]) == name], shift)
     x, y = {"title": {"text": over}}, {"title": {"text": "speedup over float"}}
     title = f"Speedup of the incumbent over {over}; {BAND_LEGEND}"
     return _build_chart(title, data, x, y, shapes=[_horizontal_line(1.0)])
 
 
-def _hypervolume_chart(volumes: pd.DataFrame) -> Chart | None:
-    data = _curve_traces(volumes, "evaluations", "volume", 3)
+def _hypervolume_chart(task: TaskResults) -> Chart | None:
+    columns = ("evaluations", "minutes", "volume")
+    data = _curve_traces(
+        _curves_by_searcher(
+            Curve(str(searcher), int(part["seed"].iloc[0]), *(part[name].to_numpy() for name in columns))
+            for (searcher, _), part in hypervolume_frame([task]).groupby(["searcher", "seed"], sort=False)
+        ),
+        "evaluations",
+        3,
+    )
     x, y = {"title": {"text": "evaluations"}}, {"title": {"text": "hypervolume"}}
     return _build_chart(f"Hypervolume of latency and accuracy; {BAND_LEGEND}", data, x, y) if data else None
 
 
-def _curve_traces(
-    curves: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: str, digits: int
-) -> list[Chart]:
+def _curve_traces(curves: Curves, over: Literal["evaluations", "minutes"], digits: int) -> list[Chart]:
     return [
         trace
-        for index, name, part in _iter_series(curves)
-        for trace in _step_traces(index, name, part, over, (figure, digits))
+        for index, (name, seeds) in enumerate(curves.items())
+        for trace in _step_traces(index, name, seeds, over, digits)
     ]
 
 
-def _iter_series(curves: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]]:
-    for index, (name, part) in enumerate(curves.groupby("searcher", sort=False)):
-        yield index, str(name), part
-
-
 def _step_traces(
-    index: int, name: str, part: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: tuple[str, int]
+    index: int, name: str, seeds: Sequence[Curve], over: Literal["evaluations", "minutes"], digits: int
 ) -> list[Chart]:
     """Return the curve of a searcher in steps with the band of its interval, one legend group."""
-    value, digits = figure
-    steps = median_band(part, over, value)
-    if not len(steps):
+    own = [curve.evaluations if over == "evaluations" else curve.minutes for curve in seeds]
+    found, steps = median_steps(zip(own, (curve.values for curve in seeds), strict=True))
+    if not steps:
         return []
-    steps.loc[part[over].max()] = steps.iloc[-1]  # the last incumbent remains until the end of the search
+    places, last = found.tolist(), max(float(each.max()) for each in own)
+    if places[-1] != last:  # the last incumbent remains until the end of the search
+        places.append(last)
+        steps.append(steps[-1])
     colour, line, _ = series_style(index)
-    shared = {"type": "scatter", "x": _as_floats(steps.index), "legendgroup": name}
+    middle, low, high = (_as_floats(column) for column in zip(*steps, strict=True))
+    shared = {"type": "scatter", "x": _as_floats(places), "legendgroup": name}
     edge = {**shared, **NO_HOVER_NO_LEGEND, "mode": "lines", "line": {"shape": "hv", "width": 0, "color": colour}}
     return [
-        {**edge, "y": _as_floats(steps["low"])},
-        {**edge, "y": _as_floats(steps["high"]), "fill": "tonexty", "fillcolor": _translucent(colour)},
+        {**edge, "y": low},
+        {**edge, "y": high, "fill": "tonexty", "fillcolor": _translucent(colour)},
         {
             **shared,
             "name": escape(name),
-            "y": _as_floats(steps["value"]),
+            "y": middle,
             "mode": "lines",
             "line": {"shape": "hv", "width": 2, "color": colour, "dash": PLOTLY_DASH_BY_LINE[line]},
-            "customdata": [_as_floats(pair) for pair in steps[["low", "high"]].to_numpy()],
+            "customdata": [list(pair) for pair in zip(low, high, strict=True)],
             "hovertemplate": f"%{{x:.4~g}} {over}: %{{y:.{digits}f}} "
             f"[%{{customdata[0]:.{digits}f}}, %{{customdata[1]:.{digits}f}}]",
         },
     ]
 
 
-def _marker_traces(index: int, name: str, marks: pd.DataFrame, shift: float) -> list[Chart]:
+def _marker_traces(index: int, name: str, marks: Sequence[Mapping[Any, Any]], shift: float) -> list[Chart]:
     """Return the confirmed speedups of a searcher at each budget."""
-    if marks.empty:
+    if not marks:
         return []
     colour, _, mark = series_style(index)
+    budgets, speedups, low, high = (
+        np.array([line[key] for line in marks], dtype=float) for key in ("budget", "speedup", "low", "high")
+    )
     return [
         {
             "type": "scatter",
@@ -143,31 +162,37 @@ def _marker_traces(index: int, name: str, marks: pd.DataFrame, shift: float) -> 
             "name": f"{escape(name)}, confirmed",
             "legendgroup": name,
             "showlegend": False,
-            "x": _as_floats(marks["budget"] + shift),
-            "y": _as_floats(marks["speedup"]),
-            "error_y": _error_bars(marks["speedup"], marks["low"], marks["high"], colour),
+            "x": _as_floats(budgets + shift),
+            "y": _as_floats(speedups),
+            "error_y": _error_bars(speedups, low, high, colour),
             "marker": {
                 "color": colour,
                 "symbol": PLOTLY_SYMBOL_BY_MARKER[mark],
                 "size": 8,
                 "line": {"color": "#fff", "width": 1},
             },
-            "customdata": [_as_floats(three) for three in marks[["budget", "low", "high"]].to_numpy()],
+            "customdata": [_as_floats(three) for three in zip(budgets, low, high, strict=True)],
             "hovertemplate": "confirmed at %{customdata[0]}: %{y:.2f} [%{customdata[1]:.2f}, %{customdata[2]:.2f}]",
         }
     ]
 
 
-def _latency_chart(task: TaskResults, samples: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
+def _latency_chart(task: TaskResults, labels: Mapping[str, str]) -> Chart | None:
     """Return the distribution of the confirmation's samples by row, with the latency of the tables and the floor."""
     known = [row for row in labels if row in task.summaries]
     if not known:
         return None
     names, noise_floor = [labels[row] for row in known], task.noise_floor
-    parts = [samples[samples["row"] == row] for row in known]
+    samples_ms: dict[str, dict[int, list[float]]] = {row: {} for row in known}
+    for turn in valid_turns(task.events):
+        if turn.row in samples_ms:
+            samples_ms[turn.row].setdefault(turn.build, []).extend(turn.samples_ms)
+    parts = [list(chain.from_iterable(builds.values())) for builds in samples_ms.values()]
     table_ms = [task.summaries[row].latency_ms.value for row in known]
-    low, first, third, high = np.array([np.quantile(p["latency_ms"], [0.05, 0.25, 0.75, 0.95]) for p in parts]).T
-    builds = [(place, value) for place, p in enumerate(parts) for value in p.groupby("build")["latency_ms"].median()]
+    low, first, third, high = np.array([np.quantile(part, [0.05, 0.25, 0.75, 0.95]) for part in parts]).T
+    builds = [
+        (place, median(values)) for place, row in enumerate(known) for _, values in sorted(samples_ms[row].items())
+    ]
     rows = list(range(len(known)))
     shared: Chart = {"y": rows, "text": [escape(name) for name in names]}
     data: list[Chart] = [
@@ -258,4 +283,4 @@ def _translucent(colour: str, share: float = 0.12) -> str:
 
 
 def _as_floats(values: Any) -> list[float]:
-    return [float(f"{value:.6g}") for value in np.asarray(values, dtype=float)]
+    return [float(f"{value:.6g}") for value in np.asarray(values, dtype=float).tolist()]

@@ -113,7 +113,7 @@ def _draw_searches(task: TaskResults, budgets: pd.DataFrame, out: Path) -> Itera
 
 
 def _draw_confirmed(task: TaskResults, main: pd.DataFrame, out: Path) -> Iterator[Path]:
-    labels = row_labels(task, main)
+    labels = row_labels(task, main.to_dict("records"))
     known = [row for row in labels if row in task.summaries]
     samples = dict(iter(sample_frame([task]).groupby("row")))
     rows = {labels[row]: samples[row] for row in known}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +25,7 @@ from harness.text import printable_lines
 
 __all__ = [
     "SERIES_COLOURS", "add_legend", "draw_budget_bars", "draw_curves", "draw_latencies", "draw_pareto", "figure_file",
-    "median_band", "series_style",
+    "median_band", "median_steps", "series_style",
 ]  # fmt: skip
 
 Values = npt.NDArray[Any]
@@ -117,7 +117,17 @@ def median_band(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], v
     Returns:
         Columns value, low, high: the 95 % interval of the median, the range below six seeds.
     """
-    steps = [_change_points(part[over].to_numpy(), part[value].to_numpy()) for _, part in curves.groupby("seed")]
+    places, lines = median_steps((part[over].to_numpy(), part[value].to_numpy()) for _, part in curves.groupby("seed"))
+    return pd.DataFrame(lines, index=pd.Index(places, name=over), columns=["value", "low", "high"])
+
+
+def median_steps(seeds: Iterable[tuple[Values, Values]]) -> tuple[Values, list[tuple[float, float, float]]]:
+    """Return `median_band` as places, and value, low and high at each.
+
+    Args:
+        seeds: Places and figures of each seed, of the same length.
+    """
+    steps = [_change_points(own, figures) for own, figures in seeds]
     places = np.unique(np.concatenate([places for places, _ in steps])) if steps else np.empty(0)
     columns = []
     for own, values in steps:
@@ -130,8 +140,7 @@ def median_band(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], v
         kept = np.linspace(0, len(table) - 1, MAX_CURVE_STEPS).astype(int)
         table, places = table[kept], places[kept]
     found = [median_ci(row) for row in table]
-    lines = [(interval.value, interval.low, interval.high) for interval in found]
-    return pd.DataFrame(lines, index=pd.Index(places, name=over), columns=["value", "low", "high"])
+    return places, [(interval.value, interval.low, interval.high) for interval in found]
 
 
 def _change_points(places: Values, values: Values) -> tuple[Values, Values]:

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
-from harness.report.frames.main_frame import UNUSABLE_DECISIONS, with_backend_column
+from harness.report.frames.main_frame import UNUSABLE_DECISIONS, rows_by_task, with_backend_column
 from harness.report.load.display_names import score_column_title
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
@@ -102,10 +102,10 @@ def decision_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     """
     tasks = {task.name: task for task in results.tasks}
     lines = []
-    for name, part in main.groupby("task", sort=False):
-        task = tasks.get(str(name))
+    for name, rows in rows_by_task(main).items():
+        task = tasks.get(name)
         sizes = {} if task is None else sizes_of(task)
-        for role, line in _iter_roles(part.to_dict("records"), results.stored, _search_losses(task)):
+        for role, line in _iter_roles(rows, results.stored, _search_losses(task)):
             size = sizes.get(line["row"])
             facts = {"role": role, "batch": _batch_size(task), "megabytes": None if size is None else size / 1e6}
             lines.append({**line, **facts})

@@ -277,10 +277,12 @@ def _tool_note(task: TaskResults) -> str:
 def _worst_output_notes(results: Results, main: pd.DataFrame) -> Iterator[str]:
     """Yield the output, or part of one, that the fidelity of each row is measured on, if a model has several."""
     for task in results.tasks:
-        labels, notes = row_labels(task, main), {row: str(score.get("note")) for row, score in task.scores.items()}
-        worst = [f"{labels[row]}: {name}" for row in labels if (name := notes.get(row, "").partition(WORST_PREFIX)[2])]
-        if worst:
-            yield f"Worst output by fidelity, {task.name}: {'; '.join(worst)}."
+        notes = {row: str(score.get("note")).partition(WORST_PREFIX)[2] for row, score in task.scores.items()}
+        if any(notes.values()):
+            labels = row_labels(task, main[main["task"] == task.name].to_dict("records"))
+            worst = [f"{label}: {notes[row]}" for row, label in labels.items() if notes.get(row)]
+            if worst:
+                yield f"Worst output by fidelity, {task.name}: {'; '.join(worst)}."
 
 
 def _disturbed_rows(task: TaskResults) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from harness.report.frames.confirmation import speedups_at
-from harness.report.frames.curves import curve_frame, hypervolume_frame
+from harness.report.frames.curves import Curve, hypervolume_frame, iter_speedup_curves
 from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import ReportTable, format_interval, pluralize
 from harness.report.statistics import (
@@ -118,15 +118,17 @@ def score_frame(results: Results) -> pd.DataFrame:
 def _score_rows(task: TaskResults, uses: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if task.goal.minimize != "latency":
         return
-    curves = curve_frame([task])
-    random = next((name for name in curves["searcher"].unique() if uses.get(name, (name,))[0] == RANDOM_SEARCHER), None)
+    curves: dict[str, list[Curve]] = {}
+    for curve in iter_speedup_curves(task):
+        curves.setdefault(curve.searcher, []).append(curve)
+    random = next((name for name in curves if uses.get(name, (name,))[0] == RANDOM_SEARCHER), None)
     if random is None:
         return
     initial: dict[str, set[int]] = {}
     for search in task.searches:
         initial.setdefault(search.searcher, set()).add(search.initial)
-    first, last = max(initial[random]), int(curves["evaluations"].max())
-    latency = {str(name): _latency_ratios(part, last) for name, part in curves.groupby("searcher", sort=False)}
+    first, last = max(initial[random]), max(int(each.evaluations[-1]) for seeds in curves.values() for each in seeds)
+    latency = {name: _latency_ratios(seeds, last) for name, seeds in curves.items()}
     best = min(float(values.min()) for values in latency.values())
     for name, values in latency.items():
         scores = score_against_random(values, latency[random].mean(axis=0), best, first)
@@ -137,11 +139,15 @@ def _score_rows(task: TaskResults, uses: Mapping[str, Any]) -> Iterator[dict[str
             yield {"task": task.name, "searcher": name, "seeds": len(scores), **figures}
 
 
-def _latency_ratios(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _latency_ratios(curves: Iterable[Curve], last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the latency of the incumbent over that of the float model: [seed, evaluation]; 1 before the first."""
-    table = curves.set_index(["seed", "evaluations"])["speedup"].unstack()
-    whole = table.reindex(columns=range(1, last + 1)).ffill(axis=1).fillna(1.0)
-    return 1 / whole.to_numpy(dtype=float)
+    whole = [
+        np.concatenate([
+            np.ones(curve.evaluations[0] - 1), curve.values, np.full(last - curve.evaluations[-1], curve.values[-1])
+        ])
+        for curve in sorted(curves, key=lambda curve: curve.seed)
+    ]  # fmt: skip
+    return 1 / np.array(whole)
 
 
 def pair_frame(results: Results) -> pd.DataFrame:

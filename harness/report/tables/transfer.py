@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -85,10 +85,11 @@ def transfer_frame(results: Results) -> pd.DataFrame:
     for across in ("backends", "models"):
         for (within, precision), tasks in _task_families(results, across).items():
             facts = {"across": across, "within": within, "precision": precision}
+            best = {task.name: _best_pick(task) for task in tasks}
             family = [
                 {**facts, "source": _task_label(source, across), "target": _task_label(target, across), **line}
                 for source, target in itertools.product(tasks, tasks)
-                if (line := _transfer_row(source, target, across)) is not None
+                if (line := _transfer_row(source, target, best, across)) is not None
             ]
             if any(line["source"] != line["target"] for line in family):
                 lines += family
@@ -130,8 +131,10 @@ def _best_pick(task: TaskResults) -> Choice | None:
     return best_choice(pick for pick in task.picks if pick.row in task.summaries and not task.wrong(pick.row))
 
 
-def _transfer_row(source: TaskResults, target: TaskResults, across: str) -> dict[str, Any] | None:
-    pick, own = _best_pick(source), _best_pick(target)
+def _transfer_row(
+    source: TaskResults, target: TaskResults, best_picks: Mapping[str, Choice | None], across: str
+) -> dict[str, Any] | None:
+    pick, own = best_picks[source.name], best_picks[target.name]
     row = None if pick is None else pick.row if source is target else _transferred_row(pick, source, target, across)
     if pick is None or row is None or row not in target.summaries:
         return None

@@ -134,6 +134,8 @@ def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):
     assert scored.to_dict() == {"random": 2, "tpe": 2}, "what was not scored is not counted"
     assert (folder / "report" / "volume.md").read_text().count("| 2 ") == 2
     task, main = results.tasks[0], main_frame(results)
-    charts = build_charts(task, main, budget_frame(results), row_labels(task, main))
+    charts = build_charts(
+        task, main, budget_frame(results).to_dict("records"), row_labels(task, main.to_dict("records"))
+    )
     drawn = next(chart for chart in charts if chart["title"].startswith("Hypervolume"))
     assert max(trace["x"][-1] for trace in drawn["data"]) == 6.0

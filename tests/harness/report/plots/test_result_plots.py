@@ -98,7 +98,9 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
     monkeypatch.setattr(result_plots, "draw_latencies", lambda samples, table_ms, *_: drawn.update(table_ms))
     draw_plots(results, folder / "report")
     assert drawn["random"] == pytest.approx(table_ms)
-    charts = build_charts(task, main, budget_frame(results), row_labels(task, main))
+    charts = build_charts(
+        task, main, budget_frame(results).to_dict("records"), row_labels(task, main.to_dict("records"))
+    )
     chart = next(chart for chart in charts if chart["title"].startswith("Latency of the confirmation"))
     marks = next(trace for trace in chart["data"] if trace["name"] == "latency as in the tables")
     assert marks["x"][marks["text"].index("random")] == pytest.approx(table_ms, rel=1e-5)
@@ -107,7 +109,9 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
 def test_marks_that_lie_together_show_each_other(folder):
     results = load(folder)
     task, main = results.tasks[0], main_frame(results)
-    charts = build_charts(task, main, budget_frame(results), row_labels(task, main))
+    charts = build_charts(
+        task, main, budget_frame(results).to_dict("records"), row_labels(task, main.to_dict("records"))
+    )
     chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
     rows = [trace for trace in chart["data"] if "error_x" in trace]
     assert len(rows) == 4
