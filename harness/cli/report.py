@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,17 @@ def report(
 
     Example: `qdq report out/quickstart`
     """
+    _import_pandas_alone()
     show_report(folder, task_plots=plots, as_json=as_json)
+
+
+def _import_pandas_alone() -> None:
+    """Import pandas without pyarrow, which takes 34 MiB and which no table of a report needs."""
+    if {"pandas", "pyarrow"}.isdisjoint(sys.modules):
+        sys.modules["pyarrow"] = None  # type: ignore[assignment]  # an import raises ImportError
+        import pandas  # noqa: F401
+
+        del sys.modules["pyarrow"]
 
 
 @contextmanager
@@ -63,7 +74,6 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
     from harness.report.tables.summary import summary_table
-    from harness.shipping.results_bundle import ship_results
     from harness.terminal_progress import TerminalProgress
 
     folder, task_plots = short_path(folder), False if ship else task_plots
@@ -75,6 +85,8 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
         results, tables = current
     mains = [table.raw for table in tables if table.name == "main"]
     if ship:
+        from harness.shipping.results_bundle import ship_results
+
         with TerminalProgress() as terminal:
             for main in mains:
                 ship_results(results, main, terminal)

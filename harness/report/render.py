@@ -20,7 +20,6 @@ from harness.report.frames.main_frame import finalist_frame, main_frame, precisi
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.results import load as load_results
 from harness.report.load.task_files import GRAPH_FILE, exported, read_graph, sizes_of, write_graph
-from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_cache import PlotCache
 from harness.report.plots.plot_files import MAX_TASKS_WITH_PLOTS, draw_plots
@@ -192,6 +191,8 @@ def _update_graphs(tasks: Sequence[TaskResults], observer: Observer) -> None:
         for task in tasks:
             known = sizes_of(task)
             if any(name not in known and exported(task, row).exists() for name, row in task.rows.items()):
+                from harness.report.page.graph_snapshots import load_task_graph  # imports ONNX
+
                 graph = load_task_graph(task)
                 if graph is not None:
                     write_graph(task, graph)

@@ -21,11 +21,13 @@ from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 
 __all__ = [
     "MIN_BLOCKS", "MIN_BLOCKS_FOR_WILCOXON", "FriedmanRanks", "compare_pairs", "compare_with", "compute_ranks",
-    "effect_size", "geometric_mean", "mean_ratio_over_blocks", "quartiles", "score_against_random", "smallest_p_value",
+    "effect_size", "geometric_mean", "mean_ratio_over_blocks", "quartiles", "rank_values", "score_against_random",
+    "smallest_p_value",
 ]  # fmt: skip
 
 MIN_BLOCKS = 3  # for the interval of a mean and for Friedman's test; fewer say nothing about other tasks
 MIN_BLOCKS_FOR_WILCOXON = 6  # Wilcoxon's test can then be significant at 5 %, see `smallest_p_value`
+MAX_EXACT_BLOCKS = 50  # SciPy's test is exact up to it, without zeros and ties
 #: With more of both, Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2).
 MANY_BLOCKS, MANY_METHODS = 10, 5
 PERMUTATION_RESAMPLES = 19_999
@@ -84,20 +86,27 @@ def compute_ranks(values: pd.DataFrame, unit: str = "task") -> FriedmanRanks:
     Raises:
         ValueError: There is no block or no method.
     """
-    from scipy.stats import rankdata, studentized_range
-
     blocks, methods = values.shape
     if not blocks or not methods:
         raise ValueError(f"ranks need blocks and methods, but got {blocks} and {methods}")
-    ranks = rankdata(-values.to_numpy(dtype=float), axis=1)
+    ranks = np.apply_along_axis(rank_values, 1, -values.to_numpy(dtype=float))
     means = zip(map(str, values.columns), ranks.mean(axis=0).tolist(), strict=True)
     mean = dict(sorted(means, key=lambda pair: pair[1]))
     p_value = critical = None
     if blocks >= MIN_BLOCKS and methods > 2:
+        from scipy.stats import studentized_range  # SciPy's statistics take 46 MiB
+
         p_value = _friedman_p_value(ranks)
         q = float(studentized_range.ppf(0.95, methods, np.inf)) / math.sqrt(2)
         critical = q * math.sqrt(methods * (methods + 1) / (6 * blocks))
     return FriedmanRanks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical, unit=unit)
+
+
+def rank_values(values: Floats) -> Floats:
+    """Return ranks from 1, the smallest value first; ties share the mean of theirs."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    return ranks
 
 
 def _friedman_p_value(ranks: Floats) -> float:
@@ -219,11 +228,27 @@ def smallest_p_value(blocks: int, comparisons: int) -> float:
 
 
 def _wilcoxon_p_value(differences: Floats) -> float:
-    from scipy.stats import wilcoxon
-
     if not np.any(differences):
         return 1.0
+    if len(differences) > MAX_EXACT_BLOCKS:
+        return _pratt_p_value(differences)
+    from scipy.stats import wilcoxon
+
     return float(wilcoxon(differences, zero_method="pratt").pvalue)
+
+
+def _pratt_p_value(differences: Floats) -> float:
+    """Return p by the normal distribution, with Pratt's zeros and ties (Cureton, JASA 62, 1967), as SciPy does."""
+    from scipy.special import ndtr
+
+    ranks, zeros = rank_values(np.abs(differences)), int(np.sum(differences == 0))
+    _, ties = np.unique(ranks[differences != 0], return_counts=True)
+    blocks = len(differences)
+    mean = (blocks * (blocks + 1) - zeros * (zeros + 1)) / 4
+    variance = float(blocks * (blocks + 1) * (2 * blocks + 1) - zeros * (zeros + 1) * (2 * zeros + 1))
+    variance -= 0.5 * float(np.sum(ties * (ties**2 - 1.0)))
+    distance = abs(float(ranks[differences > 0].sum()) - mean) / math.sqrt(variance / 24)
+    return float(min(1.0, 2 * ndtr(-distance)))
 
 
 def _holm_adjust(p_values: Floats) -> Floats:

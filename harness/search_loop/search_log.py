@@ -24,17 +24,28 @@ JOURNAL_NAME = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredEvaluation:
-    """Evaluation with a measured metric; see `harness.search_loop.journal_reader.Evaluation` for the other attributes.
+class LoggedEvaluation:
+    """`harness.search_loop.journal_reader.Evaluation` without what takes much memory.
 
     Attributes:
-        value: Value of the metric.
+        is_float: The placement has no Q/DQ pair.
     """
 
     evaluations: int
     elapsed_s: float
     digest: str
     latency_ms: float
+    is_float: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEvaluation(LoggedEvaluation):
+    """Evaluation with a measured metric.
+
+    Attributes:
+        value: Value of the metric.
+    """
+
     value: float
 
 
@@ -63,7 +74,7 @@ class SearchLog:
     successes: int
     failures: Mapping[str, int]
     initial: int
-    incumbents: tuple[Evaluation, ...]
+    incumbents: tuple[LoggedEvaluation, ...]
     scored: tuple[ScoredEvaluation, ...]
     float_ms: float | None
     float_value: float | None
@@ -120,16 +131,20 @@ def read_search(
         UserError: The journal is damaged or has another schema.
     """
     tally, name = _CostTally(), metric or ""
-    incumbents, scored, floats = list[Evaluation](), list[ScoredEvaluation](), list[Evaluation]()
+    incumbents, scored, floats = list[LoggedEvaluation](), list[ScoredEvaluation](), list[Evaluation]()
+    best: Evaluation | None = None
     latencies_ms: dict[str, float] = {}  # of a placement that was measured again, the last
     for trial in iter_evaluations(tally.count(read_journal(path)), goal):
         latencies_ms[trial.digest] = trial.latency_ms
-        if is_new_incumbent(trial, incumbents[-1] if incumbents else None):
-            incumbents.append(trial)
+        is_float = not any(trial.choices)
+        facts = {key: getattr(trial, key) for key in ("evaluations", "elapsed_s", "digest", "latency_ms")}
+        facts["is_float"] = is_float and bool(trial.choices)
+        if is_new_incumbent(trial, best):
+            best = trial
+            incumbents.append(LoggedEvaluation(**facts))
         if name in trial.score.metrics:
-            facts = {key: getattr(trial, key) for key in ("evaluations", "elapsed_s", "digest", "latency_ms")}
             scored.append(ScoredEvaluation(**facts, value=trial.score.metrics[name]))
-        if not any(trial.choices):
+        if is_float:
             floats.append(trial)
     for digest, latency_ms in latencies_ms.items():
         readings[digest].append(latency_ms)

@@ -23,11 +23,12 @@ from pathlib import Path
 import yaml
 
 CHILD = """
-import json, resource, sys, time
-from pathlib import Path
-from harness.report.render import write_report
-folder = Path(sys.argv[1])
-write_report(folder)
+import json, resource, sys
+from {} import main
+try:
+    main(["report", sys.argv[1]])
+except SystemExit as end:
+    assert not end.code
 use = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 print(json.dumps([sum(u.ru_utime + u.ru_stime for u in use), max(u.ru_maxrss for u in use) / 2**10]))
 """
@@ -76,6 +77,11 @@ def run_python(checkout: Path, *arguments: object) -> str:
     return subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
+def command_module(checkout: Path) -> str:
+    """Return the module of the command `qdq`, which was moved after commit 3ca0195."""
+    return "harness.cli.main" if (checkout / "harness" / "cli").exists() else "harness.cli"
+
+
 def rename_task(path: Path, model: str) -> None:
     """Replace the label in the facts of a copied task, and its checksum, which commit 3ca0195 has not."""
     body = json.loads(path.read_text().replace("m000", model))
@@ -91,8 +97,7 @@ def write_results(checkout: Path, folder: Path, tasks: int, evaluations: int) ->
                        cwd=checkout, check=True)  # fmt: skip
     run_python(checkout, MODEL, folder / "net.onnx")
     write_experiment(folder / "two.yaml", 1, evaluations)
-    module = "harness.cli.main" if (checkout / "harness" / "cli").exists() else "harness.cli"
-    run_python(checkout, COMMAND.format(module), "run", folder / "two.yaml", "--out", folder / "two")
+    run_python(checkout, COMMAND.format(command_module(checkout)), "run", folder / "two.yaml", "--out", folder / "two")
     results = folder / "many"
     results.mkdir()
     write_experiment(results / "experiment.yaml", tasks // 2, evaluations)
@@ -116,7 +121,9 @@ def main() -> None:
     for checkout in (path.resolve() for path in options.checkouts):
         with tempfile.TemporaryDirectory() as scratch:
             results = write_results(checkout, Path(scratch), options.tasks, options.evaluations)
-            cpu_s, most_mib = json.loads(run_python(checkout, CHILD, results).splitlines()[-1])
+            cpu_s, most_mib = json.loads(
+                run_python(checkout, CHILD.format(command_module(checkout)), results).splitlines()[-1]
+            )
             page_mb = (results / "report" / "index.html").stat().st_size / 1e6
             plots = len(list((results / "report").rglob("*.svg")))
             print(f"| {checkout} | {cpu_s:.0f} | {most_mib:.0f} | {page_mb:.1f} | {plots} |", flush=True)

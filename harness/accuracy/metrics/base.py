@@ -16,6 +16,7 @@ from harness.accuracy.data.batching import image_input, image_size, make_batch, 
 from harness.accuracy.data.datasets import ImageDataset, open_images
 from harness.accuracy.data.preprocess import Prepared, Size, open_preprocess, parse_plugin_spec, preprocess_fingerprint
 from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json
+from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
@@ -34,8 +35,6 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
-NEGLIGIBLE_SCORE = 0.01
-"""A float model with less of a metric that ends at 1 is not the one that labels and preprocessing are for."""
 
 
 def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from harness.accuracy.data.decode import DetectionDecoder, Detections, format_ou
 from harness.accuracy.data.detector_layout import suggest_decoder
 from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec
 from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts
-from harness.accuracy.metrics.base import NEGLIGIBLE_SCORE, LabelledImages
+from harness.accuracy.metrics.base import LabelledImages
 from harness.accuracy.metrics.box_matching import CategoryMatches, interpolate_precision, match_boxes
-from harness.accuracy.metrics.intervals import encode_evidence
+from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 

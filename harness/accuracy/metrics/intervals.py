@@ -27,6 +27,7 @@ from harness.statistics import Interval
 
 __all__ = [
     "MIN_IMAGES",
+    "NEGLIGIBLE_SCORE",
     "RESAMPLES",
     "Estimate",
     "check_consistency",
@@ -45,6 +46,8 @@ MIN_IMAGES = 20
 RESAMPLES = 1000
 """Draws of the images."""
 CONFIDENCE_LEVEL = 0.95
+NEGLIGIBLE_SCORE = 0.01
+"""A float model with less of a metric that ends at 1 is not the one that labels and preprocessing are for."""
 MAX_RESAMPLING_BYTES = 256 * 2**20
 MAX_IMAGES = 1_000_000
 ROUNDING_TOLERANCE = 1e-6

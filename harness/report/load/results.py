@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.metrics.base import NEGLIGIBLE_SCORE
-from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
+from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy, drop_estimate
 from harness.errors import UserError
 from harness.records import Failed
 from harness.report.load.stored_experiment import (

@@ -33,10 +33,10 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
         values: Variables of the template.
     """
     sources = [_read_asset(name) for name in scripts]
-    filled: str = (
+    parts = (
         _template_environment()
         .get_template(template)
-        .render(
+        .stream(
             **values,
             style=Markup(_read_asset("style.css")),
             scripts=[Markup(source) for source in sources],
@@ -44,7 +44,8 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
             data=Markup(_encode_json(data)),
         )
     )
-    return filled
+    parts.enable_buffering(1000)  # each cell of a table has several parts
+    return "".join(parts)
 
 
 def pack_json(data: Any) -> str:

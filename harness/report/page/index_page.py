@@ -85,7 +85,7 @@ def render_index(
         "partial": partial_note(results),
         "progress": progress_note(results),
         "verdicts": [_task_verdict(task, lines.get(task.name, ())) for task in results.tasks],
-        "tables": [table_json(table) for table in tables],
+        "tables": map(table_json, tables),  # one after the other, as all cells take much memory
         "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
         "tasks": [
             {

@@ -34,6 +34,7 @@ SERIES_LINES = ("-", "--", "-.", ":")
 SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 PLOT_METADATA: Mapping[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+PNG_DPI, MAX_PNG_HEIGHT_PX = 200, 4000  # four bytes a pixel are in memory, more than once
 MAX_CURVE_STEPS = 2000  # more than a plot has dots across
 CURVE_NOTE = (
     "median over seeds with its 95 % interval, the range below six seeds;\n"
@@ -75,8 +76,9 @@ def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) ->
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        dpi = min(PNG_DPI, MAX_PNG_HEIGHT_PX / height)
         for kind in PLOT_FILE_FORMATS:
-            figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=PLOT_METADATA.get(kind))
+            figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=dpi, metadata=PLOT_METADATA.get(kind))
             figure.set_layout_engine("none")  # the layout of the first format serves all; it takes a third of a save
 
 

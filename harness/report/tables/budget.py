@@ -145,7 +145,7 @@ def _gains_ms(task: TaskResults) -> dict[str, float]:
         return {}
     confirmed = {name: task.summaries[name].speedup.value for name in digests & (task.summaries.keys() - {FLOAT_ROW})}
     if any(pick.kind == "search" and pick.row == FLOAT_ROW for pick in task.picks):
-        confirmed |= {step.digest: 1.0 for step in incumbents if step.choices and not any(step.choices)}
+        confirmed |= {step.digest: 1.0 for step in incumbents if step.is_float}
     read = {digest: task.selection_speedups.get(digest, base_ms / task.latencies_ms[digest]) for digest in digests}
     speedups = read | confirmed
     compared = confirmed

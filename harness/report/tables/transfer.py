@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from harness.report.frames.main_frame import backend_label
 from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import ReportTable, format_interval
+from harness.report.statistics import rank_values
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
 
@@ -163,8 +165,6 @@ def similarity_frame(results: Results) -> pd.DataFrame:
     Returns:
         Columns model, precision, first, second, rows, spearman.
     """
-    from scipy.stats import spearmanr
-
     lines = []
     for (model, precision), tasks in _task_families(results, "backends").items():
         for one, two in itertools.combinations(tasks, 2):
@@ -173,8 +173,9 @@ def similarity_frame(results: Results) -> pd.DataFrame:
                 continue
             latency_ms = [[task.summaries[row].latency_ms.value for row in shared] for task in (one, two)]
             names = {"first": backend_label(one), "second": backend_label(two)}
+            ranks = [rank_values(np.array(values)) for values in latency_ms]
             facts = {"model": model, "precision": precision, **names, "rows": len(shared)}
-            lines.append({**facts, "spearman": float(spearmanr(*latency_ms).statistic)})
+            lines.append({**facts, "spearman": float(np.asarray(np.corrcoef(ranks))[0, 1])})
     return pd.DataFrame(lines, columns=["model", "precision", "first", "second", "rows", "spearman"])
 
 
