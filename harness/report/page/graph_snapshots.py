@@ -12,7 +12,7 @@ from harness.graph.io.files import model_files
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover_regions
+from harness.graph.partition.regions import Region, discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import BUILTIN_DIALECTS
@@ -39,7 +39,7 @@ def load_task_graph(task: TaskResults) -> dict[str, Any] | None:
         return kept
     model = load(path, source=str(task.facts.get("source", task.facts["model"])))
     root = discover_regions(model)
-    scene = build_scene(model, root, find_patterns(model, root), _task_dimensions(task, model))
+    scene = build_scene(model, root, find_patterns(model, root), _task_dimensions(task, model, root))
     same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
     before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
     files = {row.id: exported(task, row) for row in task.rows.values() if exported(task, row).exists()}
@@ -51,14 +51,15 @@ def load_task_graph(task: TaskResults) -> dict[str, Any] | None:
     }
 
 
-def _task_dimensions(task: TaskResults, model: Model) -> tuple[Dimension, ...]:
+def _task_dimensions(task: TaskResults, model: Model, root: Region) -> tuple[Dimension, ...]:
     """Return the insertion points of the task's dialect, if it is built in: a report imports no plug-in."""
     name = str(task.facts.get("dialect_use"))
     dialect = BUILTIN_DIALECTS.get(name)
     if dialect is None:
         logger.warning("%s: no insertion points on the page: %s is not a dialect of qdq-bench", task.name, name)
         return ()
-    return build_space(model, dialect, precisions=quantized_precisions(str(task.facts["precision"]))).dimensions
+    precisions = quantized_precisions(str(task.facts["precision"]))
+    return build_space(model, dialect, precisions=precisions, root=root).dimensions
 
 
 def _marks_by_row(task: TaskResults, model: Model) -> Mapping[str, list[list[Any]]]:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import friedmanchisquare, rankdata
+from scipy.stats import friedmanchisquare, rankdata, wilcoxon
 
 from harness.report.report_table import format_interval, pluralize
 from harness.report.statistics import (
@@ -100,6 +100,18 @@ def test_pairs_have_a_ratio_an_effect_and_a_corrected_test():
     assert row["p_holm"] == pytest.approx(3 * 2 / 2**8)
     assert found.loc[("bad", "same"), "p_holm"] == 1.0
     assert found.loc[("bad", "same"), "chance"] == 0.5
+
+
+@pytest.mark.parametrize("digits", [0, 1, 6], ids=["ties and zeros", "ties", "neither"])
+def test_many_blocks_have_the_p_of_scipy(digits):
+    ratios = np.round(np.random.default_rng(3).normal(0.1, 1.0, 120), digits)
+    seeds = {
+        "one": {f"b{i}": [float(np.exp(ratio))] for i, ratio in enumerate(ratios)},
+        "two": {f"b{i}": [1.0] for i in range(120)},
+    }
+    found = compare_pairs(seeds)["p_value"].item()
+    logs = np.log([seeds["one"][block][0] for block in seeds["one"]])
+    assert found == pytest.approx(wilcoxon(logs, zero_method="pratt", method="asymptotic").pvalue, rel=1e-12)
 
 
 def test_with_a_control_only_its_own_comparisons_are_paid_for():

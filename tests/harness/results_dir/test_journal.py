@@ -172,6 +172,14 @@ def test_damaged_lines_are_named(path, line, message):
         list(read_journal(path))
 
 
+def test_a_second_result_is_named(path):
+    with Journal(path, FINGERPRINT) as journal:
+        for line in (proposal(0), result(0), result(0)):
+            journal.append(line)
+    with pytest.raises(UserError, match="line 4: an outcome without its proposal"):
+        list(read_journal(path))
+
+
 FULL = """
 import resource, sys
 from pathlib import Path

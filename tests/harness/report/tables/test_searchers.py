@@ -296,6 +296,25 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
     assert "all" not in data["graph"]["marks"]
 
 
+def test_graphs_are_read_again_only_if_a_model_is_another(with_models, monkeypatch):
+    module = importlib.import_module("harness.report.page.graph_snapshots")
+    read = []
+    monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
+    render(with_models)
+    assert read == [TASK]
+    monkeypatch.undo()
+    render(with_models)
+    monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
+    shutil.rmtree(with_models / "report")
+    render(with_models)
+    assert read == [TASK], "the stored graph is that of the models"
+    body = json.loads((with_models / TASK / "graph.json").read_text())
+    body["rows"]["all"] = "of another file"
+    write_json(with_models / TASK / "graph.json", body)
+    render(with_models)
+    assert read == [TASK, TASK]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
 def test_a_damaged_graph_is_left_out(folder, text):
     (folder / TASK / "graph.json").write_text(text)
