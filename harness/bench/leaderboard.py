@@ -95,7 +95,7 @@ def read_results(folders: Sequence[Path], tier: TierName) -> Results:
                 raise UserError(f"{folder}: a searcher called {name!r} is in another submission too; give it a label")
             if record.budget < budget or not record.tasks.keys() >= tasks.keys():
                 raise UserError(f"{folder}: {name} lacks tasks or evaluations of the tier {tier}")
-            records[name] = record
+            records[name] = record.model_copy(update={"tasks": {task: record.tasks[task] for task in tasks}})
             for task in tasks:
                 paths, seeds = cache.paths_by_seed(record.key(name, task)), range(record.tasks[task].seeds)
                 if not paths.keys() >= set(seeds):
