@@ -87,7 +87,7 @@ def test_a_function_of_this_program_scores_and_a_class_searches(
     assert result.folder == Path("results/autotune")
     table = result.table().set_index("method")
     assert {"float", "linear", "Redraw", "random"} == set(table.index)
-    assert table.loc["float", "score"] == 1.0
+    assert 1.0 in set(table.loc[["float"], "score"])  # one row for each float precision of the processor
     assert 0 < sum(counted) < 24 * len(counted)  # searches see one half of the images
     best = result.best
     assert best.method in table.index
