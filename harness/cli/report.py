@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -41,12 +42,17 @@ def report(
 
 
 def _import_pandas_alone() -> None:
-    """Import pandas without pyarrow, which takes 34 MiB and which no table of a report needs."""
+    """Import pandas without pyarrow, which takes 34 MiB and which no table of a report needs.
+
+    pandas imports pyarrow wherever it is installed, and has no option against it. For the rest of the process it cannot
+    read Parquet, which a process of this command does not.
+    """
     if {"pandas", "pyarrow"}.isdisjoint(sys.modules):
         sys.modules["pyarrow"] = None  # type: ignore[assignment]  # an import raises ImportError
-        import pandas  # noqa: F401
-
-        del sys.modules["pyarrow"]
+        try:
+            importlib.import_module("pandas")
+        finally:
+            del sys.modules["pyarrow"]
 
 
 @contextmanager

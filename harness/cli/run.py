@@ -266,10 +266,9 @@ def verify(
 
     A new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
     """
-    from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, SHIP_FOLDER, find_bundle
+    from harness.results_dir.deploy_folder import SHIP_FOLDER, find_bundle, is_bundle
 
-    shipped = file.name == SHIP_FOLDER or any((file / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE))
-    if shipped or runtime_python is not None:
+    if file.name == SHIP_FOLDER or is_bundle(file) or runtime_python is not None:
         if row is not None:
             raise UserError(f"{file} {row}: a row is of a results folder, but a folder to deploy holds one model")
         raise typer.Exit(_verify_bundle(short_path(find_bundle(file)), runtime_python, builds, as_json=as_json))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from harness import registry
 from harness.api import Candidate, Layer, SupportsLayers
 from harness.config.sections import PluginSpec
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.model import Model
 from harness.records import Failed

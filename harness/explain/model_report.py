@@ -18,7 +18,7 @@ from harness.errors import CandidateError, UserError
 from harness.explain.compiled import CompiledReport, explain_compilation
 from harness.explain.fusion import FusionReport, explain_layers
 from harness.explain.layers import is_low_precision, open_profiled, time_layers_isolated
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.graph.qdq.qdq_graph import read_qdq_graph

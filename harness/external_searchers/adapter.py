@@ -14,7 +14,8 @@ from typing import Self
 
 from harness.api import Candidate, ExternalSearcher
 from harness.errors import BuildFailed, CandidateError
-from harness.graph.io.files import digest_file, move_model
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import move_model
 from harness.records import Failed
 from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Score

@@ -9,7 +9,8 @@ from pathlib import Path
 from harness.config.experiment import Experiment
 from harness.config.initial import split_rule_precision
 from harness.config.plan import SearchSpec
-from harness.graph.io.files import copy_model, digest_file
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import copy_model
 from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
 from harness.pipeline.final_selection import Incumbent, SelectionResult
 from harness.pipeline.task_run import TaskRun

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
 from harness.config.sections import Limits, PluginSpec
-from harness.graph.io.files import IR_SUFFIX
+from harness.graph.io.digests import IR_SUFFIX
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.artifacts import FinalistSet

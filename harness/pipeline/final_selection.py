@@ -20,7 +20,7 @@ from pathlib import Path
 
 from harness.api import Candidate
 from harness.config.plan import SearchSpec
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.pipeline.recovery import Recovery
 from harness.pipeline.task_run import TaskRun
 from harness.results_dir.artifacts import FLOAT_ROW

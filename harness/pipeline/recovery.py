@@ -32,7 +32,7 @@ from harness.accuracy.recovery.pipeline import (
 )
 from harness.api import Accuracy
 from harness.errors import CandidateError, UserError
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.task_run import TaskRun
 from harness.records import SCHEMA_VERSION, Failed

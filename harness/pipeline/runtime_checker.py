@@ -15,7 +15,7 @@ from harness import registry
 from harness.api import Array, Candidate, capabilities_of
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
-from harness.graph.io.files import IR_SUFFIX, digest_file
+from harness.graph.io.digests import IR_SUFFIX, digest_file
 from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
 from harness.progress import Observer
 from harness.random_inputs import feeds_digest

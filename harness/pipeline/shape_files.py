@@ -11,7 +11,7 @@ from typing import TypeVar
 from harness.api import Candidate
 from harness.config.sections import Sampling
 from harness.errors import UserError
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.load import save_to_folder
 from harness.progress import Observer
 from harness.records import Failed

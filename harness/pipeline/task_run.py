@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.config.experiment import Experiment
 from harness.config.plan import SearchSpec
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.pipeline.early_answer import EarlyAnswers
 from harness.pipeline.prescreening import Prescreening, count_prescreened
 from harness.pipeline.runtime_checker import RuntimeChecker

@@ -19,7 +19,7 @@ from harness.config.experiment import Experiment, load_experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import Confirmation, Limits
 from harness.errors import UserError
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs, diff_edges
 from harness.pipeline.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.pipeline.shape_files import SHAPES_FILE_NAME, make_shape_set

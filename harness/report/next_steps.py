@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.graph.io.digests import digest_file
 from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import exported
@@ -51,8 +52,6 @@ def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
     Args:
         main: See `harness.report.frames.main_frame.main_frame`.
     """
-    from harness.graph.io.files import digest_file  # imports ONNX, after the memory of the page is free
-
     for task in results.tasks:
         row = best_row(task, main)
         prefix = f"{task.name}: " if len(results.tasks) > 1 else ""

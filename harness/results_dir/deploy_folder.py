@@ -14,7 +14,7 @@ from harness.results_dir.io import read_json
 
 __all__ = [
     "FACTS_FILE", "MANIFEST_FILE", "SHIP_FOLDER", "bundle_model", "check_bundle", "find_bundle", "holds_bundle",
-    "read_bundle", "sha256",
+    "is_bundle", "read_bundle", "sha256",
 ]  # fmt: skip
 
 SHIP_FOLDER = "ship"
@@ -43,7 +43,7 @@ def find_bundle(path: Path) -> Path:
         UserError: There is none, or there are several.
     """
     near = path.parent if path.is_file() else path
-    if any((near / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE)):
+    if is_bundle(near):
         return near
     parent = near if near.name == SHIP_FOLDER else near / SHIP_FOLDER
     found = sorted(each.parent for each in parent.glob(f"*/{FACTS_FILE}"))
@@ -104,6 +104,11 @@ def _recorded_digests(folder: Path) -> dict[str, str]:
         return {name: digest for digest, name in lines}
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
+
+
+def is_bundle(path: Path) -> bool:
+    """Return whether a folder is one to deploy, complete or damaged."""
+    return any((path / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE))
 
 
 def holds_bundle(path: Path) -> bool:

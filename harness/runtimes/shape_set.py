@@ -26,7 +26,7 @@ import numpy as np
 from harness.api import Array, Artifact, Benchmarker, Candidate, Capabilities, Probe, ReportsConditions, capabilities_of
 from harness.errors import BuildFailed, UserError
 from harness.graph.dynamic_axes import transfer_file
-from harness.graph.io.files import IR_SUFFIX
+from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.model_reader import read_model
 
 __all__ = ["ShapeSet", "TimedShape"]

@@ -17,6 +17,7 @@ from harness import registry
 from harness.api import Candidate, capabilities_of
 from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import UserError
+from harness.graph.io.digests import digest_file
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW, FinalistSet
 from harness.results_dir.fingerprint import require_same_fingerprint
@@ -60,8 +61,6 @@ def measure_noise_floor(
     Raises:
         UserError: The baseline fails, or the floor was measured with another model, runtime or device.
     """
-    from harness.graph.io.files import digest_file  # imports ONNX, which reports do without
-
     path = folder / NOISE_FLOOR_FILE_NAME
     basis = {"model_sha256": digest_file(model_file), "backend": dict(backend)}
     if path.exists():

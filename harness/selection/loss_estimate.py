@@ -27,7 +27,8 @@ class MeasuredLoss:
     Attributes:
         loss: Loss against the float model, positive if the file is worse.
         stderr: Standard error of the loss over images.
-        sqnr_db: SQNR of the outputs against the float model's, on samples that decided nothing about the file.
+        sqnr_db: SQNR of the outputs against the float model's, on calibration samples that no range or weight of the
+            file was fitted to. Recovery chooses between a few contents by them, so it is slightly too large.
     """
 
     loss: float

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
-from harness.graph.io.files import copy_model, digest_file, model_files
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import copy_model, model_files
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
 from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, read_bundle, sha256

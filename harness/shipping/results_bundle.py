@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.config.yaml_loader import read_experiment_yaml
-from harness.graph.io.files import IR_SUFFIX
+from harness.graph.io.digests import IR_SUFFIX
 from harness.progress import Observer
 from harness.report.frames.confirmation import valid_turns
 from harness.report.load.results import Results, TaskResults

@@ -17,7 +17,7 @@ from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
 from harness.config.plan import quantized_precisions
 from harness.errors import BuildFailed
-from harness.graph.io.files import IR_SUFFIX
+from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs

@@ -22,7 +22,7 @@ from harness.accuracy.metrics.base import low_reference_warning
 from harness.api import Accuracy, Candidate, SupportsCast
 from harness.config.sections import Confirmation, Limits, ModelSpec, PluginSpec
 from harness.errors import BuildFailed, UserError
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import require_all_nodes

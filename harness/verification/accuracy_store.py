@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
+from harness.graph.io.digests import digest_file
 from harness.paths import hide_paths
 from harness.progress import Observer, ProgressTask
 from harness.records import MAIN_BENCHMARKER, Failed
@@ -47,14 +48,14 @@ class AccuracyStore:
 
     def known_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | None:
         """Return `float_score` if it is stored, without an engine; to score other models the evaluator needs one."""
-        return self._stored_score(_score_key(_digest_file(model_file), MAIN_BENCHMARKER, evaluator))
+        return self._stored_score(_score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator))
 
     def float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
         """Return the accuracy of the float model, the reference of drops; evaluators see its engine first."""
         candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
         known = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
-            key = _score_key(_digest_file(model_file), MAIN_BENCHMARKER, evaluator)
+            key = _score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator)
             found = self._score(candidate, key, evaluator, prepare=not known)
             step.advance()
         if isinstance(found, Accuracy):
@@ -84,7 +85,7 @@ class AccuracyStore:
 
     def score_file(self, path: Path, name: str, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
         """Return the accuracy of a Q/DQ model file, which has a name for the progress bar."""
-        sha256 = _digest_file(path)
+        sha256 = digest_file(path)
         candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
         return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER, evaluator), evaluator, name=name)
 
@@ -142,12 +143,6 @@ def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Ma
 def _read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / ACCURACY_FILE_NAME
     return read_json(path) if path.exists() else {}
-
-
-def _digest_file(path: Path) -> str:
-    from harness.graph.io.files import digest_file  # imports ONNX, which reports do without
-
-    return digest_file(path)
 
 
 def _score_key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.graph.dynamic_axes import write_dynamic
-from harness.graph.io.files import IR_SUFFIX, move_model
+from harness.graph.io.digests import IR_SUFFIX
+from harness.graph.io.files import move_model
 from harness.graph.model import Model
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, FinalistSet

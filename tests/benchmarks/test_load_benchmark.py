@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from large_report import write_experiment
 
 from harness.graph.builder import GraphBuilder
 from harness.results_dir.io import read_json, write_json
@@ -77,28 +77,9 @@ print(json.dumps([spent_s, 0.0]))
 """
 
 
-def write_experiment(folder: Path, name: str, models: int, backends: int, evaluations: int = 50) -> None:
-    """Write an experiment of tasks of one small model, under as many labels, on simulated runtimes."""
-    body = {
-        "experiment": "load",
-        "models": [{"use": "net.onnx", "label": f"m{n:03}", "calibration": {"samples": 2}} for n in range(models)],
-        "backends": [
-            {"use": "simulated", "label": f"sim{n:02}", "params": {"seed": n, "noise_seed": 1}} for n in range(backends)
-        ],
-        "searchers": ["random", "evolutionary"],
-        "seeds": [0, 1],
-        "initial": ["float", "all"],
-        "baselines": ["all"],
-        "budget": {"evaluations": [evaluations]},
-        "sampling": {"warmup_ms": 0, "min_samples": 11, "max_samples": 20},
-        "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
-    }
-    (folder / name).write_text(yaml.safe_dump(body))
-
-
 def repeat_tasks(folder: Path, source: Path, models: int) -> None:
     """Write a results folder with the tasks of `m000` in another one for each of many labels."""
-    write_experiment(folder, "experiment.yaml", models, len(list(source.glob("m000-*"))))
+    write_experiment(folder / "experiment.yaml", models, len(list(source.glob("m000-*"))), 50)
     for number in range(models):
         for task in source.glob("m000-*"):
             copy = folder / task.name.replace("m000", f"m{number:03}")
@@ -133,7 +114,7 @@ def measure(benchmark: Any, script: str, *args: object) -> tuple[float, float]:
 def test_a_report_of_many_tasks(benchmark: Any, folder: Path) -> None:
     if benchmark.disabled:
         pytest.skip("tests/harness/report writes small ones; enable benchmarks to take the time of a large one")
-    write_experiment(folder, "two.yaml", 1, 2)
+    write_experiment(folder / "two.yaml", 1, 2, 50)
     command = [sys.executable, "-c", HEAD + RUN, str(folder), "two.yaml"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     results = folder / "many"
@@ -147,7 +128,7 @@ def test_a_report_of_many_tasks(benchmark: Any, folder: Path) -> None:
 def test_the_start_of_500_tasks(benchmark: Any, folder: Path) -> None:
     if benchmark.disabled:
         pytest.skip("enable benchmarks to take the time of a start")
-    write_experiment(folder, "many.yaml", 25, 20)
+    write_experiment(folder / "many.yaml", 25, 20, 50)
     cpu_s, _ = measure(benchmark, START, folder)
     print(f"\n| 500 tasks, until the first evaluation | {cpu_s:.1f} s of processor time |")
 
@@ -157,7 +138,7 @@ def test_the_memory_of_a_run(benchmark: Any, folder: Path, evaluations: int) -> 
     if benchmark.disabled:
         pytest.skip("enable benchmarks to take the memory of a long run")
     name = f"run{evaluations}.yaml"
-    write_experiment(folder, name, 1, 1, evaluations)
+    write_experiment(folder / name, 1, 1, evaluations)
     _, most_mib = measure(benchmark, RUN, folder, name)
     print(f"\n| a run of {evaluations} evaluations a search | {most_mib:.0f} MiB |")
 

@@ -50,7 +50,8 @@ from harness.cli.main import app
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment
 from harness.errors import CandidateError, UserError
-from harness.graph.io.files import copy_model, digest_file
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import copy_model
 from harness.graph.load import load, load_proto, read_signature
 from harness.graph.model import Model
 from harness.graph.pattern_cache_io import read_cache

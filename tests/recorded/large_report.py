@@ -19,6 +19,7 @@ import sys
 import tempfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -49,15 +50,19 @@ builder.save(Path(sys.argv[1]))
 """
 
 
-def write_experiment(path: Path, models: int, evaluations: int) -> None:
-    """Write an experiment of two tasks for each label of one model of 101 points, with four searches a task."""
+def write_experiment(path: Path, models: int, backends: int, evaluations: int, **changes: Any) -> None:
+    """Write an experiment of tasks of one model, under as many labels, on simulated runtimes; four searches a task.
+
+    Args:
+        path: File to write, next to `net.onnx`.
+        changes: Further keys of the experiment.
+    """
     body = {
-        "experiment": "large",
+        "experiment": "load",
         "models": [{"use": "net.onnx", "label": f"m{n:03}", "calibration": {"samples": 2}} for n in range(models)],
         "backends": [
-            {"use": "simulated", "label": f"sim{n}", "params": {"seed": n, "noise_seed": 1}} for n in range(2)
+            {"use": "simulated", "label": f"sim{n:02}", "params": {"seed": n, "noise_seed": 1}} for n in range(backends)
         ],
-        "sharing": "region",
         "searchers": ["random", "evolutionary"],
         "seeds": [0, 1],
         "initial": ["float", "all"],
@@ -65,6 +70,7 @@ def write_experiment(path: Path, models: int, evaluations: int) -> None:
         "budget": {"evaluations": [evaluations]},
         "sampling": {"warmup_ms": 0, "min_samples": 11, "max_samples": 20},
         "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
+        **changes,
     }
     path.write_text(yaml.safe_dump(body))
 
@@ -96,11 +102,11 @@ def write_results(checkout: Path, folder: Path, tasks: int, evaluations: int) ->
         subprocess.run([sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"],
                        cwd=checkout, check=True)  # fmt: skip
     run_python(checkout, MODEL, folder / "net.onnx")
-    write_experiment(folder / "two.yaml", 1, evaluations)
+    write_experiment(folder / "two.yaml", 1, 2, evaluations, sharing="region")
     run_python(checkout, COMMAND.format(command_module(checkout)), "run", folder / "two.yaml", "--out", folder / "two")
     results = folder / "many"
     results.mkdir()
-    write_experiment(results / "experiment.yaml", tasks // 2, evaluations)
+    write_experiment(results / "experiment.yaml", tasks // 2, 2, evaluations, sharing="region")
     for number in range(tasks // 2):
         for task in (path.parent for path in (folder / "two").glob("m000-*/env.json")):
             copy = results / task.name.replace("m000", f"m{number:03}")

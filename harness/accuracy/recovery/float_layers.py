@@ -32,7 +32,7 @@ def rank_nodes(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) -
 
     Args:
         placed: The placement with its contents.
-        held: Samples that decided nothing about it; the first `MAX_SAMPLES` are used.
+        held: Samples that nothing in it was fitted to; the first `MAX_SAMPLES` are used.
         observer: Receives the progress.
 
     Raises:

@@ -21,7 +21,7 @@ from harness.api import Candidate
 from harness.compat.modelopt_autotune.settings import MIN_TIMING_RUNS, AutotunerError
 from harness.config.sections import MAX_SAMPLING_MS, Confirmation, Limits, PluginSpec, Sampling
 from harness.errors import UserError
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.statistics import median_ci

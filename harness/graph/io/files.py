@@ -6,25 +6,25 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 
 from harness.errors import UserError
-from harness.graph.io.model_reader import ExternalTensors, distinct_files, load_external_data, refuse_damage
+from harness.graph.io.digests import ir_weights, may_have_external_data
+from harness.graph.io.model_reader import (
+    ExternalTensors,
+    distinct_files,
+    read_external_tensors,
+    rename_external_files,
+)
 from harness.graph.protos import copy_message
 
 __all__ = [
-    "IR_SUFFIX", "copy_model", "digest_file", "digest_model", "is_large", "model_files", "move_model",
-    "serialize_model", "to_proto", "write_model",
+    "copy_model", "digest_model", "is_large", "model_files", "move_model", "serialize_model", "to_proto", "write_model",
 ]  # fmt: skip
 
-IR_SUFFIX = ".xml"
-"""Of an OpenVINO IR, whose weights are in a `.bin` file of the same name."""
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
-_READ_CHUNK_BYTES = 1 << 24
 
 
 def is_large(proto: onnx.ModelProto) -> bool:
@@ -96,66 +96,31 @@ def move_model(model_path: Path, target: Path) -> None:
         os.replace(part, destination)
 
 
-def digest_file(model_path: Path) -> str:
-    """Return the SHA-256 of a model's file and its external data, independent of the names of the latter."""
-    content = model_path.read_bytes()
-    proto, external = _external_tensors(content, model_path)
-    files = distinct_files(external)
-    _rename_files(external, {file: str(number) for number, file in enumerate(files)})
-    digest = hashlib.sha256(proto.SerializeToString(deterministic=True) if files else content)
-    for file in files or _ir_weights(model_path):
-        with file.open("rb") as stream:
-            while chunk := stream.read(_READ_CHUNK_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
 def model_files(model_path: Path) -> list[Path]:
     """Return a model's file, followed by the files of its external data."""
     return [
         model_path,
-        *_ir_weights(model_path),
+        *ir_weights(model_path),
         *distinct_files(_external_tensors(model_path.read_bytes(), model_path)[1]),
     ]
 
 
 def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, ExternalTensors]:
-    """Return a model as it is in its file, and its external tensors; an empty model if it has none."""
-    proto = onnx.ModelProto()
-    if model_path.suffix == IR_SUFFIX or b"location" not in content:  # part of every reference: few need be parsed
-        return proto, []
-    try:
-        proto.ParseFromString(content)
-    except DecodeError:  # reported when the model is read
-        return proto, []
-    with refuse_damage(model_path):
-        return proto, load_external_data(proto, model_path.parent, str(model_path))
-
-
-def _ir_weights(model_path: Path) -> list[Path]:
-    """Return the file of the weights of an OpenVINO IR, which has the model's name; none for an ONNX file."""
-    return [model_path.with_suffix(".bin")] if model_path.suffix == IR_SUFFIX else []
+    """Return `read_external_tensors`, or an empty model without parsing one that has no external data."""
+    found = may_have_external_data(content, model_path)
+    return read_external_tensors(content, model_path) if found else (onnx.ModelProto(), [])
 
 
 def _renamed_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:
     """Return a model's bytes with external data named after `target`, and the destination of each of these files."""
     content = model_path.read_bytes()
-    if weights := _ir_weights(model_path):
+    if weights := ir_weights(model_path):
         return content, {file: target.with_suffix(file.suffix) for file in weights}
     proto, external = _external_tensors(content, model_path)
     destinations = {
         file: target.with_name(f"{target.name}.data{number or ''}")
         for number, file in enumerate(distinct_files(external))
     }
-    if not _rename_files(external, {file: destination.name for file, destination in destinations.items()}):
+    if not rename_external_files(external, {file: destination.name for file, destination in destinations.items()}):
         return content, destinations
     return proto.SerializeToString(deterministic=True), destinations
-
-
-def _rename_files(external: ExternalTensors, names: Mapping[Path, str]) -> bool:
-    """Change the names of external data in their model; return whether any name changed."""
-    entries = [(entry, names[file]) for tensor, file in external for entry in tensor.external_data]
-    changed = [(entry, name) for entry, name in entries if entry.key == "location" and entry.value != name]
-    for entry, name in changed:
-        entry.value = name
-    return bool(changed)

@@ -19,7 +19,10 @@ from onnx.external_data_helper import load_external_data_for_tensor
 from harness.errors import UserError
 from harness.graph.protos import iter_graphs, iter_nodes
 
-__all__ = ["ExternalTensors", "check_functions", "distinct_files", "load_external_data", "read_model", "refuse_damage"]
+__all__ = [
+    "ExternalTensors", "check_functions", "distinct_files", "load_external_data", "number_external_data",
+    "read_external_tensors", "read_model", "refuse_damage", "rename_external_files",
+]  # fmt: skip
 
 ExternalTensors = list[tuple[onnx.TensorProto, Path]]
 """Tensors in other files, each with its file."""
@@ -272,3 +275,35 @@ def _external_data_path(name: str, location: str, folder: Path, source: str) -> 
 def distinct_files(external: ExternalTensors) -> list[Path]:
     """Return the files of external tensors, each once, in their order."""
     return list(dict.fromkeys(file for _, file in external))
+
+
+def read_external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, ExternalTensors]:
+    """Return a model as it is in its file, and its external tensors; an empty model if it cannot be parsed.
+
+    Raises:
+        UserError: The external data are damaged.
+    """
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(content)
+    except DecodeError:  # reported when the model is read
+        return proto, []
+    with refuse_damage(model_path):
+        return proto, load_external_data(proto, model_path.parent, str(model_path))
+
+
+def number_external_data(content: bytes, model_path: Path) -> tuple[bytes, list[Path]]:
+    """Return a model's bytes with its external data named 0, 1 and so on, and their files; unchanged without any."""
+    proto, external = read_external_tensors(content, model_path)
+    files = distinct_files(external)
+    rename_external_files(external, {file: str(number) for number, file in enumerate(files)})
+    return proto.SerializeToString(deterministic=True) if files else content, files
+
+
+def rename_external_files(external: ExternalTensors, names: Mapping[Path, str]) -> bool:
+    """Change the names of external data in their model; return whether any name changed."""
+    entries = [(entry, names[file]) for tensor, file in external for entry in tensor.external_data]
+    changed = [(entry, name) for entry, name in entries if entry.key == "location" and entry.value != name]
+    for entry, name in changed:
+        entry.value = name
+    return bool(changed)

@@ -14,7 +14,8 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, numpy_helper
 
 from harness.errors import UserError
-from harness.graph.io.files import IR_SUFFIX, write_model
+from harness.graph.io.digests import IR_SUFFIX
+from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import read_model, refuse_damage
 from harness.graph.protos import attribute_value, constants_by_name, copy_message
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX

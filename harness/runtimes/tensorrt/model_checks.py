@@ -18,7 +18,8 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper
 
 from harness.errors import BuildFailed, UserError, install_hint
-from harness.graph.io.files import digest_file, move_model, write_model
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import move_model, write_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
 from harness.graph.qdq.file_checks import find_refused_qdq

@@ -21,7 +21,8 @@ from harness.api import Candidate
 from harness.config.sections import PluginSpec
 from harness.errors import BuildFailed, UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import copy_model, digest_file, model_files, move_model
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import copy_model, model_files, move_model
 from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
 from harness.random_inputs import random_feeds
 from harness.runtimes.openvino import OpenVINOBenchmarker

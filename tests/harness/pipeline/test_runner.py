@@ -14,7 +14,7 @@ from stored import read_records, unpack, write_records
 
 from harness.config.experiment import load_experiment
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.records import Failed

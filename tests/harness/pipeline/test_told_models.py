@@ -7,7 +7,7 @@ import pytest
 from small import qdq, save_chain
 from stored import read_records
 
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space

@@ -35,7 +35,7 @@ def test_a_row_that_may_be_shipped_needs_no_remedy(folder: Path) -> None:
 
 def test_the_file_to_deploy_is_named_if_it_exists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[Path, str] = {}
-    monkeypatch.setattr("harness.graph.io.files.digest_file", lambda path: recorded[path])
+    monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: recorded[path])
     backend = read_json(folder / TASK / "task.json")["backend"]
     edit_json(folder / TASK / "task.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
     results = load(folder)

@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from harness.cli.main import main
 from harness.errors import UserError
-from harness.graph.io.files import copy_model, digest_file
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import copy_model
 from harness.graph.load import load
 
 HUGE = (1, 2**40)

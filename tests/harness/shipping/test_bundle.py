@@ -25,7 +25,7 @@ from small_results import TASK, edit_json, write_folder
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO

@@ -17,7 +17,7 @@ from small import qdq, save_small
 
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import compare_import, import_ranges

@@ -8,7 +8,7 @@ import pytest
 from harness.api import Accuracy
 from harness.config.objective import Objective
 from harness.config.sections import PluginSpec
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.progress import NullProgress
 from harness.results_dir.artifacts import ExportedModel, FinalistSet
 from harness.results_dir.io import read_json, write_json

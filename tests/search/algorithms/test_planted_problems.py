@@ -28,8 +28,8 @@ def regret(make: Callable[..., Any], seeds: int) -> float:
     for seed in range(seeds):
         space = synthetic_space(24, groups=6, seed=seed)
         objective = SyntheticObjective(space, seed=seed)
-        told = run_search_loop(make(space, seed=seed), objective, 60, initial=common_initial_placements(space))
-        found.append(objective.regret(min(told, key=lambda o: o.outcome.objective).placement))
+        observations = run_search_loop(make(space, seed=seed), objective, 60, initial=common_initial_placements(space))
+        found.append(objective.regret(min(observations, key=lambda o: o.outcome.objective).placement))
     return float(np.mean(found))
 
 

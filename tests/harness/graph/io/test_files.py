@@ -12,7 +12,8 @@ from onnx import numpy_helper
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import copy_model, digest_file, model_files, move_model
+from harness.graph.io.digests import digest_file
+from harness.graph.io.files import copy_model, model_files, move_model
 
 BESIDE, BELOW = "model.onnx.data", "weights/model.bin"
 

@@ -12,7 +12,7 @@ import pytest
 from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import digest_file
+from harness.graph.io.digests import digest_file
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.pipeline.runner import run_experiment
 from harness.pipeline.verify import verify

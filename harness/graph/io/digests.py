@@ -1,0 +1,42 @@
+"""SHA-256 of model files. ONNX is imported only for a model with external data, so reports do without it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+__all__ = ["IR_SUFFIX", "digest_file", "ir_weights", "may_have_external_data"]
+
+IR_SUFFIX = ".xml"
+"""Of an OpenVINO IR, whose weights are in a `.bin` file of the same name."""
+_READ_CHUNK_BYTES = 1 << 24
+
+
+def digest_file(model_path: Path) -> str:
+    """Return the SHA-256 of a model's file and its external data, independent of the names of the latter.
+
+    Raises:
+        OSError: A file cannot be read.
+        UserError: The external data are damaged.
+    """
+    content, files = model_path.read_bytes(), ir_weights(model_path)
+    if may_have_external_data(content, model_path):
+        from harness.graph.io.model_reader import number_external_data
+
+        content, files = number_external_data(content, model_path)
+    digest = hashlib.sha256(content)
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(_READ_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def may_have_external_data(content: bytes, model_path: Path) -> bool:
+    """Return whether a model file may refer to external data; every reference contains the word "location"."""
+    return model_path.suffix != IR_SUFFIX and b"location" in content
+
+
+def ir_weights(model_path: Path) -> list[Path]:
+    """Return the file of the weights of an OpenVINO IR, which has the model's name; none for an ONNX file."""
+    return [model_path.with_suffix(".bin")] if model_path.suffix == IR_SUFFIX else []
