@@ -325,16 +325,18 @@ def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapp
         supplied: Further arguments, from the harness.
 
     Raises:
-        UserError: Parameters do not fit the signature, or the constructor raises `ValueError` or `TypeError`.
+        UserError: Parameters do not fit the signature, or the constructor raises another exception than ours.
     """
     supplied = supplied or {}
     factory = check_params(kind, use, params, supplied)
-    try:
-        return factory(**supplied, **params)
-    except ValueError as error:
-        raise UserError(f"{kind} {use!r}: {error}") from error
-    except TypeError as error:
-        raise UserError(f"{kind} {use!r} failed in its constructor: TypeError: {error}") from error
+
+    def create() -> Any:
+        try:
+            return factory(**supplied, **params)
+        except ValueError as error:
+            raise UserError(f"{kind} {use!r}: {error}") from error
+
+    return call_plugin(f"{kind} {use!r} failed in its constructor", create)
 
 
 @contextlib.contextmanager
