@@ -25,7 +25,7 @@ from harness.graph.partition.summary import (
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.graph.rules.points import float_inputs_with_rule
-from harness.task_setup.task import open_model
+from harness.task_setup.model_loader import open_model
 from search.space import Edge, Space
 
 __all__ = ["RegionReport", "inspect_regions"]

@@ -31,8 +31,9 @@ from harness.progress import NullProgress, Observer
 from harness.random_inputs import random_feeds
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.ownership import exclusive_lock
+from harness.task_setup.float_baseline import BackendProperties
 from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
-from harness.task_setup.task import BackendProperties, Task, calibrate_task
+from harness.task_setup.task import Task, calibrate_task
 from search.space import Placement, Space
 
 __all__ = ["SAMPLES", "PlacementScorer", "missing_placements", "open_scorer", "score_tables"]

@@ -148,7 +148,7 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
     """Check the models and the results folder, and print the tasks and their amount of work."""
     from harness.config.plan import plan_tasks
     from harness.results_dir.ownership import check_ownership
-    from harness.task_setup.accuracy import bound_lines
+    from harness.task_setup.bounds import bound_lines
     from harness.task_setup.model_loader import describe_workload
     from harness.task_setup.preflight import check_models
 

@@ -31,8 +31,9 @@ from harness.search_loop.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_opt
 from harness.search_loop.trial import MAX_BUILDS, NoisePolicy, make_trial_fn
 from harness.selection.confirmation import baseline_latency, reference_latency_if_noisy
 from harness.task_setup.accuracy import Scoring
+from harness.task_setup.float_baseline import dialect_use
 from harness.task_setup.methods import open_search
-from harness.task_setup.task import Task, dialect_use
+from harness.task_setup.task import Task
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.execution_target import QueueFactory
 from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory

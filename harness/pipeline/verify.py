@@ -30,7 +30,8 @@ from harness.report.load.results import TaskResults, load
 from harness.report.trace import find_main_row
 from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.statistics import Interval
-from harness.task_setup.accuracy import bound_status, make_scoring
+from harness.task_setup.accuracy import make_scoring
+from harness.task_setup.bounds import bound_status
 from harness.task_setup.float_baseline import select_float_baseline
 from harness.task_setup.task import Task, compose_task
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns

@@ -29,6 +29,7 @@ from harness.progress import Observer
 from harness.registry import create_plugin
 from harness.results_dir.deploy_folder import FACTS_FILE, holds_bundle, read_bundle
 from harness.results_dir.io import explain_write_errors
+from harness.task_setup.float_baseline import BackendProperties
 from harness.task_setup.initial_design import (
     InitialDesign,
     find_qdq_file,
@@ -38,7 +39,7 @@ from harness.task_setup.initial_design import (
 )
 from harness.task_setup.model_loader import MIN_OPSET, input_types, open_model
 from harness.task_setup.study_task import model_label
-from harness.task_setup.task import BackendProperties, Task, calibrate_task
+from harness.task_setup.task import Task, calibrate_task
 from search.heuristics import HEURISTIC_RULES
 from search.space import Resolved
 

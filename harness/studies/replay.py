@@ -21,7 +21,7 @@ from harness.records import Failed
 from harness.search_loop.loop import MAX_CONSECUTIVE_DUPLICATES
 from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Landscape
 from harness.studies.simulated_selection import SearchPaths
-from harness.task_setup.task import open_model
+from harness.task_setup.model_loader import open_model
 from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 

@@ -1,4 +1,4 @@
-"""Selection of the float baseline: the fastest float precision of the runtime on this device, by measurement.
+"""Properties of a backend, and its float baseline: the fastest float precision on this device, by measurement.
 
 A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment leaves the
 precision open, the float model is timed at each, and the fastest becomes the baseline of the task and the precision of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from harness import registry
 from harness.accuracy.data.datasets import ALLOWED_DATA_KEYS
 from harness.accuracy.metrics.base import low_reference_warning
-from harness.api import Accuracy, Candidate, SupportsCast
+from harness.api import Accuracy, Candidate, SupportsCast, capabilities_of, require_timing
 from harness.config.sections import Confirmation, Limits, ModelSpec, PluginSpec
 from harness.errors import BuildFailed, UserError
 from harness.graph.io.digests import digest_file
@@ -27,7 +28,7 @@ from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import require_all_nodes
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import dialect_name_for, load_dialect
+from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.fingerprint import require_same_fingerprint
@@ -40,7 +41,10 @@ from harness.timing.workers.execution_target import SpecEngineFactory
 from harness.timing.workers.sandbox import Sandbox
 from search.space import edges_digest
 
-__all__ = ["CAST_FOLDER_NAME", "FloatTrial", "cast_problems", "runtime_input_file", "select_float_baseline"]
+__all__ = [
+    "CAST_FOLDER_NAME", "BackendProperties", "FloatTrial", "cast_problems", "dialect_use", "read_runtime",
+    "runtime_input_file", "select_float_baseline",
+]  # fmt: skip
 
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
 CAST_FOLDER_NAME = "cast"
@@ -272,3 +276,46 @@ def _score_float_model(engines: Engines, file: Path, *, compares: bool) -> Accur
     if compares:
         return engines.prepare(built.handle)
     return engines.evaluate(built.handle)
+
+
+def dialect_use(backend: PluginSpec, facts: Mapping[str, Any]) -> str:
+    """Return the registry name of a backend's dialect on the device with these facts."""
+    return dialect_name_for(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendProperties:
+    """Properties of a backend that decide about its candidates.
+
+    Attributes:
+        emulated: Precisions that the device only emulates.
+        facts: The benchmarker's description of itself.
+        is_in_process: It runs no model.
+    """
+
+    dialect: Dialect
+    emulated: frozenset[str]
+    facts: Mapping[str, Any]
+    is_in_process: bool
+
+
+def read_runtime(backend: PluginSpec, facts: Mapping[str, Any] | None = None) -> BackendProperties:
+    """Return the properties of a backend.
+
+    Args:
+        facts: The benchmarker's description of itself on another machine; None: it is asked here.
+
+    Raises:
+        UserError: It names no dialect, or its runtime or device is missing (checked before the calibration, which takes
+            minutes).
+    """
+    benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
+    require_timing(backend.use, benchmarker)
+    facts = benchmarker.describe() if facts is None else facts
+    capabilities = capabilities_of(benchmarker)
+    return BackendProperties(
+        dialect=load_dialect(dialect_name_for(benchmarker, backend.use, facts)),
+        emulated=capabilities.emulated,
+        facts=facts,
+        is_in_process=capabilities.in_process,
+    )

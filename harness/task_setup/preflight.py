@@ -14,7 +14,7 @@ from typing import Any
 from harness import registry, zoo
 from harness.accuracy.calibration.ranges import explain_unrunnable
 from harness.accuracy.data.batching import make_batches
-from harness.accuracy.data.datasets import HALF_NAMES, ArrayDataset, ImageDataset, open_data
+from harness.accuracy.data.datasets import HALF_NAMES, DatasetCache, ImageDataset
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import few_images_note
@@ -39,7 +39,7 @@ from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.runtimes.rtx_compile.compiler import import_compiler
-from harness.task_setup.accuracy import bound_resolution_note, check_bound
+from harness.task_setup.bounds import bound_resolution_note, check_bound
 from harness.task_setup.compile_check import COMPILED_DIALECTS
 from harness.task_setup.external_tools import PTQ_FUNCTIONS, tool_remarks
 from harness.task_setup.float_baseline import cast_problems
@@ -157,12 +157,9 @@ def _check_objective(objective: Objective, model: ModelSpec) -> None:
 
 
 def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
-    label = f"searcher {searcher.use!r}"
     supplied = {"space": synthetic_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
-    made = registry.call_plugin(
-        label, lambda: registry.create_plugin("searcher", searcher.use, searcher.params, supplied)
-    )
-    registry.require_methods(label, made, CONTRACT)
+    made = registry.create_plugin("searcher", searcher.use, searcher.params, supplied)
+    registry.require_methods(f"searcher {searcher.use!r}", made, CONTRACT)
 
 
 def _check_external_searcher(method: SearcherSpec, experiment: Experiment) -> None:
@@ -178,16 +175,14 @@ def _check_external_searcher(method: SearcherSpec, experiment: Experiment) -> No
 
     precision = quantized_precisions(experiment.precision[0])[0]
     task = ExternalSearchTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
-    registry.call_plugin(
-        what, lambda: registry.create_plugin("external searcher", method.use, method.params, {"task": task})
-    )
+    registry.create_plugin("external searcher", method.use, method.params, {"task": task})
 
 
 def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> str:
     """Check a backend, and return the name of its dialect."""
     what = f"backend {backend.use!r}"
     try:
-        made = registry.call_plugin(what, lambda: registry.create_plugin("benchmarker", backend.use, backend.params))
+        made = registry.create_plugin("benchmarker", backend.use, backend.params)
     except CandidateError as error:
         raise UserError(f"{what}: {error}") from error
     require_timing(backend.use, made)
@@ -209,7 +204,7 @@ def _check_model(model: ModelSpec, data: DatasetCache) -> None:
     if model.preprocess is not None:
         used = model.preprocess
         with prefix_key("preprocess"):
-            registry.call_plugin("preprocess", lambda: registry.create_plugin("preprocessing", used.use, used.params))
+            registry.create_plugin("preprocessing", used.use, used.params)
     if model.calibration.data is not None:
         with prefix_key("calibration"):
             data.open(model.calibration.data, model.base_dir)
@@ -264,7 +259,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
         yield from _sample_remarks(model, data, objective)
         with prefix_key("evaluator"):
             uses = [evaluator_spec(model, loaded, Path(scratch), half) for half in halves]
-            made = [_create_evaluator(use) for use in uses if use is not None]
+            made = [registry.create_plugin("evaluator", use.use, use.params) for use in uses if use is not None]
             for evaluator in made:
                 _check_outputs(evaluator, loaded)
     if not made:
@@ -352,25 +347,3 @@ def _check_outputs(evaluator: Any, model: Model) -> None:
         check(shapes)
     except EvaluationFailed as error:
         raise UserError(str(error)) from error
-
-
-def _create_evaluator(use: PluginSpec) -> Any:
-    return registry.call_plugin(
-        f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params)
-    )
-
-
-class DatasetCache:
-    """Opens each data set once, however many models name it."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Mapping[str, Any], ImageDataset | ArrayDataset]] = []
-
-    def open(self, spec: Mapping[str, Any], base_dir: Path) -> ImageDataset | ArrayDataset:
-        """See `harness.accuracy.data.datasets.open_data`."""
-        for known, opened in self._seen:
-            if known == spec:
-                return opened
-        opened = open_data(spec, base_dir)
-        self._seen.append((spec, opened))
-        return opened

@@ -17,8 +17,9 @@ from harness.errors import UserError
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.task_setup.float_baseline import select_float_baseline
+from harness.task_setup.model_loader import evaluator_spec
 from harness.task_setup.preflight import check_experiment
-from harness.task_setup.task import Task, compose_task, evaluator_spec
+from harness.task_setup.task import Task, compose_task
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import registry
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.calibration.ptq import MetricRequest
 from harness.accuracy.calibration.ranges import (
@@ -18,7 +17,7 @@ from harness.accuracy.calibration.ranges import (
     require_quantizable,
     restrict_space,
 )
-from harness.api import Array, Candidate, capabilities_of, require_timing
+from harness.api import Array, Candidate
 from harness.config.experiment import Experiment
 from harness.config.initial import FULLY_QUANTIZED
 from harness.config.objective import Objective
@@ -31,7 +30,7 @@ from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model,
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, depthwise_inputs
-from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.points import explain_no_points
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
@@ -44,7 +43,13 @@ from harness.task_setup.external_tools import (
     fully_quantized_symmetric,
     run_external_tool,
 )
-from harness.task_setup.float_baseline import CAST_FOLDER_NAME, FloatTrial, runtime_input_file
+from harness.task_setup.float_baseline import (
+    CAST_FOLDER_NAME,
+    BackendProperties,
+    FloatTrial,
+    read_runtime,
+    runtime_input_file,
+)
 from harness.task_setup.initial_design import (
     InitialDesign,
     fix_imported_inputs,
@@ -55,10 +60,7 @@ from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_typ
 from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
 
-__all__ = [
-    "MIN_OPSET", "BackendProperties", "Task", "calibrate_task", "compose_task",
-    "dialect_use", "evaluator_spec", "open_model", "read_runtime",
-]  # fmt: skip
+__all__ = ["Task", "calibrate_task", "compose_task"]
 
 Facts = Mapping[str, Any]
 UNCALIBRATED_ABS_MAX = 12.7
@@ -296,49 +298,6 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         facts=runtime.facts,
         feeds=feeds,
         choices=choices,
-    )
-
-
-def dialect_use(backend: PluginSpec, facts: Facts) -> str:
-    """Return the registry name of a backend's dialect on the device with these facts."""
-    return dialect_name_for(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendProperties:
-    """Properties of a backend that decide about its candidates.
-
-    Attributes:
-        emulated: Precisions that the device only emulates.
-        facts: The benchmarker's description of itself.
-        is_in_process: It runs no model.
-    """
-
-    dialect: Dialect
-    emulated: frozenset[str]
-    facts: Facts
-    is_in_process: bool
-
-
-def read_runtime(backend: PluginSpec, facts: Facts | None = None) -> BackendProperties:
-    """Return the properties of a backend.
-
-    Args:
-        facts: The benchmarker's description of itself on another machine; None: it is asked here.
-
-    Raises:
-        UserError: It names no dialect, or its runtime or device is missing (checked before the calibration, which takes
-            minutes).
-    """
-    benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
-    require_timing(backend.use, benchmarker)
-    facts = benchmarker.describe() if facts is None else facts
-    capabilities = capabilities_of(benchmarker)
-    return BackendProperties(
-        dialect=load_dialect(dialect_name_for(benchmarker, backend.use, facts)),
-        emulated=capabilities.emulated,
-        facts=facts,
-        is_in_process=capabilities.in_process,
     )
 
 

@@ -50,7 +50,16 @@ from harness.errors import UserError, suggest_names
 from harness.paths import resolve_path
 from harness.zoo import shapes
 
-__all__ = ["HALF_NAMES", "ArrayDataset", "ImageDataset", "half_of", "open_data", "open_images", "spread_indices"]
+__all__ = [
+    "HALF_NAMES",
+    "ArrayDataset",
+    "DatasetCache",
+    "ImageDataset",
+    "half_of",
+    "open_data",
+    "open_images",
+    "spread_indices",
+]
 
 logger = logging.getLogger(__name__)
 ORIENTATION_TAG = 0x0112  # EXIF 2.32, table 4
@@ -263,3 +272,19 @@ def _class_names(spec: Mapping[str, Any]) -> tuple[str, ...]:
     for name in duplicates(names):
         raise UserError(f"data.classes: {name!r} appears twice")
     return tuple(names)
+
+
+class DatasetCache:
+    """Opens each data set once, however many models name it."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Mapping[str, Any], ImageDataset | ArrayDataset]] = []
+
+    def open(self, spec: Mapping[str, Any], base_dir: Path) -> ImageDataset | ArrayDataset:
+        """See `harness.accuracy.data.datasets.open_data`."""
+        for known, opened in self._seen:
+            if known == spec:
+                return opened
+        opened = open_data(spec, base_dir)
+        self._seen.append((spec, opened))
+        return opened

@@ -27,8 +27,8 @@ from harness.compat.modelopt_autotune.common import (
     ResolvedInsertionPoint,
 )
 from harness.compat.modelopt_autotune.region_pattern import RegionPattern
-from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
-from harness.compat.modelopt_autotune.settings import MODE_PRESETS, get_node_filter_list
+from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch, get_node_filter_list
+from harness.compat.modelopt_autotune.settings import MODE_PRESETS
 from harness.compat.modelopt_autotune.workflows import (
     benchmark_onnx_model,
     init_benchmark_instance,

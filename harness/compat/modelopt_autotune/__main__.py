@@ -15,14 +15,14 @@ from tempfile import TemporaryDirectory
 
 from harness.compat.modelopt_autotune.benchmark import backend_spec, init_benchmark_instance, split_arguments
 from harness.compat.modelopt_autotune.delivery import AutotuneJob
+from harness.compat.modelopt_autotune.engine.placement_map import untyped_linear_inputs
 from harness.compat.modelopt_autotune.engine.session import calibration_batches
-from harness.compat.modelopt_autotune.region_search import untyped_linear_inputs
+from harness.compat.modelopt_autotune.region_search import get_node_filter_list
 from harness.compat.modelopt_autotune.settings import (
     MODE_PRESETS,
     AutotunerError,
     Config,
     check_counts,
-    get_node_filter_list,
     get_parser,
     ineffective_flags,
     parse_arguments,
@@ -42,9 +42,8 @@ from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.registry import find_entry_point
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
-from harness.task_setup.float_baseline import select_float_baseline
+from harness.task_setup.float_baseline import read_runtime, select_float_baseline
 from harness.task_setup.model_loader import open_model
-from harness.task_setup.task import read_runtime
 from harness.terminal_progress import TerminalProgress
 from harness.timing.workers.sandbox import open_engines
 

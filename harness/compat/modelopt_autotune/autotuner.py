@@ -11,7 +11,9 @@ from typing import Any
 
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
-from harness.compat.modelopt_autotune.engine.session import AutotuneSession, PatternSearch, export_model
+from harness.compat.modelopt_autotune.engine.pattern_search import PatternSearch
+from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
+from harness.compat.modelopt_autotune.engine.session import AutotuneSession, export_model
 from harness.compat.modelopt_autotune.engine.storage import (
     AutotuneState,
     PatternCache,
@@ -22,7 +24,7 @@ from harness.compat.modelopt_autotune.engine.storage import (
 )
 from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint
 from harness.compat.modelopt_autotune.region_pattern import PatternSchemes
-from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch, RegionIndex
+from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.settings import (
     AutotunerError,
@@ -34,8 +36,8 @@ from harness.config.sections import PluginSpec
 from harness.graph.io.files import digest_model, to_proto
 from harness.graph.load import load_proto
 from harness.graph.model import Model
+from harness.task_setup.float_baseline import read_runtime
 from harness.task_setup.model_loader import MIN_OPSET
-from harness.task_setup.task import read_runtime
 from search.space import Placement
 
 __all__ = ["QDQAutotuner", "QDQAutotunerBase", "Transform"]

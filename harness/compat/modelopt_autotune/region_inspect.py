@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from harness.analysis.region_report import inspect_regions
+from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.insertion_points import has_quantizable_operations
-from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch, RegionIndex
+from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import add_sizes, parse_shapes
 from harness.errors import MAX_COUNT, UserError

@@ -15,7 +15,7 @@ from harness.errors import MAX_COUNT, UserError
 
 __all__ = [
     "MIN_TIMING_RUNS", "MODE_PRESETS", "REGION_FLAGS", "AutotunerError", "AutotunerNotInitializedError", "Config",
-    "InvalidSchemeError", "add_sizes", "check_counts", "get_node_filter_list", "get_parser", "ineffective_flags",
+    "InvalidSchemeError", "add_sizes", "check_counts", "get_parser", "ineffective_flags",
     "parse_arguments", "parse_dq_dtype", "parse_shapes", "select_mode_preset",
 ]  # fmt: skip
 
@@ -27,7 +27,6 @@ MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {mode: MappingProxyType(dict(zip(_PRESET_KEYS, preset, strict=True))) for mode, preset in _PRESETS.items()}
 )
 MIN_TIMING_RUNS = 3  # the fewest readings with a median and an interval
-MAX_FILTER_BYTES = 1 << 20
 _COUNT_RANGES = {
     **dict.fromkeys(("schemes_per_region", "timing_runs", "max_evals", "calibration_samples"), (1, MAX_COUNT)),
     "warmup_runs": (0, MAX_COUNT),
@@ -153,29 +152,6 @@ def ineffective_flags(options: argparse.Namespace, taken: Collection[str], *, ty
         yield f"--timing_runs {options.timing_runs}: {MIN_TIMING_RUNS} are timed, the fewest that have a median"
     if options.mode != "default" and all(getattr(options, name) is not None for name in _PRESET_KEYS):
         yield f"--mode {options.mode}: each of its figures is given by a flag of its own"
-
-
-def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
-    """Return the wildcards of a file, one a line, without empty lines and those that start with "#".
-
-    Raises:
-        UserError: The file cannot be read, or has no wildcard.
-    """
-    if not node_filter_list_path:
-        return None
-    path = Path(node_filter_list_path)
-    try:
-        if path.stat().st_size > MAX_FILTER_BYTES:
-            raise UserError(f"--node_filter_list {path}: more than {MAX_FILTER_BYTES} bytes are no list of wildcards")
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise UserError(f"--node_filter_list {path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--node_filter_list {path}: cannot be read: it is no text") from error
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
-        raise UserError(f"--node_filter_list {path}: there is no wildcard in it; one a line, such as *conv*")
-    return found
 
 
 def parse_shapes(options: argparse.Namespace) -> dict[str, str]:

@@ -7,7 +7,6 @@ after the other, each on the best of the patterns before. The loop builds and ti
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import logging
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from harness.compat.modelopt_autotune.benchmark import (
 )
 from harness.compat.modelopt_autotune.delivery import BASELINE, AutotuneJob, Delivery, RunContext
 from harness.compat.modelopt_autotune.engine.storage import PatternCache
+from harness.compat.modelopt_autotune.region_search import select_regions
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, AutotunerNotInitializedError, Config
 from harness.errors import UserError
@@ -186,7 +186,7 @@ class AutotuneRun:
         for sentence in self.remarks:
             _logger.warning(sentence)
         self.context.export(BASELINE, session.space.float_placement())
-        regions = self._selected_regions()
+        regions = select_regions(autotuner.regions, autotuner.graph.nodes, self._job.node_filters)
         session.restrict_to_patterns({autotuner.graph.pattern(region).signature for region in regions})
         say(self._describe_workload())
         say(f"scales: calibrated on {session.task.calibrated_on}")
@@ -328,23 +328,6 @@ class AutotuneRun:
             f"{len(regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points "
             f"(inputs of nodes and of child regions, and outputs), {len(session.allowed)} of them to be searched"
         )
-
-    def _selected_regions(self) -> list[Region]:
-        """Return the regions with a node whose name matches a filter; without filters all.
-
-        Raises:
-            AutotunerError: No node matches.
-        """
-        filters, nodes = self._job.node_filters, self._autotuner.graph.nodes
-
-        def matches(region: Region) -> bool:
-            names = (nodes[index].name for index in region.get_region_nodes_and_descendants())
-            return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in filters)
-
-        found = [region for region in self._autotuner.regions if not filters or matches(region)]
-        if filters and not found:
-            raise AutotunerError(f"node filters {', '.join(filters)}: no node of the model has such a name")
-        return found
 
     def _count_measured(self, signature: str) -> int:
         """Return the number of models that were measured for a pattern."""

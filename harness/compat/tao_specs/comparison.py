@@ -24,7 +24,7 @@ from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, EvaluationFailed, UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import read_signature
-from harness.graph.qdq.qdq_graph import PairRemover
+from harness.graph.qdq.reduce_model import PairRemover
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
 from harness.progress import Observer
 from harness.random_inputs import InputTypes

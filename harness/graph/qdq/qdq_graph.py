@@ -15,22 +15,21 @@ from onnx import TensorProto, numpy_helper
 
 from harness.errors import UserError
 from harness.graph.io.digests import IR_SUFFIX
-from harness.graph.io.files import write_model
-from harness.graph.io.model_reader import read_model, refuse_damage
-from harness.graph.protos import attribute_value, constants_by_name, copy_message
+from harness.graph.io.model_reader import refuse_damage
+from harness.graph.protos import attribute_value, constants_by_name
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from search.space import Edge, Resolved
 
 __all__ = [
-    "DEQUANTIZE", "QDQ_OPS", "QUANTIZE", "PairRemover", "QDQGraph", "count_pairs", "diff_edges", "node_name",
+    "CAST_OPS", "DEQUANTIZE", "QDQ_OPS", "QUANTIZE", "QDQGraph", "count_pairs", "diff_edges", "node_name",
     "read_precisions", "read_qdq_edges", "read_qdq_graph", "unique_node_names",
 ]  # fmt: skip
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 QDQ_OPS = frozenset({QUANTIZE, DEQUANTIZE})
-_CAST_OPS = frozenset({"Cast", "Identity"})
-_TRANSPARENT_OPS = _CAST_OPS | {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"}
+CAST_OPS = frozenset({"Cast", "Identity"})
+_TRANSPARENT_OPS = CAST_OPS | {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"}
 # Runtimes fold these into the linear operator in front, which some of them then call by the folded one's name.
 _FOLDABLE_OPS = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
 _PRECISION_BY_STORAGE = {
@@ -172,7 +171,7 @@ class QDQGraph:
         uses = [
             (label, slot, name)
             for node, label in zip(self.proto.graph.node, self.labels, strict=True)
-            if node.op_type not in _CAST_OPS | QDQ_OPS
+            if node.op_type not in CAST_OPS | QDQ_OPS
             for slot, name in enumerate(node.input)
         ]
         found = {}
@@ -188,8 +187,8 @@ class QDQGraph:
     def edge_pair(self, edge: Edge) -> tuple[Any, Any]:
         """Return the QuantizeLinear, None in front of a stored constant, and the DequantizeLinear of an edge."""
         name = self._by_label[edge.consumer].input[edge.slot] if edge.consumer else edge.tensor
-        dequantize = self.producer_through(name, _CAST_OPS)
-        quantize = None if dequantize is None else self.producer_through(dequantize.input[0], _CAST_OPS)
+        dequantize = self.producer_through(name, CAST_OPS)
+        quantize = None if dequantize is None else self.producer_through(dequantize.input[0], CAST_OPS)
         return (quantize if quantize is not None and quantize.op_type == QUANTIZE else None), dequantize
 
     def edge_range(self, edge: Edge) -> tuple[float, float] | None:
@@ -207,10 +206,10 @@ class QDQGraph:
 
     def _resolve_dequantized(self, name: str) -> tuple[str, str] | None:
         """Return the original name and the precision of a dequantized tensor; None for any other tensor."""
-        dequantize = self.producer_through(name, _CAST_OPS)
+        dequantize = self.producer_through(name, CAST_OPS)
         if dequantize is None or dequantize.op_type != DEQUANTIZE:
             return None
-        quantize = self.producer_through(dequantize.input[0], _CAST_OPS)
+        quantize = self.producer_through(dequantize.input[0], CAST_OPS)
         if quantize is None or quantize.op_type != QUANTIZE:
             stored = self.constants.get(dequantize.input[0])
             precision = None if stored is None else _PRECISION_BY_STORAGE.get(stored.data_type)
@@ -320,36 +319,3 @@ def _original_tensor_name(name: str, *, own: bool = False) -> str:
     for suffix in _EXTERNAL_TOOL_SUFFIXES:
         name = name.removesuffix(suffix)
     return name
-
-
-class PairRemover:
-    """Writer of copies of a Q/DQ model with the pairs of some nodes alone; constants stored quantized stay so.
-
-    Args:
-        path: The model; `UserError` if it cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._graph = QDQGraph(read_model(path, str(path))[0])
-        self._sources: dict[str, dict[int, str]] = {}
-        for node, label in zip(self._graph.proto.graph.node, self._graph.labels, strict=True):
-            for slot, name in enumerate(node.input if node.op_type not in _CAST_OPS | QDQ_OPS else ()):
-                dequantize = self._graph.producer.get(name)
-                if dequantize is None or dequantize.op_type != DEQUANTIZE:
-                    continue
-                quantize = self._graph.producer.get(dequantize.input[0])
-                if quantize is not None and quantize.op_type == QUANTIZE:
-                    self._sources.setdefault(label, {})[slot] = quantize.input[0]
-
-    @property
-    def quantized_nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that read pairs, as in edges, in the order of the graph."""
-        return tuple(self._sources)
-
-    def write(self, kept_nodes: frozenset[str], path: Path) -> Path:
-        """Write the model with the pairs of these nodes; other nodes read the tensors in front of their pairs."""
-        proto = copy_message(self._graph.proto)
-        for node, label in zip(proto.graph.node, self._graph.labels, strict=True):
-            for slot, source in self._sources.get(label, {}).items() if label not in kept_nodes else ():
-                node.input[slot] = source
-        return write_model(proto, path)

@@ -16,10 +16,12 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.api import Array
-from harness.graph.protos import input_values, tensors_read
-from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name
+from harness.graph.io.files import write_model
+from harness.graph.io.model_reader import read_model
+from harness.graph.protos import copy_message, input_values, tensors_read
+from harness.graph.qdq.qdq_graph import CAST_OPS, DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name
 
-__all__ = ["ModelGraph", "find_index_outputs", "write_7bit_copy"]
+__all__ = ["ModelGraph", "PairRemover", "find_index_outputs", "write_7bit_copy"]
 
 # Operators whose result is discontinuous, or random.
 DISCONTINUOUS_OPS = frozenset(
@@ -214,3 +216,36 @@ def _scale_tensor(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
 
 def _array_info(name: str, array: Array) -> Any:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+
+
+class PairRemover:
+    """Writer of copies of a Q/DQ model with the pairs of some nodes alone; constants stored quantized stay so.
+
+    Args:
+        path: The model; `UserError` if it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._graph = QDQGraph(read_model(path, str(path))[0])
+        self._sources: dict[str, dict[int, str]] = {}
+        for node, label in zip(self._graph.proto.graph.node, self._graph.labels, strict=True):
+            for slot, name in enumerate(node.input if node.op_type not in CAST_OPS | QDQ_OPS else ()):
+                dequantize = self._graph.producer.get(name)
+                if dequantize is None or dequantize.op_type != DEQUANTIZE:
+                    continue
+                quantize = self._graph.producer.get(dequantize.input[0])
+                if quantize is not None and quantize.op_type == QUANTIZE:
+                    self._sources.setdefault(label, {})[slot] = quantize.input[0]
+
+    @property
+    def quantized_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that read pairs, as in edges, in the order of the graph."""
+        return tuple(self._sources)
+
+    def write(self, kept_nodes: frozenset[str], path: Path) -> Path:
+        """Write the model with the pairs of these nodes; other nodes read the tensors in front of their pairs."""
+        proto = copy_message(self._graph.proto)
+        for node, label in zip(proto.graph.node, self._graph.labels, strict=True):
+            for slot, source in self._sources.get(label, {}).items() if label not in kept_nodes else ():
+                node.input[slot] = source
+        return write_model(proto, path)

@@ -14,7 +14,8 @@ from functools import partial
 from harness.graph.model import Model, Node, TensorType
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.generated_kernels import find_inner_tensors
-from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS, QUANTIZABLE_FLOAT_TYPES
+from harness.graph.rules.joint_inputs import find_joint_inputs, is_float
+from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS
 from harness.graph.rules.precision_sensitive import (
     find_parameter_inputs,
     find_pole_inputs,
@@ -23,7 +24,7 @@ from harness.graph.rules.precision_sensitive import (
 )
 from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, find_affected_nodes
 
-__all__ = ["PLACEMENT_RULES", "PlacementRule", "first_violated_rule", "jointly_quantized_inputs"]
+__all__ = ["PLACEMENT_RULES", "PlacementRule", "first_violated_rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +58,10 @@ class _InputSite:
     def joint_constants(self) -> tuple[int, ...]:
         """Inputs that are quantized together with this one if constants are among them, else ()."""
         operand = not self.is_linear and self.node.op in self.dialect.constant_operands
-        if not (operand and _is_float(self.model, self.tensor)):
+        if not (operand and is_float(self.model, self.tensor)):
             return ()
-        joint = _find_joint_inputs(self.model, self.node, with_constants=True)
+        joint = find_joint_inputs(self.model, self.node, with_constants=True)
         return joint.slots if joint.constants and self.slot in joint.members else ()
-
-
-@dataclass(frozen=True, slots=True)
-class _JointInputs:
-    """Inputs of a node that are quantized together, found once for a node: it may have thousands of inputs.
-
-    Attributes:
-        slots: The inputs in order.
-        members: The same as a set.
-        constants: Names of the constants among them.
-        first: The first activation among them, or the first of them.
-    """
-
-    slots: tuple[int, ...]
-    members: frozenset[int]
-    constants: tuple[str, ...]
-    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,50 +87,12 @@ def first_violated_rule(
     return next((rule for rule in PLACEMENT_RULES if rule.forbids(site)), None)
 
 
-def jointly_quantized_inputs(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[int, ...]:
-    """Return the inputs of a node that are quantized together with this one, itself included, in order.
-
-    These are data and weight of a linear operator; all activations of a Concat, which share a scale; and, if the
-    dialect asks for it, constants with the first activation, or with the first constant if there is no activation (a
-    table of embeddings).
-    """
-    if node.op in dialect.linear_ops:
-        return (0, 1)
-    joint = _find_joint_inputs(model, node, with_constants=node.op in dialect.constant_operands)
-    return joint.slots if slot in joint.members else (slot,)
-
-
-def _find_joint_inputs(model: Model, node: Node, *, with_constants: bool) -> _JointInputs:
-    known = model.cached_analysis(_make_joint_inputs_cache)
-    key = (node.index, with_constants)
-    if key not in known:
-        activations: list[int] = []
-        constants: list[int] = []
-        for slot, name in enumerate(node.inputs):
-            if _is_float(model, name):
-                (activations if model.is_activation(name) else constants).append(slot)
-        joint = activations if node.op == "Concat" else activations[:1]
-        slots = tuple(sorted([*joint, *constants])) if with_constants else tuple(joint)
-        names = tuple(node.inputs[slot] for slot in constants) if with_constants else ()
-        known[key] = _JointInputs(slots, frozenset(slots), names, next(iter([*joint, *slots]), 0))
-    return known[key]
-
-
-def _make_joint_inputs_cache(_: Model) -> dict[tuple[int, bool], _JointInputs]:
-    return {}
-
-
-def _is_float(model: Model, tensor: str) -> bool:
-    known = model.types.get(tensor)
-    return known is not None and known.dtype in QUANTIZABLE_FLOAT_TYPES
-
-
 def _shares_another_point(site: _InputSite) -> bool:
     """Check the point: a linear operator's is at its first input, that of constants at the first activation."""
     if site.is_linear:
         return site.slot != 0
     joint = site.joint_constants if site.tensor in site.model.constants else ()
-    return bool(joint) and site.slot != _find_joint_inputs(site.model, site.node, with_constants=True).first
+    return bool(joint) and site.slot != find_joint_inputs(site.model, site.node, with_constants=True).first
 
 
 def _has_bad_operand(site: _InputSite) -> bool:
@@ -157,7 +103,7 @@ def _has_bad_operand(site: _InputSite) -> bool:
         fits = model.is_activation(first) and second in model.constants
     else:
         fits = model.is_activation(first) or model.is_activation(second)
-    return not (fits and _is_float(model, first) and _is_float(model, second))
+    return not (fits and is_float(model, first) and is_float(model, second))
 
 
 def _is_bare_product(site: _InputSite) -> bool:
@@ -180,7 +126,7 @@ def _has_unquantizable_constant(site: _InputSite) -> bool:
     if site.is_linear:
         names = site.node.inputs[: 3 if site.dialect.bias == "int32" else 2]
         return not site.model.cached_analysis(find_unquantizable_constants).isdisjoint(names)
-    if site.node.op == "Concat" and _is_float(site.model, site.tensor):
+    if site.node.op == "Concat" and is_float(site.model, site.tensor):
         return site.node.index in site.model.cached_analysis(_find_concats_with_unquantizable_constants)
     return bool(site.joint_constants) and site.node.index in site.model.cached_analysis(
         _find_nodes_with_unquantizable_operands
@@ -194,7 +140,7 @@ def _find_concats_with_unquantizable_constants(model: Model) -> frozenset[int]:
 
 def _find_nodes_with_unquantizable_operands(model: Model) -> frozenset[int]:
     bad = model.cached_analysis(find_sentinel_constants) | model.cached_analysis(find_unquantizable_constants)
-    joint = ((node.index, _find_joint_inputs(model, node, with_constants=True).constants) for node in model.nodes)
+    joint = ((node.index, find_joint_inputs(model, node, with_constants=True).constants) for node in model.nodes)
     return frozenset(index for index, names in joint if not bad.isdisjoint(names))
 
 
@@ -339,7 +285,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "type",
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
-        lambda s: not s.is_linear and not _is_float(s.model, s.tensor),
+        lambda s: not s.is_linear and not is_float(s.model, s.tensor),
     ),
     PlacementRule(
         "float16",

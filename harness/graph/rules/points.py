@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.joint_inputs import jointly_quantized_inputs
 from harness.graph.rules.operator_sets import (
     ACTIVATION_OPS,
     MOVEMENT_OPS,
@@ -17,7 +18,7 @@ from harness.graph.rules.operator_sets import (
     QUANTIZABLE_FLOAT_TYPES,
     SOFTMAX_OPS,
 )
-from harness.graph.rules.placement_rules import PlacementRule, first_violated_rule, jointly_quantized_inputs
+from harness.graph.rules.placement_rules import PlacementRule, first_violated_rule
 from search.space import Edge
 
 __all__ = [

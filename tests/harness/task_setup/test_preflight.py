@@ -20,7 +20,7 @@ from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.task_setup.accuracy import bound_lines
+from harness.task_setup.bounds import bound_lines
 from harness.task_setup.model_loader import describe_workload, evaluator_spec, open_model
 from harness.task_setup.preflight import check_experiment, check_models
 from search.space import Space

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
-from harness.compat.modelopt_autotune.region_search import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
 from harness.graph import pattern_cache as engine

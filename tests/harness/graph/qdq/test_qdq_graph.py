@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.qdq.qdq_graph import PairRemover, diff_edges, read_qdq_edges
+from harness.graph.qdq.qdq_graph import diff_edges, read_qdq_edges
+from harness.graph.qdq.reduce_model import PairRemover
 from search.space import Edge
 
 

@@ -1,0 +1,146 @@
+"""Bound on the loss of accuracy: checks of its size, and its description for the user."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from harness import registry
+from harness.api import Accuracy
+from harness.config.experiment import Experiment
+from harness.config.objective import Objective, absolute_bound
+from harness.errors import UserError
+from harness.records import Failed
+from harness.report.load.display_names import METRIC_CAPS, METRIC_FORMATS, format_drop, metric_name
+from harness.report.load.results import TaskResults
+from harness.search_loop.objective import Goal
+from harness.statistics import Interval
+
+__all__ = ["bound_lines", "bound_resolution_note", "bound_status", "check_bound"]
+
+
+UNIT_INTERVAL_METRICS = frozenset({"agreement", "map", "miou", "top1", "top5"})
+"""Metrics that end at 1, so that 0.01 is one point of a hundred."""
+
+
+IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
+"""Metrics that count images: each is right or wrong, so one of n moves the figure by 1/n."""
+
+
+def check_bound(objective: Objective, metric: str | None, model: str) -> None:
+    """Raise on a bound that nothing can violate: a value of 1 probably means one percentage point.
+
+    Args:
+        objective: Of the experiment.
+        metric: Of the model's evaluator; None where it has none.
+        model: Name of the model in messages.
+
+    Raises:
+        UserError: The metric ends at 1, or in dB, and all of it may be lost.
+    """
+    bound = objective.max_drop
+    key = objective.drop_key
+    most = METRIC_CAPS.get(metric or "")
+    if bound is not None and most is not None and absolute_bound(bound, most) >= most:
+        raise UserError(
+            f"objective.{key}: {_format_bound(bound)} asks for {metric_name(metric)} of "
+            f"{most - absolute_bound(bound, most):g} dB of model {model!r}; at 0 dB the error is as large as the "
+            f"outputs, so it bounds nothing: the float model has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
+        )
+    if bound is None or metric not in UNIT_INTERVAL_METRICS or absolute_bound(bound, 1.0) < 1.0:
+        return
+    raise UserError(
+        f"objective.{key}: {_format_bound(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it "
+        "bounds nothing; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
+    )
+
+
+def bound_resolution_note(objective: Objective, metric: str | None, images: int) -> str:
+    """Return a note if one image weighs more than the bound, else "".
+
+    No note for a bound of 0, which allows no loss, nor for metrics that do not count images.
+
+    Args:
+        objective: Of the experiment.
+        metric: Of the model's evaluator.
+        images: Number of scored images.
+    """
+    bound = objective.max_drop
+    most = 0.0 if bound is None else absolute_bound(bound, 1.0)
+    if not most or not images or metric not in IMAGE_COUNT_METRICS or 1 / images <= most:
+        return ""
+    return (
+        f"one image of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses one "
+        "breaks it; use more images, or a looser bound"
+    )
+
+
+def bound_lines(experiment: Experiment) -> Iterator[str]:
+    """Yield the accuracy bounds of the models that have an evaluator, one line per shared bound."""
+    found: dict[str, list[str]] = {}
+    for model in experiment.models:
+        if model.evaluator is not None:
+            evaluator: Any = registry.load_plugin("evaluator", model.evaluator.use)
+            words = _describe_bound(experiment.objective, evaluator.metric, evaluator.higher_is_better)
+            found.setdefault(words, []).append(model.name)
+    for words, names in found.items():
+        yield f"bound: {words}" if len(found) == 1 else f"bound of {', '.join(names)}: {words}"
+
+
+def bound_status(
+    bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: TaskResults
+) -> tuple[bool, str]:
+    """Return whether a model keeps a bound on the loss of accuracy, and the figures in words.
+
+    Args:
+        bound: As `objective.max_drop`.
+        reference: Of the float model.
+        found: Of the model.
+        results: Of its task; name the metric and its direction.
+    """
+    metric = results.metric or ""
+    values = []
+    for accuracy in (reference, found):
+        value = accuracy.metrics.get(metric, math.nan) if isinstance(accuracy, Accuracy) else math.nan
+        if not math.isfinite(value):
+            why = f"there is no {metric}" if isinstance(accuracy, Accuracy) else f"{accuracy.stage}: {accuracy.reason}"
+            return False, f"cannot be checked against {bound}: {why}"
+        values.append(value)
+    base, value = values
+    limit = absolute_bound(bound, base)
+    goal = Goal(metric=metric, reference=base, higher_is_better=results.higher_is_better, max_drop=limit)
+    loss = goal.loss(value)
+    within = goal.loss_excess(loss) == 0
+    shown = f"drop {format_drop(Interval(value=loss, low=math.nan, high=math.nan), metric)}"
+    if metric in METRIC_CAPS:  # a drop from a capped score is meaningless
+        shown, limit = f"{metric_name(metric)} {value:.1f}", base - limit
+    said = f"{shown} now, {'within' if within else 'beyond'} the bound {limit:g}"
+    if results.blind:
+        return False, f"{said}; the float model itself scores {base:.4f}, so the drop is meaningless"
+    return within, said
+
+
+def _describe_bound(objective: Objective, metric: str, higher_is_better: bool) -> str:
+    bound, name = objective.max_drop, metric_name(metric)
+    if bound is None:
+        return f"none; {name} is scored and rules nothing out"
+    if metric in METRIC_CAPS and not isinstance(bound, str):
+        return (
+            f"{name} has to be {METRIC_CAPS[metric] - bound:g} dB or more, for the float model's own counts as "
+            f"{METRIC_CAPS[metric]:g}; INT8 has 20 to 50 dB as a rule"
+        )
+    return f"{name} may {'drop' if higher_is_better else 'rise'} by at most {_format_drop(bound, metric)}"
+
+
+def _format_drop(bound: float | str, metric: str) -> str:
+    if isinstance(bound, str):
+        return f"{bound} of the float model's own"
+    if metric not in UNIT_INTERVAL_METRICS:
+        return f"{bound:g}{METRIC_FORMATS.get(metric, ('', 4, ''))[2]}"
+    points = f"{100 * bound:g}"
+    return f"{bound:g} ({points} point{'' if points == '1' else 's'})"
+
+
+def _format_bound(bound: float | str | None) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
