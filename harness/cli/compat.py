@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,12 +16,16 @@ from harness.cli.common import (
     backend_spec,
     count_option,
     echo,
+    print_json,
     print_table,
     replace_change_advice,
     short_path,
 )
 from harness.cli.run import run_and_report
 from harness.errors import UserError, prefix_file
+
+if TYPE_CHECKING:
+    from harness.compat.tao_specs.quantize import QuantizationResult
 
 __all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
 
@@ -64,7 +68,7 @@ def autotune(context: typer.Context) -> None:
         for remark in check_experiment(config):
             echo(remark, err=True)
         with replace_change_advice("--output_dir"):
-            run_and_report(config, Path(options.output_dir), anytime=True)
+            run_and_report(config, Path(options.output_dir), anytime=True, as_json=options.json)
         return
     with TerminalProgress() as terminal:
         try:
@@ -75,6 +79,7 @@ def autotune(context: typer.Context) -> None:
 
 def quantize(
     spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.", show_default=False)],
+    as_json: JsonOption = False,
 ) -> None:
     """Quantize a model by a spec file (TAO's static PTQ), with ModelOpt or, layer by layer, with the built-in engine.
 
@@ -88,9 +93,10 @@ def quantize(
     section = require_section(found.quantize, "quantize", str(spec))
     with prefix_file(spec):
         done = run(section, found.dataset, base, base / (section.results_dir or found.results_dir))
-    _print_layers(done.layers)
-    echo(f"{short_path(done.path)}: calibrated on {done.calibrated_on}")
     path = short_path(done.path)
+    _print_quantized(path, done, as_json=as_json)
+    if as_json:
+        return
     building = f"trtexec --onnx={path} --stronglyTyped --saveEngine={path.with_suffix('.engine')}"
     _print_hand_over(done.path, f"qdq gen-trt-engine {spec}" if found.gen_trt_engine else building)
 
@@ -119,13 +125,17 @@ def ptq(context: typer.Context) -> None:
     if isinstance(done, list):
         echo("\n".join(done))
         return
-    _print_layers(done.layers)
-    echo(f"{done.path}: calibrated on {done.calibrated_on}")
+    _print_quantized(done.path, done, as_json="--json" in context.args)
 
 
-def _print_layers(layers: Mapping[str, Mapping[str, int]]) -> None:
-    for op, counts in layers.items():
+def _print_quantized(path: Path, done: QuantizationResult, *, as_json: bool) -> None:
+    """Print how many operators of each type are quantized, and the file."""
+    if as_json:
+        print_json({"path": str(path), "layers": done.layers, "calibrated_on": done.calibrated_on})
+        return
+    for op, counts in done.layers.items():
         echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
+    echo(f"{path}: calibrated on {done.calibrated_on}")
 
 
 def calib_data(

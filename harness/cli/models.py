@@ -108,7 +108,7 @@ def explain(
     """
     check_path(Path(model))
     if row is not None or Path(model).is_dir():
-        _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve())
+        _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve(), as_json=as_json)
         return
     from harness.api import capabilities_of
     from harness.explain.model_report import (
@@ -186,7 +186,7 @@ def _to_text(lines: Iterable[str]) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _explain_row(folder: Path, row: str | None, base: Path) -> None:
+def _explain_row(folder: Path, row: str | None, base: Path, *, as_json: bool) -> None:
     from harness.explain.render import explain_and_save
     from harness.terminal_progress import TerminalProgress
 
@@ -194,7 +194,8 @@ def _explain_row(folder: Path, row: str | None, base: Path) -> None:
         raise UserError(f"{folder}: a results folder needs a row: qdq explain {folder} ROW (see qdq report)")
     add_to_sys_path(base)
     with explain_relative_paths(base), TerminalProgress() as terminal:
-        echo("\n".join(explain_and_save(folder, row, base=base, observer=terminal)))
+        path, lines = explain_and_save(folder, row, base=base, observer=terminal)
+    echo(path.read_text(encoding="utf-8") if as_json else "\n".join(lines))
 
 
 def zoo(

@@ -192,6 +192,7 @@ def export_recipe(
         str, typer.Option("--for", help="ort, modelopt, nncf, olive, tao or ultralytics.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
+    as_json: JsonOption = False,
 ) -> None:
     """Write a shipped placement as the input of another quantization tool, and list what that cannot express.
 
@@ -202,6 +203,9 @@ def export_recipe(
 
     folder = find_bundle(result)
     found = export(folder, read_bundle(folder), tool, output)
+    if as_json:
+        print_json({"path": str(output), **asdict(found)})
+        return
     echo(f"{output}: {', '.join(found.op_types)}; {len(found.excluded)} nodes of these stay in float")
     for edge in found.inexpressible:
         echo(f"not expressed: input {edge.slot} of {edge.consumer} ({edge.tensor}) is float; the tool may quantize it")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,9 @@ from harness.cli.common import (
     print_rich_or_text,
     short_path,
 )
+
+if TYPE_CHECKING:
+    from harness.report.report_table import ReportTable
 
 __all__ = ["compare", "report", "report_afterwards", "show_report", "trace"]
 
@@ -68,13 +71,21 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
     show()
 
 
-def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = False, as_json: bool = False) -> None:
+def show_report(
+    folder: Path,
+    *,
+    task_plots: bool | None = None,
+    ship: bool = False,
+    original: Path | None = None,
+    as_json: bool = False,
+) -> None:
     """Write the report of a results folder unless it is up to date; print answers, tables and next steps.
 
     Args:
         task_plots: Write the plots of each task; None: if there are few tasks.
         ship: After a run: write the folder `ship` with the models to deploy, print a summary in place of all tables,
             and leave the plots of each task to `qdq report`, since the page draws them from the data.
+        original: Results folder that is compared with this one; None: no comparison is printed.
         as_json: Print answers, next steps and the raw values of each table as JSON.
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
@@ -101,7 +112,8 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
     if as_json:
         frames = {table.name: table.raw for table in tables}
         values = {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}
-        print_json({"answers": answers, "next_steps": steps, "tables": values})
+        compared = {} if original is None else {"comparison": _comparison_values(*_comparison(original, folder))}
+        print_json({"answers": answers, "next_steps": steps, "tables": values, **compared})
         return
     for line in answers:
         echo(f"{line}\n")
@@ -114,6 +126,9 @@ def show_report(folder: Path, *, task_plots: bool | None = None, ship: bool = Fa
     echo(f"\nTables (Markdown, CSV, LaTeX): {page.parent}; with curves on one page: {page}{plots}")
     if current:
         echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")
+    if original is not None:
+        echo("")
+        compare(original, folder)
 
 
 def compare(
@@ -125,21 +140,30 @@ def compare(
 
     Example: `qdq compare results/quickstart out/quickstart`
     """
-    from harness.report.folder_comparison import comparison_table, describe_differences
-    from harness.report.load.results import load
     from harness.report.report_table import render_plain_text
 
     first, second = short_path(first), short_path(second)
-    one, two = load(first), load(second)
-    table = comparison_table(one, two)
-    lines = list(describe_differences(one, two))
+    table, lines = _comparison(first, second)
     if as_json:
-        print_json({"rows": json.loads(table.raw.to_json(orient="records")), "differences": lines})
+        print_json(_comparison_values(table, lines))
         return
     print_rich_or_text(f"{render_plain_text(table)}\n", table)
     echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:
         echo(f"  {line}")
+
+
+def _comparison(first: Path, second: Path) -> tuple[ReportTable, list[str]]:
+    """Return the table of matching rows, and lines about what differs in the environment."""
+    from harness.report.folder_comparison import comparison_table, describe_differences
+    from harness.report.load.results import load
+
+    one, two = load(first), load(second)
+    return comparison_table(one, two), list(describe_differences(one, two))
+
+
+def _comparison_values(table: ReportTable, lines: list[str]) -> dict[str, Any]:
+    return {"rows": json.loads(table.raw.to_json(orient="records")), "differences": lines}
 
 
 def trace(

@@ -22,7 +22,7 @@ from harness.cli.common import (
     replace_change_advice,
     short_path,
 )
-from harness.cli.report import compare, report_afterwards, show_report
+from harness.cli.report import report_afterwards, show_report
 from harness.errors import UserError, prefix_file
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ def reproduce(
     folder: ResultsArgument,
     out: Annotated[Path | None, typer.Option(help="Results folder of the repetition [default: FOLDER-again].")] = None,
     base: BaseOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the experiment of a results folder again, into a new folder, and print a comparison of both.
 
@@ -207,12 +208,10 @@ def reproduce(
     with explain_relative_paths(config.base_dir), prefix_file(file):
         _print_remarks(check_experiment(config))
 
-    def show_reports() -> None:
-        show_report(again, ship=True)
-        echo("")
-        compare(folder, again)
+    def show() -> None:
+        show_report(again, ship=True, original=folder, as_json=as_json)
 
-    with replace_change_advice(), report_afterwards(show_reports), TerminalProgress() as terminal:
+    with replace_change_advice(), report_afterwards(show), TerminalProgress() as terminal:
         run_experiment(config, out=again, observer=terminal)
 
 

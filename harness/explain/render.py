@@ -30,8 +30,8 @@ ATTRIBUTION_LEGEND = (
 MAX_PRINTED_ROWS = 15  # of a table on the terminal; the file has all
 
 
-def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer) -> list[str]:
-    """Attribute the speed of a row, save the result as data, Markdown and plots, and return it as text lines.
+def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer) -> tuple[Path, list[str]]:
+    """Attribute the speed of a row, save it as data, Markdown and plots; return the file of the data and text lines.
 
     Args:
         folder: Results folder.
@@ -50,7 +50,7 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
         drawn = list(draw_attribution(task.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)
     shown = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"
-    return [*lines, "", f"Saved in {path}; {shown}."]
+    return path, [*lines, "", f"Saved in {path}; {shown}."]
 
 
 def attribution_lines(found: AttributionReport) -> Iterator[str]:

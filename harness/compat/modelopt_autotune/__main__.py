@@ -86,6 +86,8 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
         raise AutotunerError("--at, --at_objective: ModelOpt's procedure times one shape; leave out its flags")
     if options.start or options.baseline:
         raise AutotunerError("--start, --baseline: not in ModelOpt's procedure, which has --qdq_baseline FILE")
+    if options.json:
+        raise AutotunerError("--json: ModelOpt's procedure prints no table; leave out its flags")
     preset = select_mode_preset(options)
     fresh = not Path(options.output_dir).exists()
     job = _make_job(options, preset["schemes_per_region"], observer)

@@ -228,6 +228,7 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "help": "with --at: weighted mean, or the shape with the least speedup (default: weighted)",
         },
         "--output_dir -o --out": {"default": "./autotuner_output", "help": f"folder of the results {_DEFAULT}"},
+        "--json": {"action": "store_true", "help": "print the answer and the tables as JSON"},
     },
     "Search": {
         "--searcher": {

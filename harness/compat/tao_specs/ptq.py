@@ -122,6 +122,7 @@ def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     add("--block_size", type=int, help="for int4")
     add("--opset", type=int)
     add("--preset", choices=list(PRESETS), help="a named choice of layers, see --show-defaults")
+    add("--json", action="store_true", help="print JSON")
     add("--show-defaults", action="store_true", help="show the defaults of ModelOpt and the presets")
     return parser
 

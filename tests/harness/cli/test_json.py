@@ -13,11 +13,8 @@ from small_results import TASK, write_folder
 from harness.cli.main import COMMANDS
 from harness.terminal_progress import EventProgress
 
-TABLE_COMMANDS = {
-    "run", "report", "compare", "verify", "explain", "check", "regions", "insert", "evaluate", "sensitivity", "recover",
-    "replay", "noise", "list", "doctor", "study", "validate-gpu", "apply", "trace", "tools",
-    "bench tasks", "bench run", "bench check", "bench leaderboard",
-}  # fmt: skip
+#: Commands that write files and print no table.
+WITHOUT_TABLE = {"record", "calib-data", "gen-trt-engine", "zoo", "bench score", "bench export"}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -27,8 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 def test_every_command_with_a_table_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in sorted(TABLE_COMMANDS):
-        assert name in COMMANDS
+    for name in COMMANDS.keys() - WITHOUT_TABLE:
         assert qdq(*name.split(), "--help") == 0
         assert "--json" in capsys.readouterr().out, name
 

@@ -112,7 +112,7 @@ def test_where_float_fails_beside_the_fewest_points_its_first_reading_stands(don
 
 
 def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
-    lines = explain_and_save(done, "random", base=done.parent, observer=NullProgress())
+    _, lines = explain_and_save(done, "random", base=done.parent, observer=NullProgress())
     text = "\n".join(lines)
     assert re.search(r"\d\.\d\d \[.*\] times the speed of the float model, with \d+ Q/DQ pairs", text)
     assert "carries gain" in text

@@ -1,5 +1,6 @@
 """`qdq reproduce`: the stored experiment once more, and how both compare."""
 
+import json
 import shutil
 
 import pytest
@@ -38,6 +39,10 @@ def test_a_run_is_repeated_and_compared(done, tmp_path, capsys):
     assert "same" in said, "the same seeds on a runtime without noise choose the same file"
     assert "model_sha256" not in said, "what was run is what was stored"
     assert list((tmp_path / "out-again").glob("*/optuna.journal"))
+    assert qdq("reproduce", str(done), "--base", str(tmp_path), "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert {row["method"] for row in values["tables"]["main"]} >= {"all", "random"}
+    assert values["comparison"]["rows"]
 
 
 BREAKS = '''

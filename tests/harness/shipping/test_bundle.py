@@ -327,7 +327,9 @@ def test_a_path_of_results_means_its_only_folder_to_deploy(
     for path in (tmp_path, tmp_path / "ship", folder, folder / "net.onnx"):
         assert find_bundle(path) == folder
     monkeypatch.chdir(tmp_path)
-    assert qdq("export-recipe", ".", "--for", "ort", "-o", "recipe.py") == 0
+    capsys.readouterr()
+    assert qdq("export-recipe", ".", "--for", "ort", "-o", "recipe.py", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["op_types"]
     shutil.copytree(folder, folder.with_name("other"))
     for path, fact in ((tmp_path, "other"), (tmp_path / "gone", "no such"), (Path(__file__).parent, "no folder")):
         with pytest.raises(UserError, match=fact):
