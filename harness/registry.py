@@ -57,6 +57,9 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "range estimator": ("collect", "ranges"),
     "recovery step": ("apply",),
 }
+#: Attributes of a class with the names of parameters that name code: files and arguments, and programs, of which a name
+#: on PATH needs no trust.
+CODE_ATTRIBUTE, PROGRAM_ATTRIBUTE = "code_params", "program_params"
 #: Parameters of a function that is named as `package.module:function`.
 CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "decoder": ("outputs", "prepared", "size"),
@@ -268,12 +271,24 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Colle
         if missing and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             raise UserError(f"{label} needs the parameter {name!r}")
     factory = load_plugin(kind, use)
+    _require_trusted_code(label, factory, params)
     annotations = _annotations(factory)
     for name, value in params.items():
         _check_counts(f"{label}: {name}", name, value, MAX_SEARCHER_COUNT if kind == "searcher" else MAX_COUNT)
         if name in annotations:
             _check_type(f"{label}: {name}", annotations[name], value)
     return factory
+
+
+def _require_trusted_code(label: str, factory: object, params: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a parameter that names a program or a library, unless plug-ins are trusted."""
+    programs = [name for name in getattr(factory, PROGRAM_ATTRIBUTE, ()) if "/" in str(params.get(name) or "")]
+    for name in (*programs, *(name for name in getattr(factory, CODE_ATTRIBUTE, ()) if params.get(name))):
+        if not plugins_trusted():
+            raise UserError(
+                f"{label}: {name} would run code of {params[name]!r}; if you trust it, give --trust-plugins or set "
+                f"{TRUST_VARIABLE}=1"
+            )
 
 
 def _check_counts(path: str, name: str, value: Any, most: int) -> None:

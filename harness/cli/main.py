@@ -142,7 +142,7 @@ TrustOption = Annotated[
         "--trust-plugins",
         callback=_trust_plugins,
         is_eager=True,
-        help="Run code of modules that `use: module:Class` names [environment: QDQ_TRUST_PLUGINS=1].",
+        help="Run code that a file names: module:Class, programs, libraries [environment: QDQ_TRUST_PLUGINS=1].",
     ),
 ]
 HostOption = Annotated[

@@ -99,7 +99,7 @@ _TARGETS: Mapping[str, DeployTarget] = {
     "onnxruntime": DeployTarget("ONNX Runtime", "onnxruntime", deploy_runtime.load_onnxruntime, _onnxruntime_settings),
     "onnxruntime_web": DeployTarget(
         "ONNX Runtime Web",
-        "onnxruntime-web of npm, in the working folder or in the one that QDQ_ONNXRUNTIME_WEB names",
+        "onnxruntime-web of npm, in the folder that QDQ_ONNXRUNTIME_WEB names",
         deploy_runtime.load_onnxruntime_web,
         _onnxruntime_web_settings,
         (WebSession,),

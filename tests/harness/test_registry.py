@@ -127,6 +127,31 @@ def test_a_module_is_not_imported_unless_it_is_trusted(module, monkeypatch):
     assert registry.load_plugin("searcher", "random").__name__ == "RandomSearcher"
 
 
+@pytest.mark.parametrize(
+    ("use", "params", "named"),
+    [
+        ("onnxruntime_web", {"node": "./evil.sh"}, "node"),
+        ("onnxruntime_web", {"chromium": "folder/evil"}, "chromium"),
+        ("onnxruntime_web", {"module_dir": "."}, "module_dir"),
+        ("trtexec", {"path": "/tmp/evil"}, "path"),
+        ("trtexec", {"plugins": ["evil.so"]}, "plugins"),
+        ("trtexec", {"extra": ["--staticPlugins=evil.so"]}, "extra"),
+        ("tensorrt", {"plugins": ["evil.so"]}, "plugins"),
+    ],
+)
+def test_a_parameter_that_names_code_needs_trust(use, params, named, monkeypatch):
+    monkeypatch.delenv(paths.TRUST_VARIABLE)
+    assert f"benchmarker {use!r}: {named} would run code of {params[named]!r}" in refused("benchmarker", use, params)
+    monkeypatch.setenv(paths.TRUST_VARIABLE, "1")
+    registry.check_params("benchmarker", use, params)
+
+
+def test_programs_on_path_need_no_trust(monkeypatch):
+    monkeypatch.delenv(paths.TRUST_VARIABLE)
+    registry.check_params("benchmarker", "onnxruntime_web", {"node": "node20", "chromium": "chromium"})
+    registry.check_params("benchmarker", "trtexec", {"path": "trtexec"})
+
+
 def test_names_of_two_distributions_are_rejected_only_on_use(monkeypatch):
     mine, theirs = (EntryPoint(name="twin", value=f"{module}:X", group="qdq.searchers") for module in ("a", "b"))
     monkeypatch.setattr(registry, "entry_points", lambda group: [mine, theirs])

@@ -22,6 +22,7 @@ from harness.compat.modelopt_autotune.settings import MIN_TIMING_RUNS, Autotuner
 from harness.config.sections import MAX_SAMPLING_MS, Confirmation, Limits, PluginSpec, Sampling
 from harness.errors import UserError
 from harness.graph.io.digests import digest_file
+from harness.paths import trust_plugins
 from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.search_loop.trial import NoisePolicy, make_trial_fn
 from harness.statistics import median_ci
@@ -275,6 +276,8 @@ def backend_spec(name: str, options: Mapping[str, Any], params: Mapping[str, Any
             found[known] = [*found.get(known, ()), *value] if isinstance(value, list | tuple) else value
         elif option != "timing_cache_file":
             raise AutotunerError(f"{option}: backend {name!r} takes none; {_REMEDIES[option]}")
+    if found:  # of the user's own command line or program
+        trust_plugins()
     return PluginSpec(use=name, params=found)
 
 

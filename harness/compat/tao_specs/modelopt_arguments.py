@@ -24,6 +24,7 @@ from harness.compat.tao_specs.layers import (
 from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import UserError, install_hint, suggest_names
+from harness.paths import TRUST_VARIABLE, plugins_trusted
 from harness.timing.provenance import describe_environment
 
 __all__ = [
@@ -58,6 +59,8 @@ REFUSED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
         "trust_calibration_data": "pickled data are never read; write them by numpy.savez",
     }
 )
+#: Arguments that name code: plug-in libraries, and whether a model's repository may run its own.
+CODE_ARGUMENTS = ("trt_plugins", "trust_remote_code")
 
 
 @cache
@@ -105,6 +108,8 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
             raise UserError(f"{key}.{name}: set by {ARGUMENTS_SET_BY_SPEC[name]} here")
         if remedy := _refusal_remedy(name):
             raise UserError(f"{key}.{name}: not taken here: {remedy}")
+        if name in CODE_ARGUMENTS and value and not plugins_trusted():
+            raise UserError(f"{key}.{name}: would run code; if you trust the file, set {TRUST_VARIABLE}=1")
         if name not in known:
             raise UserError(
                 f"{key}.{name}: ModelOpt {_modelopt_version()} has no such argument; "

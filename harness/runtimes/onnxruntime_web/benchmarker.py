@@ -35,7 +35,7 @@ class ONNXRuntimeWebBenchmarker:
 
     Args:
         module_dir: Folder in which `npm install onnxruntime-web` was run; None: the one that the environment variable
-            QDQ_ONNXRUNTIME_WEB names, or the working folder. Node.js looks in its parents and in NODE_PATH too.
+            QDQ_ONNXRUNTIME_WEB names. Node.js looks in its parents and in NODE_PATH too.
         node: Node.js, a path or a name on PATH.
         chromium: Browser whose page runs the model, a path or a name on PATH; None: Node.js runs it.
         profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
@@ -43,6 +43,8 @@ class ONNXRuntimeWebBenchmarker:
     """
 
     capabilities = Capabilities(dialect="onnxruntime_web")
+    code_params = ("module_dir",)
+    program_params = ("node", "chromium")
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class ONNXRuntimeWebBenchmarker:
             reason = str(error).partition("\n")[0]
             raise UserError(
                 f"benchmarker 'onnxruntime_web': {reason}; `npm install onnxruntime-web` in any folder, and name that "
-                "by params: {module_dir: PATH} or the environment variable QDQ_ONNXRUNTIME_WEB"
+                "by the environment variable QDQ_ONNXRUNTIME_WEB, or by params: {module_dir: PATH}"
             ) from error
 
 

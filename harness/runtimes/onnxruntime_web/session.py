@@ -24,7 +24,7 @@ class WebSession:
         program: Text of `child.mjs`.
         node: Node.js, a path or a name on PATH.
         folder: Folder from which Node.js looks up the package; None: the one that the environment variable
-            QDQ_ONNXRUNTIME_WEB names, or the working folder.
+            QDQ_ONNXRUNTIME_WEB names, not the working folder, which may be a stranger's; NODE_PATH counts in any case.
         chromium: Browser that runs the session instead of Node.js, or None.
         scratch: Folder for the browser's profile; None: that of temporary files.
 
@@ -53,7 +53,7 @@ class WebSession:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
         self.pid = 0 if chromium else self._process.pid
         self._profile = tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True)
-        place = str(Path(folder or os.environ.get("QDQ_ONNXRUNTIME_WEB") or ".").resolve())
+        place = str(Path(folder or os.environ.get("QDQ_ONNXRUNTIME_WEB") or "/").resolve())
         try:
             self.facts = self.request(
                 "start", folder=place, chromium=chromium, profile=self._profile.name, program=program

@@ -62,6 +62,7 @@ class TensorRTBenchmarker:
     """
 
     capabilities = Capabilities(dialect="tensorrt")
+    code_params = ("plugins",)
 
     def __init__(  # noqa: PLR0913 - one option, one parameter
         self,

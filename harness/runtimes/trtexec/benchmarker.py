@@ -99,6 +99,8 @@ class TrtexecBenchmarker:
     """
 
     capabilities = Capabilities(dialect="tensorrt", interleaved=False)
+    code_params = ("plugins", "extra")
+    program_params = ("path",)
 
     def __init__(  # noqa: PLR0913 - one option, one parameter
         self,

@@ -22,6 +22,7 @@ from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import read_signature
 from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.paths import TRUST_VARIABLE
 
 
 def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:
@@ -118,6 +119,13 @@ def test_what_it_cannot_do_is_said(layers: str, mode: str, said: str, small: Pat
 )
 def test_backend_kwargs_are_checked_before_it_starts(extra: str, said: str, small: Path) -> None:
     with pytest.raises(UserError, match=said):
+        arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
+
+
+@pytest.mark.parametrize("extra", ["{trt_plugins: [evil.so]}", "{trust_remote_code: true}"])
+def test_backend_kwargs_that_name_code_need_trust(extra: str, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUST_VARIABLE)
+    with pytest.raises(UserError, match=f"would run code.*{TRUST_VARIABLE}"):
         arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
 
 

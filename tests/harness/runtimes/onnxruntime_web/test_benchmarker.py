@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +75,21 @@ def test_what_is_missing_is_named_with_the_remedy(node: str, monkeypatch: pytest
         ONNXRuntimeWebBenchmarker(node=str(tmp_path / "gone")).describe()
     monkeypatch.setenv("FAKE_NODE", "missing")
     monkeypatch.setenv("QDQ_ONNXRUNTIME_WEB", "/elsewhere")
-    with pytest.raises(UserError, match=r"npm install onnxruntime-web.*module_dir.*QDQ_ONNXRUNTIME_WEB"):
+    with pytest.raises(UserError, match=r"npm install onnxruntime-web.*QDQ_ONNXRUNTIME_WEB.*module_dir"):
         ONNXRuntimeWebBenchmarker(node=node).describe()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_no_package_of_the_working_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "node_modules" / "onnxruntime-web"
+    package.mkdir(parents=True)
+    (package / "index.js").write_text("require('node:fs').writeFileSync('marker', '')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QDQ_ONNXRUNTIME_WEB", raising=False)
+    monkeypatch.delenv("NODE_PATH", raising=False)
+    with suppress(UserError):  # the machine may have the package elsewhere
+        ONNXRuntimeWebBenchmarker().describe()
+    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.parametrize(
