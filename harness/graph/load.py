@@ -79,6 +79,7 @@ def load(
     source: str | None = None,
     shapes: Shapes = _NO_DIMENSION_SIZES.shapes,
     dims: Mapping[str, int] = _NO_DIMENSION_SIZES.dims,
+    samples: Mapping[str, tuple[int, ...]] = _NO_DIMENSION_SIZES.samples,
     min_opset: int = 17,
 ) -> Model:
     """Read an ONNX file and prepare it for placement.
@@ -91,6 +92,7 @@ def load(
         source: Name of the model in messages and tables; the path by default.
         shapes: Static shapes by input name, "1x3x224x224" or numbers, for inputs that are dynamic or fixed to 1 sample.
         dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}; the batch is 1 by default.
+        samples: Shape of one sample of data by input, for symbols without a size.
         min_opset: Models of an older default operator set are upgraded to this one.
 
     Raises:
@@ -100,7 +102,8 @@ def load(
     source = source or str(path)
     proto, sha256 = read_model(path, source)
     origin = DynamicOriginal(model=path, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
-    model = prepare_model(proto, path.absolute(), source, sha256, InputSizes(shapes=shapes, dims=dims), min_opset)
+    sizes = InputSizes(shapes=shapes, dims=dims, samples=samples)
+    model = prepare_model(proto, path.absolute(), source, sha256, sizes, min_opset)
     return replace(model, origin=origin)
 
 
@@ -130,7 +133,8 @@ def prepare_model(
 ) -> Model:
     """Prepare a model; report any exception that a damaged file causes as a `UserError`."""
     with refuse_damage(source):
-        key = f"{sha256} {sorted(sizes.shapes.items())} {sorted(sizes.dims.items())} {min_opset}"
+        given = [sorted(each.items()) for each in (sizes.shapes, sizes.dims, sizes.samples)]
+        key = f"{sha256} {given} {min_opset}"
         original = OriginalModel.of(proto, file, key if isinstance(file, Path) else "")
         return _prepare_proto(original, proto, source, sha256, sizes, min_opset)
 

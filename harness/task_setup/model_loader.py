@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness import registry, zoo
+from harness.accuracy.data.arrays import is_array_data, read_sample_shapes
 from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
@@ -28,6 +29,8 @@ MIN_OPSET = 17
 def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model:
     """Load the model that a specification names (`zoo:NAME`, `assets:PATH` or a path).
 
+    Dynamic dimensions without a size have those of its calibration arrays.
+
     Args:
         spec: The specification.
         work: Scratch folder, for zoo models.
@@ -41,7 +44,9 @@ def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model
         path = zoo.write_model(name, work / f"{safe_file_name(name)}.onnx")
     else:
         path = resolve_path(spec.use, spec.base_dir)
-    return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, min_opset=min_opset)
+    data = spec.calibration.data
+    samples = read_sample_shapes(data, spec.base_dir) if isinstance(data, Mapping) and is_array_data(data) else {}
+    return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, samples=samples, min_opset=min_opset)
 
 
 def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None = None) -> PluginSpec | None:

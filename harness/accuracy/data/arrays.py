@@ -21,6 +21,7 @@ from harness.paths import resolve_path
 
 __all__ = [
     "UNNAMED_ARRAY", "ArrayDataset", "SubsetSelector", "array_names", "is_array_data", "open_arrays", "read_arrays",
+    "read_sample_shapes",
 ]  # fmt: skip
 
 UNNAMED_ARRAY = ""
@@ -69,6 +70,25 @@ def array_names(path: Path) -> frozenset[str]:
             return frozenset(name.removesuffix(".npy") for name in archive.namelist())
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):  # of damaged files; reading names the fault
         return frozenset()
+
+
+def read_sample_shapes(spec: Mapping[str, Any], base: Path | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shape of one sample of each array that a data mapping names; empty if the file cannot be read."""
+    try:
+        path = resolve_path(read_text_key(spec, "path"), base)
+        if path.suffix == ".npy":
+            with path.open("rb") as file:
+                return {UNNAMED_ARRAY: _read_header(file)[0][1:]}
+        with zipfile.ZipFile(path) as archive:
+            return {name.removesuffix(".npy"): _read_header(archive.open(name))[0][1:] for name in archive.namelist()}
+    except (
+        UserError,
+        OSError,
+        ValueError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+    ):  # reading the samples names the fault
+        return {}
 
 
 def is_array_data(data: object) -> bool:

@@ -43,11 +43,13 @@ class InputSizes:
     Attributes:
         shapes: Static shape by input name, "1x3x224x224" or numbers.
         dims: Size by symbol.
+        samples: Shape of one sample of data by input, "" for the only one; for symbols that nothing else gives.
         keep_dynamic: Leave the inputs dynamic: for the delivered model, after the search at fixed sizes.
     """
 
     shapes: Shapes = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
+    samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     keep_dynamic: bool = False
 
 
@@ -73,7 +75,7 @@ class ResolvedShapes:
 
     Attributes:
         shapes: Shape of each input without unknown dimensions.
-        default_sizes: Sizes that batch dimensions got by default, by their name in messages.
+        default_sizes: Sizes that batch dimensions got by default and others from samples, by their name in messages.
         missing: Dimensions that are still unknown.
         known: Size by symbol.
     """
@@ -145,7 +147,8 @@ def resolve_shapes(
     for name, given in sizes.shapes.items():
         resolver.set_input_shape(name, parse_shape(given, f"{source}: shapes.{name}"))
     resolver.solve_expressions()
-    defaulted = dict(resolver.apply_default_batch(batch))
+    sampled = dict(resolver.apply_samples(sizes.samples))
+    defaulted = {**dict(resolver.apply_default_batch(batch)), **sampled}
     resolver.check_expressions()
     shapes = {name: resolver.input_shape(name) for name in inputs}
     return ResolvedShapes(
@@ -218,6 +221,16 @@ class _SizeResolver:
                     f"{where}: dimension {axis!r} of {declared} has one size in all inputs, but got {known} and "
                     f"{size}: {format_shape(shape)} ({known} is from {origin}); give it once"
                 )
+
+    def apply_samples(self, samples: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
+        """Set symbols of unknown size to those of samples, which have no batch; yield their names and sizes."""
+        only = next(iter(self._inputs), "") if len(self._inputs) == 1 else ""
+        for name, shape in samples.items():
+            axes = self._inputs.get(name or only) or ()
+            for axis, size in zip(axes[1:], shape, strict=False) if len(axes) == len(shape) + 1 else ():
+                if isinstance(axis, str) and axis not in self._parts and axis not in self.sizes:
+                    self.sizes[axis] = (size, "the calibration data")
+                    yield repr(axis), size
 
     def solve_expressions(self) -> None:
         """Determine symbols from the given size of an expression with one unknown symbol."""

@@ -11,6 +11,8 @@ from small import qdq, save_chain
 from harness.compat.autotune_experiment import command_experiment, region_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
 from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.task_setup.model_loader import open_model
 from harness.task_setup.preflight import check_experiment
 
 
@@ -79,6 +81,23 @@ def test_several_shapes_are_a_shape_set_of_the_model() -> None:
     for wrong in ("--at batch", "--at batch=1:x", "--at_objective worst", "--at batch=1"):
         with pytest.raises(UserError):
             command_experiment(parse_arguments(["-m", "zoo:mlp", *wrong.split()], "qdq autotune"))
+
+
+def test_symbols_without_a_size_have_that_of_the_calibration_arrays(tmp_path: Path) -> None:
+    builder = GraphBuilder("net", seed=1)
+    builder.output(builder.op("Relu", builder.input("x", ("batch", 4, "time"))))
+    model = str(builder.save(tmp_path / "net.onnx"))
+    np.savez(tmp_path / "calib.npz", x=np.zeros((8, 4, 16), np.float32))
+    np.save(tmp_path / "calib.npy", np.zeros((8, 4, 16), np.float32))
+    for file in ("calib.npz", "calib.npy"):
+        given = ["-m", model, "--calibration_data", str(tmp_path / file)]
+        found = command_experiment(parse_arguments([*given, "--at", "time=8", "--at", "time=32"], "qdq autotune"))
+        list(check_experiment(found))
+        opened = open_model(found.models[0], tmp_path)
+        assert opened.types["x"].shape == (1, 4, 16)
+        for flags, expected in ((["--dim", "time=8"], 8), (["--shape", "x:1x4x9"], 9)):
+            (spec,) = command_experiment(parse_arguments([*given, *flags], "qdq autotune")).models
+            assert open_model(spec, tmp_path).types["x"].shape == (1, 4, expected)
 
 
 def test_a_search_starts_from_files_and_compares_with_them_and_with_tools(
