@@ -121,7 +121,7 @@ class TableSubspace:
     @cached_property
     def space(self) -> Space:
         """Return the space of the varied dimensions."""
-        return Space(tuple(self.full_space.dimensions[index] for index in self.varied))
+        return self.full_space.subspace(self.varied)
 
     def to_full_space(self, placement: Placement) -> Placement:
         """Return a placement of the subspace as a placement of the full space."""

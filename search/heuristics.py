@@ -60,5 +60,5 @@ def expert_placements(space: Space) -> Iterator[Placement]:
     and concatenation. The additions alone may double the time (a Transformer in BF16 on OpenVINO: 8.8 ms with, 4.1
     without them); the heads of attention may be moved as integers.
     """
-    integer = any(dimension.kind == "output" for dimension in space.dimensions)
-    return (HEURISTIC_RULES[name](space, None) for name in (INTEGER_RUNTIME_RULES if integer else FUSING_RUNTIME_RULES))
+    names = INTEGER_RUNTIME_RULES if space.has_output_points else FUSING_RUNTIME_RULES
+    return (HEURISTIC_RULES[name](space, None) for name in names)

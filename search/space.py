@@ -99,10 +99,12 @@ class Space:
     Attributes:
         dimensions: The insertion points, in graph order of their first region.
         agreements: Pairs of precisions that must agree; see `Agreement`.
+        whole_has_output_points: Whether the space that this one is a part of has points at outputs.
     """
 
     dimensions: tuple[Dimension, ...]
     agreements: tuple[Agreement, ...] = ()
+    whole_has_output_points: bool = False
     _digests: dict[Placement, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -125,6 +127,11 @@ class Space:
         for index, dimension in enumerate(self.dimensions):
             members[dimension.group].append(index)
         return {group: tuple(indices) for group, indices in members.items()}
+
+    @cached_property
+    def has_output_points(self) -> bool:
+        """Return whether the dialect has points at outputs, also if this part of a space has none."""
+        return self.whole_has_output_points or any(dimension.kind == "output" for dimension in self.dimensions)
 
     def validate(self, placement: Placement) -> Placement:
         """Return the placement unchanged.
@@ -184,7 +191,12 @@ class Space:
 
     def with_dimensions(self, dimensions: tuple[Dimension, ...]) -> Space:
         """Return a space of other dimensions on edges of this one, with the same agreements."""
-        return Space(dimensions, self.agreements)
+        return Space(dimensions, self.agreements, self.has_output_points)
+
+    def subspace(self, indices: Iterable[int]) -> Space:
+        """Return the space of some dimensions, without agreements, whose other edges it does not have."""
+        chosen = tuple(self.dimensions[index] for index in indices)
+        return Space(chosen, whole_has_output_points=self.has_output_points)
 
     def digest(self, placement: Placement) -> str:
         """Return the identity of the model that a placement produces: equal exactly if the resolved edges are equal."""

@@ -66,7 +66,7 @@ class SubspaceSearcher:
     ) -> None:
         self._indices = tuple(indices)
         self._base = base
-        self._inside = Space(tuple(space.dimensions[index] for index in indices))
+        self._inside = space.subspace(indices)
         self._searcher = make(self._inside)
 
     def ask(self, n: int) -> list[Placement]:

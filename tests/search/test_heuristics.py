@@ -55,3 +55,10 @@ def test_a_rule_at_a_precision_leaves_float_what_does_not_have_it(name: str) -> 
 def test_experts_go_by_whether_results_can_be_quantized(output: bool, names: list[str]) -> None:
     space = chain(output=output)
     assert list(expert_placements(space)) == [HEURISTIC_RULES[name](space, None) for name in names]
+
+
+def test_experts_go_by_the_whole_space_in_a_part_without_its_outputs() -> None:
+    part = chain(output=True).subspace(range(len(ROLES)))
+    assert part.dimensions == chain().dimensions
+    for space in (part, part.with_dimensions(part.dimensions[:3]), part.subspace([0, 1])):
+        assert next(expert_placements(space)) == HEURISTIC_RULES["movers_io"](space, None)

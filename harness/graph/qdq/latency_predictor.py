@@ -76,7 +76,7 @@ class PlacementFeatures:
         self._space = space
         self._numbers: dict[Edge, int] = {edge: i for i, edge in enumerate(_all_edges(space))}
         self._model = model
-        self._outputs_quantized = any(dimension.kind == "output" for dimension in space.dimensions)
+        self._outputs_quantized = space.has_output_points
         nodes = [node for node in model.nodes if self._data_edges(node) and self._results(node)]
         self._inputs = _membership([self._data_edges(node) for node in nodes], self._numbers)
         self._readers = _membership([self._reader_edges(node) for node in nodes], self._numbers)
