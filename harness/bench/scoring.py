@@ -1,7 +1,7 @@
 """Scoring of recorded placements on fixed samples: labels where there are some, and agreement with the float model.
 
 A file is scored by what it describes: ONNX Runtime computes it with float kernels between its Q/DQ pairs, so no
-instruction set of the machine and no kernel of a runtime decides about the figures.
+integer kernel of a runtime decides about the figures, and an instruction set only by how it rounds sums of floats.
 """
 
 from __future__ import annotations
