@@ -109,7 +109,8 @@ def import_placement(
     _insert(model, str(file), output, runtime, as_json, precision=precision, ranges=ranges, **described)
     if not as_json:
         params = f"{{path: {output}{', ranges: true' if ranges else ''}}}"
-        echo(f"to search from it: initial: [float, {{use: placement, params: {params}, label: theirs}}]")
+        entry = f"initial: [float, {{use: placement, params: {params}, label: theirs}}]"
+        echo(f"to search from it: qdq autotune -m {model} --start {output}, or in an experiment {entry}")
 
 
 def _ranges_config(calibration: Path | None, preprocess: str | None, samples: int, method: str) -> dict[str, Any]:

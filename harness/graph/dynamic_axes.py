@@ -151,8 +151,10 @@ class _ChangeTransfer:
 
     def iter_constants(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
         """Yield the constants that these nodes read: changed ones as they are in the quantized model."""
+        nodes = list(nodes)
         read = {name for node in nodes for name in tensors_read(node)}
         read.update(value.name for value in self._dynamic.output)
+        read.difference_update(name for node in nodes for name in node.output)
         for name in [*self._there, *(name for name in self._new if name not in self._there)]:
             if name in read:
                 if name in self._new and self._new[name] != self._old.get(name):
@@ -162,7 +164,12 @@ class _ChangeTransfer:
                     yield self._there[name]
 
     def _initial_names(self) -> set[str]:
-        return {"", *self._there, *self._new, *(value.name for value in self._dynamic.input)}
+        """Return what is there before any node.
+
+        Tools may give a DequantizeLinear the name of the constant that it replaces.
+        """
+        made = {name for node in self._added for name in node.output}
+        return {"", *self._there, *self._new, *(value.name for value in self._dynamic.input)} - made
 
     def _transfer_node(self, node: onnx.NodeProto) -> onnx.NodeProto:
         before, after = self._before.get(node.name), self._after.get(node.name)

@@ -210,6 +210,8 @@ def _tie_reason(task: TaskResults, row: Row) -> str:
 
 def _accuracy_steps(task: TaskResults, rows: Sequence[Row]) -> Iterator[str]:
     least = _least_lossy_row(rows)
+    if not task.searches:
+        yield "a search, which recovers accuracy too: searchers: [auto], or qdq autotune --start FILE --max_drop POINTS"
     yield _calibration_hint(task)
     if _or_nan(least["drop_low"]) <= (task.allowed or 0.0):
         yield "more images: the interval of that drop includes the bound"

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from harness.accuracy.calibration.ranges import calibrate, finite_ranges
 from harness.cli.main import main
 from harness.graph.builder import GraphBuilder
+from harness.graph.dynamic_axes import transfer_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_edges
@@ -129,6 +130,32 @@ def test_an_edge_that_is_a_constant_at_fixed_shapes_alone_is_named(tmp_path: Pat
     assert made.file is None
     assert "-> input 1 of 'product'" in made.remark
     assert not (tmp_path / "q.dynamic.onnx").exists()
+
+
+def test_a_pair_with_the_name_of_the_constant_that_it_replaces(tmp_path: Path) -> None:
+    """ONNX Runtime's quantize_static names the DequantizeLinear of a bias like the bias."""
+    g = GraphBuilder("net", seed=3)
+    g.output(g.conv(g.input("x", (1, 3, 8, "width")), 4, 3, bias=True))
+    path = g.save(tmp_path / "net.onnx")
+    model, other = (load(path, dims={"width": width}) for width in (8, 16))
+    made = onnx.ModelProto()
+    made.CopyFrom(model.proto)
+    (node,) = (node for node in made.graph.node if node.op_type == "Conv")
+    (bias,) = (tensor for tensor in made.graph.initializer if tensor.name == node.input[2])
+    values = numpy_helper.to_array(bias)
+    made.graph.initializer.remove(bias)
+    made.graph.initializer.extend(
+        [numpy_helper.from_array(np.round(values / 0.01).astype(np.int32), "stored"),
+         numpy_helper.from_array(np.array(0.01, np.float32), "scale"), numpy_helper.from_array(np.int32(0), "zero")]
+    )  # fmt: skip
+    pair = onnx.helper.make_node("DequantizeLinear", ["stored", "scale", "zero"], [bias.name], name="pair")
+    made.graph.node.insert(0, pair)
+    onnx.save(made, tmp_path / "made.onnx")
+    moved = transfer_file(model.proto, tmp_path / "made.onnx", other.proto, tmp_path / "moved.onnx")
+    feeds = {"x": np.ones((1, 3, 8, 16), np.float32)}
+    (found,) = onnxruntime.InferenceSession(moved).run(None, feeds)
+    (floating,) = onnxruntime.InferenceSession(path).run(None, feeds)
+    np.testing.assert_allclose(found, floating, atol=0.006)
 
 
 def test_a_static_model_has_none(tmp_path: Path) -> None:
