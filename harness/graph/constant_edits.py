@@ -12,8 +12,9 @@ from harness.api import Array
 from harness.graph.model import Model, Node, TensorType, read_nodes
 from harness.graph.protos import copy_message
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.quantize.weights import bias_place
 
-__all__ = ["bias_place", "is_private", "replace_constants", "with_own_biases"]
+__all__ = ["is_private", "replace_constants", "with_own_biases"]
 
 _OWN_BIAS_SUFFIX = "#bias"
 
@@ -32,24 +33,6 @@ def replace_constants(model: Model, arrays: Mapping[str, Array]) -> Model:
             before = numpy_helper.to_array(tensor)
             tensor.CopyFrom(numpy_helper.from_array(arrays[tensor.name].astype(before.dtype), tensor.name))
     return replace(model, proto=proto)
-
-
-def bias_place(model: Model, node: Node) -> tuple[Node, int] | None:
-    """Return the node and input where a linear operator's bias is added, or may be; None if there is no such place.
-
-    The bias of a MatMul is the constant vector of the Add that alone reads its result.
-    """
-    if node.op in ("Conv", "ConvTranspose") or (node.op == "Gemm" and node.attributes.get("beta", 1.0) == 1):
-        free = len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in model.constants
-        return (node, 2) if free else None
-    readers = model.consumers.get(node.outputs[0], ())
-    if node.op != "MatMul" or len(readers) != 1 or node.outputs[0] in model.outputs:
-        return None
-    add, slot = model.nodes[readers[0][0]], 1 - readers[0][1]
-    if add.op != "Add" or add.inputs[slot] not in model.constants:
-        return None
-    width = model.types[node.outputs[0]].shape[-1]
-    return (add, slot) if tuple(model.constants[add.inputs[slot]].dims) == (width,) else None
 
 
 def with_own_biases(model: Model, nodes: Iterable[Node]) -> tuple[Model, dict[str, str]]:

@@ -10,7 +10,8 @@ import numpy as np
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, measure_sqnr_db
 from harness.api import Array
-from harness.graph.constant_edits import bias_place, is_private, replace_constants
+from harness.graph.constant_edits import is_private, replace_constants
+from harness.graph.quantize.weights import bias_place
 from harness.progress import Observer
 
 __all__ = ["FloatGain", "leave_float", "rank_nodes"]

@@ -16,12 +16,12 @@ from harness.accuracy.metrics.closeness import ComparisonLayout, plan_comparison
 from harness.accuracy.metrics.sqnr import part_sqnr
 from harness.api import Array
 from harness.errors import UserError
-from harness.graph.constant_edits import bias_place
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model, Node
 from harness.graph.qdq.insert import Inserter
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices
+from harness.graph.quantize.weights import bias_place
 from harness.graph.rules.dialects import Dialect
 from harness.graph.segmented_run import iter_outputs
 from harness.progress import Observer

@@ -168,9 +168,11 @@ class Inserter:
             asked.producer_masks[maker] |= self._makers[maker].bit(RequestBit("final", tensor, precision))
             asked.consumer_masks[maker] |= self._readers[maker].bit(RequestBit("renamed", tensor))
         self._shared_scales.mark_shared_scales(asked)
-        nodes = [
-            forms[state] for forms, state in zip(self._readers[:GRAPH_INPUT_INDEX], asked.consumer_masks, strict=False)
-        ]
+        nodes = []
+        for forms, state in zip(self._readers[:GRAPH_INPUT_INDEX], asked.consumer_masks, strict=False):
+            nodes.append(forms[state])
+            if (bias := nodes[-1].bias) is not None:  # of an Add that comes later, as the nodes are in order
+                asked.consumer_masks[bias[0]] |= self._readers[bias[0]].bit(bias[1])
         behind = [forms[state] for forms, state in zip(self._makers, asked.producer_masks, strict=True)]
         return InsertionPlan(nodes, behind)
 

@@ -19,6 +19,7 @@ from harness.graph.quantize.weights import (
     QUANTIZABLE_DTYPES,
     Array,
     QuantizedTensor,
+    bias_place,
     quantize_affine,
     quantize_weight,
     weight_axis,
@@ -88,11 +89,15 @@ class ConstantQuantizer:
 
         Weight scales are widened where the bias would not fit into 32 bits otherwise (channels that are all but dead;
         the same remedy as in ONNX Runtime's `quantize_static`). A bias that is not [channels] is left out.
+
+        Returns:
+            The weight as 1, the bias as 2; that of a MatMul is a constant of the Add behind it (see `bias_place`).
         """
         weight = self.quantize_weight_input(node, 1, "int8")
-        bias = self._bias(node)
-        if bias is None:
+        bias_name = self._bias_name(node)
+        if bias_name is None:
             return {1: weight}
+        bias = self._constant_array(bias_name).astype(np.float64)
         suffix = f"{node.name}.channels" if data_scale.ndim else f"{node.name}.{float(data_scale):.9g}"
         step = node.attributes.get("alpha", 1.0) * data_scale
         if data_scale.ndim:  # of a depthwise Conv, several of whose outputs may read one channel
@@ -107,7 +112,7 @@ class ConstantQuantizer:
                     self._quantize_array(self._constant_array(node.inputs[1]), axis, "int8", lowest),
                 )
             weight = self._made[name]
-        name = f"{node.inputs[2]}{NAME_PREFIX}int32.{suffix}"
+        name = f"{bias_name}{NAME_PREFIX}int32.{suffix}"
         if name not in self._made:
             scale = np.asarray(step * self._scales[weight.output], np.float32)
             stored = np.rint(bias / scale.astype(np.float64)).astype(np.int32)
@@ -185,16 +190,21 @@ class ConstantQuantizer:
                     found[stored.output] = stored
         return [tensor for stored in found.values() for tensor in stored.tensors]
 
-    def _bias(self, node: Node) -> Array | None:
-        """Return the bias of a linear operator if it may be stored as INT32, else None."""
-        if len(node.inputs) < 3 or node.inputs[2] not in self._model.constants:
+    def _bias_name(self, node: Node) -> str | None:
+        """Return the constant of a linear operator's bias if it may be stored as INT32, else None."""
+        place = bias_place(self._model, node)
+        if place is None or len(place[0].inputs) <= place[1] or node.attributes.get("alpha", 1.0) == 0:
             return None
-        if node.attributes.get("beta", 1.0) != 1 or node.attributes.get("alpha", 1.0) == 0:
+        name = place[0].inputs[place[1]]
+        bias, weight = self._model.constants.get(name), self._model.constants[node.inputs[1]]
+        if bias is None or bias.data_type != TensorProto.FLOAT:
             return None
-        bias = self._constant_array(node.inputs[2])
+        if node.op == "MatMul":  # the runtime makes a Gemm of it, if the weight is a matrix and the bias has values
+            damaged = name in self._model.cached_analysis(find_unquantizable_constants)
+            return None if damaged or len(weight.dims) != 2 else name
         axis = self._channel_axis(node, 1)
-        channels = self._model.constants[node.inputs[1]].dims[axis] if axis is not None else bias.size
-        return bias.astype(np.float64) if bias.shape == (channels,) and bias.dtype == np.float32 else None
+        channels = None if axis is None else weight.dims[axis]
+        return name if len(bias.dims) == 1 and channels in (None, bias.dims[0]) else None
 
     def _quantize_array(
         self, weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0

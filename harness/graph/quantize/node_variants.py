@@ -16,6 +16,7 @@ from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
 from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX
 from harness.graph.quantize.scales import ActivationScales, SharedScale
+from harness.graph.quantize.weights import bias_place
 from harness.graph.rules.dialects import Dialect
 
 __all__ = ["NodeVariant", "PairVariant", "RequestBit", "VariantEncoder", "VariantTable"]
@@ -29,13 +30,13 @@ class RequestBit(NamedTuple):
     Attributes:
         kind: "quantized"; "channels": quantized with one scale for each channel, at a producer; "tied": the scale is
             made from other tensors; "final": the tensor leaves the model quantized, and its pair takes over its name;
-            "renamed": the node gave that name away.
+            "renamed": the node gave that name away; "bias": the constant is the bias of a quantized MatMul.
         place: Input slot of a consumer; tensor name at a producer.
         precision: Precision of a request that is not "renamed".
         tie: Tensors that a tied scale is made from.
     """
 
-    kind: Literal["quantized", "channels", "tied", "final", "renamed"]
+    kind: Literal["quantized", "channels", "tied", "final", "renamed", "bias"]
     place: int | str
     precision: str = ""
     tie: SharedScale | None = None
@@ -70,12 +71,14 @@ class NodeVariant:
         replaced: Constants of the float model that it does not read any more.
         quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is not
             among them.
+        bias: Index of the Add that adds the bias of a MatMul, and the request for that bias as INT32.
     """
 
     node: bytes
     stored: Mapping[str, QuantizedConstant] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     quantized: frozenset[tuple[str, str]] = frozenset()
+    bias: tuple[int, RequestBit] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,8 @@ class VariantEncoder:
             else:
                 pair = self._scales.encode_pair(tensor, precision, ties.get((slot, precision)), final=final.get(slot))
                 inputs[slot] = pair.output
+        if not asked:
+            constants |= self._bias_of_product(node, marks)
         inputs |= {slot: stored.output for slot, stored in constants.items()}
         outputs = {number: name + FLOAT_BIAS_PREFIX for number, name in enumerate(node.outputs) if name in renamed}
         return NodeVariant(
@@ -131,6 +136,7 @@ class VariantEncoder:
             stored={stored.output: stored for stored in constants.values()},
             replaced=tuple(node.inputs[slot] for slot in constants),
             quantized=frozenset((node.inputs[slot], asked[slot]) for slot in constants.keys() & asked.keys()),
+            bias=self._bias_request(node, asked, ties),
         )
 
     def encode_pairs(self, marks: frozenset[RequestBit]) -> PairVariant:
@@ -169,14 +175,45 @@ class VariantEncoder:
             tensor = node.inputs[slot]
             grid = self._scales.scale_and_zero_point(tensor, precision, ties.get((slot, precision)))
             return {slot: self._constants.quantize_operand(tensor, precision, *grid)}
-        if slot == 1 and self._dialect.bias == "int32" and precision == asked.get(0) == "int8":
-            if self._scales.has_channel_scales(node, 0, "int8"):
-                scale, _ = self._scales.channel_scales(node.inputs[0])
-            else:
-                scale, _ = self._scales.scale_and_zero_point(node.inputs[0], "int8", ties.get((0, "int8")))
-            return self._constants.quantize_weight_and_bias(node, scale)
+        if slot == 1 and self._stores_bias(asked):
+            stored = self._weight_and_bias(node, ties.get((0, "int8")))
+            return {1: stored[1]} if node.op == "MatMul" else stored
         return {slot: self._constants.quantize_weight_input(node, slot, precision)}
+
+    def _stores_bias(self, asked: Mapping[int | str, str]) -> bool:
+        return self._dialect.bias == "int32" and asked.get(0) == asked.get(1) == "int8"
+
+    def _weight_and_bias(self, node: Node, tie: SharedScale | None) -> dict[int, QuantizedConstant]:
+        if self._scales.has_channel_scales(node, 0, "int8"):
+            scale, _ = self._scales.channel_scales(node.inputs[0])
+        else:
+            scale, _ = self._scales.scale_and_zero_point(node.inputs[0], "int8", tie)
+        return self._constants.quantize_weight_and_bias(node, scale)
+
+    def _bias_request(
+        self, node: Node, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], SharedScale]
+    ) -> tuple[int, RequestBit] | None:
+        """Return the request for the bias of a MatMul by weights, both quantized, at the Add behind it.
+
+        ONNX Runtime makes a Gemm of MatMul and Add before it looks for pairs. With a bias as INT32 the Gemm runs on
+        integers, with its result in float or quantized; with a float bias it dequantizes both operands.
+        """
+        if node.op != "MatMul" or node.inputs[1] not in self._model.constants or not self._stores_bias(asked):
+            return None
+        place = bias_place(self._model, node)
+        return None if place is None else (place[0].index, RequestBit("bias", place[1], "int8", ties.get((0, "int8"))))
+
+    def _bias_of_product(self, node: Node, marks: frozenset[RequestBit]) -> dict[int, QuantizedConstant]:
+        """Return the bias as INT32 of an Add behind a quantized MatMul, by its input; empty if there is none."""
+        found = {}
+        for mark in marks:
+            if mark.kind == "bias":
+                slot = int(mark.place)
+                product = self._model.nodes[self._model.producer[node.inputs[1 - slot]]]
+                bias = self._weight_and_bias(product, mark.tie).get(2)
+                found.update({} if bias is None else {slot: bias})
+        return found
 
 
 def _ties_by_place(marks: Iterable[RequestBit]) -> dict[tuple[int | str, str], SharedScale]:
-    return {(mark.place, mark.precision): mark.tie for mark in marks if mark.tie is not None}
+    return {(mark.place, mark.precision): mark.tie for mark in marks if mark.kind == "tied" and mark.tie is not None}

@@ -14,12 +14,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from harness.graph.model import Node
+from harness.graph.model import Model, Node
 from harness.graph.quantize.weight_estimators import WeightEstimator, max_magnitude
 
 __all__ = [
     "FP8_MAX", "FP8_MAX_BY_FORMAT", "MAX_LEVEL", "QUANTIZABLE_DTYPES", "STORAGE_DTYPES", "Array", "QuantizedTensor",
-    "quantize_affine", "quantize_weight", "smallest_scale", "weight_axis",
+    "bias_place", "quantize_affine", "quantize_weight", "smallest_scale", "weight_axis",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -75,6 +75,24 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
     if node.op == "Gemm":
         return 0 if node.attributes.get("transB", 0) else 1
     return 1 if node.op == "MatMul" and rank == 2 else None
+
+
+def bias_place(model: Model, node: Node) -> tuple[Node, int] | None:
+    """Return the node and input where a linear operator's bias is added, or may be; None if there is no such place.
+
+    The bias of a MatMul is the constant vector of the Add that alone reads its result.
+    """
+    if node.op in ("Conv", "ConvTranspose") or (node.op == "Gemm" and node.attributes.get("beta", 1.0) == 1):
+        free = len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in model.constants
+        return (node, 2) if free else None
+    readers = model.consumers.get(node.outputs[0], ())
+    if node.op != "MatMul" or len(readers) != 1 or node.outputs[0] in model.outputs:
+        return None
+    add, slot = model.nodes[readers[0][0]], 1 - readers[0][1]
+    if add.op != "Add" or add.inputs[slot] not in model.constants:
+        return None
+    width = model.types[node.outputs[0]].shape[-1]
+    return (add, slot) if tuple(model.constants[add.inputs[slot]].dims) == (width,) else None
 
 
 def quantize_weight(

@@ -42,7 +42,8 @@ class Dialect:
             None: one scale for the tensor.
         unit_softmax: The result of a Softmax is stored with the range 0 to 1, whatever its calibrated range is.
         bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
-            scale = data scale x weight scale (x alpha of a Gemm); "float": it is left alone.
+            scale = data scale x weight scale (x alpha of a Gemm), also that of a MatMul, in an Add behind it without
+            pairs; "float": it is left alone.
         min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
         linear_ops: Operators that take data and weight quantized together.
         points: Further operators whose floating-point inputs may be quantized.
@@ -172,7 +173,8 @@ _FLOAT_ONLY_CONSUMERS = frozenset({
 """They run in float alone; but the producer of their input runs in INT8 only if all its readers take the pair."""
 
 # ONNX Runtime's CPU kernels (MLAS) are fastest with UINT8 activations times INT8 weights; QDQ operator groups are
-# fused only with quantized outputs and INT32 bias (core/optimizer/qdq_transformer; quantization/operators). Of the
+# fused only with INT32 bias, those of convolutions only with quantized outputs too (core/optimizer/qdq_transformer;
+# quantization/operators). MatMul and Add are a Gemm before it looks for pairs (matmul_add_fusion.cc). Of the
 # operators other than linear ones these have integer kernels for several inputs (qdq_selector_action_transformer.cc:
 # BinaryOp, Variadic, Where and Gather rules); a LayerNormalization has none, so its scale stays float. Relu and Clip
 # disappear into a zero point behind them (relu_quantizelinear.cc, clip_quantizelinear.cc), while a pair in front stays:

@@ -25,7 +25,7 @@ from harness.accuracy.recovery.pipeline import (
 from harness.accuracy.recovery.rounding import round_compensated
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.constant_edits import bias_place, with_own_biases
+from harness.graph.constant_edits import with_own_biases
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.file_checks import find_refused_qdq
@@ -34,7 +34,7 @@ from harness.graph.qdq.qdq_graph import read_qdq_edges, read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES
 from harness.graph.quantize.weight_estimators import load_weight_estimator
-from harness.graph.quantize.weights import quantize_weight
+from harness.graph.quantize.weights import bias_place, quantize_weight
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.segmented_run import measure_layer_shifts
 from harness.progress import NullProgress

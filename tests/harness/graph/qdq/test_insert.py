@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import openvino as ov
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -323,6 +324,56 @@ def test_onnx_runtime_adds_the_whole_bias_to_a_product_that_is_scaled(dialect: D
     exact = run_ort(model.proto, model)[0]
     for optimize in (False, True):
         np.testing.assert_allclose(run_ort(proto, model, optimize)[0], exact, atol=0.5)
+
+
+def product_net(rank: int = 2, bias: float = 0.5) -> Model:
+    """MatMul by weights and Add, and a second MatMul that reads the sum."""
+    rng = np.random.default_rng(0)
+    g = GraphBuilder("product", opset=19)
+    weight = g.const(rng.normal(size=(4,) * (rank - 2) + (32, 16)).astype(np.float32))
+    product = g.op("MatMul", g.input("x", (4, 8, 32)), weight, name="product")
+    shifted = g.op("Add", product, g.const(np.full(16, bias, np.float32)), name="shift")
+    g.output(g.op("MatMul", shifted, g.const(rng.normal(size=(16, 4)).astype(np.float32)), name="tail"), name="y")
+    return load_proto(g.build(), source="product", sha256="0")
+
+
+def int32_constants(proto: onnx.ModelProto) -> list[str]:
+    return [t.name for t in proto.graph.initializer if t.data_type == onnx.TensorProto.INT32 and t.name[-5:] != ".zero"]
+
+
+@pytest.mark.parametrize(
+    "dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT], ids=lambda d: d.name
+)
+def test_onnx_runtime_multiplies_and_adds_on_integers(dialect: Dialect, tmp_path: Path) -> None:
+    """It makes a Gemm of MatMul and Add first, and runs that in float behind DequantizeLinear if its bias is float."""
+    model = product_net()
+    ranges = {name: (-12.0, 12.0) for name in model.types}
+    asked = tuple(sorted([edge(model, "product"), edge(model, "product", 1)]))
+    proto = Inserter(model, dialect, ranges).insert(asked)
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    operators = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert "QGemm" in operators
+    assert not {"Gemm", "DequantizeLinear"}.intersection(operators)
+    as_written, exact = run_ort(proto, model, optimize=False)[0], run_ort(model.proto, model)[0]
+    np.testing.assert_allclose(run_ort(proto, model)[0], as_written, atol=0.02)
+    assert np.abs(as_written - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def test_the_bias_of_a_product_stays_float_where_it_gains_nothing() -> None:
+    def stored(model: Model, *edges: Edge, dialect: Dialect = ONNXRUNTIME) -> list[str]:
+        return int32_constants(Inserter(model, dialect, {name: (-4.0, 4.0) for name in model.types}).insert(edges))
+
+    model = product_net()
+    both = sorted([edge(model, "product"), edge(model, "product", 1)])
+    assert stored(model, *both)
+    assert not stored(model, *both, dialect=OPENVINO)
+    assert not stored(model, *sorted([*both, edge(model, "shift"), edge(model, "shift", 1)])), "the Add is quantized"
+    stack = product_net(rank=3)
+    assert not stored(stack, *sorted([edge(stack, "product"), edge(stack, "product", 1)]))
+    infinite = product_net(bias=np.inf)
+    assert not stored(infinite, *sorted([edge(infinite, "product"), edge(infinite, "product", 1)]))
 
 
 def test_candidates_are_small_and_share_their_weights(tmp_path: Path) -> None:
