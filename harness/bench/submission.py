@@ -13,26 +13,26 @@ from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from harness.bench.tasks import TierName, read_catalogue, table_path
 from harness.benchmark_table import read_table
 from harness.config.sections import ConfigSection, PluginSpec
 from harness.config.validation_errors import to_user_error
-from harness.errors import UserError
+from harness.errors import UserError, suggest_names
 from harness.progress import Observer
 from harness.results_dir.io import explain_write_errors, read_json, write_json
-from harness.results_dir.manifest import MANIFEST_FILE, describe_files, require_unchanged_results
+from harness.results_dir.manifest import MANIFEST_FILE, describe_files, read_manifest, require_unchanged_results
 from harness.results_dir.ownership import exclusive_lock
 from harness.studies.path_cache import FILE, Indices, PathCache
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import replay_paths
 from harness.studies.replay_pool import missing_batches, replay_batches
 from harness.studies.search_key import SearchKey, describe_code, search_key
-from harness.studies.study_file import BudgetStudy, ReplayedSearcher
+from harness.studies.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, BudgetStudy, ReplayedSearcher
 
 __all__ = [
     "CheckedSearch", "SearcherRecord", "Submission", "TaskRecord", "check_submission", "read_submission",
@@ -40,6 +40,16 @@ __all__ = [
 ]  # fmt: skip
 
 SUBMISSION_FILE = "submission.json"
+MAX_NAME_CHARS = 200
+
+
+def _require_name(name: str) -> str:
+    if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):  # half a surrogate pair cannot be written
+        raise ValueError(f"the name of a searcher has at most {MAX_NAME_CHARS} printable characters")
+    return name
+
+
+SearcherName = Annotated[str, AfterValidator(_require_name)]
 
 
 class TaskRecord(ConfigSection):
@@ -56,8 +66,8 @@ class TaskRecord(ConfigSection):
     table: str
     asked: str
     made_of: str
-    seeds: int
-    searcher_s: float
+    seeds: Annotated[int, Field(ge=1, le=MAX_SEEDS)]
+    searcher_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class SearcherRecord(ConfigSection):
@@ -74,10 +84,10 @@ class SearcherRecord(ConfigSection):
 
     use: str
     params: dict[str, Any]
-    budget: int
+    budget: Annotated[int, Field(ge=1, le=MAX_EVALUATIONS_PER_SEARCH)]
     code: str
     versions: dict[str, str | None]
-    tasks: dict[str, TaskRecord]
+    tasks: Annotated[dict[str, TaskRecord], Field(min_length=1)]
 
     @property
     def searches(self) -> int:
@@ -93,7 +103,7 @@ class SearcherRecord(ConfigSection):
 class Submission(ConfigSection):
     """Searchers of a submission by name."""
 
-    searchers: dict[str, SearcherRecord]
+    searchers: dict[SearcherName, SearcherRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +148,10 @@ def run_searchers(
     with exclusive_lock(out, "running a benchmark"), explain_write_errors(out):
         submission = read_submission(out) if (out / SUBMISSION_FILE).exists() else Submission(searchers={})
         for searcher in searchers:
+            try:
+                _require_name(searcher.name)
+            except ValueError as error:
+                raise UserError(f"{searcher.name!r}: {error}") from error
             seeds = searcher.seeds or catalogue.tiers[tier].seeds
             studies = {name: catalogue.study(name, tier, [searcher], seeds) for name in tasks}
             keys = {name: search_key(table_path(name), searcher, study) for name, study in studies.items()}
@@ -219,18 +233,29 @@ def read_submission(folder: Path) -> Submission:
     """Read a submission and check its files against the manifest, and its tables against those at hand.
 
     Raises:
-        UserError: A file is missing or damaged, or a table is another one.
+        UserError: A file is missing or damaged, a task is unknown, or its table is another one.
     """
     require_unchanged_results(folder)
+    if not {SUBMISSION_FILE, FILE} <= (read_manifest(folder) or {"files": {}})["files"].keys():
+        raise UserError(f"{folder / MANIFEST_FILE}: no manifest of a submission, which `qdq bench run` writes")
     body = read_json(folder / SUBMISSION_FILE)
     try:
         submission = Submission.model_validate(body)
     except ValidationError as error:
         raise to_user_error(Submission, str(folder / SUBMISSION_FILE), error) from error
+    known = read_catalogue().tasks
+    if not submission.searchers:
+        raise UserError(f"{folder / SUBMISSION_FILE}: no searchers")
     for name, record in submission.searchers.items():
         for task, found in record.tasks.items():
+            if task not in known:
+                raise UserError(
+                    f"{folder / SUBMISSION_FILE}: {name}: no task is called {task!r}; {suggest_names(task, known)}"
+                )
             if not table_path(task).is_file() or _file_digest(table_path(task)) != found.table:
-                raise UserError(f"{folder}: {name} was replayed on another table of {task} than the one at hand")
+                raise UserError(
+                    f"{folder / SUBMISSION_FILE}: {name} was replayed on another table of {task} than the one at hand"
+                )
     return submission
 
 

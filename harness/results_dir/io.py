@@ -20,8 +20,8 @@ from typing import Any
 from harness.errors import UserError
 
 __all__ = [
-    "add_checksum", "append_line", "archive_existing", "explain_write_errors", "next_backup_path", "read_json",
-    "remove_checksum", "truncate_partial_line", "write_json", "write_text",
+    "add_checksum", "append_line", "archive_existing", "explain_write_errors", "next_backup_path", "parse_json",
+    "read_json", "remove_checksum", "truncate_partial_line", "write_json", "write_text",
 ]  # fmt: skip
 
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
@@ -69,11 +69,19 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: The file is damaged.
     """
     try:
-        body = json.loads(remove_checksum(path.read_bytes()))
+        body = parse_json(remove_checksum(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: not a file of qdq-bench; move it away to have it made again")
+    return body
+
+
+def parse_json(raw: bytes | str) -> Any:
+    """Return decoded JSON; lone surrogates, which no file can have, become question marks."""
+    body = json.loads(raw)
+    if ("\\ud" if isinstance(raw, str) else b"\\ud") in raw:  # type: ignore[operator]
+        body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
     return body
 
 

@@ -12,9 +12,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
 from harness.results_dir.io import explain_write_errors, read_json, write_json
@@ -36,6 +37,33 @@ OPTIONAL_FILES = (MODELS_FOLDER, "explain/", "graph.json", "patterns.yaml")
 MISSING = "missing"
 FileTable = Mapping[str, list[Any]]
 """Length in bytes and BLAKE2 digest by path within a folder."""
+
+
+def _require_inside(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        raise ValueError(f"{name!r} is no path within the folder")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_require_inside)]
+_Files = dict[_Name, Annotated[list[int | str], Field(min_length=2, max_length=2)]]
+
+
+class _StoredTask(BaseModel):
+    config: str
+    complete: bool
+    files: _Files
+
+
+class _StoredManifest(BaseModel):
+    """Manifest of results or of a report, which may come from a stranger."""
+
+    model_config = ConfigDict(strict=True)
+
+    files: _Files
+    complete: bool = False
+    tasks: dict[_Name, _StoredTask] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +107,7 @@ def is_complete(folder: Path, config: str) -> bool:
     for found in find_changed_files(folder, entry["files"]):
         if found.problem != MISSING:
             raise UserError(f"{found}; qdq verify {folder.parent} lists all damage, and how to repair it")
-    return all((folder / name).exists() for name in entry["files"])
+    return all(os.path.exists(folder / name) for name in entry["files"])
 
 
 def reopen_task(folder: Path) -> None:
@@ -126,14 +154,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
-    body = read_json(path)
-    tasks = body.get("tasks", {})
-    tables = [body.get("files"), *(entry.get("files") for entry in tasks.values())]
-    if not all(isinstance(table, dict) for table in tables):
-        raise UserError(f"{path}: damaged (no list of files)")
-    for name in (*tasks, *chain.from_iterable(tables)):
-        if not _is_inside(name):
-            raise UserError(f"{path}: {name!r} is no path within the folder")
+    body = {"tasks": {}, **read_json(path)}
+    try:
+        _StoredManifest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})") from error
     return body
 
 
@@ -158,9 +184,9 @@ def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -
     """
     for name, recorded in files.items():
         path = folder / name
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not path.is_file():  # `Path.exists` raises an error for long names
             yield FileProblem(path=path, problem="damaged: no regular file")
-        elif not path.exists():
+        elif not os.path.exists(path):
             if not name.startswith(OPTIONAL_FILES):
                 yield FileProblem(path=path, problem=MISSING)
         elif models or not name.startswith(MODELS_FOLDER):
@@ -178,12 +204,6 @@ def require_unchanged_results(folder: Path) -> None:
     for root, table in tables.items():
         for found in find_changed_files(root, table, models=False):
             raise UserError(f"{found}; qdq verify {folder} lists all damage, and how to repair it")
-
-
-def _is_inside(name: str) -> bool:
-    """Return whether a name of a manifest, which may come from a stranger, is a path below its folder."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and ".." not in parts
 
 
 def _task_entry(folder: Path) -> dict[str, Any] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from typing import Any
 from harness.errors import UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model, model_files
+from harness.graph.io.helper_process import StepLimits
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
 from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, read_bundle, sha256
@@ -23,6 +26,7 @@ from harness.results_dir.io import explain_write_errors, write_json, write_text
 from harness.shipping.deploy_script import DeployTarget, deploy_script, find_target
 from harness.shipping.report_text import report_text
 from harness.timing.workers.locks import timing_lock
+from harness.timing.workers.process import wait_for_output
 
 __all__ = [
     "SCRIPT_FILE", "Shipment", "generated_script", "remove_bundle", "run_bundle", "run_script", "shipment_facts",
@@ -160,7 +164,7 @@ def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
         raise UserError(f"{folder / FACTS_FILE}: no script runs models of {facts['runtime'].get('name')!r}")
     try:
         text = deploy_script(folder / facts["file"], facts["runtime"], target, _timed_inputs(facts))
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
         raise UserError(f"{folder / FACTS_FILE}: runtime: {type(error).__name__}: {error}") from error
     with tempfile.TemporaryDirectory(prefix="qdq-deploy-") as scratch:
         script = Path(scratch) / SCRIPT_FILE
@@ -192,21 +196,41 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
     """Run a generated `deploy.py` in a Python environment, and return what it reports with `--json`.
 
     Raises:
-        UserError: It fails, exceeds its time limit, or is not run; the message has its last line.
+        UserError: It fails, exceeds a limit, or is not run; the message has its last line.
     """
-    command = [python, "-I", str(script), "--json", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_LIMIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{script}: {error}") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    status, printed, errors = _run_limited([python, "-I", str(script), "--json", *arguments], f"{script} with {python}")
+    if status:
+        last = (errors.strip().splitlines() or [f"exit status {status}"])[-1]
         raise UserError(f"{script} with {python}: {last}")
     try:
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        found = json.loads(printed.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        raise UserError(f"{python}: ran no script: is it a Python program?") from None
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{python}: ran no script: is it a Python program?")
     return found
+
+
+def _run_limited(command: list[str], what: str) -> tuple[int, str, str]:
+    """Return exit status, stdout and stderr of a program, whose model may be a stranger's."""
+    limits = StepLimits.read()
+    pipe = subprocess.PIPE
+    try:
+        with subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+        ) as process:
+            try:
+                printed, errors = wait_for_output(process, SCRIPT_LIMIT_S, limits.memory_gb)
+            finally:  # with its own children
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, printed, errors
+    except TimeoutError as error:
+        raise UserError(f"{what}: takes more than {SCRIPT_LIMIT_S:g} s") from error
+    except MemoryError as error:
+        raise UserError(f"{what}: {limits.memory_message}") from error
+    except OSError as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 def _measure_footprint(script: Path, model: Path) -> dict[str, Any]:

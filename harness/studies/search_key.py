@@ -86,8 +86,9 @@ def describe_code(searcher: PluginSpec) -> tuple[list[bytes], dict[str, str | No
         UserError: A searcher does not exist.
     """
     params = searcher.params  # searchers within a searcher may be plug-ins too
-    nested = (searcher.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
-    files = [_searcher_file(use) for use in nested]
+    members = params.get("members")
+    nested = (*(members if isinstance(members, list | tuple) else ()), params.get("searcher"))
+    files = [_searcher_file(use) for use in (searcher.use, *nested) if isinstance(use, str)]
     return [code_digest(file, SEARCH_PACKAGE) for file in files], _library_versions(
         files, json.dumps(params, default=str)
     )

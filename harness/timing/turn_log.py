@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from harness.records import Count, Failed, LatencyMs, from_json
+from harness.results_dir.io import parse_json
 
 __all__ = [
     "TWIN",
@@ -155,7 +156,7 @@ def encode_turn_event(event: TurnEvent) -> str:
 
 def decode_turn_event(text: str | bytes) -> TurnEvent:
     """Return the event in one line of JSON; raise `ValueError` if it is none."""
-    body: dict[str, Any] = json.loads(text)
+    body: dict[str, Any] = parse_json(text)
     kind = body.pop("kind", None) if isinstance(body, dict) else None
     if kind == "turn":
         return from_json(Turn, body)

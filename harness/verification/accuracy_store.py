@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
 from harness.graph.io.digests import digest_file
@@ -132,6 +134,18 @@ class AccuracyStore:
         return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), **said)
 
 
+class _StoredScore(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    metrics: dict[str, float | None] = {}
+    per_item: list[Any] = []
+    evidence: str = ""
+    note: str = ""
+
+
+_SCORES = TypeAdapter(dict[str, _StoredScore])
+
+
 def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Mapping[str, Any]]:
     """Return the stored scores of the present rows by a benchmarker, by default that of the row, by row id."""
     scores = _read_stored_scores(folder)
@@ -142,7 +156,13 @@ def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Ma
 
 def _read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / ACCURACY_FILE_NAME
-    return read_json(path) if path.exists() else {}
+    found = read_json(path) if path.exists() else {}
+    try:
+        _SCORES.validate_python(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise UserError(f"{path}: damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})") from error
+    return found
 
 
 def _score_key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER) -> str:

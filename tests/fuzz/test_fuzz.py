@@ -5,12 +5,14 @@ QDQ_FUZZ sets how many of each kind, QDQ_SEED draws others (docs/explanation/rel
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import traceback
 import zipfile
@@ -24,9 +26,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from made_up_tables import save_table
 from mutations import (
@@ -40,12 +45,15 @@ from mutations import (
     onnx_files,
 )
 from PIL import Image
+from small_results import TASK, write_folder
 
 from harness import registry
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.datasets import open_data
 from harness.bench.accuracy import PlacementAccuracy, read_accuracy, write_accuracy
-from harness.benchmark_table import read_table, read_table_metadata
+from harness.bench.submission import check_submission, run_searchers
+from harness.bench.tasks import DATA_VARIABLE
+from harness.benchmark_table import DIGEST_KEY, METADATA_KEY, read_table, read_table_metadata
 from harness.cli.main import app
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment
@@ -60,16 +68,23 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
+from harness.progress import NullProgress
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load as load_results
 from harness.results_dir.deploy_folder import read_bundle
-from harness.results_dir.io import add_checksum
+from harness.results_dir.integrity import check_results
+from harness.results_dir.io import add_checksum, remove_checksum, write_json
 from harness.results_dir.journal import read_journal
+from harness.results_dir.manifest import close_results, complete_task, describe_files
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.shipping.bundle import generated_script
 from harness.studies.path_cache import PathCache, SearchKey, SearchPath, write_part
+from harness.studies.study_file import ReplayedSearcher
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))
-HANG_S = 30
+HANG_S = 30  # of this process's own time, which other programs do not lengthen
+WAIT_S = 600  # of a wait, for a child process or a pipe
 ALLOWED_GB = 4.0
 Mutation = Callable[[bytes, random.Random], bytes]
 
@@ -268,12 +283,17 @@ def deployed_files() -> list[bytes]:
     return [json.dumps(facts).encode()]
 
 
+def seal(path: Path, raw: bytes) -> None:
+    """Write a JSON file, or lines of JSON, whose checksums are right, as those of a stranger are."""
+    with suppress(ValueError):
+        lines = raw.decode().splitlines()
+        raw = "".join(f"{add_checksum(json.dumps(json.loads(line)))}\n" for line in lines).encode()
+    path.write_bytes(raw)
+
+
 def use_deployed(path: Path) -> None:
     """Read facts whose checksum and manifest are right, as those of a stranger are."""
-    raw = path.read_bytes()
-    with suppress(ValueError):
-        raw = (add_checksum(json.dumps(json.loads(raw))) + "\n").encode()
-    path.write_bytes(raw)
+    seal(path, path.read_bytes())
     model = path.parent / "net.onnx"
     model.write_bytes(onnx_files()[0])
     files = (path, model)
@@ -282,6 +302,94 @@ def use_deployed(path: Path) -> None:
     )
     with generated_script(path.parent, read_bundle(path.parent)):
         pass
+
+
+@cache
+def finished_results() -> TemporaryDirectory[str]:
+    made = TemporaryDirectory()
+    write_folder(Path(made.name))
+    complete_task(Path(made.name, TASK), "", complete=True)
+    close_results(Path(made.name), [TASK])
+    return made
+
+
+def result_files() -> list[bytes]:
+    """Return the records of a finished task, with the path of each before it, as JSON."""
+    folder = Path(finished_results().name)
+    found = [path for path in sorted(folder.rglob("*.json*")) if path.is_file()]
+    return [f"{path.relative_to(folder)}\n{_content(path)}".encode() for path in found]
+
+
+def _content(path: Path) -> str:
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    lines = raw.splitlines()
+    return "\n".join(remove_checksum(line).decode() for line in lines if line)
+
+
+def refilled_record(raw: bytes, rng: random.Random) -> bytes:
+    name, *lines = raw.decode().splitlines()
+    place = rng.randrange(len(lines))
+    lines[place] = refilled(lines[place].encode(), rng).decode()
+    return "\n".join([name, *lines]).encode()
+
+
+def use_results(path: Path) -> None:
+    """Read results of which one record is wrong, as `qdq report` and `qdq verify` do."""
+    name, _, content = path.read_text().partition("\n")
+    folder = path.parent / "results"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(finished_results().name, folder)
+    (folder / name).unlink()  # may be compressed
+    seal(folder / name.removesuffix(".gz"), content.encode())
+    if name != "manifest.json":
+        (folder / "manifest.json").unlink()
+    try:
+        check_results(folder)
+        main_frame(load_results(folder))
+    except UserError as error:
+        named = folder.name in str(error)
+        raise UserError(f"{path.name if named else ''}: {error}") from error
+
+
+@cache
+def submitted() -> tuple[TemporaryDirectory[str], bytes]:
+    """Return a folder with a benchmark of one small task and a submission, and what the latter says."""
+    made = TemporaryDirectory()
+    tasks, folder = Path(made.name, "tasks"), Path(made.name, "submission")
+    tasks.mkdir()
+    save_table(tasks / "one.parquet", 3)
+    task = "{family: CNN, split: test, tier: lite}"
+    (tasks / "tasks.yaml").write_text(f"tiers: {{lite: {{seeds: 2, budgets: [4]}}}}\ntasks: {{one: {task}}}\n")
+    with patch.dict(os.environ, {DATA_VARIABLE: str(tasks)}):
+        run_searchers([ReplayedSearcher(use="random")], "lite", folder, NullProgress())
+    return made, remove_checksum((folder / "submission.json").read_bytes())
+
+
+def use_submission(path: Path) -> None:
+    """Check a submission whose manifest and checksum are right."""
+    seal(path, path.read_bytes())
+    made = Path(submitted()[0].name)
+    shutil.copy(made / "submission" / "walks.parquet", path.parent)
+    files = describe_files(path.parent, [path, path.parent / "walks.parquet"])
+    write_json(path.parent / "manifest.json", {"complete": True, "tasks": {}, "files": files})
+    with patch.dict(os.environ, {DATA_VARIABLE: str(made / "tasks")}):
+        check_submission(path.parent, searches=1, seed=0, observer=NullProgress())
+
+
+@cache
+def described_table() -> tuple[bytes, pa.Table]:
+    with TemporaryDirectory() as folder:
+        save_table(Path(folder) / "t.parquet")
+        table = pq.read_table(Path(folder) / "t.parquet")
+    return table.schema.metadata[METADATA_KEY], table
+
+
+def use_description(path: Path) -> None:
+    """Read a table whose description has the right digest."""
+    raw, table = path.read_bytes(), described_table()[1]
+    described = table.replace_schema_metadata({METADATA_KEY: raw, DIGEST_KEY: hashlib.sha256(raw).hexdigest()})
+    pq.write_table(described, path)
+    read_table(path)
 
 
 KINDS = {
@@ -302,6 +410,10 @@ KINDS = {
     "accuracies": Kind("a.parquet", accuracy_files, BYTE_MUTATIONS, read_accuracy),
     "searches": Kind("walks.parquet", search_files, BYTE_MUTATIONS, lambda path: PathCache(path.parent)),
     "deployed": Kind("ship.json", deployed_files, (refilled, refilled, refilled, edited), use_deployed),
+    "results": Kind("record.json", result_files, (refilled_record,), use_results),
+    "submission": Kind("submission.json", lambda: [submitted()[1]], (refilled, refilled, refilled, edited),
+                       use_submission),
+    "description": Kind("t.parquet", lambda: [described_table()[0]], (refilled,), use_description),
 }  # fmt: skip
 
 
@@ -309,16 +421,19 @@ KINDS = {
 def time_limit() -> Iterator[None]:
     """End a hang; the exception is no Exception, which code under test might catch."""
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"more than {HANG_S} s")
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"works more than {HANG_S} s" if number == signal.SIGPROF else f"waits {WAIT_S} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(HANG_S)
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, HANG_S), signal.SIGALRM: (signal.ITIMER_REAL, WAIT_S)}
+    before = {number: signal.signal(number, stop) for number in timers}
     try:
+        for timer, seconds in timers.values():
+            signal.setitimer(timer, seconds)
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def outcome_of(use: Callable[[], object], name: str) -> str:
@@ -327,6 +442,8 @@ def outcome_of(use: Callable[[], object], name: str) -> str:
         with time_limit():
             use()
     except (UserError, CandidateError) as error:
+        if "doubles that limit" in str(error):  # a hang of the process that reads models
+            return f"hangs: {error}"
         named = name in str(error) or "0.png" in str(error) or str(error).startswith("data.")  # a key of the experiment
         return "refused" if named else f"names no file: {error}"
     except BaseException as error:  # a finding; the hang is a KeyboardInterrupt

@@ -233,6 +233,15 @@ def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
         read_table(path)
 
 
+def test_a_space_of_more_placements_than_can_be_counted_is_refused(path: Path) -> None:
+    many = tuple(replace(SPACE.dimensions[0], name=f"d{number}") for number in range(70))
+    names = tuple(dimension.name for dimension in many)
+    changes = {"dimensions": many, "varied": names, "base": (0,) * 70, "sensitivity": dict.fromkeys(names, 0.1)}
+    write_table(path, facts(**changes, anchors={}), {})
+    with pytest.raises(UserError, match="placements, more than the limit of 65536"):
+        read_table(path)
+
+
 def test_what_is_small_only_because_its_values_are_equal_is_refused_before_it_is_unpacked(path: Path) -> None:
     write_table(path, facts(), rows())
     first = pq.read_table(path).slice(0, 1)

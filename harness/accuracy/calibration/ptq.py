@@ -31,7 +31,7 @@ from harness.graph.io.files import copy_model, move_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, StepLimits
 from harness.graph.plugin_operators import extract_plugin_subgraph
 from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
-from harness.timing.workers.process import POLL_INTERVAL_S, used_memory_gb
+from harness.timing.workers.process import wait_for_output
 
 __all__ = ["MetricRequest", "PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint", "quantize"]
 
@@ -294,15 +294,13 @@ def _child_command(tool: str, request: Path) -> list[str]:
 
 def _read_output(process: subprocess.Popen[str], tool: str, limit_s: float | None) -> str:
     limits = StepLimits.read(RUNTIME_FACTOR)
-    deadline_s = time.monotonic() + (limits.seconds if limit_s is None else limit_s)
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=max(0.0, min(POLL_INTERVAL_S, deadline_s - time.monotonic())))[0]
-        if time.monotonic() >= deadline_s:
-            how = limits.time_message if limit_s is None else f"took longer than {limit_s:g} s"
-            raise BuildFailed(f"{tool}: {how}")
-        if used_memory_gb(process.pid) > limits.memory_gb:
-            raise BuildFailed(f"{tool}: {limits.memory_message}")
+    try:
+        return wait_for_output(process, limits.seconds if limit_s is None else limit_s, limits.memory_gb)[0]
+    except TimeoutError:
+        how = limits.time_message if limit_s is None else f"took longer than {limit_s:g} s"
+    except MemoryError:
+        how = limits.memory_message
+    raise BuildFailed(f"{tool}: {how}")
 
 
 def _failure_reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:

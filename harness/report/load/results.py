@@ -10,6 +10,7 @@ from typing import Any
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy, drop_estimate
 from harness.errors import UserError
 from harness.records import Failed
+from harness.report.load.record_schemas import RecoveryRecord, validate_record
 from harness.report.load.stored_experiment import (
     StoredExperiment,
     read_builds,
@@ -303,6 +304,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
 def _read_recovery(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return the record of each placement, with `estimate` and `estimate_before`, where they are known."""
     record = read_json(path) if path.exists() else {"placements": {}}
+    validate_record(RecoveryRecord, record)
     estimates, found = record.get("estimated_losses", {}), dict[str, Mapping[str, Any]]()
     for digest, facts in record["placements"].items():
         rows = {"estimate_before": digest, "estimate": recovered_row(facts.get("sha256", ""))}

@@ -16,7 +16,8 @@ from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
-from harness.records import SCHEMA_VERSION
+from harness.records import SCHEMA_VERSION, from_json
+from harness.report.load.record_schemas import Environment, TaskFacts, validate_record
 from harness.results_dir.io import read_json
 from harness.results_dir.lines import has_lines, read_lines
 from harness.search_loop.objective import Goal
@@ -158,9 +159,7 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
             "render it with the version that wrote it, or run the experiment again into another folder"
         )
     facts = read_json(path)
-    missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]
-    if missing:
-        raise UserError(f"{path}: damaged (no {', '.join(missing)}); {REPAIR_HINT}")
+    read_or_explain(path, lambda: validate_record(TaskFacts, facts))
     return facts
 
 
@@ -172,7 +171,9 @@ def _read_schema(path: Path) -> Any:
 
 def read_environment(path: Path) -> Mapping[str, Any]:
     """Return the stored environment; empty without the file."""
-    return read_json(path) if path.exists() else {}
+    found = read_json(path) if path.exists() else {}
+    read_or_explain(path, lambda: validate_record(Environment, found))
+    return found
 
 
 def read_builds(path: Path) -> int | None:
@@ -188,7 +189,7 @@ def read_builds(path: Path) -> int | None:
 def read_goal(facts: Mapping[str, Any]) -> Goal:
     """Return the objective of a task without keys that are no longer known."""
     known = {field.name for field in fields(Goal)}
-    return Goal(**{key: value for key, value in dict(facts["goal"]).items() if key in known})
+    return from_json(Goal, {key: value for key, value in dict(facts["goal"]).items() if key in known})
 
 
 def read_or_explain(path: Path, reader: Callable[[], T]) -> T:

@@ -23,7 +23,7 @@ import psutil
 
 from harness.timing.machine_noise import process_tree
 
-__all__ = ["POLL_INTERVAL_S", "WorkerProcess", "die_with_parent", "used_memory_gb"]
+__all__ = ["WorkerProcess", "die_with_parent", "used_memory_gb", "wait_for_output"]
 
 EXIT_LIMIT_S = 5.0  # of a process that closed its connection
 _KILLING_SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})  # none of a crash
@@ -121,6 +121,23 @@ class WorkerProcess:
         self._connection.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+
+def wait_for_output(process: subprocess.Popen[str], limit_s: float, memory_gb: float) -> tuple[str, str]:
+    """Return what a process printed on stdout and stderr until its end.
+
+    Raises:
+        TimeoutError: It takes longer.
+        MemoryError: It uses more memory, with its children.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=max(0.0, min(POLL_INTERVAL_S, deadline_s - time.monotonic())))
+        if time.monotonic() >= deadline_s:
+            raise TimeoutError
+        if used_memory_gb(process.pid) > memory_gb:
+            raise MemoryError
 
 
 def used_memory_gb(pid: int) -> float:

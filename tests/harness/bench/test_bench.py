@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
@@ -16,6 +17,8 @@ from harness.bench.submission import check_submission, read_submission, run_sear
 from harness.bench.tasks import ARCHIVE_FILE, table_path
 from harness.errors import UserError
 from harness.progress import NullProgress
+from harness.results_dir.io import add_checksum, read_json, write_json
+from harness.results_dir.manifest import describe_files
 from harness.studies.path_cache import PathCache
 from harness.studies.replay import read_paths
 from harness.studies.study_file import ReplayedSearcher
@@ -94,6 +97,75 @@ def test_damage_other_tables_and_other_searches_are_found(tmp_path: Path, tasks:
     (tasks / "one.parquet").write_bytes((tasks / "two.parquet").read_bytes())
     with pytest.raises(UserError, match="another table of one"):
         read_submission(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seeds": 10**12}, "seeds"),
+        ({"seeds": 0}, "seeds"),
+        ({"searcher_s": float("inf")}, "searcher_s"),
+        ({"budget": 10**12}, "budget"),
+        ({"budget": 0}, "budget"),
+    ],
+)
+def test_a_strangers_submission_with_odd_numbers_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    submission = read_json(folder / "submission.json")
+    record = submission["searchers"]["random"]
+    target = record if "budget" in changes else record["tasks"]["one"]
+    target.update(changes)
+    seal(folder, submission)
+    with pytest.raises(UserError, match=f"submission.json: .*{named}"):
+        check_submission(folder, searches=1, seed=0, observer=NullProgress())
+
+
+@pytest.mark.parametrize("task", ["../tasks/one", "x" * 400, "none"])
+def test_a_submission_names_only_known_tasks(tmp_path: Path, task: str) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    submission = read_json(folder / "submission.json")
+    tasks = submission["searchers"]["random"]["tasks"]
+    tasks[task] = tasks["one"]
+    seal(folder, submission)
+    with pytest.raises(UserError, match=r"submission\.json: random: no task is called"):
+        read_submission(folder)
+
+
+def test_a_submission_needs_searchers_with_names_and_a_manifest(tmp_path: Path) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    record = read_json(folder / "submission.json")["searchers"]["random"]
+    for searchers, expected in (
+        ({}, "no searchers"),
+        ({"": record}, "printable"),
+        ({"a\x1b[31m": record}, "printable"),
+    ):
+        seal(folder, {"searchers": searchers})
+        with pytest.raises(UserError, match=expected):
+            read_submission(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"manifest\.json: no manifest"):
+        read_submission(folder)
+    with pytest.raises(UserError, match="printable"):
+        run_searchers([ReplayedSearcher(use="random", label="a\nb")], "lite", tmp_path / "new", NullProgress())
+
+
+def seal(folder: Path, submission: dict[str, Any]) -> None:
+    """Write a submission with checksum and manifest, as a stranger can."""
+    (folder / "submission.json").write_text(add_checksum(json.dumps(submission)) + "\n")
+    files = describe_files(folder, [folder / "submission.json", folder / "walks.parquet"])
+    write_json(folder / "manifest.json", {"complete": True, "tasks": {}, "files": files})
+
+
+def test_odd_parameters_of_a_searcher_are_a_difference(tmp_path: Path) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    submission = read_json(folder / "submission.json")
+    submission["searchers"]["random"]["params"] = {"members": 5, "searcher": [1]}
+    seal(folder, submission)
+    (found,) = check_submission(folder, searches=1, seed=0, observer=NullProgress())
+    assert not found.same
+    assert "no parameter" in found.differences
 
 
 def test_a_searcher_that_was_changed_does_not_repeat(

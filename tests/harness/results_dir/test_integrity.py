@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 import pytest
 from small import qdq, save_chain
@@ -155,6 +156,20 @@ def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path, name: st
     write_json(tmp_path / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": {name: [0, ""]}})
     with pytest.raises(UserError, match=r"manifest\.json: .* no path within the folder"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tasks": [1]}, {"tasks": {"a": 1}}, {"files": {"a": 5}}, {"files": {"a": []}}, {"files": None}]
+)
+def test_a_manifest_of_another_form_is_damage(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_json(tmp_path / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": {}, **changes})
+    with pytest.raises(UserError, match=rf"manifest\.json: damaged \({next(iter(changes))}"):
+        read_manifest(tmp_path)
+
+
+def test_a_long_name_in_a_manifest_is_a_missing_file(tmp_path: Path) -> None:
+    (found,) = find_changed_files(tmp_path, {"x" * 400: [0, ""]})
+    assert found.problem == "missing"
 
 
 def test_what_is_no_regular_file_is_damage_and_not_read(tmp_path: Path) -> None:

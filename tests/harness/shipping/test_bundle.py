@@ -40,7 +40,8 @@ from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.search_loop.objective import Goal
-from harness.shipping.bundle import Shipment, write_bundle
+from harness.shipping import bundle
+from harness.shipping.bundle import Shipment, run_script, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import ship_results
 from harness.shipping.runtime_comparison import compare_runtimes
@@ -172,6 +173,33 @@ def test_facts_of_a_stranger_are_checked(
     seal(folder)
     assert qdq("verify", str(folder)) == 2
     assert key in capsys.readouterr().err
+
+
+def test_a_script_that_takes_too_much_memory_or_time_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; found = bytearray(400_000_000); time.sleep(60)")
+    monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.2")
+    with pytest.raises(UserError, match=r"more than 0\.2 GB of memory \(QDQ_MODEL_MEMORY_GB"):
+        run_script(sys.executable, script)
+    script.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(bundle, "SCRIPT_LIMIT_S", 0.2)
+    with pytest.raises(UserError, match=r"takes more than 0\.2 s"):
+        run_script(sys.executable, script)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("print(3)", "ran no script"),
+        ("raise SystemExit(0)", "ran no script"),
+        ("import os; os.write(2, b'\\xff'); os._exit(1)", "with .*: \ufffd"),
+    ],
+)
+def test_odd_output_of_a_script_is_an_error_with_the_program(tmp_path: Path, text: str, expected: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    with pytest.raises(UserError, match=expected):
+        run_script(sys.executable, script)
 
 
 @pytest.mark.parametrize("major", [10, 11])
