@@ -289,7 +289,7 @@ def select_output_name(outputs: Collection[str], name: str | None, where: str) -
 
 
 def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
-    """Return a warning if the float model itself scores next to nothing, else "".
+    """Return a warning if the float model itself scores next to nothing, or answers all with one class; else "".
 
     Args:
         accuracy: Accuracy of the float model.
@@ -298,7 +298,8 @@ def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: boo
         params: Parameters of the evaluator, to name those that may be wrong.
     """
     value = accuracy.metrics.get(metric, 1.0)
-    if not higher_is_better or not 0 <= value < NEGLIGIBLE_SCORE:
+    one_class = metric in ("top1", "top5") and bool(accuracy.note)
+    if not higher_is_better or not (0 <= value < NEGLIGIBLE_SCORE or one_class):
         return ""
     used = {key: params[key] for key in ("preprocess", "decode") if isinstance(params.get(key), str | Mapping)}
     suspects = [f"{key} (now {parse_plugin_spec(given)[0]!r}; qdq list has the others)" for key, given in used.items()]

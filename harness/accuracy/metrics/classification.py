@@ -111,7 +111,13 @@ class Top1:
             metrics={name: float(np.mean(values)) for name, values in hits.items()},
             per_item=tuple(hits[self.metric]),
             evidence=encode_evidence("mean", {**hits, "classes": self.labels}),
+            note=self._describe_single_answer(answers),
         )
+
+    def _describe_single_answer(self, answers: list[int]) -> str:
+        """Return a note if all samples of several classes get the same answer, as those of a model that is not fed."""
+        stuck = len(answers) >= MIN_ANSWERS and len(set(answers)) == 1 < len(set(self.labels))
+        return f"all {len(answers)} answers are class {answers[0]}" if stuck else ""
 
     def _select_logits(self, outputs: Mapping[str, Array]) -> Array:
         logits = select_output(outputs, self._output, f"{self.metric}: output")

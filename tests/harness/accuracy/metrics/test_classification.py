@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from harness import registry
-from harness.accuracy.metrics.base import evaluator_params
+from harness.accuracy.metrics.base import evaluator_params, low_reference_warning
 from harness.accuracy.metrics.classification import Top1, Top5
 from harness.accuracy.metrics.intervals import metric_estimate
 from harness.api import Infer
@@ -98,7 +98,10 @@ def test_labels_that_count_classes_in_another_way_are_noticed(folder: Path) -> N
     assert top1(folder).score(perfect).metrics["top1"] == 1.0
     with pytest.raises(UserError, match=r"data.labels: 10 of 10 answers are the label \+1, so these count classes in"):
         top1(folder).score(shifted)
-    assert top1(folder).score(lambda _: {"logits": np.eye(10)[[9]]}).metrics["top1"] == 0.1, "a model that is stuck"
+    stuck = top1(folder).score(lambda _: {"logits": np.eye(10)[[9]]})
+    assert stuck.metrics["top1"] == 0.1
+    assert "class 9" in low_reference_warning(stuck, "top1", higher_is_better=True, params={})
+    assert not low_reference_warning(top1(folder).score(perfect), "top1", higher_is_better=True, params={})
 
 
 def test_a_candidate_that_was_spoilt_says_nothing_of_the_labels(folder: Path) -> None:
