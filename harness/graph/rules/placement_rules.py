@@ -7,9 +7,10 @@ The rules restate TensorRT's documentation ("Explicit quantization", sections on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from harness.graph.model import Model, Node, TensorType
 from harness.graph.rules.dialects import Dialect
@@ -24,35 +25,30 @@ from harness.graph.rules.precision_sensitive import (
 )
 from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, find_affected_nodes
 
-__all__ = ["PLACEMENT_RULES", "PlacementRule", "first_violated_rule"]
+__all__ = ["PLACEMENT_RULES", "PlacementRule", "applicable_rules", "first_violated_rule"]
 
 
-@dataclass(frozen=True, slots=True)
-class _InputSite:
-    """An input of a node, for which a precision is requested."""
+class _InputSite(NamedTuple):
+    """An input of a node, for which a precision is requested.
+
+    Attributes:
+        tensor: Tensor at this input; "" if it is omitted.
+        is_linear: Whether the node is a linear operator of the dialect.
+        is_convolution: Whether the node is a convolution.
+    """
 
     model: Model
     dialect: Dialect
     node: Node
     slot: int
     precision: str
-
-    @property
-    def tensor(self) -> str:
-        """Tensor at this input; "" if it is omitted."""
-        return self.node.inputs[self.slot] if self.slot < len(self.node.inputs) else ""
+    tensor: str
+    is_linear: bool
+    is_convolution: bool
 
     @property
     def type(self) -> TensorType | None:
         return self.model.types.get(self.tensor)
-
-    @property
-    def is_linear(self) -> bool:
-        return self.node.op in self.dialect.linear_ops
-
-    @property
-    def is_convolution(self) -> bool:
-        return self.node.op in CONVOLUTION_OPS
 
     @property
     def joint_constants(self) -> tuple[int, ...]:
@@ -72,19 +68,41 @@ class PlacementRule:
         name: Name in messages and tables.
         text: The rule as a sentence.
         forbids: Returns whether the rule forbids a pair at an input.
+        applies: Returns whether a dialect has the rule at a precision.
     """
 
     name: str
     text: str
     forbids: Callable[[_InputSite], bool]
+    applies: Callable[[Dialect, str], bool] = lambda dialect, precision: True
+
+
+def applicable_rules(dialect: Dialect, precision: str) -> tuple[PlacementRule, ...]:
+    """Return the rules that a dialect has at a precision, in the order in which they are checked."""
+    return tuple(rule for rule in PLACEMENT_RULES if rule.applies(dialect, precision))
 
 
 def first_violated_rule(
-    model: Model, dialect: Dialect, node: Node, slot: int, precision: str = "int8"
+    model: Model,
+    dialect: Dialect,
+    node: Node,
+    slot: int,
+    precision: str = "int8",
+    rules: Sequence[PlacementRule] | None = None,
 ) -> PlacementRule | None:
-    """Return the first rule that keeps an input of a node float at a precision, or None if a Q/DQ pair is legal."""
-    site = _InputSite(model, dialect, node, slot, precision)
-    return next((rule for rule in PLACEMENT_RULES if rule.forbids(site)), None)
+    """Return the first rule that keeps an input of a node float at a precision, or None if a Q/DQ pair is legal.
+
+    Args:
+        rules: Rules that `applicable_rules` returns, which callers with many inputs determine once; None: they are
+            determined here.
+    """
+    tensor = node.inputs[slot] if slot < len(node.inputs) else ""
+    linear, convolution = node.op in dialect.linear_ops, node.op in CONVOLUTION_OPS
+    site = _InputSite(model, dialect, node, slot, precision, tensor, linear, convolution)
+    for rule in applicable_rules(dialect, precision) if rules is None else rules:
+        if rule.forbids(site):
+            return rule
+    return None
 
 
 def _shares_another_point(site: _InputSite) -> bool:
@@ -108,7 +126,7 @@ def _has_bad_operand(site: _InputSite) -> bool:
 
 def _is_bare_product(site: _InputSite) -> bool:
     """Return whether a matrix, not a stack of them, is multiplied by weights without a bias of its own."""
-    if site.dialect.bare_products or site.precision != "int8" or site.is_convolution or not site.is_linear:
+    if site.is_convolution or not site.is_linear:
         return False
     data, weight, *rest = site.node.inputs
     known, bias = site.model.types.get(data), site.model.types.get(rest[0]) if rest else None
@@ -117,8 +135,11 @@ def _is_bare_product(site: _InputSite) -> bool:
 
 
 def _is_vector_product(site: _InputSite) -> bool:
-    operands = () if site.is_convolution or not site.is_linear else site.node.inputs[:2]
-    return any((kind := site.model.types.get(name)) is not None and len(kind.shape) < 2 for name in operands)
+    if site.is_convolution or not site.is_linear:
+        return False
+    return any(
+        (kind := site.model.types.get(name)) is not None and len(kind.shape) < 2 for name in site.node.inputs[:2]
+    )
 
 
 def _has_unquantizable_constant(site: _InputSite) -> bool:
@@ -156,7 +177,7 @@ def _find_first_activations(model: Model) -> Mapping[int, float]:
 def _follows_convolution(site: _InputSite) -> bool:
     """Between Conv, BatchNormalization and activation; x * sigmoid(x) is an activation."""
     source = site.model.producer_node(site.tensor)
-    if site.dialect.between_conv_and_activation or source is None:
+    if source is None:
         return False
     is_gate = _is_gate(site.model, site.node)
     residual = source.op == "Add" and any(_is_fused_convolution(site, name) for name in source.inputs)
@@ -181,7 +202,7 @@ def _is_fusible_operand(site: _InputSite) -> bool:
 
     Behind a MatMul both are legal: an Add of two tensors is no part of its kernel, and ModelOpt quantizes both.
     """
-    if site.dialect.between_conv_and_activation or site.node.op != "Add":
+    if site.node.op != "Add":
         return False
     fusible = [_is_fused_convolution(site, name) for name in site.node.inputs]
     return site.slot < len(fusible) and fusible[site.slot] and not any(fusible[: site.slot])
@@ -219,22 +240,24 @@ def _is_absorbed(site: _InputSite) -> bool:
 
 
 def _is_grouped_fp8(site: _InputSite) -> bool:
-    grouped = site.is_convolution and int(site.node.attributes.get("group", 1)) > 1
-    return grouped and site.precision.startswith("fp8") and not site.dialect.grouped_fp8
+    return site.is_convolution and int(site.node.attributes.get("group", 1)) > 1
 
 
 def _has_large_fp8_filter(site: _InputSite) -> bool:
-    limit, weight = (
-        site.dialect.max_fp8_filter,
-        site.model.types.get(site.node.inputs[1]) if site.is_convolution else None,
-    )
-    large = weight is not None and limit > 0 and math.prod(weight.shape[2:]) > limit
-    return large and site.precision.startswith("fp8")
+    weight = site.model.types.get(site.node.inputs[1]) if site.is_convolution else None
+    return weight is not None and math.prod(weight.shape[2:]) > site.dialect.max_fp8_filter
 
 
 def _meets_fault(name: str, site: _InputSite) -> bool:
-    enabled = site.precision == "int8" and name in site.dialect.faults
-    return enabled and site.node.index in site.model.cached_analysis(find_affected_nodes)[name]
+    return site.node.index in site.model.cached_analysis(find_affected_nodes)[name]
+
+
+def _has_fault(name: str, dialect: Dialect, precision: str) -> bool:
+    return precision == "int8" and name in dialect.faults
+
+
+def _splits_convolutions(dialect: Dialect, precision: str) -> bool:
+    return not dialect.between_conv_and_activation
 
 
 PLACEMENT_RULES: tuple[PlacementRule, ...] = (
@@ -245,7 +268,10 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         lambda s: not s.is_linear and s.node.op not in s.dialect.points,
     ),
     PlacementRule(
-        "precision", "The runtime does not run this precision.", lambda s: s.precision not in s.dialect.precisions
+        "precision",
+        "The runtime does not run this precision.",
+        lambda s: True,
+        lambda dialect, precision: precision not in dialect.precisions,
     ),
     PlacementRule(
         "finite",
@@ -276,6 +302,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         "bare product",
         "The runtime makes garbage of a matrix times weights without a bias of its own.",
         _is_bare_product,
+        lambda dialect, precision: precision == "int8" and not dialect.bare_products,
     ),
     PlacementRule(
         "constant",
@@ -290,7 +317,8 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "float16",
         "The runtime computes wrong results from Q/DQ in float16.",
-        lambda s: not s.dialect.float16 and s.type is not None and s.type.dtype == "float16",
+        lambda s: s.type is not None and s.type.dtype == "float16",
+        lambda dialect, precision: not dialect.float16,
     ),
     PlacementRule(
         "parameter",
@@ -312,22 +340,50 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         "All inputs of a Concat share a scale: one point, at its first activation.",
         lambda s: s.node.op == "Concat" and s.slot > s.model.cached_analysis(_find_first_activations)[s.node.index],
     ),
-    PlacementRule("fusion", "No pair lies between Conv, BatchNormalization and activation.", _follows_convolution),
     PlacementRule(
-        "residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand
+        "fusion",
+        "No pair lies between Conv, BatchNormalization and activation.",
+        _follows_convolution,
+        _splits_convolutions,
     ),
-    PlacementRule("absorbed", "The pair behind this activation computes it: no pair lies in front.", _is_absorbed),
-    *(PlacementRule(name, fault.text, partial(_meets_fault, name)) for name, fault in RUNTIME_FAULTS.items()),
+    PlacementRule(
+        "residual",
+        "Of an Add behind a convolution, only the residual operand is quantized.",
+        _is_fusible_operand,
+        _splits_convolutions,
+    ),
+    PlacementRule(
+        "absorbed",
+        "The pair behind this activation computes it: no pair lies in front.",
+        _is_absorbed,
+        lambda dialect, precision: bool(dialect.absorbed),
+    ),
+    *(
+        PlacementRule(name, fault.text, partial(_meets_fault, name), partial(_has_fault, name))
+        for name, fault in RUNTIME_FAULTS.items()
+    ),
     PlacementRule(
         "float kernel",
         "The runtime computes this operator in float, so that a pair in front of it only costs time.",
         lambda s: (s.precision, s.node.op) in s.dialect.float_kernels,
+        lambda dialect, precision: bool(dialect.float_kernels),
     ),
     PlacementRule(
         "one kernel",
         "Producer and consumer become one generated kernel, in which a pair has no effect.",
-        lambda s: s.dialect.generates_kernels and s.tensor in s.model.cached_analysis(find_inner_tensors),
+        lambda s: s.tensor in s.model.cached_analysis(find_inner_tensors),
+        lambda dialect, precision: dialect.generates_kernels,
     ),
-    PlacementRule("fp8 filter", "Convolutions with large filters have no FP8 kernels.", _has_large_fp8_filter),
-    PlacementRule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
+    PlacementRule(
+        "fp8 filter",
+        "Convolutions with large filters have no FP8 kernels.",
+        _has_large_fp8_filter,
+        lambda dialect, precision: precision.startswith("fp8") and dialect.max_fp8_filter > 0,
+    ),
+    PlacementRule(
+        "grouped fp8",
+        "Grouped convolutions have no FP8 kernels.",
+        _is_grouped_fp8,
+        lambda dialect, precision: precision.startswith("fp8") and not dialect.grouped_fp8,
+    ),
 )

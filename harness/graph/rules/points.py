@@ -18,7 +18,7 @@ from harness.graph.rules.operator_sets import (
     QUANTIZABLE_FLOAT_TYPES,
     SOFTMAX_OPS,
 )
-from harness.graph.rules.placement_rules import PlacementRule, first_violated_rule
+from harness.graph.rules.placement_rules import PlacementRule, applicable_rules, first_violated_rule
 from search.space import Edge
 
 __all__ = [
@@ -63,18 +63,23 @@ def find_points(
     model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)
 ) -> tuple[tuple[QuantizationPoint, ...], ...]:
     """Return the points of each node of the model, in slot order."""
-    return tuple(tuple(_node_points(model, dialect, node, precisions)) for node in model.nodes)
+    operators, rules = dialect.operators, {p: applicable_rules(dialect, p) for p in precisions}
+    return tuple(
+        tuple(_node_points(model, dialect, node, rules)) if node.op in operators and not node.opaque else ()
+        for node in model.nodes
+    )
 
 
 def float_inputs_with_rule(
     model: Model, dialect: Dialect, precision: str = "int8"
 ) -> tuple[tuple[Edge, PlacementRule], ...]:
     """Return every input that no point acts on, with the first rule that keeps it float, in graph order."""
-    found = []
+    found, rules = [], applicable_rules(dialect, precision)
     for node, points in zip(model.nodes, find_points(model, dialect, (precision,)), strict=True):
         taken = {edge.slot for point in points for edge in point.edges}
         for slot, tensor in enumerate(node.inputs):
-            rule = first_violated_rule(model, dialect, node, slot, precision) if tensor and slot not in taken else None
+            left = tensor and slot not in taken
+            rule = first_violated_rule(model, dialect, node, slot, precision, rules) if left else None
             if rule is not None:
                 found.append((Edge(tensor, node.name, slot), rule))
     return tuple(found)
@@ -146,12 +151,16 @@ def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
     return math.prod(result) * depth
 
 
-def _node_points(model: Model, dialect: Dialect, node: Node, precisions: Sequence[str]) -> Iterator[QuantizationPoint]:
-    if node.opaque or node.op not in dialect.operators:
-        return
+def _node_points(
+    model: Model, dialect: Dialect, node: Node, rules: Mapping[str, Sequence[PlacementRule]]
+) -> Iterator[QuantizationPoint]:
     role, macs = input_role(model, dialect, node), count_macs(model, dialect, node)
     for slot, tensor in enumerate(node.inputs):
-        legal = tuple(p for p in precisions if tensor and first_violated_rule(model, dialect, node, slot, p) is None)
+        legal = tuple(
+            precision
+            for precision, known in rules.items()
+            if tensor and first_violated_rule(model, dialect, node, slot, precision, known) is None
+        )
         if legal:
             yield QuantizationPoint(
                 node=node.index,

@@ -61,6 +61,7 @@ _Demand = tuple[float, bool]
 The value that a constant must have at least, and whether a sum or difference may come near to the pole: behind a
 square, as in a normalization, the difference of a value and its mean is often 0 and does no harm.
 """
+_SIGN_PRESERVING_OPS = (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - _JOIN_OPS
 
 
 def find_unquantizable_constants(model: Model) -> frozenset[str]:
@@ -184,7 +185,7 @@ def _find_nonnegative_tensors(model: Model) -> frozenset[str]:
         if not positive and node.op == "Clip" and len(node.inputs) > 1:
             low = _float64_constant(model, node.inputs[1])
             positive = low is not None and bool((low >= 0).all())
-        elif not positive and node.op in (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - _JOIN_OPS:
+        elif not positive and node.op in _SIGN_PRESERVING_OPS:
             positive = node.inputs[0] in found
         if positive:
             found.update(node.outputs)
