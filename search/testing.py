@@ -47,6 +47,16 @@ class SearcherContract:
         """Return a new searcher; the only method that a subclass must implement."""
         raise NotImplementedError("a subclass of SearcherContract defines make(self, space, seed)")
 
+    def _begin(
+        self, dimensions: int, groups: int, *, initial: bool = False
+    ) -> tuple[Space, SyntheticObjective, Searcher]:
+        """Return a space, an objective and a new searcher, which has received the initial placements if asked."""
+        space = synthetic_space(dimensions, groups=groups)
+        objective, searcher = SyntheticObjective(space, seed=0), self.make(space, 0)
+        for placement in common_initial_placements(space) if initial else ():
+            searcher.tell(objective.observe(placement))
+        return space, objective, searcher
+
     def transcript(self) -> list[list[int]]:
         """Return the proposals of a fixed run with foreign observations, batches, failures and repeats."""
         space = synthetic_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
@@ -77,11 +87,7 @@ class SearcherContract:
                 searcher.tell(objective.observe(placement))
 
     def test_a_batch_holds_different_placements(self) -> None:
-        space = synthetic_space(12, groups=3)
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
-        for placement in common_initial_placements(space):
-            searcher.tell(objective.observe(placement))
+        space, objective, searcher = self._begin(12, 3, initial=True)
         for _ in range(6):
             asked = searcher.ask(4)
             assert len({space.digest(placement) for placement in asked}) == len(asked), "a batch repeats a digest"
@@ -89,11 +95,7 @@ class SearcherContract:
                 searcher.tell(objective.observe(placement))
 
     def test_asks_nothing_again_that_waits_for_its_outcome(self) -> None:
-        space = synthetic_space(24, groups=6)
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
-        for placement in common_initial_placements(space):
-            searcher.tell(objective.observe(placement))
+        space, objective, searcher = self._begin(24, 6, initial=True)
         for _ in range(4):
             waiting = [placement for _ in range(3) for placement in searcher.ask(2)]
             assert waiting, "nothing is awaited, and yet nothing was asked"
@@ -102,11 +104,7 @@ class SearcherContract:
                 searcher.tell(objective.observe(placement))
 
     def test_asks_on_once_what_it_waited_for_is_told(self) -> None:
-        space = synthetic_space(24, groups=6)
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
-        for placement in common_initial_placements(space):
-            searcher.tell(objective.observe(placement))
+        space, objective, searcher = self._begin(24, 6, initial=True)
         for _ in range(2):
             waiting = list(searcher.ask(5))
             while len(waiting) < 15 and (more := searcher.ask(5)):
@@ -131,9 +129,7 @@ class SearcherContract:
         assert asks == known, "another process, with another hash seed, asks something else"
 
     def test_takes_tells_that_it_never_asked_for_failures_and_repeats(self) -> None:
-        space = synthetic_space(12, groups=3)
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
+        space, objective, searcher = self._begin(12, 3)
         searcher.tell(_failed_observation(space, space.quantize_all()))
         for _ in range(2):
             searcher.tell(objective.observe(space.float_placement()))
@@ -183,9 +179,7 @@ class SearcherContract:
         assert min(feasible_ms) < feasible_ms[0], "40 evaluations found no placement within the bound faster than float"
 
     def test_takes_an_incumbent_that_was_measured_again(self) -> None:
-        space = synthetic_space(12, groups=3)
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
+        space, objective, searcher = self._begin(12, 3)
         observations = [objective.observe(placement) for placement in common_initial_placements(space)]
         for _ in range(4):
             for observation in observations:
@@ -197,9 +191,7 @@ class SearcherContract:
             assert observations, "the searcher stopped after its incumbent was measured again"
 
     def test_takes_several_objectives(self) -> None:
-        space = synthetic_space(12, groups=3)
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
+        space, objective, searcher = self._begin(12, 3)
         asked: list[Placement] = [space.float_placement(), space.quantize_all()]
         for _ in range(8):
             for placement in asked:
@@ -210,9 +202,7 @@ class SearcherContract:
             assert asked, "the searcher stopped after scores with several objectives"
 
     def test_a_small_space_ends(self) -> None:
-        space = synthetic_space(3, groups=1)
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
+        space, objective, searcher = self._begin(3, 1)
         seen: set[str] = set()
         for _ in range(40):
             for placement in searcher.ask(4):

@@ -99,7 +99,7 @@ def test_no_class_name_is_defined_twice():
 
 NATIVE_CALLS = {
     "InferenceSession", "check_model", "check_node", "compile_model", "convert_to_f16", "convert_version",
-    "import_model", "infer_node_outputs", "infer_shapes", "quantize_static",
+    "import_model", "infer_node_outputs", "infer_shapes", "open_reference_session", "quantize_static",
 }  # fmt: skip
 NATIVE_MODULES = {
     "accuracy.calibration.histogram_calibrators", "accuracy.calibration.ptq_child", "accuracy.calibration.ranges",

@@ -6,7 +6,6 @@ T4: Willemsen et al. 2024, "A methodology for comparing optimization algorithms 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from harness.bench.accuracy import ACCURACY_FILE, ACCURACY_SCHEMA, join_accuracy
 from harness.bench.tasks import ARCHIVE_FILE, data_folder, describe_task, read_catalogue, table_path
 from harness.benchmark_table import TABLE_SCHEMA, BenchmarkTable, read_table
 from harness.records import Failed, Outcome
-from harness.results_dir.io import explain_write_errors, write_text
+from harness.results_dir.io import explain_write_errors, file_sha256, write_text
 from harness.statistics import median_ci
 
 __all__ = ["write_croissant", "write_t4"]
@@ -154,7 +153,7 @@ def _croissant_file(path: Path, description: str) -> dict[str, Any]:
         "contentUrl": path.relative_to(data_folder()).as_posix() if inside else path.name,
         "contentSize": f"{path.stat().st_size} B",
         "encodingFormat": "application/zip" if path.suffix == ".zip" else "application/x-parquet",
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "sha256": file_sha256(path),
     }
 
 

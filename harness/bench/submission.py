@@ -24,7 +24,7 @@ from harness.config.sections import ConfigSection, PluginSpec
 from harness.config.validation_errors import to_user_error
 from harness.errors import UserError, suggest_names
 from harness.progress import Observer
-from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.io import explain_write_errors, file_sha256, read_json, write_json
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, read_manifest, require_unchanged_results
 from harness.results_dir.ownership import exclusive_lock
 from harness.studies.path_cache import FILE, Indices, PathCache
@@ -193,7 +193,7 @@ def _describe_searcher(
         else:
             count, spent_s = max(seeds, before.seeds), before.searcher_s
         tasks[name] = TaskRecord(
-            table=_file_digest(table_path(name)),
+            table=file_sha256(table_path(name)),
             asked=key.asked,
             made_of=key.made_of,
             seeds=count,
@@ -217,10 +217,6 @@ def _describe_code(searcher: PluginSpec) -> tuple[str, dict[str, str | None]]:
 
 def _repeat_search(searcher: PluginSpec, task: str, seed: int, budget: int, initial: Sequence[str]) -> Indices:
     return replay_paths(table_landscape(task), searcher, seeds=[seed], budget=budget, initial=initial)[seed]
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _write_submission(out: Path, submission: Submission) -> None:
@@ -252,7 +248,7 @@ def read_submission(folder: Path) -> Submission:
                 raise UserError(
                     f"{folder / SUBMISSION_FILE}: {name}: no task is called {task!r}; {suggest_names(task, known)}"
                 )
-            if not table_path(task).is_file() or _file_digest(table_path(task)) != found.table:
+            if not table_path(task).is_file() or file_sha256(table_path(task)) != found.table:
                 raise UserError(
                     f"{folder / SUBMISSION_FILE}: {name} was replayed on another table of {task} than the one at hand"
                 )

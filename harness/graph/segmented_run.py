@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,21 +15,34 @@ from harness.api import Array
 from harness.graph.protos import copy_message, tensors_read
 from harness.graph.qdq.qdq_graph import unique_node_names
 
-__all__ = ["SegmentedRun", "channel_maxima", "iter_outputs", "layer_sqnr_db", "measure_layer_shifts", "sum_outputs"]
+__all__ = [
+    "SegmentedRun", "channel_maxima", "iter_outputs", "layer_sqnr_db", "measure_layer_shifts", "open_reference_session",
+    "sum_outputs",
+]  # fmt: skip
 
 Feeds = Mapping[str, Array]
 
 
-def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterator[dict[str, Array]]:
-    """Yield the outputs for each batch, from ONNX Runtime on one thread and without optimizations."""
+def open_reference_session(model: str | bytes) -> Any:
+    """Return a session of ONNX Runtime that computes a model as it is written, on one thread.
+
+    Results then depend neither on fusions nor on the number of cores.
+
+    Args:
+        model: File of the model, or the model in bytes.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    model = str(proto) if isinstance(proto, Path) else proto.SerializeToString()
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterator[dict[str, Array]]:
+    """Yield the outputs for each batch, as `open_reference_session` computes them."""
+    session = open_reference_session(str(proto) if isinstance(proto, Path) else proto.SerializeToString())
     names = [value.name for value in session.get_outputs()]
     for feeds in batches:
         yield dict(zip(names, session.run(None, dict(feeds)), strict=True))

@@ -15,8 +15,8 @@ from harness.graph.io.digests import digest_file
 from harness.graph.load import save_to_folder
 from harness.progress import Observer
 from harness.records import Failed
-from harness.results_dir.fingerprint import require_same_fingerprint
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.fingerprint import read_matching_record
+from harness.results_dir.io import write_json
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.task_setup.model_loader import MIN_OPSET, open_model
 from harness.task_setup.task import Task
@@ -79,10 +79,8 @@ def _with_float_latencies(
             "backend": dict(engines.describe()),
             "inputs": {shape.label: {name: list(sizes) for name, sizes in shape.inputs.items()} for shape in shapes},
         }
-        if path.exists():
-            record = read_json(path)
-            require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
-        else:
+        record = read_matching_record(path, basis)
+        if record is None:
             record = {**basis, "float_ms": _time_float(shapes, task, engines, observer)}
             write_json(path, record)
     return [replace(shape, float_ms=float(record["float_ms"][shape.label])) for shape in shapes]

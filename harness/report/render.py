@@ -39,7 +39,7 @@ from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.report.tables.searchers import pair_frame, score_frame
 from harness.report.tables.tools import tool_frame
 from harness.report.tables.transfer import transfer_frame
-from harness.results_dir.io import explain_write_errors, write_json, write_text
+from harness.results_dir.io import explain_write_errors, file_sha256, write_json, write_text
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
 from harness.text import printable
 
@@ -251,8 +251,7 @@ def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
 
 def _content_digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path)
     except OSError:  # removed by a run that continues
         return "gone"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
-from harness.results_dir.io import read_json
+from harness.results_dir.io import file_sha256, read_json
 
 __all__ = [
     "FACTS_FILE", "MANIFEST_FILE", "SHIP_FOLDER", "bundle_model", "check_bundle", "find_bundle", "holds_bundle",
-    "is_bundle", "read_bundle", "sha256",
+    "is_bundle", "read_bundle",
 ]  # fmt: skip
 
 SHIP_FOLDER = "ship"
@@ -89,7 +88,7 @@ def check_bundle(folder: Path) -> Iterator[str]:
             yield f"{path}: {name!r} is no file of this folder"
         elif not file.is_file():
             yield f"{file}: missing"
-        elif sha256(file) != digest:
+        elif file_sha256(file) != digest:
             yield f"{file}: damaged: the content differs from {MANIFEST_FILE}"
     if FACTS_FILE not in recorded:
         yield f"{path}: lists no {FACTS_FILE}"
@@ -124,9 +123,3 @@ def bundle_model(path: Path) -> Path:
     """
     folder = find_bundle(path)
     return folder / str(read_bundle(folder)["file"])
-
-
-def sha256(path: Path) -> str:
-    """Return the digest of a file, as `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,7 +13,7 @@ from harness.results_dir.io import read_json, write_json
 
 __all__ = [
     "CHANGED_RUN_ADVICE", "FingerprintMismatch", "diff_leaves", "facts_digest", "json_equal",
-    "record_or_check", "require_same_fingerprint",
+    "read_matching_record", "record_or_check", "require_same_fingerprint",
 ]  # fmt: skip
 
 CHANGED_RUN_ADVICE = "use another --out, or --accept-changes to archive these results and start over"
@@ -84,6 +84,20 @@ def record_or_check(
         require_same_fingerprint(path, decisive(read_json(path)), decisive(facts))
     else:
         write_json(path, facts)
+
+
+def read_matching_record(path: Path, basis: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a record of which the decisive facts are unchanged, or None if there is none yet.
+
+    Args:
+        path: File of the record.
+        basis: The decisive facts now; raise `FingerprintMismatch` if the record has others.
+    """
+    if not path.exists():
+        return None
+    record = read_json(path)
+    require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
+    return record
 
 
 def _truncate_repr(value: Any) -> str:

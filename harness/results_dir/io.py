@@ -6,6 +6,7 @@ forgery.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -20,8 +21,8 @@ from typing import Any
 from harness.errors import UserError
 
 __all__ = [
-    "add_checksum", "append_line", "archive_existing", "explain_write_errors", "next_backup_path", "parse_json",
-    "read_json", "remove_checksum", "truncate_partial_line", "write_json", "write_text",
+    "add_checksum", "append_line", "archive_existing", "explain_write_errors", "file_sha256", "next_backup_path",
+    "parse_json", "read_json", "remove_checksum", "truncate_partial_line", "write_json", "write_text",
 ]  # fmt: skip
 
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
@@ -140,6 +141,12 @@ def truncate_partial_line(path: Path) -> None:
             end -= step
         if end < size:
             file.truncate(end)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the digest of a file, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def archive_existing(path: Path) -> Path:

@@ -11,15 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
-from harness.runtimes.onnxruntime_profile import read_profile
-from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
+from harness.runtimes.onnxruntime_common import parse_dtype, read_profile, run_session
+from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, translate_errors
 from harness.timing.provenance import (
     describe_environment,
     machine_lacks_vnni,
@@ -279,7 +278,7 @@ class _ONNXRuntimeProbe:
     def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
         self._session = session
         self._errors = errors
-        arrays = make_fixed_inputs({v.name: (_parse_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
+        arrays = make_fixed_inputs({v.name: (parse_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
         self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in arrays.items()}
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
@@ -294,10 +293,8 @@ class _ONNXRuntimeProbe:
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the outputs by name; floating-point ones as float32."""
-        names = [value.name for value in self._session.get_outputs()]
         with translate_errors(MeasureFailed, "ONNX Runtime", self._errors):
-            results = self._session.run(names, dict(feeds))
-        return {name: to_float32(array) for name, array in zip(names, results, strict=True)}
+            return run_session(self._session, feeds)
 
 
 def _check_option(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
@@ -328,14 +325,3 @@ def _import_onnxruntime() -> Any:
         ) from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime
-
-
-def _parse_dtype(value: Any) -> np.dtype[Any]:
-    """Return the element type for ONNX Runtime's name of it, for instance "tensor(float)"."""
-    name = value.type.removeprefix("tensor(").removesuffix(")")
-    name = {"float": "float32", "double": "float64"}.get(name, name)
-    try:
-        dtype: np.dtype[Any] = np.dtype(name)
-    except TypeError:
-        raise MeasureFailed(f"input {value.name!r}: no fixed input can be made for type {value.type}") from None
-    return dtype

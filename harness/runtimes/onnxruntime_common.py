@@ -1,16 +1,20 @@
-"""Profiles that ONNX Runtime writes: natively to a file, in WebAssembly to the console."""
+"""Parts that the runtimes on ONNX Runtime share: types of tensors, outputs, profiles (of a file, or of a console)."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
-from harness.api import Layer
-from harness.errors import MeasureFailed
+import numpy as np
 
-__all__ = ["read_profile"]
+from harness.api import Array, Layer
+from harness.errors import MeasureFailed
+from harness.timing.host_clock import to_float32
+
+__all__ = ["parse_dtype", "read_profile", "run_session"]
 
 _GENERATED_NAME_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 
@@ -44,3 +48,23 @@ def read_profile(trace: str) -> tuple[Layer, ...]:
         )
         for name, runs in found.items()
     )
+
+
+def parse_dtype(value: Any) -> np.dtype[Any]:
+    """Return the element type of an input or output for ONNX Runtime's name of it, for instance "tensor(float)".
+
+    Raises:
+        MeasureFailed: NumPy has no such type.
+    """
+    name = value.type.removeprefix("tensor(").removesuffix(")")
+    try:
+        dtype: np.dtype[Any] = np.dtype({"float": "float32", "double": "float64"}.get(name, name))
+    except TypeError:
+        raise MeasureFailed(f"{value.name!r}: no fixed values can be made for type {value.type}") from None
+    return dtype
+
+
+def run_session(session: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Return the outputs of a session by name; floating-point ones as float32."""
+    names = [value.name for value in session.get_outputs()]
+    return {n: to_float32(array) for n, array in zip(names, session.run(names, dict(feeds)), strict=True)}

@@ -14,13 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness.api import Array, Artifact, Candidate, Capabilities
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
-from harness.timing.host_clock import require_static_shapes, to_float32, translate_errors
+from harness.runtimes.onnxruntime_common import parse_dtype, run_session
+from harness.timing.host_clock import require_static_shapes, translate_errors
 from harness.timing.sampling import make_fixed_inputs
 
 __all__ = ["TensorRTRTXBenchmarker"]
@@ -38,7 +37,6 @@ NVIDIA_VENDOR_ID = 0x10DE
 
 Own memory cannot be bound from Python: `IOBinding.bind_input` takes no vendor (#26079).
 """
-NUMPY_TYPE_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +161,13 @@ class _BoundSession:
         self._run = ready.ort.RunOptions()
         # Without it every run ends with a synchronization, which would be in the readings.
         self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        inputs = {value.name: (_parse_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
+        inputs = {value.name: (parse_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
         values, place = ready.ort.OrtValue, ("gpu", ready.device.index, NVIDIA_VENDOR_ID)
         with translate_errors(MeasureFailed, "TensorRT-RTX", ready.errors):
             for name, array in make_fixed_inputs(inputs).items():
                 self._binding.bind_ortvalue_input(name, values.ortvalue_from_numpy(array, *place))
             for value in session.get_outputs():
-                made = values.ortvalue_from_shape_and_type(_require_static_shape(value), _parse_dtype(value), *place)
+                made = values.ortvalue_from_shape_and_type(_require_static_shape(value), parse_dtype(value), *place)
                 self._binding.bind_ortvalue_output(value.name, made)
         ready.cuda.call("cudaDeviceSynchronize")
 
@@ -206,10 +204,8 @@ class _RTXProbe:
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the outputs by name; floating-point ones as float32."""
-        names = [value.name for value in self._session.get_outputs()]
         with translate_errors(MeasureFailed, "TensorRT-RTX", self._ready.errors):
-            results = self._session.run(names, dict(feeds))
-        return {name: to_float32(array) for name, array in zip(names, results, strict=True)}
+            return run_session(self._session, feeds)
 
 
 def _import_runtime() -> tuple[Any, Any]:
@@ -225,16 +221,6 @@ def _import_runtime() -> tuple[Any, Any]:
         raise UserError(f"benchmarker 'tensorrt_rtx': {error}; {INSTALL_HINT}") from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime, onnxruntime_ep_nv_tensorrt_rtx
-
-
-def _parse_dtype(value: Any) -> np.dtype[Any]:
-    """Return the element type for ONNX Runtime's name of it, for instance "tensor(float)"."""
-    name = value.type.removeprefix("tensor(").removesuffix(")")
-    try:
-        dtype: np.dtype[Any] = np.dtype(NUMPY_TYPE_NAMES.get(name, name))
-    except TypeError:
-        raise MeasureFailed(f"{value.name!r}: no memory can be bound for type {value.type}") from None
-    return dtype
 
 
 def _require_static_shape(value: Any) -> tuple[int, ...]:

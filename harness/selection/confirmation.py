@@ -20,7 +20,7 @@ from harness.errors import UserError
 from harness.graph.io.digests import digest_file
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW, FinalistSet
-from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.results_dir.fingerprint import read_matching_record
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.lines import read_lines, stored_path
 from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
@@ -63,9 +63,7 @@ def measure_noise_floor(
     """
     path = folder / NOISE_FLOOR_FILE_NAME
     basis = {"model_sha256": digest_file(model_file), "backend": dict(backend)}
-    if path.exists():
-        record = read_json(path)
-        require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
+    if (record := read_matching_record(path, basis)) is not None:
         return float(record["noise_floor"])
     float_model = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
     comparison = PairedComparison(

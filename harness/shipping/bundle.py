@@ -21,8 +21,8 @@ from harness.graph.io.files import copy_model, model_files
 from harness.graph.io.helper_process import StepLimits
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
-from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, read_bundle, sha256
-from harness.results_dir.io import explain_write_errors, write_json, write_text
+from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, read_bundle
+from harness.results_dir.io import explain_write_errors, file_sha256, write_json, write_text
 from harness.shipping.deploy_script import DeployTarget, deploy_script, find_target
 from harness.shipping.report_text import report_text
 from harness.timing.workers.locks import timing_lock
@@ -142,7 +142,7 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
     facts["footprint"] = footprints
     write_text(target / REPORT_FILE, report_text(facts, shipment.target.title))
     write_json(target / FACTS_FILE, facts)
-    write_text(target / MANIFEST_FILE, "".join(f"{sha256(path)}  {path.name}\n" for path in _bundle_files(target)))
+    write_text(target / MANIFEST_FILE, "".join(f"{file_sha256(path)}  {path.name}\n" for path in _bundle_files(target)))
     return target
 
 

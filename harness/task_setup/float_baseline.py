@@ -31,8 +31,8 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.results_dir.fingerprint import require_same_fingerprint
-from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.fingerprint import read_matching_record
+from harness.results_dir.io import explain_write_errors, write_json
 from harness.task_setup.model_loader import evaluator_spec
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.turn_log import encode_turn_event
@@ -142,24 +142,15 @@ def select_float_baseline(
         return {MAIN_BENCHMARKER: backend}
     if facts.get("float_open", False) and len(offered) > 1:
         basis = {"model_sha256": digest_file(model_file), "backend": dict(facts)}
-        fastest = _read_recorded_choice(folder, basis)
-        if fastest is None:
+        record = read_matching_record(folder / "float.json", basis)
+        if record is None:
             record = _measure_precisions(offered, model_file, folder, open_engines, observer)
             write_json(folder / "float.json", {**record, **basis})
-            fastest = str(record["fastest"])
+        fastest = str(record["fastest"])
     else:
         fastest = str(facts["float_precision"])
     others = {precision: use for precision, use in offered.items() if precision != fastest}
     return {MAIN_BENCHMARKER: offered[fastest], **others}
-
-
-def _read_recorded_choice(folder: Path, basis: Mapping[str, Any]) -> str | None:
-    path = folder / "float.json"
-    if not path.exists():
-        return None
-    record = read_json(path)
-    require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
-    return str(record["fastest"])
 
 
 def _measure_precisions(

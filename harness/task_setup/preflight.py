@@ -44,6 +44,7 @@ from harness.task_setup.compile_check import COMPILED_DIALECTS
 from harness.task_setup.external_tools import PTQ_FUNCTIONS, tool_remarks
 from harness.task_setup.float_baseline import cast_problems
 from harness.task_setup.initial_design import check_files
+from harness.task_setup.methods import is_external_searcher
 from harness.task_setup.model_loader import evaluator_spec, input_types, open_model
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
@@ -67,7 +68,7 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
     precisions, errors = _offered_precisions(experiment), ErrorCollector()
     for i, method in enumerate(experiment.searchers):
         with errors.collect(), prefix_key(f"searchers.{i}"):
-            if registry.plugin_kind(method.use, ("searcher", "external searcher")) == "external searcher":
+            if is_external_searcher(method):
                 _check_external_searcher(method, experiment)
             else:
                 _check_searcher(method, precisions)

@@ -15,6 +15,7 @@ from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
 from harness.graph.passes.dimension_sizes import Axes, evaluate_expression, expression_symbols, is_batch
+from harness.graph.segmented_run import open_reference_session
 from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
 from harness.timing.host_clock import one_line_error
 
@@ -280,12 +281,7 @@ def _run_cases(
 
 def _open_onnxruntime(path: Path) -> Callable[[Feeds], Outputs]:
     """Return a function that runs a model in ONNX Runtime, operator by operator as it is written."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = open_reference_session(str(path))
     return lambda feeds: tuple(np.asarray(output) for output in session.run(None, dict(feeds)))
 
 

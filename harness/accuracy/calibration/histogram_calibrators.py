@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
 from harness.accuracy.calibration.range_estimators import (
@@ -40,6 +39,7 @@ from harness.accuracy.calibration.range_estimators import (
 )
 from harness.api import Array
 from harness.errors import UserError
+from harness.graph.segmented_run import open_reference_session
 from harness.registry import without_module
 
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
@@ -89,13 +89,7 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
 
     def create_inference_session(self) -> None:
         """Create ONNX Runtime's session with one thread, so that ranges do not depend on the number of cores."""
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        self.infer_session = onnxruntime.InferenceSession(
-            self.augmented_model_path, options, providers=["CPUExecutionProvider"]
-        )
+        self.infer_session = open_reference_session(self.augmented_model_path)
 
     def observe(self, batch: Mapping[str, Array]) -> None:
         """Run one batch and hand its activations to the collector."""
@@ -241,7 +235,7 @@ class L2Calibrator(HistogramCalibrator):
 
 
 class _Side:
-    """Values on one side of 0, as magnitudes.
+    """Values on one side of 0, or on both, as magnitudes.
 
     Attributes:
         bounds: Ends that are tried: the edges of bins, at most the largest value.
@@ -273,14 +267,9 @@ def _minimize_clipping_error(histogram: Sequence[Any], zeros: int) -> RangeBound
     """
     counts, edges, low, high = histogram[:4]
     half = len(counts) // 2
-    folded = (counts[half:] + counts[:half][::-1]).astype(np.float64)
-    middles = (edges[half:-1] + edges[half + 1 :]) / 2
-    thresholds = edges[half + 1 :]
-    inside = np.cumsum(folded) - zeros
-    beyond = [np.append(np.cumsum((folded * middles**power)[::-1])[::-1][1:], 0.0) for power in (0, 1, 2)]
-    clipped = beyond[2] - 2 * thresholds * beyond[1] + thresholds**2 * beyond[0]
-    steps = (np.minimum(thresholds, max(high, 0)) + np.minimum(thresholds, max(-low, 0))) / _QUANTIZATION_STEP_COUNT
-    best = float(thresholds[np.argmin(clipped + inside * steps**2 / 12)])
+    both = _Side(counts[half:] + counts[:half][::-1], edges[half:], math.inf)
+    steps = (np.minimum(both.bounds, max(high, 0)) + np.minimum(both.bounds, max(-low, 0))) / _QUANTIZATION_STEP_COUNT
+    best = float(both.bounds[np.argmin(both.clipped + (both.inside - zeros) * steps**2 / 12)])
     return max(float(low), -best), min(float(high), best)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from harness.errors import CandidateError, UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import Dims, ModelSignature
 from harness.random_inputs import InputTypes
+from harness.results_dir.io import file_sha256
 from harness.text import safe_file_name
 
 __all__ = [
@@ -216,7 +216,7 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
         with name_write_errors(f"trt_engine {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             describe = call_in_helper_process(what, _save, facts, model, path, factor=RUNTIME_FACTOR)
-            written = replace(facts, sha256=_sha256(path), describe=describe)
+            written = replace(facts, sha256=file_sha256(path), describe=describe)
             text = json.dumps({"schema": SCHEMA_VERSION, **asdict(written)}, indent=1)
             _facts_path(path).write_text(text, encoding="utf-8")
     except CandidateError as error:
@@ -249,7 +249,7 @@ def read_facts(path: Path) -> EngineFacts | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"{file}: damaged ({problem}); build the engine again with qdq gen-trt-engine") from error
-    if facts.sha256 != _sha256(path):
+    if facts.sha256 != file_sha256(path):
         raise UserError(f"{file}: belongs to another engine than {path.name}; build it again with qdq gen-trt-engine")
     return facts
 
@@ -279,8 +279,3 @@ def create_saver(backend: str, params: Mapping[str, Any], use: str) -> Any:
 
 def _facts_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

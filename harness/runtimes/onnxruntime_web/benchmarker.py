@@ -13,7 +13,7 @@ import numpy as np
 from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.io.model_reader import read_model
-from harness.runtimes.onnxruntime_profile import read_profile
+from harness.runtimes.onnxruntime_common import read_profile
 from harness.runtimes.onnxruntime_web.session import WebSession
 from harness.timing.host_clock import require_static_shapes, to_float32, translate_errors
 from harness.timing.provenance import cpu_model_name

@@ -22,6 +22,7 @@ from harness.graph.io.digests import digest_file
 from harness.graph.io.files import move_model, write_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
+from harness.graph.protos import constants_by_name
 from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import QDQGraph
 
@@ -73,7 +74,7 @@ def has_qdq(proto: onnx.ModelProto) -> bool:
 
 def has_fp8(proto: onnx.ModelProto) -> bool:
     """Return whether any constant, zero points included, is FP8."""
-    return any(tensor.data_type in FP8_TYPES for tensor in _constants_by_name(proto).values())
+    return any(tensor.data_type in FP8_TYPES for tensor in constants_by_name(proto.graph).values())
 
 
 def read_input_shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
@@ -107,7 +108,7 @@ def dominant_float_type(proto: onnx.ModelProto) -> str:
     if said in LOW_PRECISION:
         return str(said)
     sizes: Counter[str] = Counter()
-    for tensor in _constants_by_name(proto).values():
+    for tensor in constants_by_name(proto.graph).values():
         if tensor.data_type in FLOAT_TYPE_NAMES:
             sizes[FLOAT_TYPE_NAMES[tensor.data_type]] += int(np.prod(tensor.dims, dtype=np.int64))
     if not sizes:
@@ -197,12 +198,3 @@ def _external_weight_bytes(path: Path) -> int:
         if entry.key == "length"
     )
     return path.stat().st_size + external
-
-
-def _constants_by_name(proto: onnx.ModelProto) -> dict[str, TensorProto]:
-    found = {tensor.name: tensor for tensor in proto.graph.initializer}
-    for node in proto.graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "Constant" and attribute.name == "value":
-                found[node.output[0]] = attribute.t
-    return found

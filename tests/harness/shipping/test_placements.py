@@ -28,8 +28,8 @@ from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.graph.rules.dialects import OPENVINO
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
-from harness.results_dir.deploy_folder import MANIFEST_FILE, sha256
-from harness.results_dir.io import write_json
+from harness.results_dir.deploy_folder import MANIFEST_FILE
+from harness.results_dir.io import file_sha256, write_json
 from harness.shipping.placements import apply_experiment
 from harness.task_setup.initial_design import InitialDesign, check_files
 from search.space import Edge
@@ -236,7 +236,7 @@ def seal(folder: Path, experiment: dict[str, Any]) -> None:
     """Write facts and manifest of a folder to deploy with `net.onnx`."""
     facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": experiment}
     write_json(folder / "ship.json", {"schema": 1, "file": "net.onnx", **facts})
-    (folder / MANIFEST_FILE).write_text("".join(f"{sha256(path)}  {path.name}\n" for path in folder.iterdir()))
+    (folder / MANIFEST_FILE).write_text("".join(f"{file_sha256(path)}  {path.name}\n" for path in folder.iterdir()))
 
 
 def read_initial(path: Path, model: Model) -> dict[Edge, str]:
