@@ -60,7 +60,7 @@ class TaskSearches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaderboard:
-    """Compared searchers.
+    """Comparison of the searchers of all submissions over the tasks of a tier, those of the lowest mean rank first.
 
     Attributes:
         tables: Searchers, pairs with `CONTROL`, those on the test tasks, searchers by split.

@@ -77,7 +77,7 @@ class TaskSettings(ConfigSection):
 
 
 class TaskCatalogue(ConfigSection):
-    """Tasks by name, in the folder of their tables."""
+    """Catalogue of the tasks: settings of each tier and of each task by name, as `tasks.yaml` has them."""
 
     tiers: dict[TierName, BenchTier]
     tasks: dict[str, TaskSettings]

@@ -56,7 +56,7 @@ class ConfigSection(BaseModel):
 
     @property
     def base_dir(self) -> Path:
-        """Folder that relative paths in this section start from: `base_dir` of the validation context, or here."""
+        """Folder that relative paths start from: `base_dir` of the validation context, or the working folder."""
         return self._base_dir or Path.cwd()
 
     def __eq__(self, other: object) -> bool:

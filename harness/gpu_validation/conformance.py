@@ -83,6 +83,7 @@ class BenchmarkerContract:
         return all(facts.get(name) for name in REQUIRED_FACTS), hide_paths(json.dumps(facts))
 
     def check_float_model(self) -> tuple[bool, str]:
+        """Compare the outputs of the float model with ONNX Runtime's; return whether they agree, and the figures."""
         return self._check_outputs(self._write_model("float"), "float")
 
     def check_int8_model(self) -> tuple[bool, str]:
@@ -105,6 +106,7 @@ class BenchmarkerContract:
         return same, "an inference leaves the results of the one before as they are"
 
     def check_wrong_inputs(self) -> tuple[bool, str]:
+        """Run an engine on an input of an unknown name; return whether it raises `MeasureFailed`, and its message."""
         with self._open() as probe:
             try:
                 probe.infer({"unknown": self._feeds["x"]})

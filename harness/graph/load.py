@@ -116,7 +116,16 @@ def load_proto(
     dims: Mapping[str, int] = _NO_DIMENSION_SIZES.dims,
     min_opset: int = 17,
 ) -> Model:
-    """Prepare a model in memory, which is not changed, for placement; see `load`."""
+    """Prepare a model in memory for placement; see `load`, also for errors.
+
+    Args:
+        proto: Float model with all weights inside; it is not changed.
+        source: Name of the model in messages.
+        sha256: Digest of its file, which results record.
+        shapes: Static shape of dynamic inputs, by input name.
+        dims: Size of dynamic dimensions, by symbol.
+        min_opset: Opset that an older model is upgraded to.
+    """
     check_functions(proto, source)
     origin = DynamicOriginal(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
     model = prepare_model(copy_message(proto), proto, source, sha256, InputSizes(shapes=shapes, dims=dims), min_opset)

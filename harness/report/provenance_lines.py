@@ -62,7 +62,11 @@ class ValueSource:
         yield from filter(None, [self.result])
 
     def brief(self, last: int) -> Iterator[str]:
-        """Yield the `last` readings in a line each."""
+        """Yield the head, the last readings in a line each, and the computation of the figure.
+
+        Args:
+            last: Number of readings; the number of those before them is one more line.
+        """
         yield from self.head
         kept = deque(enumerate(self.readings()), maxlen=last)
         if kept and kept[0][0]:

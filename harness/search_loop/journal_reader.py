@@ -91,7 +91,7 @@ def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Eva
 
 
 def is_new_incumbent(trial: Evaluation, best: Evaluation | None) -> bool:
-    """Return whether an evaluation replaces the incumbent `best`."""
+    """Return whether an evaluation keeps the bounds and has a lower objective than the incumbent, or is the first."""
     return is_feasible(trial.score) and (best is None or trial.score.objective < best.score.objective)
 
 

@@ -124,7 +124,13 @@ def _open_log(path: Path | None, header: str) -> Iterator[Callable[[TurnEvent], 
 
 
 def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
-    """Report if other processes disturbed too many of the turns of a comparison."""
+    """Report a comparison of which more turns were disturbed by other processes than `disturbance_note` allows.
+
+    Args:
+        name: Name of the comparison in the message.
+        events: Its timed turns.
+        observer: Receives the message.
+    """
     if note := disturbance_note(TurnMatrix(events).disturbed_share):
         observer.say(f"{name}: {note}: close other work and repeat")
 

@@ -325,7 +325,7 @@ class _TableRecorder:
 
 
 class EnumeratingSearcher:
-    """A searcher that proposes given placements in order."""
+    """Searcher that proposes given placements in order, each once, whatever their results are."""
 
     def __init__(self, placements: Iterable[Placement]) -> None:
         self._left = list(placements)[::-1]

@@ -176,11 +176,14 @@ class Task:
 def compose_task(
     experiment: Experiment, spec: TaskSpec, work: Path, observer: Observer, facts: Facts | None = None
 ) -> Task:
-    """Load, calibrate, and prepare the space, the seeds and the baselines of one task.
+    """Load and calibrate the model of a task; return its space, initial placements and baselines as a `Task`.
 
     Args:
-        work: Scratch folder of the task.
-        facts: The backend's own, where the device is another machine's; None: it is asked here.
+        experiment: Settings that all tasks share: initial placements, baselines, objective, limits.
+        spec: Model, backend and precision of the task.
+        work: Scratch folder of the task; created if it is missing.
+        observer: Shows progress and remarks on the data.
+        facts: The benchmarker's description of itself on the machine that measures; None: it is asked on this one.
 
     Raises:
         UserError: Anything in the specification that cannot be used.

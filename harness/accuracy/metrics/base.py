@@ -260,7 +260,7 @@ class LabelledImages:
 
     @property
     def inferences(self) -> int:
-        """See `harness.api.Evaluator`."""
+        """Return the number of inferences that one score takes: batches of images, the last one filled up."""
         return self.images.inferences
 
 

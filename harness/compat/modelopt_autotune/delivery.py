@@ -94,7 +94,7 @@ class RunContext:
         return replace(candidate, source=source)
 
     def export(self, name: str, placement: Placement) -> Path:
-        """Write the model of a placement to the output folder."""
+        """Write the model of a placement under a name in the output folder, and return its path."""
         path = self.job.output_dir / name
         self._export(placement, path)
         return path
@@ -104,6 +104,7 @@ class RunContext:
         export_model(proto if self.job.transform is None else self.job.transform(proto), path)
 
     def log(self, name: str) -> Path:
+        """Return the path of a log file in the output folder."""
         return self.job.output_dir / f"logs/{name}.log"
 
 

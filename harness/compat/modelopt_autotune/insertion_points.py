@@ -166,6 +166,7 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
 
     @property
     def address(self) -> Address | None:
+        """Node that computes the output, in the order of the pattern, and the number of the output; None if unknown."""
         return None if self.node_index is None else ("output", (self.node_index, self.output_index))
 
     def _resolve_in(self, region: Region, graph: Any) -> set[ResolvedInsertionPoint]:

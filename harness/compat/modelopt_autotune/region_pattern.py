@@ -29,7 +29,7 @@ _COMMUTATIVE_OPS = frozenset({"Add", "And", "Max", "Mean", "Min", "Mul", "Or", "
 
 @runtime_checkable
 class RegionResolver(PointResolver, Protocol):
-    """Graph with patterns of its own; `region_search.RegionIndex` implements it."""
+    """Model that gives the pattern, the order of nodes and the full scheme of each of its regions."""
 
     def pattern(self, region: Region) -> RegionPattern: ...
     def order(self, region: Region) -> list[int]: ...
@@ -68,6 +68,7 @@ class InsertionScheme:
 
     @property
     def points(self) -> Iterator[InsertionPoint]:
+        """Insertion points of the scheme: node inputs, then inputs of child regions, then outputs."""
         yield from self.node_inputs
         yield from self.child_region_inputs
         yield from self.region_outputs
@@ -289,6 +290,7 @@ class PatternSchemes:
         return min(measured, key=lambda scheme: scheme.latency_ms, default=None)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the pattern and its schemes in the form of ModelOpt's state file; see `from_dict`."""
         return {
             "pattern_signature": self.pattern_signature,
             "pattern_size": self.pattern_size,

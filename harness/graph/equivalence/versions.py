@@ -126,7 +126,15 @@ class ModelVersion:
             raise RunFailed(error) from error
 
     def run_samples(self, session: Any, feeds: Feeds) -> Values:
-        """Run the original sample by sample if the prepared model takes several, and join the results."""
+        """Run the original sample by sample if the prepared model takes several, and join the results.
+
+        Args:
+            session: Session of this version; see `open_session`.
+            feeds: Inputs by name, for all samples of the prepared model.
+
+        Returns:
+            The outputs by name.
+        """
         widened = self.task.widened
         if not widened:
             return self.run(session, feeds)

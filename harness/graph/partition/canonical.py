@@ -78,7 +78,12 @@ class CanonicalForm:
 
 
 def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
-    """Return the canonical form of a region."""
+    """Return the canonical form of a region, which is equal for isomorphic regions alone.
+
+    Args:
+        wiring: Labels of the nodes and their connections in the whole graph.
+        subject: The region: its nodes, its outputs, and the children that they belong to.
+    """
     walk = _Numbering(wiring, subject)
     sinks = walk.sinks()
     if len(sinks) > 1:

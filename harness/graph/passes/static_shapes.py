@@ -215,7 +215,14 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
 def find_example_sizes(
     proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes, sizes: InputSizes
 ) -> ExampleSizes:
-    """Return the first example that passes shape inference, or the first of all."""
+    """Return sizes of dynamic inputs for an error message: the first that pass shape inference, or the first of all.
+
+    Args:
+        proto: The model.
+        inputs: Axes by input name; None: the rank is unknown.
+        resolved: Shapes that the given sizes resolve to.
+        sizes: Sizes that the user has given.
+    """
     examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
     for dims, shapes in examples:
         if _passes_inference(proto, InputSizes(shapes={**sizes.shapes, **shapes}, dims={**sizes.dims, **dims})):

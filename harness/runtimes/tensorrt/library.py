@@ -27,11 +27,11 @@ _INSTALL_HINT = f"{install_hint('tensorrt')} (TensorRT >= 10.9 and cuda-python; 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRTLibrary:
-    """TensorRT, ready to use.
+    """Imported module of TensorRT, checked for its version, with a logger that collects messages.
 
     Attributes:
         trt: The module.
-        version: Its own, for instance "10.16.1.11".
+        version: Version of TensorRT, for instance "10.16.1.11".
         log: Its logger; it must outlive everything that is made with it.
         messages: Warnings and errors so far, in order, the last `MAX_LOG_LINES` of them.
     """

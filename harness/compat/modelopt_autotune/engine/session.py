@@ -114,7 +114,7 @@ class AutotuneSession:
         return self._without_forbidden(placement)
 
     def proto(self, resolved: Resolved) -> Any:
-        """Return the model of a placement as an `onnx.ModelProto`."""
+        """Return the model with these quantized edges as an `onnx.ModelProto`; without edges, the float model."""
         return self.task.inserter.insert(resolved) if resolved else (self.task.cast or self.task.model).proto
 
     def record(
