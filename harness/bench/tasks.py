@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from harness.bench.accuracy import ACCURACY_FILE, join_accuracy, read_accuracy
-from harness.benchmark_table import MAX_TABLE_BYTES, TableMetadata, read_table, read_table_metadata
+from harness.benchmark_table import MAX_TABLE_BYTES, BenchmarkTable, TableMetadata, read_table, read_table_metadata
 from harness.config.sections import ConfigSection
 from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import read_experiment_yaml, read_text_file
@@ -32,7 +32,7 @@ from search.space import Placement, Space
 __all__ = [
     "ARCHIVE_FILE", "DATA_VARIABLE", "TIERS", "BenchReading", "BenchTask", "BenchTier", "TaskCatalogue",
     "TaskSettings", "TierName", "data_folder", "describe_block", "describe_task", "load", "read_catalogue",
-    "table_path",
+    "read_scored_table", "table_path",
 ]  # fmt: skip
 
 #: Environment variable of a folder with other tables and their tasks.yaml.
@@ -268,5 +268,18 @@ def load(name: str, *, seed: int = 0) -> BenchTask:
     tasks = read_catalogue().tasks
     if name not in tasks:
         raise UserError(f"no task is called {name!r}; {suggest_names(name, tasks)}")
-    table = join_accuracy(read_table(table_path(name)), read_accuracy(data_folder() / ACCURACY_FILE))
-    return BenchTask(name, tasks[name], Landscape(table), seed=seed)
+    return BenchTask(name, tasks[name], Landscape(read_scored_table(Path(name))), seed=seed)
+
+
+def read_scored_table(given: Path) -> BenchmarkTable:
+    """Read a table with the accuracy of its placements, from `scores` of its folder.
+
+    Args:
+        given: Parquet file, or name of a task.
+
+    Raises:
+        UserError: A file is missing or damaged.
+    """
+    is_file = given.suffix == ".parquet"
+    scores = read_accuracy((given.parent if is_file else data_folder()) / ACCURACY_FILE)
+    return join_accuracy(read_table(given if is_file else table_path(str(given))), scores)

@@ -207,7 +207,9 @@ def record(
 
 
 def replay(
-    recorded: Annotated[Path, typer.Argument(metavar="TABLE", help="Parquet file of qdq record.", show_default=False)],
+    recorded: Annotated[
+        Path, typer.Argument(metavar="TABLE", help="Parquet file, or name of a task.", show_default=False)
+    ],
     searcher: Annotated[list[str] | None, typer.Option(help="Searcher; repeat to compare.")] = None,
     seeds: Annotated[int, count_option("Number of searches of each searcher.", most=10_000)] = 100,
     budget: Annotated[int, count_option("Evaluations of each search.", most=5_000)] = 100,
@@ -225,10 +227,10 @@ def replay(
 
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
-    from harness.benchmark_table import read_table
+    from harness.bench.tasks import read_scored_table
     from harness.studies.replay_report import ReplayRequest, replay_all, table_lines
 
-    table = read_table(recorded)
+    table = read_scored_table(recorded)
     request = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
     if not as_json:
         echo("\n".join(table_lines(table)))

@@ -74,6 +74,9 @@ def test_tables_of_a_model_share_the_accuracy_of_their_placements(
     reading = task.evaluate([1] * len(task.space))
     assert 5 < reading.metrics["sqnr_db"] < 60
     assert 0 <= reading.metrics["agreement"] <= 1
+    for table in ("two", str(two)):  # scores serve replays under a bound too
+        assert qdq("replay", table, "--at-least", "agreement=0", "--searcher", "random", "--seeds", "1") == 0
+    assert qdq("replay", str(two), "--at-least", "agreement=1.1", "--seeds", "1") == 2
     names = ["accuracy.parquet", "one.parquet", "two.parquet", "three.parquet", "solved.parquet"]
     croissant = json.loads(write_croissant(tmp_path)[0].read_text())
     assert [each["@id"] for each in croissant["distribution"]] == names
