@@ -50,13 +50,14 @@ def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = 
     """
     _require_own_dir(out)
     with exclusive_lock(out, "running this experiment"):
-        reopen_results(out)
         file = out / EXPERIMENT_FILE
         if not file.exists():
+            reopen_results(out)
             write_text(file, to_yaml(experiment))
             yield ""
             return
         changed, added = _compare_experiments(file, experiment, accept_changes)
+        reopen_results(out)  # not before: a refused experiment must leave the digests of the finished files
         if changed:
             write_text(next_backup_path(file), file.read_text(encoding="utf-8"))  # a copy: the file is never missing
             write_text(file, to_yaml(experiment))

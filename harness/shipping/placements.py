@@ -126,6 +126,9 @@ def apply_experiment(
     own = known.get("calibration", {})
     if not known or not isinstance(own, dict):
         raise UserError(f"{folder / FACTS_FILE}: experiment: has no model, so the settings of the run are unknown")
+    confirmation = stored.get("confirmation", {})
+    if not isinstance(confirmation, dict):
+        raise UserError(f"{folder / FACTS_FILE}: experiment.confirmation: a mapping of keys, but got {confirmation!r}")
     calibration = {**own, **changes.get("calibration", {})}
     changes = {**changes, **({"calibration": calibration} if calibration else {})}
     described = {
@@ -135,7 +138,7 @@ def apply_experiment(
         "initial": [{"use": "placement", "params": {"path": shipped}, "label": ROW}],
         "baselines": [ROW],
         "searchers": [],
-        **({} if builds is None else {"confirmation": {**stored.get("confirmation", {}), "builds": builds}}),
+        **({} if builds is None else {"confirmation": {**confirmation, "builds": builds}}),
     }
     return parse_experiment(dump_yaml(described), str(folder / FACTS_FILE), base_dir)
 

@@ -8,6 +8,7 @@ from small import qdq, save_small
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.errors import UserError
 from harness.results_dir.fingerprint import diff_leaves, json_equal
+from harness.results_dir.manifest import close_results, read_manifest
 from harness.results_dir.ownership import owned_results_dir
 
 NAN = """
@@ -145,6 +146,16 @@ def test_other_changes_are_rejected(tmp_path, old, new, different):
     with pytest.raises(UserError, match=rf"\(different: {different}.*; use another --out, or --accept-changes"):
         own(tmp_path, TEXT.replace(old, new))
     assert load_experiment(tmp_path / "out" / "experiment.yaml") == parse_experiment(TEXT, "")
+
+
+def test_a_refused_experiment_leaves_the_manifest(tmp_path):
+    own(tmp_path, TEXT)
+    close_results(tmp_path / "out", [])
+    before = read_manifest(tmp_path / "out")
+    with pytest.raises(UserError, match="another experiment"):
+        own(tmp_path, TEXT.replace("initial: [float]", "initial: [float, linear]"))
+    assert read_manifest(tmp_path / "out") == before
+    assert before["files"].keys() == {"experiment.yaml"}
 
 
 def test_a_full_disk_during_an_extension_leaves_the_folder_unchanged(tmp_path, monkeypatch):

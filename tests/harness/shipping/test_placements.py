@@ -224,12 +224,20 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
     assert not (tmp_path / "again").exists(), "a corrected command can use the same folder"
 
 
-@pytest.mark.parametrize("damaged", [{}, {"models": 3}, {"models": [{"use": "net.onnx", "calibration": 3}]}])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {"models": 3},
+        {"models": [{"use": "net.onnx", "calibration": 3}]},
+        {"models": [{"use": "net.onnx"}], "confirmation": 3},
+    ],
+)
 def test_apply_refuses_an_experiment_without_a_model(tmp_path: Path, damaged: dict[str, Any]) -> None:
     (tmp_path / "net.onnx").touch()
     seal(tmp_path, damaged)
     with pytest.raises(UserError, match="experiment"):
-        apply_experiment(tmp_path, tmp_path / "new.onnx", {}, tmp_path)
+        apply_experiment(tmp_path, tmp_path / "new.onnx", {}, tmp_path, builds=3)
 
 
 def seal(folder: Path, experiment: dict[str, Any]) -> None:
