@@ -56,7 +56,8 @@ run_experiment(load_experiment(folder / sys.argv[2]), out=folder / "out" / sys.a
 figures()
 """
 SEARCH = """
-import json, sys, time
+import json, os, sys, time
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # as in a run; waiting threads count too
 from importlib.metadata import entry_points
 from search.synthetic_problem import SyntheticObjective, common_initial_placements, synthetic_space
 name, params, evaluations = sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
