@@ -114,7 +114,7 @@ def table_path(name: str) -> Path:
         UserError: The archive is damaged, or the cache cannot be written.
     """
     own, archive = data_folder() / f"{name}.parquet", data_folder() / ARCHIVE_FILE
-    if own.is_file() or not archive.is_file():
+    if os.path.isfile(own) or not archive.is_file():  # Path.is_file raises if the name is too long
         return own
     return _unpack_table(archive, own, archive.stat().st_mtime_ns)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from harness.graph.model import Model
 from harness.graph.passes.normalize import check_valid
 from harness.graph.qdq.qdq_graph import diff_edges
 from harness.graph.quantize import protobuf_wire
-from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
+from harness.graph.quantize.constants import ConstantQuantizer
 from harness.graph.quantize.edge_requests import GRAPH_INPUT_INDEX, EdgeRequests, NodeRequests, SharedScaleFinder
 from harness.graph.quantize.node_variants import NodeVariant, PairVariant, RequestBit, VariantEncoder, VariantTable
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices
@@ -41,10 +43,7 @@ class InsertionPlan:
     def __init__(self, nodes: list[NodeVariant], behind: list[PairVariant]) -> None:
         self.nodes = nodes
         self.behind = behind
-        self.stored: dict[str, QuantizedConstant] = {}
-        for form in nodes:
-            if form.stored:
-                self.stored.update(form.stored)
+        self.stored = dict(chain.from_iterable(map(attrgetter("stored"), nodes)))
 
     @property
     def count_pairs(self) -> int:
@@ -86,6 +85,7 @@ class Inserter:
             outside,
         ]
         self._makers = [VariantTable(encoder.encode_pairs) for _ in self._readers]
+        self._products = [n.index for n in model.nodes if n.op == "MatMul"] if dialect.bias == "int32" else []
         self._requests = EdgeRequests(model, dialect, self._scales, self._readers, self._makers)
         self._shared_scales = SharedScaleFinder(model, dialect, self._scales.links, self._readers, self._makers)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
@@ -168,13 +168,12 @@ class Inserter:
             asked.producer_masks[maker] |= self._makers[maker].bit(RequestBit("final", tensor, precision))
             asked.consumer_masks[maker] |= self._readers[maker].bit(RequestBit("renamed", tensor))
         self._shared_scales.mark_shared_scales(asked)
-        nodes = []
-        for forms, state in zip(self._readers[:GRAPH_INPUT_INDEX], asked.consumer_masks, strict=False):
-            nodes.append(forms[state])
-            if (bias := nodes[-1].bias) is not None:  # of an Add that comes later, as the nodes are in order
+        for index in self._products:  # nodes are in order: the Add of a bias comes later
+            bias = self._readers[index][asked.consumer_masks[index]].bias
+            if bias is not None:
                 asked.consumer_masks[bias[0]] |= self._readers[bias[0]].bit(bias[1])
-        behind = [forms[state] for forms, state in zip(self._makers, asked.producer_masks, strict=True)]
-        return InsertionPlan(nodes, behind)
+        nodes = list(map(getitem, self._readers[:GRAPH_INPUT_INDEX], asked.consumer_masks))
+        return InsertionPlan(nodes, list(map(getitem, self._makers, asked.producer_masks)))
 
     def _quantized_outputs(self, asked: NodeRequests) -> list[tuple[str, str]]:
         slots = self._readers[GRAPH_INPUT_INDEX][asked.consumer_masks[GRAPH_INPUT_INDEX]]
@@ -182,7 +181,7 @@ class Inserter:
 
     def _unused_constants(self, draft: InsertionPlan) -> frozenset[str]:
         """Return the constants of the float model that no node reads any more."""
-        replaced = Counter(name for form in draft.nodes if form.replaced for name in form.replaced)
+        replaced = Counter(chain.from_iterable(map(attrgetter("replaced"), draft.nodes)))
         return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
 
     def _graph_pieces(self, draft: InsertionPlan) -> list[bytes]:
@@ -192,10 +191,6 @@ class Inserter:
             draft.behind[GRAPH_INPUT_INDEX].nodes,
             *(stored.node for stored in draft.stored.values()),
         ]
-        pairs = zip(draft.nodes, draft.behind[:GRAPH_INPUT_INDEX], strict=True)
-        nodes = [piece for form, after in pairs for piece in (form.node, after.nodes)]
-        grid: dict[str, bytes] = {}
-        for form in draft.behind:
-            if form.pairs:
-                grid.update(form.grid)
-        return [*ahead, *nodes, *grid.values()]
+        pairs = zip(map(attrgetter("node"), draft.nodes), map(attrgetter("nodes"), draft.behind), strict=False)
+        grid = dict(chain.from_iterable(map(attrgetter("grid"), draft.behind)))
+        return [*ahead, *chain.from_iterable(pairs), *grid.values()]

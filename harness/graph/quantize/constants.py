@@ -134,8 +134,8 @@ class ConstantQuantizer:
 
     def write_files(self, stored: Iterable[QuantizedConstant], folder: Path) -> None:
         """Write the data files that the float model and these constants refer to, where they are not there yet."""
-        files = {file for each in stored for file in self._data_files(each.output, each.tensors)}
-        files.update(self._data_files("", self._model.constants.values()))
+        files = set(self._data_files("", self._model.constants.values()))
+        files.update(*(self._data_files(each.output, each.tensors) for each in stored))
         for file in files:
             file.write(folder)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import and_
 from typing import Any, NamedTuple
 
 from harness.errors import UserError
@@ -163,11 +164,13 @@ class _TensorCluster:
 
     Attributes:
         nodes: In topological order.
+        indexes: Index of each node in the model.
         masks: By node: the bits of its quantized inputs that decide about its link.
         known: By the state of those bits: what to set on the nodes that read, and on those that make the tensors.
     """
 
     nodes: list[Node] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
     masks: list[int] = field(default_factory=list)
     known: dict[tuple[int, ...], tuple[list[_ConditionalBit], list[_ConditionalBit]]] = field(default_factory=dict)
 
@@ -192,21 +195,21 @@ class SharedScaleFinder:
         for node in links.joins:
             cluster = clusters[links.group_name(node.inputs[0])]
             cluster.nodes.append(node)
+            cluster.indexes.append(node.index)
             cluster.masks.append(sum(self._required_bits(node, precision) for precision in self._precisions))
         self._clusters = list(clusters.values())
 
     def mark_shared_scales(self, asked: NodeRequests) -> None:
         """Mark each quantized place of a placement whose scale is not made from its own range."""
+        masks = asked.consumer_masks
         for cluster in self._clusters:
-            state = tuple(
-                asked.consumer_masks[node.index] & mask for node, mask in zip(cluster.nodes, cluster.masks, strict=True)
-            )
+            state = tuple(map(and_, map(masks.__getitem__, cluster.indexes), cluster.masks))
             if not any(state):
                 continue
             entries = cluster.known.get(state)
             if entries is None:
                 entries = cluster.known[state] = self._cluster_entries(cluster, state)
-            for row, found in zip((asked.consumer_masks, asked.producer_masks), entries, strict=True):
+            for row, found in zip((masks, asked.producer_masks), entries, strict=True):
                 for node, needed, bit in found:
                     if row[node] & needed:
                         row[node] |= bit

@@ -75,7 +75,10 @@ def model(text: str) -> tuple[str, str]:
     [
         (("[random]", "[{use: evolutionary, params: {population: 0}}]"), "population is at least 1, but got 0"),
         (("[random]", "[{use: random, params: {seed: 1}}]"), "'seed' is set by the harness"),
-        (("[random]", "['my_searcher_of_cli:Broken']"), "searcher 'my_searcher_of_cli:Broken': RuntimeError: no lic"),
+        (
+            ("[random]", "['my_searcher_of_cli:Broken']"),
+            "my_searcher_of_cli:Broken' failed in its constructor: RuntimeError: no lic",
+        ),
         (("noise: 0.0", "noise: -1.0"), "benchmarker 'simulated': noise: greater than or equal to 0, but got -1.0"),
         (
             ("use: simulated, params: {seed: 5, noise: 0.0}", "use: onnxruntime}]\nprecision: [fp8] # "),
