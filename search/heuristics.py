@@ -51,15 +51,16 @@ INTEGER_RUNTIME_RULES = ("movers_io", "linear_io", "gates_io")
 
 
 def expert_placements(space: Space) -> Iterator[Placement]:
-    """Placements that win on the kind of runtime that a space is made for, most surprising first.
+    """Return the placements that are fastest on most models of a kind of runtime, the least obvious first.
 
     ONNX Runtime runs most operators in INT8 only where the result is quantized too, for all of its readers ("Quantize
     ONNX models", QDQ format); a dialect of that kind has points at outputs, others have none. There the readers of a
     result are quantized with the operator, and gates, x * sigmoid(x), run on integers too or not at all. Products of
     matrices also have a float result: in a Transformer `linear` is the fastest rule, an initial placement by default.
-    OpenVINO and TensorRT fuse linear operators, residual additions, pooling
-    and concatenation. The additions alone may double the time (a Transformer in BF16 on OpenVINO: 8.8 ms with, 4.1
-    without them); the heads of attention may be moved as integers.
+
+    OpenVINO and TensorRT fuse linear operators, residual additions, pooling and concatenation. The additions alone may
+    double the time (a Transformer in BF16 on OpenVINO: 8.8 ms with, 4.1 without them); the heads of attention may be
+    moved as integers.
     """
     names = INTEGER_RUNTIME_RULES if space.has_output_points else FUSING_RUNTIME_RULES
     return (HEURISTIC_RULES[name](space, None) for name in names)

@@ -99,7 +99,7 @@ class Space:
     Attributes:
         dimensions: The insertion points, in graph order of their first region.
         agreements: Pairs of precisions that must agree; see `Agreement`.
-        whole_has_output_points: Whether the space that this one is a part of has points at outputs.
+        whole_has_output_points: True if the space that this one is a part of has points at outputs.
     """
 
     dimensions: tuple[Dimension, ...]

@@ -164,7 +164,7 @@ class _ChangeTransfer:
                     yield self._there[name]
 
     def _initial_names(self) -> set[str]:
-        """Return what is there before any node.
+        """Return the names of tensors that exist before any node runs.
 
         Tools may give a DequantizeLinear the name of the constant that it replaces.
         """
