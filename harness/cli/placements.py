@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["apply", "export_recipe", "import_placement", "insert"]
 
 DEFAULT_SAMPLES = 48
+DEFAULT_BUILDS = 5
 
 CalibrationOption = Annotated[
     Path | None,
@@ -193,20 +194,44 @@ def export_recipe(
         str, typer.Option("--for", help="ort, modelopt, nncf, olive, tao or ultralytics.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time the shipped file with what the tool cannot leave in float.")
+    ] = False,
+    builds: Annotated[
+        int, typer.Option(min=2, max=1000, help="Fresh processes of each file, with --measure.")
+    ] = DEFAULT_BUILDS,
     as_json: JsonOption = False,
 ) -> None:
     """Write a shipped placement as the input of another quantization tool, and list what that cannot express.
 
-    Example: `qdq export-recipe out/mine/ship/NAME --for ort -o quantize.py`
+    These are inputs that the placement leaves in float and the tool may quantize. Their cost is unknown without
+    `--measure`.
+
+    Example: `qdq export-recipe out/mine/ship/NAME --for ort --measure -o quantize.py`
     """
     from harness.results_dir.deploy_folder import find_bundle, read_bundle
+    from harness.shipping.edge_costs import COST_SOURCE, measure_edge_costs
     from harness.shipping.recipes import export_recipe as export
+    from harness.terminal_progress import TerminalProgress
 
     folder = find_bundle(result)
-    found = export(folder, read_bundle(folder), tool, output)
+    facts = read_bundle(folder)
+    found = export(folder, facts, tool, output)
+    with TerminalProgress() as terminal:
+        timed = found.inexpressible if measure else ()
+        costs = measure_edge_costs(folder, facts, timed, terminal, builds=builds) if timed else ()
+    source = COST_SOURCE if costs else "unknown"
     if as_json:
-        print_json({"path": str(output), **asdict(found)})
+        print_json(
+            {"path": str(output), **asdict(found), "costs": [asdict(cost) for cost in costs], "cost_source": source}
+        )
         return
     echo(f"{output}: {', '.join(found.op_types)}; {len(found.excluded)} nodes of these stay in float")
+    by_edge = {edge: str(cost) for cost in reversed(costs) for edge in cost.edges}  # the last one is of all
     for edge in found.inexpressible:
-        echo(f"not expressed: input {edge.slot} of {edge.consumer} ({edge.tensor}) is float; the tool may quantize it")
+        place = f"input {edge.slot} of {edge.consumer} ({edge.tensor})"
+        echo(f"not expressed: {place} is float; if the tool quantizes it: {by_edge.get(edge, 'cost unknown')}")
+    if len(costs) > 1 and len(costs[-1].edges) == len(found.inexpressible):
+        echo(f"not expressed: all of these: {costs[-1]}")
+    if found.inexpressible:
+        echo(f"costs: {source}{'' if costs else '; --measure times them'}")

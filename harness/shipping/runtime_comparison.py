@@ -6,8 +6,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.timing.workers.locks import timing_lock
 
-__all__ = ["BUILDS", "MIN_SQNR_DB", "RuntimeComparison", "compare_runtimes"]
+__all__ = [
+    "BUILDS", "MIN_SQNR_DB", "RUNS", "RuntimeComparison", "compare_runtimes", "run_in_turns", "run_script_in",
+]  # fmt: skip
 
 BUILDS, RUNS = 5, 30
 NARROW = 0.95  # lower limit of a tie's ratio that needs no remark
@@ -95,23 +98,30 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
         raise UserError(f"--runtime-python {python}: no such program; that of an environment is ENVIRONMENT/bin/python")
     model = str(folder / facts["file"])
     places = {"this": sys.executable, "twin": sys.executable, "other": other}
-    medians_ms: dict[str, list[float]] = {name: [] for name in places}
-    versions: dict[str, str | None] = {}
     with (
         tempfile.TemporaryDirectory(prefix="qdq-runtimes-") as scratch,
         generated_script(folder, facts) as script,
-        observer.work(f"compare environments on {folder.name}", builds * len(places)) as step,
     ):
-        for turn in range(builds):
-            for name in list(places)[:: 1 if turn % 2 else -1]:
-                output = Path(scratch) / f"{name}.npz"
-                with timing_lock():
-                    arguments = ("--model", model, "--repeat", str(RUNS), "--output", str(output))
-                    found = _run(places[name], script, arguments, facts)
-                versions[name] = found["version"]
-                medians_ms[name].append(float(found["latency_ms"]))
-                step.advance()
-        sqnr_db = _least_agreement(*(_read_outputs(Path(scratch) / f"{name}.npz") for name in ("this", "other")))
+        outputs = {name: Path(scratch) / f"{name}.npz" for name in places}
+        runs = {
+            name: partial(
+                run_script_in,
+                place,
+                script,
+                facts,
+                "--model",
+                model,
+                "--repeat",
+                str(RUNS),
+                "--output",
+                str(outputs[name]),
+            )
+            for name, place in places.items()
+        }
+        found = run_in_turns(runs, builds, f"compare environments on {folder.name}", observer)
+        sqnr_db = _least_agreement(*(_read_outputs(outputs[name]) for name in ("this", "other")))
+    medians_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in found.items()}
+    versions = {name: each[-1]["version"] for name, each in found.items()}
     ratios = np.divide(medians_ms["this"], medians_ms["twin"])
     before, after = ([[value] for value in medians_ms[name]] for name in ("this", "other"))
     speedup = paired_ratio_ci(before, after)
@@ -128,8 +138,28 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
     )
 
 
-def _run(python: str, script: Path, arguments: tuple[str, ...], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the script; if a module is missing, say how to install it."""
+def run_in_turns(
+    runs: Mapping[str, Callable[[], dict[str, Any]]], builds: int, title: str, observer: Observer
+) -> dict[str, list[dict[str, Any]]]:
+    """Call functions in turns, forwards and backwards, and return the results of each.
+
+    Args:
+        runs: Functions by name; each starts a fresh process.
+        builds: Number of calls of each.
+        title: Description of the work.
+    """
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    with observer.work(title, builds * len(runs)) as step:
+        for turn in range(builds):
+            for name in list(runs)[:: 1 if turn % 2 else -1]:
+                with timing_lock():
+                    found[name].append(runs[name]())
+                step.advance()
+    return found
+
+
+def run_script_in(python: str, script: Path, facts: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
+    """Run the script of a folder to deploy in an environment; if a module is missing, say how to install it."""
     try:
         return run_script(python, script, *arguments)
     except UserError as error:

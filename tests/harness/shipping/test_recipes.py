@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx_models import activation_ranges
-from small import save_small
+from small import qdq, save_small
 
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
 from harness.compat.tao_specs.spec import QuantizeSection, read_spec
@@ -26,8 +27,13 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
+from harness.progress import NullProgress
+from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
+from harness.shipping.edge_costs import EdgeCost, measure_edge_costs
 from harness.shipping.recipes import RECIPES, export_recipe, summarize_placement
+from harness.statistics import Interval
 from search.heuristics import HEURISTIC_RULES
+from search.space import Edge
 
 FACTS: dict[str, Any] = {"file": "net.onnx", "runtime": {"name": "onnxruntime", "dialect": "onnxruntime"}}
 
@@ -174,3 +180,51 @@ def test_a_script_does_not_hide_the_package_that_it_imports(tmp_path: Path) -> N
     _, folder = ship(tmp_path / "ship")
     with pytest.raises(UserError, match="package onnxruntime"):
         export_recipe(folder, FACTS, "ort", tmp_path / "onnxruntime.py")
+
+
+def test_the_cost_of_an_edge_is_that_of_the_file_with_it_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = ship(tmp_path / "net")
+    facts = {**FACTS, "dynamic_file": None, "runtime": dict(ONNXRuntimeBenchmarker().describe())}
+    (left,) = summarize_placement(folder / "net.onnx").inexpressible
+    pool = next(node for node in model.nodes if node.op == "GlobalAveragePool")
+    other = Edge(pool.inputs[0], pool.name, 0)  # of a tensor without a pair
+    before, extra = set(import_placement(folder / "net.onnx", model)), set[Edge]()
+
+    def run(_: str, script: Path, *arguments: str) -> dict[str, Any]:
+        path = Path(arguments[-1])
+        onnx.checker.check_model(path)
+        ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        added = set(import_placement(path, model)) - before
+        extra.update(added)
+        return {"latency_ms": 1.0 + len(added)}
+
+    monkeypatch.setattr("harness.shipping.runtime_comparison.run_script", run)
+    costs = measure_edge_costs(folder, facts, [left, other], NullProgress(), builds=2)
+    assert extra == {left, other}
+    assert [cost.edges for cost in costs] == [(left,), (other,), (left, other)]
+    assert [cost.ratio.value for cost in costs] == pytest.approx([2.0, 2.0, 3.0])
+    assert {cost.verdict for cost in costs} == {"slower"}
+    monkeypatch.setattr("harness.shipping.edge_costs.write_with_edges", lambda *_: False)
+    assert measure_edge_costs(folder, facts, [left], NullProgress(), builds=2) == ()
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_costs_are_printed_with_their_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], measured: bool
+) -> None:
+    _, folder = ship(tmp_path / "net")
+    (left,) = summarize_placement(folder / "net.onnx").inexpressible
+    cost = EdgeCost(edges=(left,), ratio=Interval(value=1.05, low=1.04, high=1.06), verdict="slower", noise_floor=0.01)
+    monkeypatch.setattr("harness.results_dir.deploy_folder.find_bundle", lambda path: path)
+    monkeypatch.setattr("harness.results_dir.deploy_folder.read_bundle", lambda _: FACTS)
+    monkeypatch.setattr("harness.shipping.edge_costs.measure_edge_costs", lambda *_, **__: (cost,))
+    command = ["export-recipe", str(folder), "--for", "ort", "-o", str(folder / "recipe.py")]
+    command += ["--measure"] if measured else []
+    assert qdq(*command) == 0
+    text = capsys.readouterr().out
+    assert ("+5.0 % [+4.0, +6.0]" in text, "unknown" in text) == (measured, not measured)
+    assert qdq(*command, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["costs"]), found["cost_source"] == "unknown") == (measured, not measured)
