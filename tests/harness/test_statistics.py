@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.statistics import (
@@ -44,7 +44,6 @@ def test_median_interval_needs_a_sample() -> None:
         median_ci([])
 
 
-@settings(deadline=None)
 @given(READINGS, st.floats(min_value=0.1, max_value=10))
 def test_median_interval_contains_the_median_and_scales(samples: list[float], factor: float) -> None:
     found, scaled = median_ci(samples), median_ci([factor * value for value in samples])
@@ -55,7 +54,6 @@ def test_median_interval_contains_the_median_and_scales(samples: list[float], fa
     )
 
 
-@settings(deadline=None)
 @given(READINGS)
 def test_a_higher_level_is_never_narrower(samples: list[float]) -> None:
     loose, strict = median_ci(samples, 0.8), median_ci(samples, 0.99)
@@ -142,7 +140,6 @@ def test_verdict(speedup: Interval, noise_floor: float, expected: str) -> None:
     assert speedup_verdict(speedup, noise_floor) == expected
 
 
-@settings(deadline=None)
 @given(
     st.floats(min_value=0.2, max_value=5), st.floats(min_value=0, max_value=0.5), st.floats(min_value=0, max_value=0.2)
 )

@@ -23,7 +23,7 @@ def made(*points):
     return front_with_reference(np.array(points), np.array(points))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(LEVELS, LEVELS), min_size=1, max_size=8))
 def test_without_doubt_the_expected_growth_is_the_growth(points):
     front = made((0.0, 8.0), (2.0, 3.0), (3.0, 2.5), (8.0, 0.0))

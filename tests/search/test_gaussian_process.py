@@ -24,7 +24,7 @@ def told(space, placements, outcomes):
     return archive
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_two_placements_have_one_key_exactly_where_they_make_one_graph(first, second):
     a, b = (SPACE.random(np.random.default_rng(seed)) for seed in (first, second))

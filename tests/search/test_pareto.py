@@ -20,7 +20,7 @@ def dominates(first, second):
 
 
 @given(POINTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_front_is_what_nothing_in_the_rest_dominates(points):
     found = front_numbers(np.array(points, dtype=float))
     for point, front in zip(points, found, strict=True):
@@ -29,7 +29,7 @@ def test_each_front_is_what_nothing_in_the_rest_dominates(points):
 
 
 @given(POINTS, st.integers(0, 2**32), st.integers(0, 12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_fronts_are_those_of_all_pairs(points, seed, most):
     values, noise = np.array(points, dtype=float), np.random.default_rng(seed).choice([0.0, 0.5, 1.5], len(points))
     expected = np.zeros(len(points), dtype=int)
@@ -68,7 +68,7 @@ def test_the_ends_of_a_front_are_lonely_and_crowds_are_not():
 
 
 @given(POINTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_hypervolume_is_the_number_of_unit_cubes_that_are_dominated(points):
     width = len(points[0])
     cubes = itertools.product(range(5), repeat=width)

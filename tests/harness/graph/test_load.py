@@ -116,7 +116,7 @@ class TestReading:
         with pytest.raises(UserError, match=r"Git LFS pointer.*run 'git lfs pull'"):
             load(tmp_path / "m.onnx")
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(share=st.floats(0.02, 0.999))
     def test_truncated_anywhere(self, tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
         raw = small().SerializeToString()
@@ -309,7 +309,7 @@ class TestShapes:
         with pytest.raises(UserError, match=message):
             ready(small(batch="N"), shapes)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(start=st.integers(-4, 4), end=st.integers(-4, 4))
     def test_shape_arithmetic_is_folded(self, start: int, end: int) -> None:
         builder = GraphBuilder("shape")
@@ -422,7 +422,7 @@ class TestCleaning:
         assert_same(builder.build(), model)
 
     @given(names=st.lists(st.sampled_from(["", "a", "a_1", "Relu_0", "Relu_1"]), min_size=1, max_size=6))
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def test_node_names_are_unique_and_kept_where_they_are(self, names: list[str]) -> None:
         builder = GraphBuilder("names")
         x = builder.input("x", (2,))
@@ -587,7 +587,7 @@ class TestSaving:
         assert_same(builder.build(), load(path))
         assert_same(builder.build(), model)
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(seed=st.integers(0, 99), depth=st.integers(1, 4), opset=st.sampled_from([11, 13, 17]))
     def test_loading_twice_gives_the_same_bytes(self, seed: int, depth: int, opset: int) -> None:
         builder = GraphBuilder("random", seed=seed, opset=opset)

@@ -51,7 +51,7 @@ def feeds() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, TENSORRT], ids=lambda d: d.name)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_mixture_is_delivered_runs_and_is_close(dialect: Dialect, data: st.DataObject) -> None:
     space = build_space(block(), dialect, precisions=BOTH, kinds=("node_input", "child_input", "output"))

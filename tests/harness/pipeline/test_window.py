@@ -112,7 +112,7 @@ def asks(path: Path) -> list[tuple[str, tuple[int, ...], int | None]]:
     return [(e.proposal.origin, e.proposal.choices, e.proposal.duplicate_of) for e in read_journal(path)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(0, 99), st.lists(st.integers(0, 5), max_size=5))
 def test_whatever_comes_first_and_wherever_it_is_cut_off_the_asks_are_the_same(
     window: int, order: int, stops: list[int]

@@ -56,7 +56,7 @@ def test_few_blocks_that_agree_have_the_exact_chance_of_that(blocks, p_value):
     assert found.critical_difference == pytest.approx(2.343 * math.sqrt(2 / blocks), abs=0.001)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000))
 def test_p_is_the_share_of_permutations_that_are_no_less_extreme(seed):
     values = np.random.default_rng(seed).integers(0, 4, size=(3, 3)).astype(float)
@@ -149,7 +149,7 @@ def test_few_blocks_have_an_effect_and_a_p_that_cannot_be_small():
     assert found["ratio"].item() == pytest.approx(math.sqrt(6))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(*(st.lists(st.floats(0.1, 10), min_size=1, max_size=6) for _ in range(2)))
 def test_effects_of_both_directions_add_up_to_one(first, second):
     assert effect_size(first, second) + effect_size(second, first) == pytest.approx(1.0)

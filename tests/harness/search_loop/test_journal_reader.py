@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
@@ -84,7 +84,6 @@ def test_reading_stops_at_the_largest_budget(entries: list[JournalEntry]) -> Non
 READINGS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=25)
 
 
-@settings(deadline=None)
 @given(READINGS, st.integers(1, 25), st.integers(1, 5))
 def test_best_placements_equal_those_of_a_sorted_list_and_of_the_first_front(
     readings: list[tuple[int, int]], budget: int, count: int

@@ -184,7 +184,7 @@ def test_readings_of_a_throttled_machine_are_repeated_once(times: int, stable: b
     assert found.conditions == {"mhz": 3000.0, "load": 0.5}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.floats(min_value=1e-3, max_value=2e3), st.floats(min_value=0, max_value=1), st.integers(0, 5), st.floats(0, 200)
 )

@@ -51,7 +51,7 @@ def test_splits_share_no_image() -> None:
     assert len(set(images)) == 60
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.sampled_from(["train", "calibration", "evaluation"]), st.integers(1, 8))
 def test_boxes_lie_in_the_image_and_hold_their_area(name: str, count: int) -> None:
     for annotation in draw_split(name, count).coco["annotations"]:

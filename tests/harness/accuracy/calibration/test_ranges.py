@@ -124,7 +124,7 @@ _VALUES = hnp.arrays(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(_VALUES, min_size=1, max_size=4), st.floats(50.5, 100))
 def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: float) -> None:
     histograms = PercentileCalibrator(percentile)

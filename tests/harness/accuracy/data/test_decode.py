@@ -41,7 +41,7 @@ def test_a_dropped_box_drops_no_others() -> None:
     assert suppress_overlaps(boxes, np.array([0.9, 0.8, 0.7]), np.zeros(3, np.int64), 0.4).tolist() == [0, 2]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 300), top=st.integers(1, 120))
 def test_suppression_equals_the_textbook_loop(seed: int, count: int, top: int) -> None:
     rng = np.random.default_rng(seed)

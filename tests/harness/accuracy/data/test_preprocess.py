@@ -140,7 +140,7 @@ def test_shapes_never_resizes() -> None:
         Shapes().prepare(plain(8, 9), (8, 8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     height=st.integers(1, 120),
     width=st.integers(1, 120),

@@ -76,7 +76,7 @@ def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarra
     return coco_metrics({**labels, "images": images, "annotations": annotations}, [found[i] for i in copies])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed: int) -> None:
     labels, found = scene(seed)
@@ -99,7 +99,7 @@ def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed: int) -> None
         assert coco_metrics(labels, each) == expected
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
     labels, found = scene(seed)

@@ -124,14 +124,14 @@ def are_isomorphic(first: Model, second: Model) -> bool:
     return counts[0] == counts[1] and bool(nx.vf2pp_is_isomorphic(one, two, node_label="label"))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(first=small_specs, second=small_specs)
 def test_equal_signature_means_isomorphic_and_the_reverse(make_model: Make, first: Any, second: Any) -> None:
     one, two = make_model(first), make_model(second)
     assert (signature(one) == signature(two)) == are_isomorphic(one, two)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(spec=small_specs, place=st.integers(0, 4), change=nodes(5))
 def test_one_changed_node_changes_the_signature_unless_the_graph_is_the_same(
     make_model: Make, spec: Any, place: int, change: Any
@@ -151,7 +151,7 @@ OTHERS = {
 }
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(chosen=stacks, change=st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 9)))
 def test_one_edge_or_operator_of_a_network_changes_the_signature_unless_the_graph_is_the_same(
     make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], change: tuple[int, int, int]
@@ -180,13 +180,11 @@ def assert_names_and_order_do_not_matter(first: Model, second: Model) -> None:
     assert found[0] == found[1]
 
 
-@settings(deadline=None)
 @given(spec=specs, seed=st.integers(0, 1000))
 def test_order_and_names_in_the_file_never_change_a_signature(make_model: Make, spec: Any, seed: int) -> None:
     assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
 
 
-@settings(deadline=None)
 @given(chosen=stacks, seed=st.integers(0, 1000))
 def test_order_and_names_do_not_matter_in_networks_either(
     make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], seed: int
@@ -195,7 +193,6 @@ def test_order_and_names_do_not_matter_in_networks_either(
     assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
 
 
-@settings(deadline=None)
 @given(spec=specs)
 def test_a_changed_operator_always_changes_the_signature(make_model: Make, spec: Any) -> None:
     renamed = [("Neg", *rest) if op == "Relu" else (op, *rest) for op, *rest in spec]
@@ -203,7 +200,6 @@ def test_a_changed_operator_always_changes_the_signature(make_model: Make, spec:
     assert (signature(make_model(spec)) != signature(make_model(renamed))) == changed
 
 
-@settings(deadline=None)
 @given(spec=specs, seed=st.integers(0, 1000))
 def test_the_stored_order_is_the_isomorphism(make_model: Make, spec: Any, seed: int) -> None:
     first, second = make_model(spec), make_model(spec, seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.graph.builder import GraphBuilder
@@ -72,7 +72,6 @@ def is_connected(model: Model, leaf: Region) -> bool:
     return found == inside
 
 
-@settings(deadline=None)
 @given(spec=specs, longest=st.integers(1, 12), smallest=st.integers(1, 12))
 def test_any_model_is_covered_by_connected_leaves(
     make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], longest: int, smallest: int
@@ -83,7 +82,6 @@ def test_any_model_is_covered_by_connected_leaves(
     assert root == discover_regions(model, maximum_sequence_region_size=longest, minimum_topdown_search_size=smallest)
 
 
-@settings(deadline=None)
 @given(spec=specs, seed=st.integers(0, 1000))
 def test_order_and_names_in_the_file_do_not_move_a_cut(
     make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], seed: int

@@ -110,7 +110,7 @@ def grid_of(proto: onnx.ModelProto, consumer: str, slot: int = 0) -> tuple[float
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 @pytest.mark.parametrize("net", ["conv", "attention"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_subset_of_edges_is_delivered_and_runs(net: str, dialect: Dialect, data: st.DataObject) -> None:
     model, ranges = ready(net)

@@ -48,7 +48,7 @@ def edges_of(space: Space) -> set[Edge]:
     return {edge for dimension in space.dimensions for edge in dimension.edges}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(spec=st.lists(node, min_size=1, max_size=25), dialect=st.sampled_from(DIALECTS))
 def test_node_inputs_partition_the_legal_edges(
     make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], dialect: Dialect
@@ -74,7 +74,7 @@ def meaning(model: Model, size: int = 2) -> list[tuple[object, ...]]:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(spec=st.lists(node, min_size=1, max_size=25), seed=st.integers(0, 1000))
 def test_what_a_name_means_does_not_depend_on_the_file(
     make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], seed: int
