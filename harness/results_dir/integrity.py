@@ -18,6 +18,7 @@ from harness.results_dir.manifest import (
     find_changed_files,
     list_files,
     read_manifest,
+    require_links_inside,
 )
 
 __all__ = ["FolderCheck", "check_results"]
@@ -64,6 +65,7 @@ def check_results(folder: Path) -> FolderCheck:
     """
     if not (folder / "experiment.yaml").is_file():
         raise UserError(f"{folder}: no results here (no experiment.yaml)")
+    require_links_inside(folder)
     manifest, problems = _read_manifest(folder)
     tasks: Mapping[str, Mapping[str, FileTable]] = manifest.get("tasks", {})
     tables = {folder: manifest.get("files", {}), **{folder / name: entry["files"] for name, entry in tasks.items()}}

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +23,12 @@ from harness.errors import UserError
 
 __all__ = [
     "add_checksum", "append_line", "archive_existing", "explain_write_errors", "file_sha256", "next_backup_path",
-    "parse_json", "read_json", "remove_checksum", "truncate_partial_line", "write_json", "write_text",
+    "parse_json", "read_json", "read_limited", "remove_checksum", "truncate_partial_line", "write_json", "write_text",
 ]  # fmt: skip
 
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
 _CHECKSUM_CHARS = 20
+MAX_JSON_BYTES = 256 * 2**20
 
 
 def add_checksum(text: str) -> str:
@@ -70,12 +72,25 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: The file is damaged.
     """
     try:
-        body = parse_json(remove_checksum(path.read_bytes()))
+        body = parse_json(remove_checksum(read_limited(path)))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: not a file of qdq-bench; move it away to have it made again")
     return body
+
+
+def read_limited(path: Path) -> bytes:
+    """Return the content of a JSON file, which may come from a stranger.
+
+    Raises:
+        ValueError: It is larger than any that a run writes, or is no regular file.
+        OSError: It cannot be read.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
+        raise ValueError(f"no regular file of at most {MAX_JSON_BYTES} bytes")
+    return path.read_bytes()
 
 
 def parse_json(raw: bytes | str) -> Any:

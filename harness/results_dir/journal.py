@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.records import SCHEMA_VERSION, Failed, JournalLine, Proposal, TrialResult, decode_line, encode_line
 from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import add_checksum, append_line, remove_checksum, truncate_partial_line
-from harness.results_dir.lines import open_lines, restore_lines, stored_path
+from harness.results_dir.lines import open_lines, restore_lines, stored_path, whole_lines
 
 __all__ = ["RETRY_ORIGIN", "Journal", "JournalEntry", "read_journal"]
 
@@ -57,7 +57,7 @@ class Journal:
         self._existing: _IndexedEntries | None = None
         if not is_new:
             with open_lines(path) as file:
-                header = _parse_header(file.readline(), path)
+                header = _parse_header(next(whole_lines(file, path), b""), path)
             require_same_fingerprint(path, header.get("fingerprint", {}), fingerprint)
             self._existing = _IndexedEntries(path)
         self.entries: Sequence[JournalEntry] = self._existing or ()
@@ -104,13 +104,11 @@ class _IndexedEntries(Sequence[JournalEntry]):
         self._proposal_offsets = array("q")
         self._result_offsets = array("q")
         self._last_result_offset = -1
-        offset = len(self._file.readline())
-        shown = stored_path(path)
-        for line_number, raw in enumerate(self._file, 2):
-            if not raw.endswith(b"\n"):
-                break
+        shown, offset = stored_path(path), 0
+        for line_number, raw in enumerate(whole_lines(self._file, shown), 1):
             where = f"{shown}, line {line_number}"
-            self._add(*_parse_head(raw, where), offset, where)
+            if line_number > 1:  # the first is the header
+                self._add(*_parse_head(raw, where), offset, where)
             offset += len(raw)
 
     def _add(self, is_result: bool, number: int, offset: int, where: str) -> None:
@@ -189,10 +187,9 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
     """
     shown, count, waiting, results = str(stored_path(path)), 0, deque[Proposal](), dict[int, TrialResult | None]()
     with open_lines(path) as file:
-        _parse_header(file.readline(), path)
-        for line_number, raw in enumerate(file, 2):
-            if not raw.endswith(b"\n"):
-                break
+        lines = whole_lines(file, shown)
+        _parse_header(next(lines, b""), path)
+        for line_number, raw in enumerate(lines, 2):
             where = f"{shown}, line {line_number}"
             line = _decode(raw, where)
             if isinstance(line, Proposal):

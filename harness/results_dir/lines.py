@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -19,10 +20,12 @@ from harness.results_dir.io import explain_write_errors, remove_checksum, trunca
 
 __all__ = [
     "COMPRESSED_SUFFIX", "compress_lines", "has_lines", "open_lines", "read_lines", "restore_lines", "stored_path",
+    "whole_lines",
 ]  # fmt: skip
 
 COMPRESSED_SUFFIX = ".gz"
 MAX_IN_MEMORY = 32 * 2**20  # bytes; larger files are decompressed to a temporary one
+MAX_LINE_BYTES = 256 * 2**20  # several readings of each of a million inferences
 MAX_UNPACKED_BYTES = 4 * 2**30  # 20 times the journal of 100,000 evaluations; a few kB of gzip may unpack to any size
 
 
@@ -58,15 +61,31 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         UserError: A line or the file is damaged.
     """
     with open_lines(path) as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n"):
-                return
+        for number, raw in enumerate(whole_lines(file, stored_path(path)), 1):
             try:
                 yield number, remove_checksum(raw)
             except ValueError as error:
                 raise UserError(
                     f"{stored_path(path)}, line {number}: {error}; move the file away to have it made again"
                 ) from error
+
+
+def whole_lines(file: IO[bytes], shown: object) -> Iterator[bytes]:
+    """Yield the lines of an open file; a partial last line is ignored.
+
+    Args:
+        file: See `open_lines`.
+        shown: Its path in messages.
+
+    Raises:
+        UserError: A line has more than `MAX_LINE_BYTES`.
+    """
+    for raw in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+        if not raw.endswith(b"\n"):
+            if len(raw) == MAX_LINE_BYTES:
+                raise UserError(f"{shown}: a line of more than {MAX_LINE_BYTES} bytes, so no run wrote it")
+            return
+        yield raw
 
 
 def has_lines(path: Path) -> bool:

@@ -25,7 +25,7 @@ from harness.results_dir.termination import TASK_ERROR_FILE
 __all__ = [
     "MANIFEST_FILE", "FileProblem", "close_results", "complete_task", "describe_files", "find_changed_files",
     "is_complete", "list_files", "read_manifest", "record_files", "reopen_results", "reopen_task",
-    "require_unchanged_results",
+    "require_links_inside", "require_unchanged_results",
 ]  # fmt: skip
 
 MANIFEST_FILE = "manifest.json"
@@ -197,8 +197,21 @@ def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -
                 yield FileProblem(path=path, problem="damaged: the content differs from the recorded digest")
 
 
+def require_links_inside(folder: Path) -> None:
+    """Raise `UserError` for a symbolic link in a results folder, maybe a stranger's, that leads out of it.
+
+    Commands would read, or a report would write, what it leads to.
+    """
+    root = os.path.realpath(folder)
+    for parent, folders, files in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in (*folders, *files)):
+            if os.path.islink(path) and os.path.commonpath([root, os.path.realpath(path)]) != root:
+                raise UserError(f"{path}: a symbolic link out of the results folder; replace it by what it leads to")
+
+
 def require_unchanged_results(folder: Path) -> None:
-    """Raise `UserError` if a record of a results folder is missing or is not the one of its manifest."""
+    """Raise `UserError` for a link out of a results folder, or a record that is missing or not that of its manifest."""
+    require_links_inside(folder)
     manifest = read_manifest(folder) or {"files": {}, "tasks": {}}
     tables = {folder: manifest["files"], **{folder / name: task["files"] for name, task in manifest["tasks"].items()}}
     for root, table in tables.items():

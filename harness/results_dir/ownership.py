@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.paths import describe_process, keeps_host
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch, json_equal
 from harness.results_dir.io import next_backup_path, write_text
-from harness.results_dir.manifest import reopen_results
+from harness.results_dir.manifest import reopen_results, require_links_inside
 
 __all__ = ["INPUTS_FOLDER", "LOCK_FILE", "check_ownership", "exclusive_lock", "owned_results_dir"]
 
@@ -115,6 +115,7 @@ def _require_own_dir(out: Path) -> None:
     owned = not out.exists() or (out / EXPERIMENT_FILE).exists()
     if not owned and any(entry.name not in _IGNORED_FILES for entry in out.iterdir()):
         raise UserError(f"{out}: is not empty and holds no experiment; use another --out")
+    require_links_inside(out)
 
 
 def _compare_experiments(file: Path, experiment: Experiment, accept_changes: bool) -> tuple[list[str], str]:

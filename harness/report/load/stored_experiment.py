@@ -6,6 +6,7 @@ Keys are not validated: results stay readable after a key of experiments was ren
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.records import SCHEMA_VERSION, from_json
 from harness.report.load.record_schemas import Environment, TaskFacts, validate_record
-from harness.results_dir.io import read_json
+from harness.results_dir.io import read_json, read_limited
 from harness.results_dir.lines import has_lines, read_lines
 from harness.search_loop.objective import Goal
 from harness.verification.accuracy_store import read_scores
@@ -31,6 +32,8 @@ __all__ = [
 T = TypeVar("T")
 REPAIR_HINT = "move it away and repeat qdq run, which makes it again, or restore it"
 MAX_EXPERIMENT_BYTES = 4_000_000
+FOLDER_NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
+MAX_SHOWN_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +74,25 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
     body = read_experiment_yaml(text, str(path))
     precisions = [str(precision) for precision in _list_at(body, "precision")] or ["int8"]
     uses = dict(_searcher_params(body))
+    tasks = tuple(
+        TaskSpec(
+            model=ModelSpec.model_construct(use=model["use"], label=model["label"]),
+            backend=PluginSpec.model_construct(use=backend["use"], label=backend["label"]),
+            precision=precision,
+            runs=(),
+        )
+        for model in _named_entries(body, "models")
+        for backend in _named_entries(body, "backends")
+        for precision in precisions
+    )
+    for task in tasks:
+        if not FOLDER_NAME.fullmatch(task.name):  # the file may come from a stranger
+            raise UserError(f"{path}: a task is called {task.name[:MAX_SHOWN_CHARS]!r}, which is no folder name")
     return StoredExperiment(
         name=str(body.get("experiment", path.parent.name)),
         description=str(body.get("description") or ""),
         text=text,
-        tasks=tuple(
-            TaskSpec(
-                model=ModelSpec.model_construct(use=model["use"], label=model["label"]),
-                backend=PluginSpec.model_construct(use=backend["use"], label=backend["label"]),
-                precision=precision,
-                runs=(),
-            )
-            for model in _named_entries(body, "models")
-            for backend in _named_entries(body, "backends")
-            for precision in precisions
-        ),
+        tasks=tasks,
         baselines=tuple(str(name) for name in _list_at(body, "baselines")),
         searchers=tuple(uses),
         uses=uses,
@@ -165,7 +172,7 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
 
 def _read_schema(path: Path) -> Any:
     """Return the schema before the checksum is compared, as other schemas have none."""
-    facts = read_or_explain(path, lambda: json.loads(path.read_text(encoding="utf-8")))
+    facts = read_or_explain(path, lambda: json.loads(read_limited(path)))
     return facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
 
 

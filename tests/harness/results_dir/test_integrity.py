@@ -14,18 +14,21 @@ from typing import Any
 import pytest
 from small import qdq, save_chain
 
+from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.paths import HOST_VARIABLE, hide_paths
 from harness.records import Failed
 from harness.report.load.results import load
 from harness.report.next_steps import describe_answers
-from harness.report.render import current_report, report_text
+from harness.report.render import current_report, report_text, write_report
 from harness.report.tables.catalog import build_tables
 from harness.results_dir import lines
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.integrity import check_results
 from harness.results_dir.io import read_json, write_json
+from harness.results_dir.journal import read_journal
 from harness.results_dir.manifest import MANIFEST_FILE, find_changed_files, read_manifest
+from harness.results_dir.ownership import check_ownership
 
 EXPERIMENT = """
 experiment: small
@@ -183,6 +186,46 @@ def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(lines, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: unpacks to more"):
         next(lines.read_lines(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("stored", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_of_any_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
+    raw = b"0" * 2**12
+    (tmp_path / stored).write_bytes(gzip.compress(raw) if stored.endswith(".gz") else raw)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2**10)
+    for read in (lines.read_lines, read_journal):
+        with pytest.raises(UserError, match=rf"{stored}: a line of more"):
+            next(read(tmp_path / "a.jsonl"))
+
+
+def test_json_of_any_size_is_refused_before_it_is_read(copy: Path) -> None:
+    path = copy / TASK / "task.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # takes no space
+    (copy / MANIFEST_FILE).unlink()
+    with pytest.raises(UserError, match=r"task\.json.*at most"):
+        load(copy)
+
+
+@pytest.mark.parametrize("name", ["report", f"{TASK}/env.json", ".lock", f"{TASK}/rows.tmp"])
+def test_a_link_out_of_the_folder_is_not_followed(copy: Path, tmp_path: Path, name: str) -> None:
+    outside, path = tmp_path / "outside", copy / name
+    outside.mkdir()
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.symlink_to(outside)
+    experiment = parse_experiment(EXPERIMENT, "small.yaml")
+    for use in (write_report, load, check_results, lambda folder: check_ownership(folder, experiment)):
+        with pytest.raises(UserError, match=rf"{name}: a symbolic link out"):
+            use(copy)
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize("label", ["../../stolen", "/stolen", '"a\\0"', "a" * 300, '"\\e[31m"'])
+def test_a_task_of_a_stranger_is_a_folder_within_the_results(copy: Path, label: str) -> None:
+    (copy / MANIFEST_FILE).unlink()
+    (copy / "experiment.yaml").write_text(f"models: [{{use: net.onnx, label: {label}}}]\nbackends: [x]\n")
+    with pytest.raises(UserError, match=r"experiment\.yaml: a task is called .* no folder name"):
+        load(copy)
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../other.onnx", "a/b.onnx"])
