@@ -2,6 +2,11 @@
 
 import gc
 import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
 
 from hypothesis import HealthCheck, settings
 
@@ -10,3 +15,15 @@ settings.register_profile("qdq", deadline=None, suppress_health_check=[HealthChe
 settings.load_profile("qdq")
 gc.set_threshold(50_000, 20, 20)  # as `qdq` does
 os.environ["QDQ_TRUST_PLUGINS"] = "1"
+
+# On a disk, each fsync and each removed folder takes milliseconds.
+MEMORY, NEEDED_BYTES = Path("/dev/shm"), 8 << 30
+if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
+    os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give each process of the suite a timing lock of its own, which lies in the folder for temporary files."""
+    os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # its sockets lie there: at most 107 bytes a path
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.getbasetemp())
