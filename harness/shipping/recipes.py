@@ -15,138 +15,13 @@ import yaml
 from harness.errors import UserError, suggest_names
 from harness.graph.protos import input_values
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, read_precisions, read_qdq_graph
+from harness.graph.rules.dialects import INT7_MAX_LEVEL, INT8_MAX_LEVEL
+from harness.shipping.recipe_scripts import HEAD, MODELOPT_BODY, NNCF_BODY, ORT_BODY, TAIL, ULTRALYTICS_BODY
 from search.space import Edge
 
 __all__ = ["RECIPES", "PlacementSummary", "export_recipe", "summarize_placement"]
 
 _CAST_OPS = frozenset({"Cast", "Identity"})
-_HEAD = '''"""Quantize a model as qdq-bench placed Q/DQ pairs in {shipped}, with {tool}.
-
-    python {file} {model} calibration.npz model-quantized.onnx
-
-calibration.npz has one array by input name, with the samples along the first axis; a .npy file is the only input. The
-node names are those of the float model that qdq-bench prepared, float.onnx of the task in the results folder.
-"""
-
-import shutil
-import sys
-import tempfile
-
-import numpy as np
-
-OP_TYPES = {op_types}
-FLOAT_NODES = {float_nodes}
-RANKS = {ranks}  # of the inputs
-
-
-def samples(path):
-    """Yield a mapping of input names to arrays for each sample, with a batch of 1."""
-    found = np.load(path, allow_pickle=False)
-    arrays = dict(found) if hasattr(found, "files") else {{next(iter(RANKS)): found}}
-    if missing := RANKS.keys() - arrays.keys():
-        sys.exit(f"{{path}}: no array for input {{', '.join(sorted(missing))}}")
-    for values in zip(*(arrays[name] for name in RANKS), strict=True):
-        named = dict(zip(RANKS, values, strict=True))
-        yield {{name: value if value.ndim == RANKS[name] else value[None] for name, value in named.items()}}
-
-
-def check_names(model):
-    """End if a node that stays in float has another name in the model."""
-    import onnx
-
-    names = {{node.name for node in onnx.load(model, load_external_data=False).graph.node}}
-    if missing := set(FLOAT_NODES) - names:
-        remedy = "take float.onnx of the results folder, or export as for the search"
-        sys.exit(f"{{model}}: no node {{', '.join(sorted(missing))}}; {{remedy}}")
-
-'''
-_ORT_BODY = '''
-def quantize(model, calibration, output):
-    """Quantize with ONNX Runtime's quantize_static."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-
-    class Reader(CalibrationDataReader):
-        def __init__(self):
-            self._samples = samples(calibration)
-
-        def get_next(self):
-            return next(self._samples, None)
-
-    check_names(model)
-    quantize_static(
-        model,
-        output,
-        Reader(),
-        quant_format=QuantFormat.QDQ,
-        per_channel=True,
-        reduce_range={reduce_range},
-        activation_type=QuantType.{activation},
-        weight_type=QuantType.QInt8,
-        op_types_to_quantize=OP_TYPES,
-        nodes_to_exclude=FLOAT_NODES,
-        extra_options={{
-            "OpTypesToExcludeOutputQuantization": OP_TYPES,
-            "ActivationSymmetric": {symmetric},
-            "QuantizeBias": {biases},
-            "ForceQuantizeNoInputCheck": True,  # MaxPool and others, even if nothing before them is quantized
-        }},
-    )
-
-'''
-_ULTRALYTICS_BODY = (
-    _ORT_BODY.replace("def quantize(", "def quantize_file(").removesuffix("\n")
-    + '''
-def quantize(weights, calibration, output):
-    """Export a model of Ultralytics for images of the calibration's size, and quantize the file."""
-    from ultralytics import YOLO
-
-    image = next(iter(next(samples(calibration)).values()))
-    exported = YOLO(weights).export(format="onnx", imgsz=image.shape[2:])
-    quantize_file(exported, calibration, output)
-
-'''
-)
-_MODELOPT_BODY = '''
-def quantize(model, calibration, output):
-    """Quantize with NVIDIA ModelOpt; excluded nodes are regular expressions there."""
-    import re
-
-    from modelopt.onnx.quantization import quantize as modelopt_quantize
-
-    check_names(model)
-    rows = list(samples(calibration))
-    with tempfile.TemporaryDirectory() as scratch:  # ModelOpt writes to the file that it reads, and next to it
-        copy = shutil.copy(model, scratch)
-        modelopt_quantize(
-            copy,
-            quantize_mode="{precision}",
-            calibration_data={{name: np.concatenate([row[name] for row in rows]) for name in rows[0]}},
-            op_types_to_quantize=OP_TYPES,
-            nodes_to_exclude=[f"^{{re.escape(name)}}$" for name in FLOAT_NODES],
-            high_precision_dtype="fp32",  # its default casts the other operators to FP16
-            output_path=output,
-        )
-
-'''
-_NNCF_BODY = '''
-def quantize(model, calibration, output):
-    """Quantize with NNCF; operators that it would quantize and the placement leaves in float are ignored."""
-    import nncf
-    import onnx
-
-    check_names(model)
-    data = nncf.Dataset(list(samples(calibration)))
-    scope = nncf.IgnoredScope(names=FLOAT_NODES, validate=False)
-    preset = nncf.QuantizationPreset.{preset}
-    onnx.save(nncf.quantize(onnx.load(model), data, preset=preset, ignored_scope=scope), output)
-
-'''
-_TAIL = """
-if __name__ == "__main__":
-    if len(sys.argv) != 4:
-        sys.exit(__doc__)
-    quantize(*sys.argv[1:])
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +36,7 @@ class PlacementSummary:
             and other readers of a quantized tensor, because a tool has one pair for all of them.
         precision: Precision of the pairs.
         symmetric: Activations have zero point 0.
+        unsigned: Tensors whose pairs are UINT8 with zero point 0: the calibration saw no negative values.
         biases: Biases are quantized, which costs time in runtimes that add them in float.
         ranks: Number of dimensions of each input.
     """
@@ -171,6 +47,7 @@ class PlacementSummary:
     inexpressible: tuple[Edge, ...]
     precision: str
     symmetric: bool
+    unsigned: tuple[str, ...]
     biases: bool
     ranks: Mapping[str, int]
 
@@ -210,6 +87,7 @@ def summarize_placement(path: Path) -> PlacementSummary:
         inexpressible=tuple(partial),
         precision=next(iter(precisions)),
         symmetric=_is_symmetric(graph),
+        unsigned=tuple(sorted(graph.unsigned_tensors)),
         biases=graph.has_quantized_biases,
         ranks={value.name: len(value.type.tensor_type.shape.dim) for value in input_values(graph.proto.graph)},
     )
@@ -230,7 +108,7 @@ def _script(
     body: str, tool: str, names: Callable[[PlacementSummary], tuple[str, ...]], model: str = "model.onnx"
 ) -> Any:
     def render(found: PlacementSummary, file: str, facts: Mapping[str, Any]) -> str:
-        head = _HEAD.format(
+        head = HEAD.format(
             shipped=facts["file"],
             tool=tool,
             file=file,
@@ -243,11 +121,13 @@ def _script(
             reduce_range=_has_narrow_weights(facts),
             activation="QInt8" if found.symmetric else "QUInt8",
             symmetric=found.symmetric,
+            unsigned=pformat(list(found.unsigned), width=110),
+            weight_levels=INT7_MAX_LEVEL if _has_narrow_weights(facts) else INT8_MAX_LEVEL,
             biases=found.biases,
             precision=found.precision,
             preset="PERFORMANCE" if found.symmetric else "MIXED",
         )
-        return f"{head}{filled}{_TAIL}"
+        return f"{head}{filled}{TAIL}"
 
     return render
 
@@ -296,11 +176,11 @@ def _tao_spec(found: PlacementSummary, file: str, facts: Mapping[str, Any]) -> s
 
 #: Writer of a recipe by the name of the tool.
 RECIPES: Mapping[str, Callable[[PlacementSummary, str, Mapping[str, Any]], str]] = {
-    "ort": _script(_ORT_BODY, "ONNX Runtime", lambda found: found.excluded),
-    "modelopt": _script(_MODELOPT_BODY, "NVIDIA ModelOpt", lambda found: found.excluded),
-    "nncf": _script(_NNCF_BODY, "NNCF", lambda found: found.unquantized),
+    "ort": _script(ORT_BODY, "ONNX Runtime", lambda found: found.excluded),
+    "modelopt": _script(MODELOPT_BODY, "NVIDIA ModelOpt", lambda found: found.excluded),
+    "nncf": _script(NNCF_BODY, "NNCF", lambda found: found.unquantized),
     "olive": _olive_config,
-    "ultralytics": _script(_ULTRALYTICS_BODY, "Ultralytics", lambda found: found.excluded, "yolo11n.pt"),
+    "ultralytics": _script(ULTRALYTICS_BODY, "Ultralytics", lambda found: found.excluded, "yolo11n.pt"),
     "tao": _tao_spec,
 }
 

@@ -152,6 +152,14 @@ class QDQGraph:
         stored = (self.constants[name] for name in sources if name in self.constants)
         return any(tensor.data_type == TensorProto.INT32 for tensor in stored)
 
+    @property
+    def unsigned_tensors(self) -> frozenset[str]:
+        """Return the tensors with a pair of UINT8 and zero point 0, which keeps no negative values."""
+        quantize = [node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants]
+        unsigned = [node for node in quantize if self._stored_type(node) == TensorProto.UINT8]
+        zeros = {node.input[0]: self.values(node.input[2]) if len(node.input) > 2 else np.zeros(1) for node in unsigned}
+        return frozenset(name for name, zero in zeros.items() if zero is not None and not zero.any())
+
     def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
         """Return the node that computes a tensor, in front of nodes of transparent operators; None without one."""
         node = self.producer.get(tensor)

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx_models import activation_ranges
+from onnx_models import activation_ranges, run_onnxruntime
 from small import qdq, save_small
 
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
@@ -25,8 +25,9 @@ from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from harness.progress import NullProgress
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.shipping.edge_costs import EdgeCost, measure_edge_costs
@@ -97,10 +98,32 @@ def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, tool: s
     theirs, ours = (import_placement(path, model) for path in (made, folder / "net.onnx"))
     assert theirs.keys() - ours.keys() <= {*found.inexpressible}
     assert theirs
-    if tool == "nncf":  # ModelOpt leaves convolutions of few channels in float
-        assert ours.keys() <= theirs.keys()
+    assert ours.keys() <= theirs.keys()
+    if tool == "modelopt":
+        assert read_qdq_graph(made).unsigned_tensors == read_qdq_graph(folder / "net.onnx").unsigned_tensors
     floats = {tensor.data_type for tensor in onnx.load(made).graph.initializer}
     assert onnx.TensorProto.FLOAT16 not in floats, "operators without pairs keep their precision"
+
+
+@pytest.mark.parametrize("dialect", [OPENVINO, OPENVINO_7BIT])
+def test_modelopts_file_gets_the_form_of_the_shipped_one(tmp_path: Path, dialect: Dialect) -> None:
+    model, folder = ship(tmp_path / "shipped", dialect=dialect)
+    export_recipe(folder, {**FACTS, "runtime": {"dialect": dialect.name}}, "modelopt", folder / "recipe.py")
+    feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
+    theirs = tmp_path / "theirs.onnx"
+    placed = tuple(import_placement(folder / "net.onnx", model).items())
+    Inserter(model, TENSORRT, activation_ranges(model, [feed])).export(placed, theirs)
+    before = run_onnxruntime(theirs, feed)
+    assert not read_qdq_graph(theirs).unsigned_tensors
+    runpy.run_path(str(folder / "recipe.py"))["match_form"](theirs)
+    unsigned = read_qdq_graph(theirs).unsigned_tensors
+    assert unsigned == read_qdq_graph(folder / "net.onnx").unsigned_tensors
+    assert "x" in unsigned
+    for found, given, wanted in zip(
+        run_onnxruntime(theirs, feed), before, run_onnxruntime(folder / "float.onnx", feed), strict=True
+    ):
+        limit = 0.03 * np.abs(wanted).max()
+        assert np.abs(found - wanted).max() < max(limit, np.abs(given - wanted).max())
 
 
 def test_every_recipe_is_valid_and_names_are_data(tmp_path: Path) -> None:
