@@ -76,12 +76,13 @@ def read_bundle(folder: Path) -> dict[str, Any]:
 
 
 def check_bundle(folder: Path) -> Iterator[str]:
-    """Yield each file of a bundle that is missing or is not the one of its manifest.
-
-    Raises:
-        UserError: There is no manifest, or none that can be read.
-    """
-    path, recorded = folder / MANIFEST_FILE, _recorded_digests(folder)
+    """Yield each file of a bundle that is missing or is not the one of its manifest, which may be damaged itself."""
+    path = folder / MANIFEST_FILE
+    try:
+        recorded = _recorded_digests(folder)
+    except UserError as error:
+        yield str(error)
+        return
     for name, digest in recorded.items():
         file = folder / name
         if Path(name).name != name:
@@ -99,8 +100,10 @@ def _recorded_digests(folder: Path) -> dict[str, str]:
     try:
         if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError(f"no regular file of at most {MAX_MANIFEST_BYTES} bytes")
-        lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {name: digest for digest, name in lines}
+        *lines, rest = path.read_bytes().decode().split("\n")
+        if rest:
+            raise ValueError("its last line is damaged")
+        return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
 

@@ -29,6 +29,8 @@ __all__ = [
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
 _CHECKSUM_CHARS = 20
 MAX_JSON_BYTES = 256 * 2**20
+MAX_DIGITS = 300  # of an integer; floats end at 1e308
+_LONG_NUMBER = re.compile(rb"\d{%d}" % MAX_DIGITS)
 
 
 def add_checksum(text: str) -> str:
@@ -94,11 +96,22 @@ def read_limited(path: Path) -> bytes:
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """Return decoded JSON; lone surrogates, which no file can have, become question marks."""
-    body = json.loads(raw)
-    if ("\\ud" if isinstance(raw, str) else b"\\ud") in raw:  # type: ignore[operator]
+    """Return decoded JSON; lone surrogates, which no file can have, become question marks.
+
+    Raises:
+        ValueError: It is no JSON, or has an integer that no float can be.
+    """
+    raw = raw.encode() if isinstance(raw, str) else raw
+    body = json.loads(raw, parse_int=_parse_int if _LONG_NUMBER.search(raw) else None)
+    if b"\\ud" in raw:
         body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
     return body
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
 
 
 def write_json(path: Path, body: Any) -> None:

@@ -207,6 +207,13 @@ def test_json_of_any_size_is_refused_before_it_is_read(copy: Path) -> None:
         load(copy)
 
 
+def test_a_number_that_no_float_can_be_is_damage(copy: Path) -> None:
+    write_json(copy / TASK / "phases.json", {"searches": 10**400})
+    (copy / MANIFEST_FILE).unlink()
+    with pytest.raises(UserError, match=r"phases\.json.*401 digits"):
+        load(copy)
+
+
 @pytest.mark.parametrize("name", ["report", f"{TASK}/env.json", ".lock", f"{TASK}/rows.tmp"])
 def test_a_link_out_of_the_folder_is_not_followed(copy: Path, tmp_path: Path, name: str) -> None:
     outside, path = tmp_path / "outside", copy / name

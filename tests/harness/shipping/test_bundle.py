@@ -259,12 +259,15 @@ def test_files_of_others_are_kept(tmp_path: Path) -> None:
 def test_damage_is_seen(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (path for path in sorted(folder.iterdir()) if path.is_file()):
         whole = path.read_bytes()
-        path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
-        assert list(check_bundle(folder)), path.name
+        for place in {len(whole) * part // 4 for part in range(4)} | {len(whole) - 1}:
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            assert list(check_bundle(folder)), f"{path.name}, byte {place}"
         assert qdq("verify", str(folder)) == 2
         assert str(folder) in capsys.readouterr().err
         path.write_bytes(whole)
     assert not list(check_bundle(folder))
+    (folder / "SHA256SUMS").unlink()
+    assert [str(folder / "SHA256SUMS") in problem for problem in check_bundle(folder)] == [True]
 
 
 def test_verify_runs_the_folder_and_compares_environments(
