@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 from hypothesis import HealthCheck, settings
 
 # Its limits are of wall-clock, which other programs on the machine exceed.

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.timing.workers.in_process import InProcess
+
 
 @pytest.fixture(scope="module", autouse=True)
 def short_turns(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -34,4 +36,13 @@ def without_pdf(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "ALL_FORMATS", False):
             for module in ("plot_cache", "result_plots"):
                 patch.setattr(f"harness.report.plots.{module}.PLOT_FILE_FORMATS", ("png", "svg"))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines in this process if the module has WITHOUT_WORKERS: each worker takes half a second to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        if getattr(request.module, "WITHOUT_WORKERS", False):
+            patch.setattr("harness.timing.workers.sandbox.Sandbox", lambda spec, _: InProcess(spec))
         yield

@@ -359,7 +359,8 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
     assert set(samples.query("row == 'bb'")["build"]) == {0, 1}
 
 
-def test_a_batch_and_file_size_are_shown_and_stored_for_a_clone_without_models(with_models):
+def test_a_batch_and_file_size_are_shown_and_stored_for_a_clone_without_models(with_models, monkeypatch):
+    monkeypatch.setattr(harness.report.render, "draw_plots", lambda *_, **__: [])
     edit_json(with_models / TASK / "task.json", inputs={"x": [1, 3, 8, 8]})
     render(with_models)
     rows = read_table(with_models, "decision")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,6 @@ import pytest
 from onnxruntime.quantization.calibrate import HistogramCollector
 
 from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
-from harness.accuracy.calibration.ptq import modelopt_ptq
 from harness.accuracy.calibration.ranges import Ranges, calibrate
 from harness.graph.builder import GraphBuilder
 from harness.random_inputs import random_feeds
@@ -35,9 +39,35 @@ def batches(gains: tuple[int, ...]) -> list[dict[str, Any]]:
     return [{"images": feed["images"] * np.float32(gain)} for feed, gain in zip(feeds, gains, strict=True)]
 
 
-def their_scales(model: Path, folder: Path, gains: tuple[int, ...], method: str) -> dict[str, float]:
-    """ModelOpt's scale of each activation."""
-    path = modelopt_ptq(model, folder / "q.onnx", batches(gains), dialect_name="tensorrt", method=method)
+# One process for all, because ModelOpt takes longer to import than to run.
+MODELOPT = """
+import json, sys
+from harness.accuracy.calibration.ptq_child import _NpzBatchReader, modelopt_ptq
+for request in json.loads(sys.argv[1]):
+    modelopt_ptq(request, _NpzBatchReader(request["data"], ["images"], request["count"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, tuple[int, ...]], Any]:
+    """ModelOpt's scale of each activation, by method and order of the data."""
+    folder = tmp_path_factory.mktemp("theirs")
+    cases = [*product(("minmax", "max", "entropy"), (QUIET_FIRST,)), ("entropy", LOUD_FIRST)]
+    requests = []
+    for number, (method, gains) in enumerate(cases):
+        data = folder / f"{number}.npz"
+        np.savez(data, **{f"{index}_0": batch["images"] for index, batch in enumerate(batches(gains))})
+        paths = {"model": str(model), "data": str(data), "output": str(folder / f"{number}.onnx")}
+        requests.append({**paths, "method": method, "precision": "int8", "count": len(gains)})
+    command = [sys.executable, "-c", MODELOPT, json.dumps(requests)]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return {case: scales(folder / f"{number}.onnx") for number, case in enumerate(cases)}
+
+
+def scales(path: Path) -> dict[str, float]:
     graph = onnx.load(path).graph
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     pairs = [node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] not in constants]
@@ -52,10 +82,10 @@ def our_scales(ranges: Ranges) -> Mapping[str, float]:
 
 
 @pytest.mark.parametrize("method", ["minmax", "max"])
-def test_minmax_and_max_are_what_modelopt_finds(model: Path, tmp_path: Path, method: str) -> None:
-    theirs = their_scales(model, tmp_path, QUIET_FIRST, method)
-    ours = our_scales(calibrate(model, list(theirs), batches(QUIET_FIRST), method=method))
-    assert ours == pytest.approx(theirs, rel=1e-6)
+def test_minmax_and_max_are_what_modelopt_finds(model: Path, theirs: Any, method: str) -> None:
+    found = theirs[method, QUIET_FIRST]
+    ours = our_scales(calibrate(model, list(found), batches(QUIET_FIRST), method=method))
+    assert ours == pytest.approx(found, rel=1e-6)
 
 
 class Plain(HistogramCollector):  # type: ignore[misc]
@@ -71,23 +101,25 @@ class Plain(HistogramCollector):  # type: ignore[misc]
 
 
 @pytest.mark.slow
-def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(model: Path, tmp_path: Path) -> None:
+def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(
+    model: Path, theirs: Any, tmp_path: Path
+) -> None:
     """128 bins in float32 are the whole difference; ours are 511 in float64."""
-    theirs = their_scales(model, tmp_path, QUIET_FIRST, "entropy")
+    found = theirs["entropy", QUIET_FIRST]
     plain = Plain("entropy", symmetric=False, num_bins=128, num_quantized_bins=128, percentile=0, scenario="same")
-    observer = ActivationObserver(model, tmp_path, list(theirs), plain)
+    observer = ActivationObserver(model, tmp_path, list(found), plain)
     for batch in batches(QUIET_FIRST):
         observer.observe(batch)
-    assert our_scales(plain.ranges()) == pytest.approx(theirs, rel=1e-6)
-    ours = our_scales(calibrate(model, list(theirs), batches(QUIET_FIRST), method="entropy"))
-    assert ours != pytest.approx(theirs, rel=0.01)
+    assert our_scales(plain.ranges()) == pytest.approx(found, rel=1e-6)
+    ours = our_scales(calibrate(model, list(found), batches(QUIET_FIRST), method="entropy"))
+    assert ours != pytest.approx(found, rel=0.01)
 
 
 @pytest.mark.slow
-def test_modelopts_entropy_is_minmax_where_the_first_batch_is_the_loudest(model: Path, tmp_path: Path) -> None:
+def test_modelopts_entropy_is_minmax_where_the_first_batch_is_the_loudest(model: Path, theirs: Any) -> None:
     """128 bins for 128 levels leave one candidate, the whole range; so its entropy depends on the order of the data."""
-    theirs = their_scales(model, tmp_path, LOUD_FIRST, "entropy")
-    whole = our_scales(calibrate(model, list(theirs), batches(LOUD_FIRST)))
-    assert whole == pytest.approx(theirs, rel=1e-6)
-    ours = our_scales(calibrate(model, list(theirs), batches(LOUD_FIRST), method="entropy"))
-    assert all(ours[name] < 0.9 * scale for name, scale in theirs.items())
+    found = theirs["entropy", LOUD_FIRST]
+    whole = our_scales(calibrate(model, list(found), batches(LOUD_FIRST)))
+    assert whole == pytest.approx(found, rel=1e-6)
+    ours = our_scales(calibrate(model, list(found), batches(LOUD_FIRST), method="entropy"))
+    assert all(ours[name] < 0.9 * scale for name, scale in found.items())
