@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from harness.accuracy.metrics.intervals import drop_estimate
-from harness.accuracy.recovery.float_layers import FloatGain, leave_float, rank_nodes
+from harness.accuracy.recovery.float_layers import FloatGroup, leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
     Feeds,
     PlacedModel,
@@ -57,7 +57,8 @@ MAX_WITHIN = 2
 MAX_RECOVERED = 4
 """Of a task; each costs up to a minute."""
 FLOAT_COUNTS = (1, 2, 4, 8, 16)
-"""Numbers of nodes that are left float if a recovered placement still misses the bound; at most half of them."""
+"""Numbers of groups of nodes that are left float if a recovered placement still misses the bound. With more of them, a
+file is seldom faster than the float model."""
 MAX_LOST_SHARE = 0.6
 """A placement that lost a larger share of the float model's figure is broken, and not near the bound."""
 
@@ -82,18 +83,19 @@ class _Attempt:
 
     Attributes:
         sqnr_db: SQNR of its outputs on held-out calibration samples.
-        left_float: Nodes that are left float, with their gains.
+        left_float: Groups of nodes that are left float.
     """
 
     placed: PlacedModel
     sqnr_db: float
     gains: tuple[StepGain, ...] = ()
-    left_float: tuple[FloatGain, ...] = ()
+    left_float: tuple[FloatGroup, ...] = ()
 
     @property
     def label(self) -> str:
         kept = [gain.step for gain in self.gains if gain.kept]
-        float_nodes = f"{len(self.left_float)} nodes float" if self.left_float else ""
+        left = sum(len(group.nodes) for group in self.left_float)
+        float_nodes = f"{left} nodes float" if left else ""
         return ", ".join(filter(None, [self.placed.choices.text, *kept, float_nodes])) or "as given"
 
 
@@ -109,7 +111,7 @@ class _ScoredFile:
     def facts(self, *, within: bool) -> dict[str, Any]:
         """Return the record of the file."""
         steps = [asdict(gain) for gain in self.attempt.gains]
-        left_float = [asdict(gain) for gain in self.attempt.left_float]
+        left_float = [asdict(group) for group in self.attempt.left_float]
         return {
             "label": self.attempt.label,
             "steps": steps,
@@ -266,7 +268,7 @@ def _iter_attempts(
 ) -> Iterator[_Attempt]:
     """Yield the placement as given, then with contents closer to the float model, with recovery and without it.
 
-    Then follows the recovered model with more and more nodes left float, those first that cost most.
+    Then follows the recovered model with more and more groups of nodes left float, those first that cost most.
     """
     resolved, (_, held) = running.task.space.resolve(Placement(trial.choices)), split_held_out(batches)
     with suppress(UserError, CandidateError):  # ONNX Runtime may not run a model: nothing is recovered then
@@ -279,11 +281,23 @@ def _iter_attempts(
         if kept:
             yield _Attempt(placed=placed, gains=gains, sqnr_db=kept[-1] or 0.0)
         yield from (_Attempt(placed=each.placed, sqnr_db=each.sqnr_db) for each in ranked[:2] if each is not given)
-        nodes = rank_nodes(placed, held, running.observer)
-        for count in takewhile(lambda count: count <= len(nodes) / 2, FLOAT_COUNTS):
-            partly = leave_float(placed, {gain.node for gain in nodes[:count]})
+        groups = rank_groups(placed, held, running.observer)
+        for chosen in _iter_float_groups(groups):
+            partly = leave_float(placed, {name for group in chosen for name in group.nodes})
             (sqnr_db,) = measure_sqnr_db([partly], held)
-            yield _Attempt(placed=partly, gains=gains, sqnr_db=sqnr_db, left_float=tuple(nodes[:count]))
+            yield _Attempt(placed=partly, gains=gains, sqnr_db=sqnr_db, left_float=chosen)
+
+
+def _iter_float_groups(groups: Sequence[FloatGroup]) -> Iterator[tuple[FloatGroup, ...]]:
+    """Yield more and more groups to leave float, each time without those at the outputs and with them, never all.
+
+    The error at the outputs reaches them as it is, and a metric may suffer from it more than the SQNR shows: of a
+    detector, boxes and scores share a scale there.
+    """
+    last = tuple(group for group in groups if group.at_outputs)
+    others = tuple(group for group in groups if not group.at_outputs)
+    sets = [last, *chain.from_iterable((others[:count], last + others[:count]) for count in FLOAT_COUNTS)]
+    yield from (chosen for chosen in dict.fromkeys(sets) if 0 < len(chosen) < len(groups))
 
 
 def _estimate_losses(known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -72,7 +72,7 @@ def _recovery_notes(task: TaskResults) -> Iterator[str]:
             for step in facts["steps"]
             if step["kept"]
         ]
-        gains += [f"{each['node']} left float {each['gain_db']:+.1f} dB" for each in facts.get("left_float", ())]
+        gains += map(_format_left_float, facts.get("left_float", ()))
         steps = f" ({'; '.join(gains)})" if gains else ""
         found = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
         before, after = (_format_loss(facts, suffix) for suffix in ("_before", ""))
@@ -80,6 +80,14 @@ def _recovery_notes(task: TaskResults) -> Iterator[str]:
             f"Recovery in {task.name}: placement {digest} with {facts['label']}{steps} {found}; drop of "
             f"{metric_name(task.metric)} on the images of the search {before} before, {after} after."
         )
+
+
+def _format_left_float(facts: Mapping[str, Any]) -> str:
+    """Return the nodes that are left float with their cost, "Conv_1 and 2 after it left float, 3.3 dB if quantized"."""
+    if "node" in facts:  # a record before groups of nodes were left float
+        return f"{facts['node']} left float {facts['gain_db']:+.1f} dB"
+    first, *others = (name or "the outputs" for name in facts["nodes"])
+    return f"{first}{f' and {len(others)} after it' * bool(others)} left float, {facts['alone_db']:.1f} dB if quantized"
 
 
 def _format_loss(facts: Mapping[str, Any], suffix: str) -> str:

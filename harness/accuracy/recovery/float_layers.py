@@ -1,10 +1,9 @@
-"""Nodes whose quantization costs most: the first to be left float if a recovered placement still misses a bound."""
+"""Groups of nodes whose quantization costs most: the first to be left float if a placement still misses a bound."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
@@ -14,22 +13,32 @@ from harness.graph.constant_edits import is_private, replace_constants
 from harness.graph.quantize.weights import bias_place
 from harness.progress import Observer
 
-__all__ = ["FloatGain", "leave_float", "rank_nodes"]
+__all__ = ["FloatGroup", "leave_float", "rank_groups"]
 
 MAX_SAMPLES = 2
-"""Samples that each node is judged on: there is one model a node."""
+"""Samples that each group is judged on: there is one model a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FloatGain:
-    """SQNR that the outputs gain, in dB, if one node is left float."""
+class FloatGroup:
+    """Nodes that are left float together.
 
-    node: str
-    gain_db: float
+    Attributes:
+        nodes: Names, in topological order; "" for the outputs of the model.
+        alone_db: SQNR of the outputs of the model if only these nodes are quantized.
+        at_outputs: They lie between the last linear operators, included, and the outputs of the model.
+    """
+
+    nodes: tuple[str, ...]
+    alone_db: float
+    at_outputs: bool
 
 
-def rank_nodes(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) -> list[FloatGain]:
-    """Return the gain of leaving each quantized node float by itself, the largest first.
+def rank_groups(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) -> list[FloatGroup]:
+    """Return groups of the quantized nodes, in ascending order of the SQNR if only the group is quantized.
+
+    The errors of groups add up, so this order holds for any number of them. The gain of leaving one group float does
+    not show it: where two groups are at fault, each hides the other.
 
     Args:
         placed: The placement with its contents.
@@ -39,15 +48,58 @@ def rank_nodes(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) -
     Raises:
         UserError: ONNX Runtime does not run a model.
     """
-    names = list(dict.fromkeys(edge.consumer for edge, _ in placed.resolved))
-    with observer.work("leave each node float", len(names)) as progress:
-        whole, *single = measure_sqnr_db(
-            chain([placed], (leave_float(placed, {name}) for name in names)),
+    last = _last_nodes(placed)
+    groups = _group_nodes(placed, last)
+    names = {name for group in groups for name in group}
+    with observer.work("quantize each group alone", len(groups)) as progress:
+        figures = measure_sqnr_db(
+            (leave_float(placed, names.difference(group)) for group in groups),
             held[:MAX_SAMPLES],
             lambda _: progress.advance(),
         )
-    gains = [FloatGain(node=name, gain_db=sqnr_db - whole) for name, sqnr_db in zip(names, single, strict=True)]
-    return sorted(gains, key=lambda gain: -gain.gain_db)
+    ranked = [
+        FloatGroup(nodes=group, alone_db=sqnr_db, at_outputs=group[0] in last)
+        for group, sqnr_db in zip(groups, figures, strict=True)
+    ]
+    return sorted(ranked, key=lambda group: group.alone_db)
+
+
+def _group_nodes(placed: PlacedModel, last: Collection[str]) -> list[tuple[str, ...]]:
+    """Return the quantized nodes in groups: a linear operator with the quantized nodes after it, up to the next one.
+
+    Args:
+        placed: The placement.
+        last: Nodes that are a group of their own.
+    """
+    inputs: dict[str, list[str]] = {}
+    for edge, _ in placed.resolved:
+        inputs.setdefault(edge.consumer, []).append(edge.tensor)
+    nodes = {node.name: node for node in placed.model.nodes}
+    groups: dict[str, list[str]] = {}
+    first: dict[str, str] = {}  # of the group of each node
+    for name in sorted(inputs, key=lambda name: nodes[name].index if name else len(nodes)):
+        if name in last:
+            groups.setdefault("", []).append(name)
+            continue
+        producers = [placed.model.producer_node(tensor) for tensor in inputs[name]]
+        before = [first[node.name] for node in producers if node is not None and node.name in first]
+        starts = not before or nodes[name].op in placed.dialect.linear_ops
+        first[name] = name if starts else max(before, key=lambda each: nodes[each].index)
+        groups.setdefault(first[name], []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _last_nodes(placed: PlacedModel) -> set[str]:
+    """Return the nodes from the last linear operators to the outputs of the model, and "" for the latter."""
+    found, tensors = {""}, list(placed.model.output_names)
+    while tensors:
+        node = placed.model.producer_node(tensors.pop())
+        if node is None or node.name in found:
+            continue
+        found.add(node.name)
+        if node.op not in placed.dialect.linear_ops:
+            tensors += filter(None, node.inputs)
+    return found
 
 
 def leave_float(placed: PlacedModel, names: Collection[str]) -> PlacedModel:

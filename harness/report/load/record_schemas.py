@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 __all__ = ["Environment", "RecoveryRecord", "TaskFacts", "validate_record"]
 
@@ -66,7 +66,15 @@ class _Step(_ReportedRecord):
         return self
 
 
+class _FloatGroup(_ReportedRecord):
+    nodes: list[str] = Field(min_length=1)
+    alone_db: float
+    at_outputs: bool = False
+
+
 class _FloatNode(_ReportedRecord):
+    """Node of a record before groups of nodes were left float."""
+
     node: str
     gain_db: float
 
@@ -77,7 +85,7 @@ class _RecoveredPlacement(_ReportedRecord):
     sha256: str = ""
     seconds: float = 0.0
     steps: list[_Step] = []
-    left_float: list[_FloatNode] = []
+    left_float: list[_FloatGroup | _FloatNode] = []
     loss: float | None = None
     loss_before: float | None = None
 

@@ -157,7 +157,7 @@ def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(
 ) -> None:
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
-    book = Book(0.6, 0.7, 0.71, 0.72, 0.7, 0.7)
+    book = Book(0.6, 0.7, 0.71, 0.72, *[0.7] * 9)
     assert list(recover_placements(running, book).models.values()) == [()]  # type: ignore[arg-type]
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert (facts["within"], facts["loss"]) == (False, pytest.approx(0.8 - max(0.7, 0.71, 0.72)))
@@ -168,21 +168,21 @@ def test_a_placement_whose_predicted_loss_was_too_large_is_kept_as_given(
 ) -> None:
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
-    ((model,),) = recover_placements(running, Book(0.79, 0.7, 0.7, 0.7, 0.7, 0.7)).models.values()  # type: ignore[arg-type]
+    ((model,),) = recover_placements(running, Book(0.79, *[0.7] * 9)).models.values()  # type: ignore[arg-type]
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert (facts["label"], facts["within"]) == ("as given", True)
     assert count_pairs(model.path) > 0
 
 
-def test_the_node_that_costs_most_is_left_float_where_nothing_else_keeps_the_bound(
+def test_the_nodes_that_cost_most_are_left_float_where_nothing_else_keeps_the_bound(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
-    ((model,),) = recover_placements(running, Book(0.6, 0.7, 0.7, 0.7, 0.78)).models.values()  # type: ignore[arg-type]
+    ((model,),) = recover_placements(running, Book(0.6, 0.7, 0.7, 0.7, 0.7, 0.78)).models.values()  # type: ignore[arg-type]
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
-    ((node, gain_db),) = [each.values() for each in facts["left_float"]]
-    assert node == "Mul", "one scale for channels that differ"
-    assert gain_db > 0
+    (group,) = facts["left_float"]
+    assert group["nodes"][0] == "Mul", "one scale for channels that differ; those at the output were tried first"
+    assert group["alone_db"] < facts["sqnr_db"], "the others cost less"
     assert facts["sqnr_db"] > facts["sqnr_db_before"]
     assert 0 < count_pairs(model.path) < count_pairs(running.task.candidate(everything).source())

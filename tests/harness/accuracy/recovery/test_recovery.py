@@ -13,11 +13,13 @@ import pytest
 from onnx import numpy_helper
 
 from harness.accuracy.calibration.ranges import Ranges, calibrate, finite_ranges
+from harness.accuracy.recovery.float_layers import leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
     Feeds,
     PlacedModel,
     RecoveryStepContract,
     create_steps,
+    measure_sqnr_db,
     quantized_layers,
     recover,
     split_held_out,
@@ -317,3 +319,29 @@ def test_scales_by_channel_are_tried_where_the_runtime_takes_them(dialect: Diale
     found = list_choices(SimpleNamespace(model=model, dialect=dialect, choices=DEFAULT_CHOICES))  # type: ignore[arg-type]
     assert len(found) == count
     assert found[0] == DEFAULT_CHOICES
+
+
+def test_groups_at_fault_are_found_though_each_hides_the_other(tmp_path: Path) -> None:
+    net, rng = GraphBuilder("hidden", seed=0), np.random.default_rng(0)
+    x = net.input("x", (1, 4, 8, 8))
+    scale = np.array([0.01, 1, 9, 20], np.float32).reshape(1, 4, 1, 1)  # one scale of INT8 for channels that differ
+    for name in ("bad0", "bad1"):
+        weight = (rng.normal(0.3, 1, (4, 1, 3, 3)) / scale.reshape(4, 1, 1, 1)).astype(np.float32)
+        x = net.op("Mul", x, net.const(scale))
+        x = net.op("Conv", x, net.const(weight), group=4, pads=[1] * 4, kernel_shape=[3, 3], name=name)
+        x = net.op("Relu", net.conv(net.op("Relu", x), 4, 1))
+    net.output(x, name="y")
+    model = load(net.save(tmp_path / "hidden.onnx"), min_opset=19)
+    space = build_space(model, OPENVINO)
+    placed = PlacedModel(
+        model=model, reference=model, dialect=OPENVINO, ranges=_ranges(model, tmp_path),
+        resolved=space.resolve(space.quantize_all()),
+    )  # fmt: skip
+    ranked = rank_groups(placed, BATCHES, NullProgress())
+    worst = [group for group in ranked if {"bad0", "bad1"} & set(group.nodes)]
+    assert worst == ranked[:2]
+    assert [group.nodes for group in ranked if group.at_outputs] == [("Conv_1", "Relu_3")]
+    assert sum(len(group.nodes) for group in ranked) == len({edge.consumer for edge, _ in placed.resolved})
+    left = (worst[0].nodes, worst[1].nodes, (*worst[0].nodes, *worst[1].nodes))
+    first, second, both = measure_sqnr_db([leave_float(placed, names) for names in left], BATCHES)
+    assert max(first, second) + 6 < both, "one of them alone is no remedy"
