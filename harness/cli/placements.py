@@ -165,8 +165,9 @@ def apply(
 ) -> None:
     """Put a shipped placement into the next version of its model: calibrate anew, check speed and accuracy, ship it.
 
-    Runtime, evaluator, bound and calibration are those of the earlier run, as far as no option changes them. A model of
-    another structure is refused with the first difference.
+    Runtime, evaluator, bound and calibration are those of the earlier run, as far as no option changes them. Under a
+    bound on accuracy recovery is repeated on the new weights (row "recovered"). A model of another structure is
+    refused with the first difference.
 
     Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
     """
@@ -186,6 +187,12 @@ def apply(
         check_structure(config)
     with replace_change_advice():
         run_and_report(config, out, as_json=as_json)
+    if config.searchers and not as_json:
+        from harness.report.accuracy_notes import recovery_notes
+        from harness.report.load.results import load
+
+        notes = [note for task in load(out).tasks for note in recovery_notes(task)]
+        echo("\n".join(notes or ["Recovery: nothing was gained, so the file is the placement as calibrated."]))
 
 
 def export_recipe(

@@ -15,7 +15,7 @@ from harness.report.report_table import MISSING_CELL, format_interval
 from harness.results_dir.artifacts import FLOAT_ROW, recovered_row
 from harness.results_dir.journal import read_journal
 
-__all__ = ["accuracy_notes"]
+__all__ = ["accuracy_notes", "recovery_notes"]
 
 
 def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
@@ -24,7 +24,7 @@ def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
     Args:
         rows: Its rows by label.
     """
-    yield from chain(_recovery_notes(task), _cross_fitting_notes(task), _class_notes(task, rows))
+    yield from chain(recovery_notes(task), _cross_fitting_notes(task), _class_notes(task, rows))
 
 
 def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _class_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
             )
 
 
-def _recovery_notes(task: TaskResults) -> Iterator[str]:
+def recovery_notes(task: TaskResults) -> Iterator[str]:
     """Yield a line for each placement near the bound: its recovered file, or that nothing was gained."""
     for digest, facts in task.recovery.items():
         if "loss" not in facts:

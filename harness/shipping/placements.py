@@ -47,7 +47,7 @@ __all__ = [
     "InsertedModel", "apply_experiment", "calibration_config", "check_structure", "file_entry", "insert_placement",
 ]  # fmt: skip
 
-ROW = "applied"
+ROW, RECOVERED_ROW = "applied", "recovered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,10 @@ def calibration_config(
 def apply_experiment(
     folder: Path, model: Path, changes: Mapping[str, Any], base_dir: Path, *, builds: int | None = None
 ) -> Experiment:
-    """Return an experiment without searches, with a shipped placement in another model as its row "applied".
+    """Return an experiment with a shipped placement in another model as its row "applied", and no other placement.
+
+    Under a bound a search that measures only this placement gives the row "recovered": the faster of its files with and
+    without recovery that keep the bound, see `harness.pipeline.recovery`.
 
     Args:
         folder: Folder to deploy; see `harness.shipping.bundle`.
@@ -140,7 +143,17 @@ def apply_experiment(
         "searchers": [],
         **({} if builds is None else {"confirmation": {**confirmation, "builds": builds}}),
     }
-    return parse_experiment(dump_yaml(described), str(folder / FACTS_FILE), base_dir)
+    source = str(folder / FACTS_FILE)
+    experiment = parse_experiment(dump_yaml(described), source, base_dir)
+    goal = experiment.objective
+    if goal.max_drop is None or goal.minimize != "latency" or not goal.recover:
+        return experiment
+    recovering = {
+        "searchers": [{"use": "exhaustive", "label": RECOVERED_ROW}],  # its first proposal is the float model
+        "budget": {"evaluations": [2]},
+        "seeds": [0],
+    }
+    return parse_experiment(dump_yaml({**described, **recovering}), source, base_dir)
 
 
 def check_structure(experiment: Experiment) -> None:

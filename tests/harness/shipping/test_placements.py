@@ -32,6 +32,7 @@ from harness.results_dir.deploy_folder import MANIFEST_FILE
 from harness.results_dir.io import file_sha256, write_json
 from harness.shipping.placements import apply_experiment
 from harness.task_setup.initial_design import InitialDesign, check_files
+from harness.task_setup.placed_models import RECOVERY_STEPS
 from search.space import Edge
 
 
@@ -222,6 +223,46 @@ def test_apply_measures_the_placement_in_the_next_version_of_the_model(
     assert qdq("apply", str(shipped.parent), str(other), "--out", "again") == 2
     assert "Sigmoid" in capsys.readouterr().err
     assert not (tmp_path / "again").exists(), "a corrected command can use the same folder"
+
+
+def stored_experiment(**changes: Any) -> dict[str, Any]:
+    return {
+        "experiment": "mine",
+        "models": [{"use": "net.onnx", "calibration": {"samples": 8}, "evaluator": "fidelity"}],
+        "backends": ["openvino"],
+        "precision": ["int8"],
+        "confirmation": {"builds": 3, "rounds": 2, "samples": 3, "candidates": 2},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("objective", "repeated"),
+    [({"max_drop": 100.0}, True), ({"max_drop": 100.0, "recover": False}, False), ({"minimize": "latency"}, False)],
+)
+def test_apply_repeats_recovery_under_a_bound(tmp_path: Path, objective: dict[str, Any], repeated: bool) -> None:
+    export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    seal(tmp_path / "ship/net", stored_experiment(objective=objective))
+    experiment = apply_experiment(tmp_path / "ship/net", tmp_path / "net.onnx", {}, tmp_path)
+    assert [searcher.name for searcher in experiment.searchers] == ["recovered"] * repeated
+
+
+@pytest.mark.slow
+def test_apply_prints_the_steps_that_gain_on_the_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    seal(tmp_path / "ship/net", stored_experiment(objective={"max_drop": 119.0}))
+    new = retrain(tmp_path / "net.onnx", tmp_path / "new.onnx")
+    assert qdq("apply", "ship/net", str(new), "--out", "out") == 0
+    (task,) = load_results(tmp_path / "out").tasks
+    assert {"applied", "recovered"} <= {pick.method for pick in task.picks}
+    (facts,) = task.recovery.values()
+    assert [step["step"] for step in facts["steps"]] == list(RECOVERY_STEPS)
+    text = capsys.readouterr().out
+    assert "Recovery" in text
+    assert all(step["step"] in text for step in facts["steps"] if step["kept"])
 
 
 @pytest.mark.parametrize(
