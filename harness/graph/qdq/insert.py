@@ -37,13 +37,18 @@ from search.space import Resolved, edges_digest
 __all__ = ["Inserter"]
 
 
+def _join(parts: Iterable[Iterable[Any]]) -> Iterable[Any]:
+    """Return the items of all parts; most parts are empty, and skipped."""
+    return chain.from_iterable(filter(None, parts))
+
+
 class InsertionPlan:
     """Variants of the nodes of a model, and of the pairs behind each, last of those behind the model's inputs."""
 
     def __init__(self, nodes: list[NodeVariant], behind: list[PairVariant]) -> None:
         self.nodes = nodes
         self.behind = behind
-        self.stored = dict(chain.from_iterable(map(attrgetter("stored"), nodes)))
+        self.stored = dict.fromkeys(_join(map(attrgetter("stored"), nodes)))
 
     @property
     def count_pairs(self) -> int:
@@ -104,7 +109,7 @@ class Inserter:
         proto = onnx.ModelProto.FromString(protobuf_wire.encode_model(self._frame, self._graph_pieces(draft)))
         dropped = self._unused_constants(draft)
         constants = [tensor for name, tensor in self._model.constants.items() if name not in dropped]
-        constants += [tensor for stored in draft.stored.values() for tensor in stored.tensors]
+        constants += [tensor for stored in draft.stored for tensor in stored.tensors]
         self._check_graph(proto, constants)
         proto.graph.initializer.extend(constants)
         missing, extra = diff_edges(resolved, proto)
@@ -126,9 +131,8 @@ class Inserter:
         draft = self._plan_insertion(self.map_edges(resolved))
         dropped = self._unused_constants(draft)
         records = [record for name, record in self._constants.float_records.items() if name not in dropped]
-        records += [self._constants.quantized_records(stored) for stored in draft.stored.values()]
         folder.mkdir(parents=True, exist_ok=True)
-        self._constants.write_files(draft.stored.values(), folder)
+        records += self._constants.write_files(draft.stored, folder)
         path = folder / f"{name or edges_digest(resolved)}.onnx"
         path.write_bytes(protobuf_wire.encode_model(self._frame, [*self._graph_pieces(draft), *records]))
         return path
@@ -181,7 +185,7 @@ class Inserter:
 
     def _unused_constants(self, draft: InsertionPlan) -> frozenset[str]:
         """Return the constants of the float model that no node reads any more."""
-        replaced = Counter(chain.from_iterable(map(attrgetter("replaced"), draft.nodes)))
+        replaced = Counter(_join(map(attrgetter("replaced"), draft.nodes)))
         return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
 
     def _graph_pieces(self, draft: InsertionPlan) -> list[bytes]:
@@ -189,8 +193,8 @@ class Inserter:
         ahead = [
             self._header,
             draft.behind[GRAPH_INPUT_INDEX].nodes,
-            *(stored.node for stored in draft.stored.values()),
+            *map(attrgetter("node"), draft.stored),
         ]
         pairs = zip(map(attrgetter("node"), draft.nodes), map(attrgetter("nodes"), draft.behind), strict=False)
-        grid = dict(chain.from_iterable(map(attrgetter("grid"), draft.behind)))
-        return [*ahead, *chain.from_iterable(pairs), *grid.values()]
+        grid = dict.fromkeys(_join(map(attrgetter("grid"), draft.behind)))
+        return [*ahead, *chain.from_iterable(pairs), *grid]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ INLINE_BYTES = 4096
 _MAX_INT32_BIAS = 2**30  # half of the range: room for the accumulator behind it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class QuantizedConstant:
     """A quantized constant, encoded.
 
@@ -60,8 +61,7 @@ class ConstantQuantizer:
         self._made: dict[str, QuantizedConstant] = {}
         self._scales: dict[str, Array] = {}
         self._files: dict[str, protobuf_wire.DataFile | None] = {}
-        self._encoded: dict[str, bytes] = {}
-        self._used: dict[str, frozenset[protobuf_wire.DataFile]] = {}
+        self._encoded: dict[QuantizedConstant, tuple[bytes, frozenset[protobuf_wire.DataFile]]] = {}
         self._complete: set[str] = set()
 
     def quantize_weight_input(self, node: Node, slot: int, precision: str) -> QuantizedConstant:
@@ -125,25 +125,27 @@ class ConstantQuantizer:
         """Every constant of the float model as a record of a graph: inline, or a reference into a data file."""
         return {name: self._encode_tensor(tensor) for name, tensor in self._model.constants.items()}
 
-    def quantized_records(self, stored: QuantizedConstant) -> bytes:
-        """Return the tensors of a quantized constant as records of a graph: inline, or references into a data file."""
-        known = self._encoded.get(stored.output)
-        if known is None:
-            known = self._encoded[stored.output] = b"".join(map(self._encode_tensor, stored.tensors))
-        return known
+    def write_files(self, stored: Collection[QuantizedConstant], folder: Path) -> Iterable[bytes]:
+        """Write the data files that the float model and these constants refer to, where they are not there yet.
 
-    def write_files(self, stored: Iterable[QuantizedConstant], folder: Path) -> None:
-        """Write the data files that the float model and these constants refer to, where they are not there yet."""
-        files = set(self._data_files("", self._model.constants.values()))
-        files.update(*(self._data_files(each.output, each.tensors) for each in stored))
-        for file in files:
+        Returns:
+            Tensors of each constant as records of a graph: inline, or references into a data file.
+        """
+        for each in stored:
+            if each not in self._encoded:
+                records = b"".join(map(self._encode_tensor, each.tensors))
+                self._encoded[each] = records, self._data_files(each.tensors)
+        encoded = list(map(self._encoded.__getitem__, stored))
+        for file in self._float_files.union(*map(itemgetter(1), encoded)):
             file.write(folder)
+        return map(itemgetter(0), encoded)
 
-    def _data_files(self, name: str, tensors: Iterable[TensorProto]) -> frozenset[protobuf_wire.DataFile]:
-        known = self._used.get(name)
-        if known is None:
-            known = self._used[name] = frozenset(file for tensor in tensors if (file := self._data_file_for(tensor)))
-        return known
+    @cached_property
+    def _float_files(self) -> frozenset[protobuf_wire.DataFile]:
+        return self._data_files(self._model.constants.values())
+
+    def _data_files(self, tensors: Iterable[TensorProto]) -> frozenset[protobuf_wire.DataFile]:
+        return frozenset(filter(None, map(self._data_file_for, tensors)))
 
     def _encode_tensor(self, tensor: TensorProto) -> bytes:
         file = self._data_file_for(tensor)

@@ -80,10 +80,10 @@ class EdgeRequests:
         known, read, made = self._known, [0] * len(self._readers), [0] * len(self._makers)
         for edge, precision in resolved:
             key = (edge.tensor, edge.consumer, edge.slot, precision)
-            place = known.get(key)
-            if place is None:
-                place = known[key] = self._request_target(edge, precision)
-            reader, slot, maker, tensor = place
+            try:
+                reader, slot, maker, tensor = known[key]
+            except KeyError:
+                reader, slot, maker, tensor = known[key] = self._request_target(edge, precision)
             read[reader] |= slot
             made[maker] |= tensor
         if sum(map(int.bit_count, read)) < len(resolved):

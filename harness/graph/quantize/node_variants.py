@@ -67,7 +67,7 @@ class NodeVariant:
 
     Attributes:
         node: A record of the graph.
-        stored: Dequantized tensor and contents of each constant.
+        stored: Each of these constants.
         replaced: Constants of the float model that it does not read any more.
         quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is not
             among them.
@@ -75,7 +75,7 @@ class NodeVariant:
     """
 
     node: bytes
-    stored: tuple[tuple[str, QuantizedConstant], ...] = ()
+    stored: tuple[QuantizedConstant, ...] = ()
     replaced: tuple[str, ...] = ()
     quantized: frozenset[tuple[str, str]] = frozenset()
     bias: tuple[int, RequestBit] | None = None
@@ -87,12 +87,12 @@ class PairVariant:
 
     Attributes:
         nodes: Records of the graph.
-        grid: Name and record of each scale and zero point.
+        grid: Record of each scale and zero point.
         pairs: Number of pairs.
     """
 
     nodes: bytes
-    grid: tuple[tuple[str, bytes], ...]
+    grid: tuple[bytes, ...]
     pairs: int
 
 
@@ -133,7 +133,7 @@ class VariantEncoder:
         outputs = {number: name + FLOAT_BIAS_PREFIX for number, name in enumerate(node.outputs) if name in renamed}
         return NodeVariant(
             node=self._pieces[index].rename_tensors(inputs, outputs),
-            stored=tuple((stored.output, stored) for stored in constants.values()),
+            stored=tuple(constants.values()),
             replaced=tuple(node.inputs[slot] for slot in constants),
             quantized=frozenset((node.inputs[slot], asked[slot]) for slot in constants.keys() & asked.keys()),
             bias=self._bias_request(node, asked, ties),
@@ -151,7 +151,7 @@ class VariantEncoder:
         pairs = [self._scales.encode_pair(t, p, ties.get((t, p)), final=final.get(t)) for t, p in asked]
         channels = sorted(str(mark.place) for mark in marks if mark.kind == "channels")
         pairs += [self._scales.encode_channel_pair(tensor, final=tensor in final) for tensor in channels]
-        grid = tuple(item for pair in pairs for item in pair.grid.items())
+        grid = tuple(record for pair in pairs for record in pair.grid)
         return PairVariant(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
 
     def precisions_by_place(self, marks: Iterable[RequestBit], kind: str) -> dict[int | str, str]:

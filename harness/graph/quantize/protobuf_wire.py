@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -123,14 +123,15 @@ def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]
     return encoded
 
 
-def encode_model(model_frame: tuple[bytes, bytes], graph: Sequence[bytes]) -> bytes:
+def encode_model(model_frame: tuple[bytes, bytes], pieces: Iterable[bytes]) -> bytes:
     """Join a whole model from its frame and the pieces of its graph.
 
     Fields stand by their numbers: OpenVINO takes a file for no ONNX where one comes twice among the first few, as the
     operator sets do (onnx_model_validator.cpp).
     """
     ahead, behind = model_frame
-    return b"".join((ahead, _encode_field_header(_GRAPH, sum(map(len, graph))), *graph, behind))
+    graph = b"".join(pieces)
+    return b"".join((ahead, _encode_field_header(_GRAPH, len(graph)), graph, behind))
 
 
 class DataFile:

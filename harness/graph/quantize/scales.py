@@ -111,12 +111,12 @@ class EncodedPair:
     Attributes:
         output: The dequantized tensor.
         nodes: QuantizeLinear and DequantizeLinear, as records of a graph.
-        grid: Scale and zero point by name, as records of a graph.
+        grid: Scale and zero point, as records of a graph.
     """
 
     output: str
     nodes: bytes
-    grid: Mapping[str, bytes]
+    grid: tuple[bytes, ...]
 
 
 class ActivationScales:
@@ -296,9 +296,9 @@ def _encode_pair(
     encode = partial(protobuf_wire.encode_node, attributes=attributes)
     nodes = encode("QuantizeLinear", (source, *grid), f"{name}.q")
     nodes += encode("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
-    records = {
-        key: protobuf_wire.encode_initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()
-    }
+    records = tuple(
+        protobuf_wire.encode_initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()
+    )
     return EncodedPair(output, nodes, records)
 
 
