@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.config.sections import ExecutorSpec, Limits
 from harness.errors import UserError
+from harness.paths import TRUST_VARIABLE, plugins_trusted
 from harness.progress import Observer
 from harness.timing.workers.execution_target import ExecutionTarget, LocalTarget
 
@@ -20,6 +21,7 @@ RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # of a cluster that is started here; Ray's default of 15 makes timings useless
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep the GPUs that they see
 }
+OWN_ADDRESSES = ("auto", "local")  # a cluster that the user started, or one of this process
 
 
 @contextmanager
@@ -31,10 +33,18 @@ def open_execution_target(
     Args:
         known: Environment of the machine that resumed results were begun on; workers of another kind are rejected.
             None: the first worker's environment is used.
+
+    Raises:
+        UserError: Ray is not installed or has no cluster there, or the address is a file's and is not trusted.
     """
     if executor.use == "local":
         yield LocalTarget(executor, limits)
         return
+    if executor.address not in OWN_ADDRESSES and not plugins_trusted():
+        raise UserError(
+            f"executor.address: the cluster at {executor.address!r} could run code on this machine; if you trust it, "
+            f"give --trust-plugins or set {TRUST_VARIABLE}=1"
+        )
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
+from harness.report.plots.plot_cache import PLOT_FILE_FORMATS, PlotCache
 from harness.results_dir.io import write_json
+from harness.results_dir.manifest import describe_files, list_files
 
 RENDER = importlib.import_module("harness.report.render")
 TASK = "net-openvino-int8"
@@ -91,3 +93,17 @@ def test_so_has_a_page_that_is_gone_and_a_folder_that_was_moved(folder, drawn, t
     folder.rename(moved)
     assert SAID not in report(moved), "the page names the folder in its commands"
     assert len(drawn) == 4
+
+
+@pytest.mark.parametrize(("name", "drawn"), [("x.svg", 0), ("../x.svg", 1), ("/x.svg", 1)])
+def test_a_manifest_of_a_stranger_names_no_plot_outside_of_the_report(tmp_path, name, drawn):
+    for kind in PLOT_FILE_FORMATS:
+        (tmp_path / f"x.{kind}").touch()
+    entry = {"inputs": "digest", "complete": True, "plots": [["title", name, True]]}
+    write_json(
+        tmp_path / "manifest.json",
+        {"files": describe_files(tmp_path, list_files(tmp_path)), "plots": {TASK: entry}},
+    )
+    calls = []
+    PlotCache(tmp_path, {TASK: "digest"}).draw(TASK, lambda: calls.append(1) or [], complete=True)
+    assert len(calls) == drawn

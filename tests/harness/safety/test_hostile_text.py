@@ -11,10 +11,14 @@ import pytest
 from mutations import EXPERIMENT_YAML
 
 from harness import registry
+from harness.cluster import open_execution_target
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment, parse_experiment
+from harness.config.sections import ExecutorSpec, Limits
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
+from harness.paths import TRUST_VARIABLE
+from harness.progress import NullProgress
 from harness.results_dir.io import read_json
 
 PAYLOADS = (
@@ -106,6 +110,16 @@ def test_plug_in_names_are_names_and_no_paths(tmp_path: Path, use: str) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     with pytest.raises(UserError, match="searcher "):
         registry.create_plugin("searcher", use, {})
+
+
+def test_an_experiment_of_a_stranger_connects_to_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUST_VARIABLE)
+    executor = ExecutorSpec(use="ray", address="ray://stranger:10001")
+    with (
+        pytest.raises(UserError, match=r"executor\.address: .*ray://stranger:10001.*--trust-plugins"),
+        open_execution_target(executor, Limits(), None, NullProgress()),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 101, "a\nb", "<script>", "\\input{x}", "-rf"])
