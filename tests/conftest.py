@@ -20,9 +20,16 @@ MEMORY, NEEDED_BYTES = Path("/dev/shm"), 8 << 30
 if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
     os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
+LONG_FILES = ("test_contracts.py", "test_docs.py", "test_more_algorithms.py", "test_notebooks.py", "test_package.py")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Give each process of the suite a timing lock of its own, which lies in the folder for temporary files."""
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # its sockets lie there: at most 107 bytes a path
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.getbasetemp())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with long files of the end, so that no process of the suite waits for another one."""
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -251,6 +252,7 @@ def test_annealing_never_goes_to_a_larger_violation():
         searcher.tell(scored(space, placement, 1.0, violation=1.0))
 
 
+@cache
 def front_volume(make, seed):
     space = synthetic_space(24, groups=6, seed=seed)
     objective = SyntheticObjective(space, seed=seed, noise=0.0)
