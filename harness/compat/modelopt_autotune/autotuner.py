@@ -22,7 +22,7 @@ from harness.compat.modelopt_autotune.engine.storage import (
     read_state,
     write_state,
 )
-from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint
+from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint, ort_quantization_config
 from harness.compat.modelopt_autotune.region_pattern import PatternSchemes
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
 from harness.compat.modelopt_autotune.regions import Region, RegionType
@@ -35,7 +35,7 @@ from harness.compat.modelopt_autotune.settings import (
 from harness.config.sections import PluginSpec
 from harness.graph.io.files import digest_model, to_proto
 from harness.graph.load import load_proto
-from harness.graph.model import Model
+from harness.graph.model import Model, Node
 from harness.task_setup.float_baseline import read_runtime
 from harness.task_setup.model_loader import MIN_OPSET
 from search.space import Placement
@@ -248,6 +248,15 @@ class QDQAutotunerBase:
         if verbose:
             _logger.info("%d insertion points: %s", len(found), sorted(map(repr, found)))
         return found
+
+    def get_ort_quantization_config(self) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
+        """Return the best placement as parameters of ModelOpt's `quantize`.
+
+        Returns:
+            `nodes_to_quantize`, with the producers of quantized tensors; `op_types_to_quantize`; `no_quantize_inputs`,
+            producer, reader and name of tensors that stay float there; `op_types_needing_output_quant`.
+        """
+        return ort_quantization_config(self._model.nodes, self.get_resolved_insertion_points(best=True))
 
     def export_onnx(
         self,

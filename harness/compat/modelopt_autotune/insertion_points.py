@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
 from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.graph.model import Node
 from harness.graph.partition.summary import QUANTIZABLE_OPS
 from harness.graph.rules.operator_sets import (
+    ACTIVATION_OPS,
     CONVOLUTION_OPS,
     LINEAR_OPS,
     PARAMETER_SLOTS,
@@ -30,9 +32,10 @@ from search.space import PointKind
 
 __all__ = [
     "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
-    "NodeInputInsertionPoint", "PointResolver", "ResolvedInsertionPoint", "get_tensor_consumer_node_indices",
-    "has_quantizable_operations", "make_insertion_point", "merge_resolved_insertion_points",
-    "resolve_region_io_insertion_points", "skip_invalid_insertion_points",
+    "NodeInputInsertionPoint", "PointResolver", "ResolvedInsertionPoint", "get_autotuner_quantizable_ops",
+    "get_tensor_consumer_node_indices", "has_quantizable_operations", "make_insertion_point",
+    "merge_resolved_insertion_points", "ort_quantization_config", "resolve_region_io_insertion_points",
+    "skip_invalid_insertion_points",
 ]  # fmt: skip
 
 Address = tuple[PointKind, tuple[int, int]]
@@ -254,6 +257,31 @@ def merge_resolved_insertion_points(
         quantized = {point.node_index for point in points}
         merged |= {ResolvedInsertionPoint(name)} if quantized == set(readers.get(name, ())) else points
     return merged
+
+
+def get_autotuner_quantizable_ops() -> set[str]:
+    """Return the operators whose inputs may be quantized, by our lists."""
+    return {*LINEAR_OPS, *POINT_OPS}
+
+
+def ort_quantization_config(
+    nodes: Sequence[Node], points: Iterable[ResolvedInsertionPoint]
+) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
+    """Return a placement as parameters of ModelOpt's `quantize`; see `QDQAutotunerBase.get_ort_quantization_config`."""
+    producer = {name: node for node in nodes for name in node.outputs}
+    readers = [(node.index, slot, name) for node in nodes for slot, name in enumerate(node.inputs) if name]
+    given = {(point.tensor_name, point.node_index, point.input_index) for point in points}
+    covered = {(i, slot): name for i, slot, name in readers if {(name, i, slot), (name, None, None)} & given}
+    before = {place: producer[name] for place, name in covered.items() if name in producer}
+    quantized = {i for i, _ in covered} | {node.index for node in before.values()}
+    left = [
+        (producer[name], nodes[i], name)
+        for i, slot, name in readers
+        if i in quantized and (i, slot) not in covered and name in producer
+    ]
+    activations = {node.op for (i, _), node in before.items() if nodes[i].op in ACTIVATION_OPS}
+    names = [nodes[i].name for i in sorted(quantized)]
+    return names, sorted(get_autotuner_quantizable_ops()), left, sorted(activations)
 
 
 def _name(tensor: Any) -> str:

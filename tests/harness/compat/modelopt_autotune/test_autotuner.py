@@ -87,6 +87,23 @@ def test_the_first_latency_is_the_baseline_and_the_walk_ends_at_the_best_of_each
                for each in autotuner.profiled_patterns)  # fmt: skip
 
 
+def test_the_placement_is_given_as_parameters_of_modelopts_quantize(model):
+    autotuner = begun(model)
+    assert autotuner.get_ort_quantization_config()[0] == []
+    walk(autotuner, fewer_is_slower)
+    nodes, ops, left, before_activations = autotuner.get_ort_quantization_config()
+    covered = {
+        (p.node_index, p.input_index) for p in autotuner.get_resolved_insertion_points() if p.node_index is not None
+    }
+    by_name = {node.name: node for node in autotuner.graph.nodes}
+    assert {autotuner.graph.nodes[index].name for index, _ in covered} <= set(nodes)
+    assert {by_name[name].op for name in nodes} <= set(ops)
+    for producer, reader, tensor in left:
+        assert tensor in producer.outputs
+        assert (reader.index, list(reader.inputs).index(tensor)) not in covered
+    assert set(before_activations) <= {node.op for node in autotuner.graph.nodes}
+
+
 def test_a_choice_applies_to_every_region_of_its_pattern(model):
     autotuner = begun(model)
     leaves = [region for region in autotuner.regions if region.type is RegionType.LEAF]
