@@ -6,11 +6,12 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.metrics.intervals import drop_estimate
+from harness.accuracy.recovery.float_layers import FloatGroup, leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
     PlacedModel,
     RecoveryStep,
@@ -60,6 +61,7 @@ class RecoveryRequest:
         subsets: Number of parts of the calibration samples that the study's own choices are calibrated on, one by one,
             besides all of them; 0: none.
         auto: Score the study's own choices, and only those besides them that calibration samples choose, with recovery.
+        float_groups: Number of groups of nodes that are left float in one file more, those that cost most; 0: no file.
     """
 
     placement: str = "linear"
@@ -70,6 +72,7 @@ class RecoveryRequest:
     steps: tuple[str, ...] = ()
     subsets: int = 0
     auto: bool = False
+    float_groups: int = 0
 
     def combinations(self, own: NumericChoices) -> list[NumericChoices]:
         """Return the choices of the study first, then the others."""
@@ -86,6 +89,7 @@ class _Row:
 
     Attributes:
         subset: Calibration samples, where these are not all of the study's.
+        groups: Nodes that are left float because they cost most.
         drop: Loss of the metric against the float model; None if it has no interval.
     """
 
@@ -95,6 +99,7 @@ class _Row:
     path: Path
     score: Accuracy | Failed
     drop: Interval | None = None
+    groups: tuple[FloatGroup, ...] = ()
 
 
 def recovery_report(
@@ -120,11 +125,14 @@ def recovery_report(
         store = AccuracyStore(folder, engines, observer)
         reference = store.require_float_score(task.model_file)
         rows: list[_Row] = []
-        for subset, gains, placed in _iter_models(study, task, request, steps, observer):
+        for subset, gains, placed, groups in _iter_models(study, task, request, steps, observer):
             path = placed.export(folder / "models" / f"{len(rows)}.onnx")
             score = store.score_file(path, placed.choices.text or "default")
             drop = _drop(scoring, reference, score)
-            rows.append(_Row(choices=placed.choices, subset=subset, gains=gains, path=path, score=score, drop=drop))
+            row = _Row(
+                choices=placed.choices, subset=subset, gains=gains, path=path, score=score, drop=drop, groups=groups
+            )
+            rows.append(row)
     best = _best_row([row for row in rows if not row.subset], scoring.metric, higher_is_better=scoring.higher_is_better)
     plotted = [] if best is None else _plot_layers(task, rows[0], best, folder)
     header = tuple(name.format(metric=scoring.metric) for name in COLUMN_NAMES)
@@ -136,6 +144,7 @@ def recovery_report(
         f"files in the order of the rows: {folder}/models",
         *([] if best is None else [f"best: {best.path}"]),
         *_subset_note(rows, scoring.metric),
+        *(_describe_group(group) for row in rows for group in row.groups),
         *plotted,
     ]
     return header, cells, notes
@@ -165,28 +174,36 @@ def _plot_layers(task: Task, first: _Row, best: _Row, folder: Path) -> Iterator[
 
 def _iter_models(
     study: StudyTask, task: Task, request: RecoveryRequest, steps: Mapping[str, RecoveryStep], observer: Observer
-) -> Iterator[tuple[str, tuple[StepGain, ...], PlacedModel]]:
-    """Yield the placement with each combination of choices, and again with recovery; then by parts of the samples."""
+) -> Iterator[tuple[str, tuple[StepGain, ...], PlacedModel, tuple[FloatGroup, ...]]]:
+    """Yield the placement with each combination of choices, and again with recovery; then by parts of the samples.
+
+    The last file of the former follows once more, with the groups of nodes left float that cost most.
+    """
     combinations = list_choices(task) if request.auto else request.combinations(task.choices)
     feeds = CalibrationBatches(study.spec.model, task.model, input_types(task.model))
     resolved = _resolve(task, request, feeds, observer)
     placer = open_placer(task, combinations, feeds, feeds.count, observer)
-    batches = list(feeds) if steps or request.subsets else []
+    batches = list(feeds) if steps or request.subsets or request.float_groups else []
     models = placer.place(resolved)
     if request.auto:
-        yield "", (), next(models)
+        yield "", (), next(models), ()
         models = iter([placer.rank(resolved, split_held_out(batches)[1])[0].placed])
+    gains: tuple[StepGain, ...] = ()
     for placed in models:
         if not request.auto:
-            yield "", (), placed
+            yield "", (), placed, ()
+        final = placed
         if steps:
             recalibrate = placer.recalibration(placed.choices, batches)
-            recovered, gains = recover(placed, steps, batches, recalibrate, observer)
-            yield "", gains, recovered
+            final, gains = recover(placed, steps, batches, recalibrate, observer)
+            yield "", gains, final, ()
+    if request.float_groups:
+        groups = tuple(rank_groups(final, split_held_out(batches)[1], observer)[: request.float_groups])
+        yield "", gains, leave_float(final, {name for group in groups for name in group.nodes}), groups
     for k in range(request.subsets):
         part = batches[k :: request.subsets]
         placed = next(open_placer(task, [task.choices], part, len(part), observer).place(resolved))
-        yield f"samples {k + 1} of {request.subsets}", (), placed
+        yield f"samples {k + 1} of {request.subsets}", (), placed, ()
 
 
 def _resolve(task: Task, request: RecoveryRequest, feeds: CalibrationBatches, observer: Observer) -> Resolved:
@@ -230,6 +247,12 @@ def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: 
     return made.path
 
 
+def _describe_group(group: FloatGroup) -> str:
+    """Return the nodes of a group as options of the next command, with the SQNR if only they are quantized."""
+    options = " ".join(f"--float-node {name}" for name in group.nodes if name) or "the outputs of the model"
+    return f"{group.alone_db:.1f} dB if only these are quantized: {options}"
+
+
 def _subset_note(rows: Sequence[_Row], metric: str) -> Iterator[str]:
     """Yield by how much the figure depends on the calibration samples."""
     found = [row.score.metrics[metric] for row in rows if row.subset and isinstance(row.score, Accuracy)]
@@ -250,7 +273,7 @@ def _cells(row: _Row, metric: str) -> tuple[str, ...]:
     drop = "-" if row.drop is None else f"{row.drop.value:+.4f} [{row.drop.low:+.4f}, {row.drop.high:+.4f}]"
     kept = " + ".join(gain.step for gain in row.gains if gain.kept) or ("none kept" if row.gains else "-")
     return (
-        ", ".join(filter(None, (row.choices.text or "default", row.subset))),
+        ", ".join(filter(None, (row.choices.text or "default", row.subset, _count_float(row)))),
         kept,
         figure,
         drop,
@@ -258,11 +281,16 @@ def _cells(row: _Row, metric: str) -> tuple[str, ...]:
     )
 
 
+def _count_float(row: _Row) -> str:
+    return f"{sum(len(group.nodes) for group in row.groups)} nodes float" if row.groups else ""
+
+
 def _write_rows(rows: Sequence[_Row], metric: str, reference: Accuracy, path: Path) -> None:
     facts = [
         {
             "choices": row.choices.text,
             **({"samples": row.subset} if row.subset else {}),
+            **({"left_float": [asdict(group) for group in row.groups]} if row.groups else {}),
             "file": row.path.name,
             "steps": [
                 {"step": g.step, "before_db": g.before_db, "after_db": g.after_db, "kept": g.kept} for g in row.gains

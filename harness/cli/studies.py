@@ -90,6 +90,9 @@ def recover(
     auto: Annotated[
         bool, typer.Option("--auto", help="Score what calibration samples choose alone, as a run under a bound does.")
     ] = False,
+    float_groups: Annotated[
+        int, count_option("Number of groups of nodes left float in one file more, those that cost most.", least=0)
+    ] = 0,
     backend: StudyBackendOption = None,
     param: ParamOption = None,
     shape: ShapeOption = None,
@@ -123,6 +126,7 @@ def recover(
         steps=tuple(step or ()),
         subsets=subsets,
         auto=auto,
+        float_groups=float_groups,
     )
     folder = short_path(out or Path(f"recover-{made.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:

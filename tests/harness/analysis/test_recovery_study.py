@@ -75,6 +75,17 @@ def test_calibration_samples_choose_the_second_file_at_the_placement_of_another_
     assert len({file.read_bytes() for file in files}) == 1, "its places, with the contents of the experiment"
 
 
+def test_nodes_that_cost_most_are_left_float_and_named_as_options(folder: Path, capsys: Any) -> None:
+    assert qdq("recover", "small.yaml", "--float-groups", "1", "--out", "out") == 0
+    rows = read_json(folder / "out/recovery.json")["rows"]
+    ((group,),) = [row["left_float"] for row in rows if "left_float" in row]
+    assert group["nodes"] == ["depthwise"], "one scale for channels that differ"
+    assert rows[1]["sqnr_db"] > rows[0]["sqnr_db"] + 3
+    assert "--float-node depthwise" in capsys.readouterr().out
+    assert qdq("recover", "small.yaml", "--float-node", "depthwise", "--out", "named") == 0
+    assert (folder / "named/models/0.onnx").read_bytes() == (folder / "out/models/1.onnx").read_bytes()
+
+
 def test_parts_of_the_calibration_samples_show_how_much_the_figure_depends_on_them(folder: Path, capsys: Any) -> None:
     assert qdq("recover", "small.yaml", "--subsets", "3", "--out", "out") == 0
     rows = read_json(folder / "out/recovery.json")["rows"]
