@@ -13,10 +13,11 @@ from functools import partial
 from typing import NamedTuple
 
 from harness.graph.model import Model, Node, TensorType
+from harness.graph.rules.convolution_fusion import follows_convolution, is_fusible_operand
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.generated_kernels import find_inner_tensors
 from harness.graph.rules.joint_inputs import find_joint_inputs, is_float
-from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS
+from harness.graph.rules.operator_sets import CONVOLUTION_OPS
 from harness.graph.rules.precision_sensitive import (
     find_parameter_inputs,
     find_pole_inputs,
@@ -174,56 +175,6 @@ def _find_first_activations(model: Model) -> Mapping[int, float]:
     }
 
 
-def _follows_convolution(site: _InputSite) -> bool:
-    """Between Conv, BatchNormalization and activation; x * sigmoid(x) is an activation."""
-    source = site.model.producer_node(site.tensor)
-    if source is None:
-        return False
-    is_gate = _is_gate(site.model, site.node)
-    residual = source.op == "Add" and any(_is_fused_convolution(site, name) for name in source.inputs)
-    if source.op in CONVOLUTION_OPS or source.op == "BatchNormalization" or residual:
-        return site.node.op in ACTIVATION_OPS or site.node.op == "BatchNormalization" or is_gate
-    if not (is_gate and source.op in ACTIVATION_OPS):
-        return False
-    others = (site.model.producer_node(name) for name in site.node.inputs if name != site.tensor)
-    return any(node is not None and node.op in CONVOLUTION_OPS for node in others)
-
-
-def _is_gate(model: Model, node: Node) -> bool:
-    """Return whether a node multiplies x by an activation of x."""
-    if node.op != "Mul" or len(node.inputs) != 2:
-        return False
-    makers = zip(map(model.producer_node, node.inputs), reversed(node.inputs), strict=True)
-    return any(maker and maker.op in ACTIVATION_OPS and maker.inputs[0] == other for maker, other in makers)
-
-
-def _is_fusible_operand(site: _InputSite) -> bool:
-    """Return whether a convolution computes this operand of an Add for it alone; of two operands, the first.
-
-    Behind a MatMul both are legal: an Add of two tensors is no part of its kernel, and ModelOpt quantizes both.
-    """
-    if site.node.op != "Add":
-        return False
-    fusible = [_is_fused_convolution(site, name) for name in site.node.inputs]
-    return site.slot < len(fusible) and fusible[site.slot] and not any(fusible[: site.slot])
-
-
-def _is_fused_convolution(site: _InputSite, tensor: str) -> bool:
-    """Return whether a convolution, with its bias Add if it has one, computes a tensor for one reader alone."""
-    model = site.model
-    for _ in range(2):
-        node = model.producer_node(tensor)
-        if node is None or len(model.consumers.get(tensor, ())) != 1 or tensor in model.output_names:
-            return False
-        if node.op in site.dialect.linear_ops:
-            return node.op in CONVOLUTION_OPS
-        activations = [name for name in node.inputs if model.is_activation(name)]
-        if node.op != "Add" or len(activations) != 1:
-            return False
-        tensor = activations[0]
-    return False
-
-
 def _is_absorbed(site: _InputSite) -> bool:
     model, tensor, inputs = site.model, site.tensor, site.node.inputs
     if (
@@ -343,13 +294,13 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "fusion",
         "No pair lies between Conv, BatchNormalization and activation.",
-        _follows_convolution,
+        lambda s: follows_convolution(s.model, s.dialect, s.node, s.tensor),
         _splits_convolutions,
     ),
     PlacementRule(
         "residual",
         "Of an Add behind a convolution, only the residual operand is quantized.",
-        _is_fusible_operand,
+        lambda s: is_fusible_operand(s.model, s.dialect, s.node, s.slot),
         _splits_convolutions,
     ),
     PlacementRule(
