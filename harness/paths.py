@@ -20,7 +20,7 @@ from harness.errors import UserError
 
 __all__ = [
     "HOST_VARIABLE", "TRUST_VARIABLE", "WAIT_VARIABLE", "RelativePathMissing", "cache_dir", "describe_process",
-    "hide_paths", "keeps_host", "plugins_trusted", "resolve_path", "trust_plugins",
+    "hide_paths", "keeps_host", "plugins_trusted", "resolve_path", "trust_plugins", "user_key",
 ]  # fmt: skip
 
 #: Environment variable that `--with-host` sets: results keep paths and names of this machine.
@@ -94,6 +94,17 @@ def cache_dir() -> Path:
     folder = (Path(root) if root else Path.home() / ".cache") / "qdq-bench"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def user_key() -> bytes:
+    """Return random bytes that only this user's processes know; other ones at each call where they cannot be stored."""
+    try:
+        path = cache_dir() / "key"
+        with suppress(FileExistsError), path.open("xb") as file:
+            file.write(os.urandom(32))
+        return path.read_bytes()
+    except OSError:
+        return os.urandom(32)
 
 
 def plugins_trusted() -> bool:

@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from harness.errors import UserError
+from harness.paths import user_key
 from harness.progress import NullProgress, Observer
 from harness.report.frames.confirmation import sample_frame, variance_frame
 from harness.report.frames.curves import curve_frame, hypervolume_frame
@@ -228,9 +229,10 @@ def current_report(folder: Path, *, task_plots: bool | None = None) -> tuple[Res
 def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
     """Return a digest of all inputs of the report, and of those of each task.
 
-    Inputs are the content of records and code, and the names of exported models (see rows.json).
+    Inputs are the content of records and code, and the names of exported models (see rows.json). The key of the user is
+    one too: the report of a stranger, whose page may run any script, is made again.
     """
-    common = hashlib.sha256()
+    common = hashlib.sha256(user_key())
     for name in REPORT_LIBRARIES:
         common.update(f"{name} {version(name)}\n".encode())
     code = Path(__file__).parents[1]

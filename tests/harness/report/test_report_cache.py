@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from harness.cli.main import app
 from harness.report.plots.plot_cache import PLOT_FILE_FORMATS, PlotCache
-from harness.results_dir.io import write_json
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import describe_files, list_files
 
 RENDER = importlib.import_module("harness.report.render")
@@ -93,6 +93,19 @@ def test_so_has_a_page_that_is_gone_and_a_folder_that_was_moved(folder, drawn, t
     folder.rename(moved)
     assert SAID not in report(moved), "the page names the folder in its commands"
     assert len(drawn) == 4
+
+
+def test_the_report_of_another_user_is_drawn_again(folder, drawn, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "theirs"))
+    report(folder)
+    page = folder / "report" / "index.html"
+    page.write_text("<script>alert(1)</script>")
+    files = describe_files(page.parent, list_files(page.parent))
+    write_json(page.parent / "manifest.json", {**read_json(page.parent / "manifest.json"), "files": files})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
+    assert SAID not in report(folder)
+    assert "alert(1)" not in page.read_text()
+    assert SAID in report(folder)
 
 
 @pytest.mark.parametrize(("name", "drawn"), [("x.svg", 0), ("../x.svg", 1), ("/x.svg", 1)])
