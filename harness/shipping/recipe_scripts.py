@@ -10,7 +10,6 @@ calibration.npz has one array by input name, with the samples along the first ax
 node names are those of the float model that qdq-bench prepared, float.onnx of the task in the results folder.
 """
 
-import shutil
 import sys
 import tempfile
 
@@ -129,12 +128,14 @@ def quantize(model, calibration, output):
     """Quantize with NVIDIA ModelOpt; excluded nodes are regular expressions there."""
     import re
 
+    import onnx
     from modelopt.onnx.quantization import quantize as modelopt_quantize
 
     check_names(model)
     rows = list(samples(calibration))
     with tempfile.TemporaryDirectory() as scratch:  # ModelOpt writes to the file that it reads, and next to it
-        copy = shutil.copy(model, scratch)
+        copy = f"{{scratch}}/model.onnx"
+        onnx.save(onnx.load(model), copy)  # with external data
         modelopt_quantize(
             copy,
             quantize_mode="{precision}",
