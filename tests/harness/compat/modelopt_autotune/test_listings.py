@@ -22,6 +22,7 @@ from harness.compat.modelopt_autotune.workflows import (
 )
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.timing.workers.sandbox import Sandbox
 
 WITHOUT_WORKERS = True
 PAGE = Path(__file__).parents[4] / "docs/reference/autotune.md"
@@ -134,7 +135,8 @@ def test_every_setting_of_the_guide_is_one_of_ours():
     assert Config(verbose=True) == config, "they are the defaults"
 
 
-def test_a_model_that_cannot_be_built_is_infinite_and_the_log_says_why(tiny):
+def test_a_model_that_cannot_be_built_is_infinite_and_the_log_says_why(tiny, monkeypatch):
+    monkeypatch.setattr("harness.timing.workers.sandbox.Sandbox", Sandbox)  # in a worker, as for a user
     init_benchmark_instance(warmup_runs=0, timing_runs=3)
     assert benchmark_onnx_model(b"no model", "logs/odd.log") == float("inf")
     assert "failed: build: OpenVINO refuses model.onnx" in Path("logs/odd.log").read_text()

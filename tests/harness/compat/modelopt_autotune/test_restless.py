@@ -14,7 +14,6 @@ from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning
 from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured
 
-WITHOUT_WORKERS = True
 BACKEND = '''
 """Latencies by formula, on a machine whose pace jumps between 1 and 4: all that is timed at once shares it."""
 
@@ -61,7 +60,7 @@ class Restless:
 
 @pytest.fixture
 def machine(folder, monkeypatch):
-    """A working folder with a model and a runtime on such a machine."""
+    """A working folder with a model and a runtime on such a machine, in a worker process like any real one."""
     (folder / "restless.py").write_text(BACKEND)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     yield folder
