@@ -57,8 +57,8 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "range estimator": ("collect", "ranges"),
     "recovery step": ("apply",),
 }
-#: Attributes of a class with the names of parameters that name code: files and arguments, and programs, of which a name
-#: on PATH needs no trust.
+#: Attributes of a class with the names of parameters that name code, or files to write: files and arguments, and
+#: programs, of which a name on PATH needs no trust.
 CODE_ATTRIBUTE, PROGRAM_ATTRIBUTE = "code_params", "program_params"
 #: Parameters of a function that is named as `package.module:function`.
 CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -281,13 +281,13 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Colle
 
 
 def _require_trusted_code(label: str, factory: object, params: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a parameter that names a program or a library, unless plug-ins are trusted."""
+    """Raise `UserError` for a parameter that names code or a file to write, unless plug-ins are trusted."""
     programs = [name for name in getattr(factory, PROGRAM_ATTRIBUTE, ()) if "/" in str(params.get(name) or "")]
     for name in (*programs, *(name for name in getattr(factory, CODE_ATTRIBUTE, ()) if params.get(name))):
         if not plugins_trusted():
             raise UserError(
-                f"{label}: {name} would run code of {params[name]!r}; if you trust it, give --trust-plugins or set "
-                f"{TRUST_VARIABLE}=1"
+                f"{label}: {name} would run code of {params[name]!r} or write to it; if you trust it, give "
+                f"--trust-plugins or set {TRUST_VARIABLE}=1"
             )
 
 

@@ -19,6 +19,8 @@ __all__ = [
 SHIP_FOLDER = "ship"
 FACTS_FILE, MANIFEST_FILE = "ship.json", "SHA256SUMS"
 MAX_MANIFEST_BYTES = 100_000
+CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
+"""Of files that `deploy.py` may import instead of an installed package, because they are in its folder."""
 
 
 class StoredFacts(BaseModel):
@@ -76,7 +78,10 @@ def read_bundle(folder: Path) -> dict[str, Any]:
 
 
 def check_bundle(folder: Path) -> Iterator[str]:
-    """Yield each file of a bundle that is missing or is not the one of its manifest, which may be damaged itself."""
+    """Yield each file of a bundle that is missing or is not the one of its manifest, which may be damaged itself.
+
+    A file that the manifest does not list is one of them if it is code.
+    """
     path = folder / MANIFEST_FILE
     try:
         recorded = _recorded_digests(folder)
@@ -93,6 +98,9 @@ def check_bundle(folder: Path) -> Iterator[str]:
             yield f"{file}: damaged: the content differs from {MANIFEST_FILE}"
     if FACTS_FILE not in recorded:
         yield f"{path}: lists no {FACTS_FILE}"
+    for file in sorted(folder.iterdir()):
+        if file.suffix in CODE_SUFFIXES and file.name not in recorded:
+            yield f"{file}: not in {MANIFEST_FILE}, and deploy.py may import it: remove it"
 
 
 def _recorded_digests(folder: Path) -> dict[str, str]:

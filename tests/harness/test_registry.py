@@ -137,6 +137,7 @@ def test_a_module_is_not_imported_unless_it_is_trusted(module, monkeypatch):
         ("trtexec", {"plugins": ["evil.so"]}, "plugins"),
         ("trtexec", {"extra": ["--staticPlugins=evil.so"]}, "extra"),
         ("tensorrt", {"plugins": ["evil.so"]}, "plugins"),
+        ("tensorrt", {"timing_cache_file": "../.bashrc"}, "timing_cache_file"),
     ],
 )
 def test_a_parameter_that_names_code_needs_trust(use, params, named, monkeypatch):

@@ -62,7 +62,7 @@ class TensorRTBenchmarker:
     """
 
     capabilities = Capabilities(dialect="tensorrt")
-    code_params = ("plugins",)
+    code_params = ("plugins", "timing_cache_file")
 
     def __init__(  # noqa: PLR0913 - one option, one parameter
         self,

@@ -99,7 +99,7 @@ class TrtexecBenchmarker:
     """
 
     capabilities = Capabilities(dialect="tensorrt", interleaved=False)
-    code_params = ("plugins", "extra")
+    code_params = ("plugins", "extra", "timing_cache_file")
     program_params = ("path",)
 
     def __init__(  # noqa: PLR0913 - one option, one parameter

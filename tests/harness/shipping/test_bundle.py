@@ -266,6 +266,10 @@ def test_damage_is_seen(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert str(folder) in capsys.readouterr().err
         path.write_bytes(whole)
     assert not list(check_bundle(folder))
+    stray = folder / "numpy.py"  # deploy.py would import it
+    stray.touch()
+    assert [str(stray) in problem for problem in check_bundle(folder)] == [True]
+    stray.unlink()
     (folder / "SHA256SUMS").unlink()
     assert [str(folder / "SHA256SUMS") in problem for problem in check_bundle(folder)] == [True]
 
