@@ -116,12 +116,12 @@ def table_path(name: str) -> Path:
     own, archive = data_folder() / f"{name}.parquet", data_folder() / ARCHIVE_FILE
     if os.path.isfile(own) or not archive.is_file():  # Path.is_file raises if the name is too long
         return own
-    return _unpack_table(archive, own, archive.stat().st_mtime_ns)
+    return _unpack_table(archive, own, cache_dir() / "tables", archive.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=256)
-def _unpack_table(archive: Path, own: Path, _changed_ns: int) -> Path:
-    """Return the file of an archive's table in the cache, or `own` if the archive does not have it."""
+def _unpack_table(archive: Path, own: Path, cache: Path, _changed_ns: int) -> Path:
+    """Return the file of an archive's table in a cache folder, or `own` if the archive does not have it."""
     try:
         with ZipFile(archive) as file:
             if own.name not in file.namelist():
@@ -131,7 +131,7 @@ def _unpack_table(archive: Path, own: Path, _changed_ns: int) -> Path:
             content = file.read(own.name)
     except (OSError, BadZipFile) as error:
         raise UserError(f"{archive}: cannot be read: {error}") from error
-    found = cache_dir() / "tables" / hashlib.sha256(content).hexdigest()[:16] / own.name
+    found = cache / hashlib.sha256(content).hexdigest()[:16] / own.name
     if not found.is_file():
         with explain_write_errors(found):
             found.parent.mkdir(parents=True, exist_ok=True)
