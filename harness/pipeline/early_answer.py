@@ -1,6 +1,6 @@
-"""Early answers: the incumbent of a running search is confirmed on fresh builds before the search ends.
+"""Early answers: confirmations of the incumbent on fresh builds while its search runs.
 
-The final selection and the confirmation still decide at the end; an early answer is what an interrupted run delivers.
+An interrupted run delivers its last early answer; a complete run decides by final selection and confirmation.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["AnswerSink", "EarlyAnswer", "EarlyAnswers"]
 
 SCHEDULE = TurnSchedule(builds=3, rounds=8, samples=3)
 MIN_GAIN = 0.02
-"""Smallest gain of a reading over that of the last answer, relative, which is worth a confirmation."""
+"""Smallest relative gain of a reading over that of the last answer that triggers a confirmation."""
 MAX_SHARE = 0.2
-"""Share of the time of a search that answers after the first may take."""
+"""Largest share of a search's time that is spent on answers after the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,14 @@ class EarlyAnswer:
     Attributes:
         file: ONNX file of the placement, in the scratch folder of the task.
         runtime: Description of the benchmarker.
-        method: Searcher.
+        method: Name of the searcher.
+        digest: Digest of the placement.
         pairs: Number of Q/DQ pairs.
         summary: Confirmation with the rows `digest` and "float".
         events: Turns of the confirmation.
-        evaluations: Number of evaluations before it.
-        metric: Name of the metric whose bound it satisfies on the data of the search, or None.
-        shapes: Shape of each input by the label of the shape, of a task with several shapes.
+        evaluations: Number of evaluations before the answer.
+        metric: Name of the metric whose bound the placement satisfies on the data of the search, or None.
+        shapes: Shape of each input by the label of the timed shape; empty unless the task has several shapes.
     """
 
     task: Task
@@ -76,18 +77,18 @@ AnswerSink = Callable[[EarlyAnswer], None]
 
 
 class EarlyAnswers:
-    """Confirms the incumbent after the initial design, and again after each clear improvement.
+    """Confirmation of the incumbent after the initial design, and again after each clear improvement.
 
     Args:
         task: Task of the searches.
         engines: Open engines, idle between two trials.
-        open_engines: Opens engines in a fresh process.
-        checker: Compares engines with their files; None where the benchmarker runs no model.
-        noise_floor: Relative noise floor before the searches; smaller gains are none.
+        open_engines: Function that opens engines in a fresh process.
+        checker: Comparison of engines with their files; None if the benchmarker runs no model.
+        noise_floor: Relative noise floor measured before the searches; smaller gains are ignored.
         metric: Name of the bounded metric, or None.
-        shapes: Shapes that placements are timed at, or None.
-        sink: Receives each answer that is better than the last.
-        observer: Receives the progress.
+        shapes: Shapes at which placements are timed, or None for the shape of the search.
+        sink: Function that receives each answer that is better than the last.
+        observer: Receiver of the progress.
     """
 
     def __init__(  # noqa: PLR0913 - what, where and how
@@ -116,18 +117,19 @@ class EarlyAnswers:
 
     @property
     def note(self) -> str:
-        """Return the confirmed speedup for the line of progress, "" before the first."""
+        """Return the confirmed speedup as text for the progress line, or "" before the first answer."""
         return "" if self._best is None else f"confirmed {self._best.speedup:.2f}x"
 
     def consider(
         self, method: str, trial: TrialEvent, make_candidate: Callable[[Placement], Candidate], *, initial: bool
     ) -> None:
-        """Confirm the incumbent of a search after a trial if that is due.
+        """Confirm the incumbent of a search after a trial if it improved enough and time is left.
 
         Args:
-            method: Searcher of the trial.
-            make_candidate: Makes the candidate of a placement of its space.
-            initial: The next trial is one of the initial design.
+            method: Name of the searcher.
+            trial: The trial that ended.
+            make_candidate: Function that makes the candidate of a placement in the space of the search.
+            initial: Whether the next trial belongs to the initial design; nothing is confirmed then.
         """
         reading_ms, candidate = self._incumbents.get(method, (math.inf, None))
         if trial.best_ms is not None and trial.best_ms != reading_ms:
@@ -187,7 +189,7 @@ class EarlyAnswers:
             self._sink(answer)
 
     def _write(self, candidate: Candidate) -> Path:
-        """Write the file to deliver, which is the one that is timed; the model of an external searcher is a file."""
+        """Write the file to time and deliver; the model of an external searcher already is a file."""
         if not candidate.edges:
             return candidate.source()
         file = self._task.work / "answers" / f"{candidate.digest}.onnx"

@@ -36,12 +36,16 @@ def export_finalists(
     others: Sequence[str],
     brought: Mapping[str, TransferredPlacement] | None = None,
 ) -> FinalistSet:
-    """Select and export the finalists of a task; deterministic for the same journals and the same final selection.
+    """Export the finalists of a task and write `rows.json`; the same journals and final selection give the same files.
 
     Args:
-        found: Result of its searches, see `harness.pipeline.final_selection`.
+        running: The task with its settings and results folder.
+        found: Incumbents of the searches, see `harness.pipeline.final_selection`.
         others: Float precisions other than the baseline's; each gets a row.
         brought: Placements found by other tasks, by the name of the row; see `harness.pipeline.transfer`.
+
+    Returns:
+        The exported rows.
 
     Raises:
         UserError: A file cannot be written.
@@ -56,7 +60,7 @@ def export_finalists(
 
 
 class _Exporter:
-    """Writes each finalist once."""
+    """Writer of exported files, each once; `rows` has them by id."""
 
     def __init__(self, task: Task, models: Path) -> None:
         self._task = task
@@ -65,11 +69,14 @@ class _Exporter:
         models.mkdir(parents=True, exist_ok=True)
 
     def export_placement(self, placement: Placement) -> str:
-        """Return the row of a placement."""
+        """Export a placement, and return the id of its row."""
         return self.export_edges(self._task.space.resolve(placement))
 
     def export_edges(self, resolved: Resolved) -> str:
-        """Return the row of quantized edges; its choices are known if a placement of the space has the same edges."""
+        """Export quantized edges, and return the id of their row.
+
+        The row has the choices of the placement of the space with the same edges, if there is one.
+        """
         space, digest = self._task.space, edges_digest(resolved)
         if not resolved:
             return self.export_file(FLOAT_ROW, self._task.model_file, 0)
@@ -83,7 +90,7 @@ class _Exporter:
         return digest
 
     def export_file(self, row: str, path: Path, pairs: int) -> str:
-        """Return the row of an existing model file."""
+        """Copy an existing model file, and return the id of its row."""
         if row not in self.rows:
             with explain_write_errors(self._models / f"{row}.onnx"):
                 target = copy_model(self._task.runtime_input_file(path), self._models, f"{row}{path.suffix}")
@@ -91,7 +98,7 @@ class _Exporter:
         return row
 
     def export_float(self, precision: str) -> str:
-        """Return the row of the float model at another precision than the baseline's."""
+        """Export the float model at another precision than the baseline's, and return the id of its row."""
         name, path = f"{FLOAT_ROW}-{precision}", self._task.runtime_input_file(self._task.float_file, precision)
         row = replace(self.rows[FLOAT_ROW], id=name, benchmarker=precision)
         if path != self._task.model_file:  # a runtime that reads files of another type at each precision
@@ -134,7 +141,7 @@ def _transferred_rows(brought: Mapping[str, TransferredPlacement], exporter: _Ex
 
 
 def _baseline_row(name: str, task: Task, exporter: _Exporter) -> tuple[str, str]:
-    """Return the row of a fixed baseline, or the reason for its absence."""
+    """Return the id of the row of a fixed baseline and "", or "" and the reason for its absence."""
     foreign, precision = task.external_models.get(name), split_rule_precision(name)[1]
     if foreign is not None:
         return (
@@ -178,7 +185,7 @@ def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) 
 
 
 def _incumbent_row(run: SearchSpec, leader: Incumbent, task: Task, exporter: _Exporter) -> str:
-    """Return the row of a search's incumbent, in the form of its method."""
+    """Export the incumbent of a search in the form of its method, and return the id of its row."""
     if isinstance(leader, WarmStartModel):
         return exporter.export_file(leader.digest, leader.path, leader.pairs)
     if not is_external_searcher(run.searcher):
@@ -193,7 +200,7 @@ def _incumbent_row(run: SearchSpec, leader: Incumbent, task: Task, exporter: _Ex
 
 
 def _no_incumbent_reason(there: BudgetState) -> str:
-    """Return why a search has no incumbent."""
+    """Return the reason why a search has no incumbent."""
     last = there.last_failure
     return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
 

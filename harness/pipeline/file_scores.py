@@ -1,8 +1,8 @@
-"""Scores of the files of other tools: what the file describes, next to what the runtime computes of it.
+"""Scores of the files of other tools by a reference execution, in addition to those by the runtime.
 
 A runtime may compute a file wrongly, or saturate, and a wrong figure may be close to the float model's by chance. So
-each file of a tool is scored a second time, in ONNX Runtime without graph optimizations, and an OpenVINO IR in OpenVINO
-without integer kernels.
+each file of a tool is scored a second time: ONNX files in ONNX Runtime without graph optimizations, an OpenVINO IR in
+OpenVINO without integer kernels.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["score_tool_files"]
 def score_tool_files(
     table: FinalistSet, worker: WorkerSpec, limits: Limits, observer: Observer, evaluator: str
 ) -> None:
-    """Score the rows of PTQ tools as their files describe them, as far as they are not scored yet.
+    """Score the unscored rows of PTQ tools by a reference execution, and store the scores in `accuracy.json`.
 
     Args:
         table: Exported rows.
         worker: Worker of the task, whose evaluators are used.
-        limits: Of the process that scores.
-        observer: Receives the progress.
-        evaluator: See `AccuracyStore`.
+        limits: Limits of the process that scores.
+        observer: Receiver of the progress.
+        evaluator: Name of the evaluator, see `AccuracyStore`.
     """
     rows = [row for row in table.rows if row.id in {*PTQ_TOOLS, *BASELINE_TOOLS}]
     for suffix, use in _reference_runtimes().items():
@@ -50,7 +50,7 @@ def score_tool_files(
 
 
 def _reference_runtimes() -> Mapping[str, PluginSpec]:
-    """Return the runtimes that compute files as they are written, by suffix."""
+    """Return the runtime for the reference execution of a file, by its suffix."""
     threads = count_cores()
     return {
         ".onnx": PluginSpec(use="onnxruntime", params={"optimization": "disabled", "threads": threads}),

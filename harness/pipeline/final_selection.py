@@ -1,12 +1,12 @@
-"""Final selection: the best placements of each search are rebuilt and timed in turns before one is chosen.
+"""Final selection: a race among the rebuilt best placements of each search, from which one is chosen.
 
-The lowest of a hundred noisy readings is a lucky one. So the few best placements are timed in turns with the float
-model, close ones for longer, and only these readings decide. Tables report the readings of the confirmation, which are
-independent of them. (Boesel, Nelson and Kim, "Using ranking and selection to 'clean up' after simulation optimization",
-Operations Research 51, 2003; irace has a postselection race.)
+The lowest of a hundred noisy readings is too low by chance. So the few best placements are timed in turns with the
+float model, close ones for longer, and only these readings decide. Tables report the readings of the confirmation,
+which are independent of them. (Boesel, Nelson and Kim, "Using ranking and selection to 'clean up' after simulation
+optimization", Operations Research 51, 2003; irace has a postselection race.)
 
 A search evaluates placements in the form of Q/DQ pairs that its runtime usually runs fastest. If it started from the
-placement of another tool's model, that model itself competes too: in its own form it may be faster.
+placement of another tool's model, that model competes too, because its own form may be faster.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["Incumbent", "SelectionResult", "rank_finalists", "select_final"]
 
 MAX_FRONT_CANDIDATES = 8  # of a Pareto front, unless `top_k` is larger
 Incumbent = Evaluation | WarmStartModel
-"""An evaluated placement, or the model whose placement was an initial placement."""
+"""An evaluated placement, or the model of another tool whose placement was an initial one."""
 _GroupKey = tuple[str | int, ...]
 _StatesByBudget = Mapping[str, Mapping[int, BudgetState]]
 _IncumbentsByBudget = Mapping[str, Mapping[int, tuple[Incumbent, ...]]]
@@ -57,10 +57,10 @@ class SelectionResult:
     """Selection among the best placements of the searches of a task.
 
     Attributes:
-        states: State of each search at each budget, by its name; empty without a search.
-        incumbents: Placements of each search that are confirmed, the winner of the race first.
+        states: State by name of the search and by budget; empty without a search.
+        incumbents: Placements to confirm by name of the search and by budget, the winner of the race first.
         speedups: Speedups over the float model in the race, by digest; empty without a race.
-        surviving: Digests that were not eliminated among all seeds, by name of the searcher and budget.
+        surviving: Digests that the race over all seeds did not eliminate, by name of the searcher and budget.
     """
 
     states: _StatesByBudget
@@ -75,16 +75,18 @@ def select_final(
     retry_failed: bool = False,
     recovery: Recovery | None = None,
 ) -> SelectionResult:
-    """Return the state of each search of a task, with the incumbents to confirm, best first.
+    """Race the best placements of each search, and return the incumbents to confirm, best first.
 
-    The turns are logged in `final_selection.jsonl`, so a resumed task has the same winners. If the result of a winner
-    is wrong, all incumbents are compared with their files, and the race is repeated with the right ones.
+    The turns are logged in `final_selection.jsonl`, so a resumed task has the same winners. If a winner computes a
+    wrong result, all incumbents are compared with their files, and the race is repeated without the wrong ones.
 
     Args:
-        retry_failed: Time failed rows once more.
-        recovery: Recovered models, which compete at the largest budget, and the estimated losses of finalists: of files
-            that the race does not distinguish the one with the smallest loss wins, and one that is expected to miss the
-            bound is a finalist only if all of its search are.
+        running: The task with its settings and results folder.
+        open_engines: Function that opens engines in a fresh process.
+        retry_failed: Whether failed rows are timed once more.
+        recovery: Recovered models, which compete at the largest budget, and estimated losses of finalists. Of files
+            that the race does not distinguish, the one with the smallest loss wins. A file that is expected to miss the
+            bound is a finalist only if all files of its search are.
 
     Raises:
         UserError: The float model fails, or the log cannot be written.
@@ -98,7 +100,7 @@ def select_final(
 
 
 def _computes_wrong_result(running: TaskRun, run: SearchSpec, leader: Incumbent, look: bool = True) -> bool:
-    """Return whether an incumbent's outputs differ from its file's; see `_exclude_wrong_results` for `look`."""
+    """Return whether the runtime computes a wrong result for an incumbent; see `_exclude_wrong_results` for `look`."""
     if running.checker is None:
         return False
     candidate = _candidate_writer(run, running.task)(leader)
@@ -158,12 +160,14 @@ def _race_incumbents(
 def _exclude_wrong_results(
     running: TaskRun, recovery: Recovery, look: bool
 ) -> tuple[_StatesByBudget, Mapping[str, Mapping[int, tuple[WarmStartModel, ...]]]]:
-    """Return the states of the searches and their warm-start models, without models known to compute wrong results.
+    """Return the states of the searches and their warm-start models, without models that compute wrong results.
 
     The next best placements replace wrong ones.
 
     Args:
-        look: Compare incumbents with their files if they were not compared before.
+        running: The task with its settings and results folder.
+        recovery: Recovered models.
+        look: Whether incumbents that were not compared with their files before are compared now.
     """
     wrong, seen, largest = set[str](), set[str](), max(running.experiment.budget.evaluations)
     external = _warm_start_models_by_budget(running) | {
@@ -189,7 +193,7 @@ def _exclude_wrong_results(
 
 
 def _incumbents_or_fastest_wrong(running: TaskRun, led: _IncumbentsByBudget) -> _IncumbentsByBudget:
-    """Return the incumbents; a search with wrong placements only has its fastest, which tables mark as wrong."""
+    """Return the incumbents; for a search with only wrong placements the fastest, which tables mark as wrong."""
     if running.checker is None or all(leaders for budgets in led.values() for leaders in budgets.values()):
         return led
     found = _states_by_search(running)
@@ -203,9 +207,9 @@ def _incumbents_or_fastest_wrong(running: TaskRun, led: _IncumbentsByBudget) -> 
 
 
 def _warm_start_models_by_budget(running: TaskRun) -> dict[str, dict[int, tuple[WarmStartModel, ...]]]:
-    """Return the models that each search may choose at each budget, because it has the results of their placements.
+    """Return the models of other tools whose placements each search has evaluated within each budget.
 
-    Empty without a race, or with a bound on accuracy, because the models have no scores.
+    Empty without a race, or with a bound on accuracy, because these models have no scores.
     """
     goal, task, budgets = running.judge.goal, running.task, running.experiment.budget.evaluations
     raced = goal.minimize == "latency" and running.experiment.confirmation.candidates > 1
@@ -223,7 +227,7 @@ def _warm_start_models_by_budget(running: TaskRun) -> dict[str, dict[int, tuple[
 
 
 def _groups_by_searcher(running: TaskRun, led: _IncumbentsByBudget) -> dict[_GroupKey, list[str]]:
-    """Return the incumbents of each searcher at a budget over all seeds; one is its row in the main table."""
+    """Return the incumbents of all seeds by searcher and budget; the main table has one of them as a row."""
     lots: dict[_GroupKey, dict[str, None]] = {}
     for run in running.task.spec.runs:
         for budget, leaders in led[run.name].items():
@@ -241,7 +245,7 @@ def _states_by_search(running: TaskRun, without: Collection[str] = ()) -> _State
 
 
 def _search_journals(running: TaskRun) -> Iterator[tuple[SearchSpec, Path]]:
-    """Yield the searches with their journals; none if the space is empty."""
+    """Yield each search with its journal; nothing if the space is empty."""
     for run in running.task.spec.runs if len(running.task.searched_space) else ():
         yield run, running.folder / "runs" / f"{run.name}.jsonl"
 
@@ -254,7 +258,7 @@ def _incumbent_count(running: TaskRun) -> int:
 
 
 def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedComparison:
-    """Return the comparison of all incumbents; those of several searches are in it once."""
+    """Return the comparison of all incumbents, each once also if several searches found it."""
     task = running.task
     contested = running.experiment.confirmation.candidates > 1
     runs = [run for run in task.spec.runs if contested and led[run.name]]  # none if nothing is searched: emulated
@@ -309,7 +313,7 @@ def _candidate_writer(run: SearchSpec, task: Task) -> Callable[[Incumbent], Cand
 
 
 def _expected_within(leaders: tuple[Incumbent, ...], losses: Mapping[str, float], goal: Goal) -> tuple[Incumbent, ...]:
-    """Return the incumbents that are expected to keep the bound on other images; all, if none of them is."""
+    """Return the incumbents whose estimated loss keeps the bound, or all if none does."""
     kept = tuple(leader for leader in leaders if goal.loss_excess(losses.get(leader.digest, 0.0)) == 0)
     return kept or leaders
 
@@ -320,17 +324,17 @@ def rank_finalists(
     speedups: Mapping[str, float],
     losses: Mapping[str, float] | None = None,
 ) -> tuple[Incumbent, ...]:
-    """Return the incumbents in the order of the race, if there was one; failed placements come last.
+    """Return the incumbents in the order of the race, or in the given order without a race; failed ones come last.
 
-    Of those that the race does not distinguish, one with a smaller estimated loss comes first. Failed models of other
-    tools, which have no other reading, are left out. Such a model is chosen only if it beats all evaluated placements,
-    not if it ties: a placement can be explained.
+    Of those that the race does not distinguish, one with a smaller estimated loss comes first. Models of other tools
+    are left out if they failed, because they have no other reading, and come after placements that they tie with,
+    because a placement can be explained.
 
     Args:
         leaders: Incumbents of one search.
         close: Rows that the race did not eliminate.
         speedups: Speedups in the race, by row.
-        losses: Estimated losses by row; empty without a bound. A row without one has its loss of the search.
+        losses: Estimated losses by row; empty without a bound. Surviving rows without one come after those with one.
     """
     known = losses or {}
     evaluated = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)

@@ -1,8 +1,8 @@
 """Pre-screening of candidates by NVIDIA's compiler, before a GPU builds and times them.
 
-A candidate that the compiler refuses has failed. One with the kernels of a candidate that this search has timed gets
-that outcome, and its `info` refers to it. Kernels are compared by kind, implementation, types and shapes, in order;
-names of tensors have no influence on time.
+A candidate that the compiler refuses has failed. A candidate with the same kernels as one that this search has timed
+gets the outcome of that one, and its `info` refers to it. Kernels are compared by kind, implementation, types and
+shapes, in order; names of tensors have no influence on time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.timing.workers.trial_pool import TrialFn
 __all__ = ["Prescreening", "count_prescreened", "kernels_digest"]
 
 KERNELS, EQUAL_TO = "kernels", "equal_kernels"
-"""Keys of `Measured.info`: digest of the kernels, and digest of the timed candidate with the same ones."""
+"""Keys of `Measured.info`: digest of the kernels, and digest of the timed candidate with the same kernels."""
 REFUSED = "pre-screening: "
 
 
@@ -35,9 +35,9 @@ class Prescreening:
 
     Args:
         target: Key of `harness.runtimes.rtx_compile.compiler.TARGETS`.
-        entries: Journal of the search; its outcomes are known.
-        reuse: Give candidates with equal kernels one outcome. False: only refusals count, as where accuracy is part of
-            the objective, because kernels do not show the values of scales.
+        entries: Journal of the search, with the outcomes of earlier candidates.
+        reuse: Whether candidates with equal kernels share one outcome. False if accuracy is part of the objective,
+            because kernels do not show the values of scales; then only refusals count.
     """
 
     def __init__(self, target: str, entries: Iterable[JournalEntry], *, reuse: bool) -> None:
@@ -48,7 +48,12 @@ class Prescreening:
                 self._note(entry.proposal.digest, entry.result.outcome)
 
     def wrap(self, trial: TrialFn, engines: Engines) -> TrialFn:
-        """Return a trial function that builds and times only what the compiler neither refuses nor knows."""
+        """Return a trial function that times only candidates that the compiler accepts and whose kernels are new.
+
+        Args:
+            trial: Function that builds and times a candidate.
+            engines: Engines of the runtime, which `trial` uses.
+        """
 
         def attempt(candidate: Candidate, incumbent: Interval | None) -> Outcome:
             try:
@@ -78,13 +83,13 @@ class Prescreening:
 
 
 def _refer_to(candidate: str, timed: Measured) -> Measured:
-    """Return the outcome of a candidate with the kernels of a timed one, which took no time of a GPU."""
+    """Return the outcome of a timed candidate for another one with the same kernels, without time of a GPU."""
     info = {**timed.info, EQUAL_TO: candidate}
     return replace(timed, info=info, build_s=0.0, measure_s=0.0, release_s=0.0, evaluate_s=0.0)
 
 
 def kernels_digest(kernels: Iterable[Kernel]) -> str:
-    """Return a digest of what decides the latency of kernels: kind, implementation, types and shapes, in order."""
+    """Return a digest of the properties that determine latency: kind, implementation, types and shapes, in order."""
     return facts_digest(
         [
             [
@@ -98,7 +103,7 @@ def kernels_digest(kernels: Iterable[Kernel]) -> str:
 
 
 def count_prescreened(outcomes: Iterable[Outcome]) -> Counter[str]:
-    """Return the number of outcomes by "refused", "equal" and "timed"."""
+    """Return the numbers of outcomes that are "refused", "equal" and "timed"."""
     return Counter(
         "equal" if isinstance(each, Measured) and EQUAL_TO in each.info
         else "refused" if isinstance(each, Failed) and each.reason.startswith(REFUSED) else "timed"

@@ -1,10 +1,10 @@
-"""Recovery in a run: more accurate files of its fastest placements, and the losses to expect of them.
+"""Recovery in a run: more accurate files of its fastest placements, and estimates of their losses.
 
-What the Q/DQ pairs contain and corrected biases may regain the accuracy of a placement at the same latency. So, under a
-bound, the fastest placements within it, and the fastest that missed it, are given other range estimators, scales by
-channel and recovery steps; where that does not suffice, the nodes that cost most are left float. Files that then keep
-the bound on the images of the search are timed with the incumbents in the final selection. Each file, with recovery and
-without, has an estimated loss, which decides between files that are equally fast, and excludes those that are expected
+Other scales and corrected biases may regain the accuracy of a placement at the same latency. So, under a bound, the
+fastest placements within it, and the fastest that miss it, get other range estimators, scales by channel and recovery
+steps. If the file still misses the bound, the nodes that cost most accuracy are left float. Files that then keep the
+bound on the images of the search are timed with the incumbents in the final selection. Each file, with and without
+recovery, has an estimated loss, which decides between files that are equally fast, and excludes those that are expected
 to miss the bound on other images.
 """
 
@@ -51,25 +51,25 @@ from search.space import Placement, edges_digest
 __all__ = ["Recovery", "placements_to_recover", "recover_placements"]
 
 MAX_NEAR_MISSES = 2
-"""Of a search: placements that miss the bound."""
+"""Largest number of placements of a search that miss the bound and are recovered."""
 MAX_WITHIN = 2
-"""Of a search: placements within the bound."""
+"""Largest number of placements of a search within the bound that are recovered."""
 MAX_RECOVERED = 4
-"""Of a task; each costs up to a minute."""
+"""Largest number of recovered placements of a task; each takes up to a minute."""
 FLOAT_COUNTS = (1, 2, 4, 8, 16)
-"""Numbers of groups of nodes that are left float if a recovered placement still misses the bound. With more of them, a
-file is seldom faster than the float model."""
+"""Numbers of groups of nodes that are left float if a recovered placement still misses the bound. With more groups a
+file is rarely faster than the float model."""
 MAX_LOST_SHARE = 0.6
-"""A placement that lost a larger share of the float model's figure is broken, and not near the bound."""
+"""Largest loss, as a share of the float model's metric, of a placement that is recovered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Recovered models of a task, and the losses to expect of its finalists.
+    """Recovered models of a task, and estimated losses of its finalists.
 
     Attributes:
         models: Models within the bound on the images of the search, by the name of the search.
-        losses: Estimated loss of the metric by row, of recovered models and of their placements as given; see
+        losses: Estimated loss of the metric by row, for recovered models and for their placements without recovery; see
             `harness.selection.loss_estimate`.
     """
 
@@ -82,7 +82,8 @@ class _Attempt:
     """Model of a placement with its contents and steps.
 
     Attributes:
-        sqnr_db: SQNR of its outputs on held-out calibration samples.
+        sqnr_db: SQNR of the outputs on held-out calibration samples, in dB.
+        gains: Effect of each recovery step.
         left_float: Groups of nodes that are left float.
     """
 
@@ -101,7 +102,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoredFile:
-    """File of an attempt with its loss on the images of the search; infinite where it has no score."""
+    """File of an attempt with its loss on the images of the search; infinite without a score."""
 
     attempt: _Attempt
     path: Path
@@ -109,7 +110,7 @@ class _ScoredFile:
     stderr: float
 
     def facts(self, *, within: bool) -> dict[str, Any]:
-        """Return the record of the file."""
+        """Return the record of the file as JSON values; `within`: whether it keeps the bound."""
         steps = [asdict(gain) for gain in self.attempt.gains]
         left_float = [asdict(group) for group in self.attempt.left_float]
         return {
@@ -128,7 +129,12 @@ class _ScoredFile:
 def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
     """Recover the fastest placements of a task near its bound, and estimate the losses of all files.
 
-    Writes `recovery.json`; the files are in the scratch folder of the task, from which the finalists are exported.
+    Writes `recovery.json`; the files are in the scratch folder of the task, from which the finalists are exported. The
+    result is empty without a bound, or if recovery is switched off.
+
+    Args:
+        running: The task after its searches.
+        book: Store of the task's scores.
 
     Raises:
         UserError: The disk is full.
@@ -157,10 +163,10 @@ def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
 
 
 def placements_to_recover(running: TaskRun, trials: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the placements of a search near the bound whose more accurate files may win.
+    """Return the placements of a search that may win after recovery.
 
-    These are the fastest within the bound, and of those that miss it and are faster than the incumbent beyond the
-    noise the fastest and the one with the smallest loss.
+    These are the fastest ones within the bound. Of those that miss the bound and are faster than the incumbent by more
+    than the noise floor, they are the fastest and the one with the smallest loss.
     """
     ordered = sorted(trials, key=lambda trial: trial.latency_ms)
     within = list({trial.digest: trial for trial in ordered if is_feasible(trial.score)}.values())
@@ -214,9 +220,9 @@ def _has_time(running: TaskRun) -> bool:
 def _recover(
     running: TaskRun, book: AccuracyStore, placer: ModelPlacer, trial: Evaluation, batches: Sequence[Feeds]
 ) -> dict[str, Any]:
-    """Return the record of a placement: the first file expected to keep the bound, or the one with the smallest loss.
+    """Recover a placement, and return its record with the first file expected to keep the bound, or the best file.
 
-    The placement as given is scored too, so that both have a loss with its standard error.
+    The placement without recovery is scored too, so that both files have a loss with a standard error.
     """
     goal, folder, competes = running.judge.goal, running.task.work / "recovered", is_feasible(trial.score)
     scored: list[_ScoredFile] = []
@@ -240,7 +246,7 @@ def _recover(
 
 
 def _expected_within(scored: Sequence[_ScoredFile], goal: Goal) -> list[bool]:
-    """Return for each file whether its loss, and its estimated one, keep the bound."""
+    """Return for each file whether both its measured and its estimated loss keep the bound."""
     expected = [file.loss for file in scored]
     known = [i for i, file in enumerate(scored) if math.isfinite(file.loss + file.stderr)]
     estimated = estimate_losses(
@@ -252,7 +258,7 @@ def _expected_within(scored: Sequence[_ScoredFile], goal: Goal) -> list[bool]:
 
 
 def _score(running: TaskRun, book: AccuracyStore, path: Path, label: str) -> tuple[float, float]:
-    """Return the loss of a file on the images of the search, and its standard error; infinite where it has no score."""
+    """Return the loss of a file on the images of the search, and its standard error; infinite without a score."""
     goal, evaluator = running.judge.goal, running.judge.evaluator
     metric, score = goal.metric or "", book.score_file(path, label, evaluator)
     value = score.metrics.get(metric, math.nan) if isinstance(score, Accuracy) else math.nan
@@ -266,9 +272,9 @@ def _score(running: TaskRun, book: AccuracyStore, path: Path, label: str) -> tup
 def _iter_attempts(
     running: TaskRun, placer: ModelPlacer, trial: Evaluation, batches: Sequence[Feeds]
 ) -> Iterator[_Attempt]:
-    """Yield the placement as given, then with contents closer to the float model, with recovery and without it.
+    """Yield files of a placement: as given, with recovery steps, with other choices of scales, and partly float.
 
-    Then follows the recovered model with more and more groups of nodes left float, those first that cost most.
+    The last are recovered models with increasing numbers of groups left float, the groups that cost most first.
     """
     resolved, (_, held) = running.task.space.resolve(Placement(trial.choices)), split_held_out(batches)
     with suppress(UserError, CandidateError):  # ONNX Runtime may not run a model: nothing is recovered then
@@ -289,10 +295,10 @@ def _iter_attempts(
 
 
 def _iter_float_groups(groups: Sequence[FloatGroup]) -> Iterator[tuple[FloatGroup, ...]]:
-    """Yield more and more groups to leave float, each time without those at the outputs and with them, never all.
+    """Yield increasing sets of groups to leave float, each without and with the groups at the outputs, but never all.
 
-    The error at the outputs reaches them as it is, and a metric may suffer from it more than the SQNR shows: of a
-    detector, boxes and scores share a scale there.
+    Errors of the groups at the outputs are not attenuated, and a metric may lose more by them than the SQNR shows: the
+    boxes and scores of a detector share a scale there.
     """
     last = tuple(group for group in groups if group.at_outputs)
     others = tuple(group for group in groups if not group.at_outputs)
@@ -301,7 +307,7 @@ def _iter_float_groups(groups: Sequence[FloatGroup]) -> Iterator[tuple[FloatGrou
 
 
 def _estimate_losses(known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the estimated losses of recovered models and of their placements as given, by row."""
+    """Return the estimated losses of recovered models and of their placements without recovery, by row."""
     files: dict[str, MeasuredLoss] = {}
     for digest, facts in known.items():
         rows = {digest: "_before", **({recovered_row(facts["sha256"]): ""} if "sha256" in facts else {})}
@@ -321,7 +327,7 @@ def _known_model(facts: Mapping[str, Any] | None, trial: Evaluation) -> WarmStar
 
 
 def _read_known(running: TaskRun) -> dict[str, dict[str, Any]]:
-    """Return the records of placements by digest, of which the files are still there."""
+    """Return the records of placements whose files still exist, by digest."""
     path = running.folder / RECOVERY_FILE
     known = read_json(path)["placements"] if path.exists() else {}
     found = {}

@@ -1,6 +1,6 @@
-"""Run of an experiment: compose, search, select, score and confirm each task. Safe to repeat at any time.
+"""Run of an experiment: set up, search, select, score and confirm each task. A repeated run continues the results.
 
-A results folder holds, for each task:
+A results folder has for each task:
     env.json                machine on which it was begun
     float.json              latency at each float precision, and the fastest of them
     noise_floor.json        speedup of the rebuilt baseline over itself
@@ -12,18 +12,18 @@ A results folder holds, for each task:
     recovery.json           placements near the bound, with recovery steps, their gains and estimated losses
     final_selection.jsonl   raw samples of the final selection among the best of each search
     rows.json               finalists: exported files with their hashes, and the methods that chose them
-    accuracy.json           figures of the evaluator for each file
+    accuracy.json           scores of each file by the evaluator
     runtime_check.json      comparison of each file's outputs in the runtime with those that the file describes
     wrong_result/*          small models that reproduce wrong results
     confirmation.jsonl      raw samples of the confirmation
     models/*.onnx           exported files, byte for byte those that were timed and scored; *.dynamic.onnx have the
                             dynamic inputs of the original model
-    dynamic.json            sizes at which each of these was checked, or the reason why it was not written
+    dynamic.json            sizes at which each *.dynamic.onnx was checked, or the reason why it was not written
     stopped.txt             reason why the last run of the task ended early; removed on resume
 
-`manifest.json` of the results folder has length and digest of each file of finished tasks; a complete task is skipped.
-`env.json` and `task.json` are written once; their content must still hold on resume. Logs of lines are compressed
-(`.jsonl.gz`) when the task ends.
+`manifest.json` of the results folder has length and digest of each file of finished tasks; a finished task is skipped.
+`env.json` and `task.json` are written once and compared on resume. Logs are compressed (`.jsonl.gz`) when the task
+ends.
 """
 
 from __future__ import annotations
@@ -90,14 +90,16 @@ def run_experiment(
     """Run the missing parts of an experiment; a task that cannot be run does not stop the others.
 
     Args:
-        out: Results folder; created where missing.
-        accept_changes: Archive a task that was started with other inputs, and start it anew.
-        retry_failed: Attempt once more what failed in searches, final selections and confirmations.
-        answers: Receives incumbents that are confirmed while a search runs; None: none are.
+        experiment: The validated experiment.
+        out: Results folder; created if missing.
+        observer: Receiver of progress and messages.
+        accept_changes: Whether a task that was started with other inputs is archived and started anew.
+        retry_failed: Whether failed trials, final selections and confirmations are attempted once more.
+        answers: Function that receives incumbents confirmed while a search runs; None: no early answers.
 
     Raises:
-        SearchesBroke: Searchers raised what they should not; all else was done.
-        UserError: Something that the user can mend, in one task or more; whatever was measured is kept.
+        SearchesBroke: Searchers raised unexpected errors; everything else was done.
+        UserError: One task or more failed for a reason that the user can correct; all measurements are kept.
     """
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
@@ -143,12 +145,13 @@ def run_experiment(
 
 
 def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes: bool, observer: Observer) -> None:
-    """Run a task, and run it again, continuing its results, after it lost a worker.
+    """Run a task, and continue it after the loss of a worker.
 
     Args:
         folder: Folder of the task.
-        run_task: Runs the task; can be called again at any time.
-        accept_changes: If the inputs of the task have changed, archive its results and start over.
+        run_task: Function that runs or continues the task.
+        accept_changes: Whether the results of a task with changed inputs are archived, and the task starts anew.
+        observer: Receiver of messages.
 
     Raises:
         FingerprintMismatch: The inputs have changed, and `accept_changes` is False.
@@ -171,10 +174,10 @@ def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes
 
 
 def _raise_searcher_failures(tasks: Iterable[TaskSpec], out: Path) -> None:
-    """Raise with the searches whose searcher failed, and the location of their tracebacks.
+    """Raise an error with the failed searches and the location of their tracebacks.
 
     Raises:
-        SearchesBroke: There is one.
+        SearchesBroke: A searcher failed.
     """
     ends = {
         f"{spec.name} {run.name}": read_termination(out / spec.name / "runs" / f"{run.name}.jsonl")
@@ -198,10 +201,10 @@ class _TaskContext:
     """Task with the folder of its results.
 
     Attributes:
-        commit: The commit of the code that runs.
-        site: Machine or cluster that runs its engines.
+        commit: Commit of the running code.
+        site: Machine or cluster that runs the engines.
         retry_failed: See `run_experiment`.
-        searching: Stop where the finalists are picked; what other tasks find is not among them yet.
+        searching: Whether the run stops after the searches, because placements of other tasks are still missing.
         sink: See `answers` of `run_experiment`.
     """
 
@@ -319,7 +322,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
 def _make_answers(
     running: TaskRun, open_engines: Callable[[], AbstractContextManager[Engines]], sink: AnswerSink
 ) -> EarlyAnswers | None:
-    """Return the confirmation of incumbents, or None if several trials may run at once or latency is no objective."""
+    """Return the source of early answers, or None if trials run at the same time or latency is not minimised."""
     executor, goal = running.experiment.executor, running.judge.goal
     serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
     if not serial or goal.minimize != "latency" or running.task.accuracy_only:
@@ -341,7 +344,7 @@ def _make_answers(
 def _open_runtime_checker(
     task: Task, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
 ) -> Iterator[RuntimeChecker | None]:
-    """Open the checker that compares engines with their files, or None if the benchmarker runs no model."""
+    """Yield the checker that compares engines with their files, or None if the benchmarker runs no model."""
     if runs_no_model(task.spec.backend):
         yield None
         return

@@ -1,4 +1,4 @@
-"""Run models in their runtime and in ONNX Runtime without graph optimizations, and record how the outputs compare."""
+"""Check of models: comparison of their outputs in the runtime with those of a reference execution of the file."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ __all__ = ["CheckPlan", "RuntimeChecker", "make_check_plan", "runs_no_model"]
 
 CHECK_SAMPLE_COUNT = 4
 MAX_REPORTS = 3
-"""Number of wrong models per task that are reduced to small ones; usually all show the same fault."""
+"""Largest number of wrong models of a task that are reduced to small ones; usually all show the same fault."""
 REPORT_FOLDER_NAME = "wrong_result"
-"""Folder, in that of a task, of small models that show a fault."""
+"""Folder of small models that show a fault, in the folder of a task."""
 REFERENCE_THREADS = 4
 FLOAT_REFERENCE_LABEL = "the float model in ONNX Runtime"
 _IR_REASON = "an OpenVINO IR, whose operators were not compared one by one"
@@ -59,16 +59,16 @@ SATURATION_REASONS: Mapping[Literal["weights", "data"], str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPlan:
-    """Inputs and limits for comparing the models of one float model.
+    """Inputs and limits of the comparison of quantized forms of one float model.
 
     Attributes:
-        float_file: The float model in FP32.
-        floats: Its file for each benchmarker of the engines.
+        float_file: File of the float model in FP32.
+        floats: File of the float model for each benchmarker of the engines.
         feeds: Calibration samples; the first few are used.
         folder: Folder of the record and of small models.
         work: Scratch folder.
-        limits: Of the process that runs ONNX Runtime.
-        saturates: The processor adds products of 8-bit integers in 16 bits.
+        limits: Limits of the process that runs ONNX Runtime.
+        saturates: Whether the processor adds products of 8-bit integers in 16 bits.
     """
 
     float_file: Path
@@ -81,7 +81,7 @@ class CheckPlan:
 
 
 def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
-    """Return the check plan of a task; see `CheckPlan`."""
+    """Return the check plan of a task; for the arguments see `CheckPlan`."""
     return CheckPlan(
         float_file=task.float_file,
         floats={name: task.runtime_input_file(task.float_file, name) for name in task.benchmarkers},
@@ -94,12 +94,12 @@ def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -
 
 
 class RuntimeChecker:
-    """Check the models of one task. A context manager: it keeps a worker process for ONNX Runtime.
+    """Checker of the models of one task, a context manager that closes its worker process for ONNX Runtime.
 
     Args:
         plan: Files to compare.
-        engines: Of the runtime.
-        observer: Hears of wrong results.
+        engines: Engines of the runtime.
+        observer: Receiver of messages about wrong results.
     """
 
     def __init__(self, plan: CheckPlan, engines: Engines, observer: Observer) -> None:
@@ -129,11 +129,13 @@ class RuntimeChecker:
     def check(
         self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER, *, name: str = "", again: bool = False
     ) -> OutputCheck:
-        """Compare a model in the runtime with its file; a recorded check is returned unless `again`.
+        """Compare the outputs of a model in the runtime with those of its file, or return the recorded check.
 
         Args:
-            name: Name in messages.
-            again: Try once more what could not be checked.
+            candidate: The model.
+            benchmarker: Name of the runtime among those of the engines.
+            name: Name of the model in messages.
+            again: Whether a model that could not be checked is tried once more.
 
         Raises:
             UserError: The disk is full.
@@ -159,7 +161,11 @@ class RuntimeChecker:
         return found
 
     def check_rows(self, table: FinalistSet, again: bool = False) -> None:
-        """Check the unchecked rows of a table, and report those that could not be checked.
+        """Check the unchecked rows of a table, and report those that cannot be checked.
+
+        Args:
+            table: Exported rows.
+            again: Whether rows that could not be checked are tried once more.
 
         Raises:
             UserError: The disk is full.
@@ -204,7 +210,7 @@ class RuntimeChecker:
         )
 
     def _file_outputs(self, path: Path) -> Outputs | Failed:
-        """Return what a file describes: an OpenVINO IR is computed by OpenVINO without integer kernels."""
+        """Return the outputs of the reference execution: of ONNX Runtime, or for an IR of OpenVINO in float."""
         if path.suffix != IR_SUFFIX:
             return self._reference(self._truncated_model(path), self._feeds)
         params = {"integer_kernels": False, "precision": "f32", "threads": 1}
@@ -216,7 +222,7 @@ class RuntimeChecker:
 
     @cached_property
     def _compared_outputs(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        """Return the outputs that are not compared, and their substitutes if no other output is left.
+        """Return the outputs that are not compared, and the tensors to compare if no other output is left.
 
         Raises:
             EvaluationFailed: The float model does not run in ONNX Runtime.
@@ -228,7 +234,7 @@ class RuntimeChecker:
         return (frozenset(), sources) if sources else (skipped, ())
 
     def _truncated_model(self, path: Path) -> Path:
-        """Return the file itself, or where every output depends on indices, a copy that ends in front of them."""
+        """Return the file itself, or a copy that ends before the indices if every output depends on indices."""
         if not self._compared_outputs[1] or path.suffix == IR_SUFFIX:
             return path
         target = self._scratch / "cut.onnx"
@@ -236,7 +242,7 @@ class RuntimeChecker:
         return target
 
     def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
-        """Return a record with the operator that differs; a suspect model is wrong only if there is one."""
+        """Return the check with the operator that differs; a suspect model without such an operator is not wrong."""
         if found.is_wrong and sum(bool(each.model) for each in self._record.values()) >= MAX_REPORTS:
             return replace(found, reason=f"its operator was not looked for: see the first {MAX_REPORTS} wrong results")
         suspect = SuspectModel(
@@ -270,7 +276,7 @@ class RuntimeChecker:
         return self._plan.work
 
     def _float_outputs(self, benchmarker: str) -> Outputs | Failed:
-        """Return the float model's outputs in a runtime; "": in ONNX Runtime without graph optimizations."""
+        """Return the float model's outputs in a runtime, or with "" those of the reference execution."""
         if benchmarker not in self._floats:
             self._floats[benchmarker] = (
                 self._run(self._truncated_model(self._plan.floats[benchmarker]), self._feeds, benchmarker)
@@ -298,7 +304,7 @@ class RuntimeChecker:
         return self._stack.enter_context(open_engines(worker, self._plan.limits))
 
     def _read_record(self) -> dict[str, OutputCheck]:
-        """Return the record, unless it is of another model or runtime."""
+        """Return the recorded checks by model and benchmarker; none if they are of another model or runtime."""
         if not self._path.exists():
             return {}
         body: dict[str, Any] = read_json(self._path)
@@ -308,7 +314,7 @@ class RuntimeChecker:
 
 
 def runs_no_model(use: PluginSpec) -> bool:
-    """Return whether a benchmarker runs no model, such as a simulation or a replay."""
+    """Return whether a benchmarker, such as a simulation or a replay, runs no model."""
     return capabilities_of(registry.load_plugin("benchmarker", use.use)).in_process
 
 

@@ -1,4 +1,4 @@
-"""Shapes of a task whose model has a `shape_set`: the float model at each, and its latencies for the worst ratio."""
+"""Shapes of a task whose model has a `shape_set`: files of the float model, and its latencies for the worst ratio."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ T = TypeVar("T")
 
 
 def make_shape_set(task: Task, folder: Path, open_engines: SpecEngineFactory, observer: Observer) -> ShapeSet | None:
-    """Return the shapes that the placements of a task are timed at; None: the shape of the search alone.
+    """Return the shapes at which the placements of a task are timed, or None for the shape of the search.
 
-    The float model at each shape is written to the scratch folder. For the objective "worst" it is timed at all of them
-    in turns, once: the medians are stored, so that a resumed run has the same scale.
+    The float model at each shape is written to the scratch folder. For the objective "worst" it is timed once at all
+    shapes in turns. The medians are stored in `shapes.json`, so that a resumed run has the same scale.
 
     Args:
-        folder: The task's folder.
-        open_engines: Opens engines where the task runs.
+        task: The task.
+        folder: Folder of the task's results.
+        open_engines: Function that opens engines on the machine of the task.
+        observer: Receiver of the progress.
 
     Raises:
         UserError: The model cannot be loaded at a shape, or fails there, or the latencies are those of another model.
@@ -87,7 +89,7 @@ def _with_float_latencies(
 
 
 def _time_float(shapes: list[TimedShape], task: Task, engines: Engines, observer: Observer) -> dict[str, float]:
-    """Return the median latency of the float model at each shape, timed in turns."""
+    """Return the median latency in ms of the float model at each shape, timed in turns."""
     handles: dict[str, int] = {}
     readings: dict[str, list[float]] = {shape.label: [] for shape in shapes}
     with observer.work(f"float at {len(shapes)} shapes", FLOAT_ROUNDS * len(shapes)) as step:

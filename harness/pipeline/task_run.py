@@ -1,4 +1,4 @@
-"""Run of the searches of one task, and the fingerprint that must not change meanwhile."""
+"""Run of the searches of one task, and the fingerprint that must not change during the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
 __all__ = ["TaskRun"]
 
 PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
-"""Precisions added to a dialect later, which change no candidate of a task."""
+"""Precisions that were added to dialects later; they are left out of fingerprints because they change no candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class TaskRun:
     """State of a task while its searches run.
 
     Attributes:
-        checker: Compares engines with their files; None where the benchmarker runs no model.
-        answers: Confirms incumbents while searches run; None: at the end only.
-        shapes: Shapes that placements are timed at; None: that of the search alone.
-        limit: Limit on the wall-clock of the task; None: there is none.
-        later_s: Expected time after the searches; 0: unknown.
+        checker: Comparison of engines with their files; None if the benchmarker runs no model.
+        answers: Source of early answers; None: incumbents are confirmed only at the end.
+        shapes: Shapes at which placements are timed; None: the shape of the search.
+        limit: Limit on the wall-clock time of the task; None: no limit.
+        later_s: Expected seconds after the searches; 0: unknown.
     """
 
     experiment: Experiment
@@ -71,9 +71,14 @@ class TaskRun:
     later_s: float = 0.0
 
     def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
-        """Run one search, or the rest of it; record why it ended if its budget is not spent.
+        """Run or continue one search, and record the reason if it ends before its budget is spent.
 
-        A search whose searcher failed continues, or starts anew if the searcher now proposes something else.
+        A search whose searcher failed continues, or starts anew if the searcher now makes other proposals.
+
+        Args:
+            run: Searcher and seed.
+            workers: Maker of the queue of trials.
+            retry_failed: Whether failed trials are attempted once more.
         """
         journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"
         before = read_termination(
@@ -147,7 +152,7 @@ class TaskRun:
         return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
 
     def _search_seconds(self, journal: Journal) -> float | None:
-        """Return the wall-clock at which a search ends, earlier runs of it included; None: no limit."""
+        """Return the wall-clock seconds that a search may take, including earlier runs of it, or None for no limit."""
         budget = self.experiment.budget
         limits = [] if budget.minutes is None else [budget.minutes * 60]
         left = 1 + sum(map(self.is_unbegun, self.task.spec.runs))
@@ -157,7 +162,7 @@ class TaskRun:
         return min(limits, default=None)
 
     def _note(self, trial: TrialEvent, describe: Callable[..., str], left: TimeLeft) -> str:
-        """Return incumbent, confirmed speedup, expected further gain and time left for the line of progress."""
+        """Return the text of the progress line: incumbent, confirmed speedup, expected further gain, time left."""
         best = "" if trial.best_ms is None else describe(trial.best_ms, is_float=trial.best_is_float)
         gain = "" if trial.expected_gain is None else f"expected further gain {trial.expected_gain:.1%}"
         confirmed = self.answers.note if self.answers else ""
@@ -198,11 +203,11 @@ class TaskRun:
 
     @property
     def _reference_latency_ms(self) -> float | None:
-        """See `level`."""
+        """Return the baseline's latency in ms if candidates are timed in turns with it, or None."""
         return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.interleave)
 
     def _search_fingerprint(self, run: SearchSpec) -> dict[str, Any]:
-        """Return the fingerprint of a search; later keys are included only if they differ from their defaults."""
+        """Return the fingerprint of a search; keys added later are included only if they differ from the default."""
         window = self.experiment.executor.max_pending
         method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
@@ -221,7 +226,7 @@ class TaskRun:
         return not has_lines(self._journal(run))
 
     def is_unfinished(self, run: SearchSpec) -> bool:
-        """Return whether a search may have something left to measure, also if it had no more proposals."""
+        """Return whether a search has fewer results than its budget, also if its searcher had no more proposals."""
         path = self._journal(run)
         known = {entry.proposal.digest for entry in read_journal(path) if entry.result} if has_lines(path) else ()
         return len(known) < max(self.experiment.budget.evaluations)
@@ -239,7 +244,7 @@ class TaskRun:
         return facts_digest(self.experiment.model_dump(mode="json", exclude=unused))
 
     def task_digest(self) -> str:
-        """Return the digest of the experiment's settings for the task and of its inputs, other models included."""
+        """Return a digest of the experiment's settings and of the task's inputs, including models of other tools."""
         brought = {name: digest_file(f.path) for name, f in self.task.external_models.items() if f.path is not None}
         models = [brought] if brought else []
         return facts_digest([self.experiment_digest, *models, *map(self._search_fingerprint, self.task.spec.runs)])
@@ -264,7 +269,7 @@ class TaskRun:
         }
 
     def task_facts(self) -> dict[str, Any]:
-        """Return the facts about the task that readers of the results need."""
+        """Return the content of `task.json`: the fingerprint and other facts that readers of the results need."""
         return {
             "schema": SCHEMA_VERSION,
             "config": self.experiment_digest,

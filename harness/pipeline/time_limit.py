@@ -1,4 +1,4 @@
-"""Wall-clock of a task: how its phases share a limit, and how much is left."""
+"""Wall-clock limit of a task: its division between the phases, and estimates of the time left."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 __all__ = ["TimeLeft", "TimeLimit", "seconds_after_searches"]
 
 SEARCH_SHARE = 0.5
-"""Share of the limit at which searches end; the noise floor, the calibration and the float model's score count."""
+"""Share of the limit at which searches end, including noise floor, calibration and the score of the float model."""
 MIN_SEARCH_SHARE = 0.1
-"""Share that searches get in any case, if the set-up took longer."""
+"""Smallest share of the limit for the searches, however long the set-up took."""
 RECOVERY_SHARE = 0.7
-"""Share of the limit from which no further file is recovered."""
+"""Share of the limit after which no further recovery starts."""
 MIN_PLAN = Confirmation(builds=3, rounds=4)
-"""Least confirmation."""
+"""Smallest confirmation, which is made even if the limit is exceeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """Limit of a task, with the clock of its phases, which counts interrupted runs too.
+    """Time limit of a task, with the clock of its phases, which includes interrupted runs.
 
-    What has begun ends: a candidate, a file that is recovered, the scores of the finalists. So a task may take longer
-    by one of them, and by the least confirmation.
+    A step that has begun is finished: a candidate, the recovery of a file, the scores of the finalists. So a task may
+    exceed its limit by one step and by the smallest confirmation.
 
     Attributes:
-        seconds: Of the whole task.
+        seconds: Limit of the whole task.
     """
 
     seconds: float
     clock: PhaseClock
 
     def search_seconds(self, searches: int) -> float:
-        """Return the time of the next of a number of searches."""
+        """Return the seconds for the next search if this number of searches is left."""
         left_s = SEARCH_SHARE * self.seconds - self.clock.elapsed_s
         return max(left_s, MIN_SEARCH_SHARE * self.seconds) / max(1, searches)
 
     @property
     def allows_recovery(self) -> bool:
-        """Return whether another file may be recovered."""
+        """Return whether another recovery may start."""
         return self.clock.elapsed_s < RECOVERY_SHARE * self.seconds
 
     def shorten(self, plan: Confirmation, rows: int, begun: Confirmation | None = None) -> Confirmation:
-        """Return a plan with fewer builds and rounds if the whole one would take longer than the remaining time.
+        """Return the plan, with fewer builds and rounds if it would take longer than the remaining time.
 
         Args:
-            rows: Number of rows; a turn of each takes as long as one of the noise floor.
-            begun: Plan of an interrupted confirmation, which is kept, as another one would start anew.
+            plan: Schedule of the experiment's confirmation.
+            rows: Number of rows; a turn of each is assumed to take as long as one of the noise floor.
+            begun: Plan of an interrupted confirmation, which is returned because another plan would start anew.
         """
         if begun is not None:
             return plan.model_copy(update={"builds": begun.builds, "rounds": begun.rounds})
@@ -69,9 +70,9 @@ class TimeLeft:
     """Estimate of the time until the end of a task while a search runs.
 
     Attributes:
-        evaluations: Evaluations of this search and of those that have not begun.
-        replayed: Evaluations of an interrupted run, which take no time.
-        later_s: See `seconds_after_searches`.
+        evaluations: Number of evaluations of this search and of those that have not begun.
+        replayed: Number of evaluations of an interrupted run, which take no time.
+        later_s: Expected seconds after the searches, see `seconds_after_searches`.
     """
 
     evaluations: int
@@ -80,7 +81,7 @@ class TimeLeft:
     since_s: float = field(default_factory=time.monotonic)
 
     def describe(self, spent: int) -> str:
-        """Describe the time left after a number of evaluations of this search; empty if it cannot be estimated."""
+        """Return the time left after a number of evaluations of this search as text, or "" if it is unknown."""
         if spent <= self.replayed or not self.later_s:
             return ""
         pace_s = (time.monotonic() - self.since_s) / (spent - self.replayed)
@@ -89,9 +90,11 @@ class TimeLeft:
 
 
 def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int, searches: int) -> float:
-    """Return the expected time of final selection and confirmation, by the turns of the noise floor; 0: unknown.
+    """Estimate the seconds of final selection and confirmation from the turns of the noise floor; 0: unknown.
 
     Args:
+        clock: Clock of the task's phases.
+        plan: Schedule of the confirmation.
         baselines: Number of confirmed rows that no search finds, without the float model.
         searches: Number of searches; the race halves their candidates after its first round.
     """
@@ -103,5 +106,5 @@ def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int
 
 
 def _turn_seconds(clock: PhaseClock) -> float:
-    """Return the time of a turn of one row in the noise floor, builds included; it has two rows."""
+    """Return the seconds of a turn of one row in the noise floor, including builds; it has two rows."""
     return clock.seconds_of("noise floor") / (2 * NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds)

@@ -1,7 +1,7 @@
 """Transfer of placements between tasks: same model on another backend, other model on the same backend.
 
-Between backends the best placement goes over edge by edge, and takes the other backend's dialect. Between models it
-goes over by the pattern cache: each pattern that both models have takes the best scheme that was found for it.
+Between backends the best placement is transferred edge by edge and written in the other backend's dialect. Between
+models it is transferred by the pattern cache: each pattern that both models have gets the best scheme found for it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ from search.space import Placement
 __all__ = ["PATTERN_CACHE_NAME", "TransferredPlacement", "transferred_placements", "write_pattern_cache"]
 
 PATTERN_CACHE_NAME = "patterns.yaml"
-"""A task's pattern cache; `initial` of another experiment takes it too."""
+"""File name of a task's pattern cache, which `initial` of another experiment can name."""
 
 TransferredPlacement = Placement | str
-"""A placement of this task's space that another task found, or why there is none."""
+"""A placement of this task's space that another task found, or the reason why there is none."""
 
 
 def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
-    """Write the pattern cache learned by the searches of a task; nothing if none measured the float model.
+    """Write the best schemes of the searches of a task as a pattern cache; nothing if none measured the float model.
+
+    Args:
+        task: The task.
+        goal: Objective of the searches.
+        folder: Folder of the task's results, with the journals.
 
     Raises:
         UserError: The file cannot be written.
@@ -57,9 +62,10 @@ def transferred_placements(
     """Return the placements found for sibling tasks, by the name of their row.
 
     Args:
-        kinds: "backends": the same model elsewhere; "models": others on the same backend.
-        tasks: All of the experiment, searched and with their finalists picked.
-        out: The folder that their folders lie in.
+        kinds: "backends": the same model on other backends; "models": other models on the same backend.
+        task: Task that receives the placements.
+        tasks: All tasks of the experiment, after their searches and the selection of their finalists.
+        out: Results folder of the experiment.
     """
     found: dict[str, TransferredPlacement] = {}
     for other in tasks:

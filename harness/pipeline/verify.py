@@ -44,9 +44,9 @@ from search.space import Placement
 __all__ = ["CheckResult", "ExportedRow", "find_exported_row", "verify"]
 
 Bound = float | str
-"""Absolute, or a share of the float model's figure such as "1%"."""
+"""Largest loss of the metric: absolute, or a share of the float model's metric such as "1%"."""
 RELATIVE_SCORE_TOLERANCE = 1e-6
-"""Metrics may differ by so much: an evaluator adds in floating point, and so may a runtime with several threads."""
+"""Largest relative difference of equal metrics: evaluators, and runtimes with several threads, round differently."""
 REPRODUCTION_SCHEDULE = Confirmation(builds=3, rounds=4, samples=8)
 
 
@@ -55,9 +55,9 @@ class CheckResult:
     """Result of one check.
 
     Attributes:
-        what: "file", "edges", "accuracy", "bound", "runtime" (it computes what the file says) or "latency".
-        holds: It agrees with the results folder, and the accuracy bound holds; None if the folder has no record of it.
-        found: Recorded value, and the value found now.
+        what: "file", "edges", "accuracy", "bound", "runtime" (correct results) or "latency".
+        holds: Whether the value agrees with the record, or keeps the bound; None without a record.
+        found: Text with the recorded value and the value found now.
     """
 
     what: str
@@ -73,17 +73,21 @@ def verify(
     base: Path | None = None,
     max_drop: Bound | None = None,
 ) -> list[CheckResult]:
-    """Reproduce the recorded facts of a file, and check its accuracy against the bound.
+    """Reproduce the recorded facts of an exported file, and compare its accuracy with the bound.
 
     Args:
-        model: An exported model; or a row with its file.
-        results: The results folder; by default the one in whose `TASK/models` the file lies.
-        base: Folder that relative paths of the experiment start from; by default the working folder.
-        max_drop: Bound on the loss of accuracy in the place of the experiment's, as its `objective.max_drop`.
+        model: Path of an exported model, or a row with its file.
+        observer: Receiver of the progress.
+        results: Results folder; by default the one whose `TASK/models` contains the file.
+        base: Folder from which relative paths of the experiment start; by default the working folder.
+        max_drop: Bound on the loss of accuracy that replaces `objective.max_drop` of the experiment.
+
+    Returns:
+        One result for each check.
 
     Raises:
-        UserError: No such file, no results of it, the task cannot be composed any more, or `max_drop` for a model
-            without an evaluator.
+        UserError: The file or its results do not exist, the task can no longer be set up, or `max_drop` is given for a
+            model without an evaluator.
     """
     file = model.file if isinstance(model, ExportedRow) else model
     if not file.is_file():
@@ -119,11 +123,11 @@ def verify(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedRow:
-    """A row of a results folder with its file: one file may be that of several rows.
+    """Row of a results folder with its file, which several rows may share.
 
     Attributes:
-        task: Name of its task.
-        row: Its id.
+        task: Name of the task.
+        row: Id of the row.
     """
 
     task: str
@@ -135,10 +139,11 @@ def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
     """Return the exported model of a row.
 
     Args:
-        where: The row, see `harness.report.trace.find_main_row`.
+        folder: Results folder.
+        where: Name of the row, see `harness.report.trace.find_main_row`.
 
     Raises:
-        UserError: No row is named, there is none such, or its model is not there; those that are, are listed.
+        UserError: No row is named, or the row or its model does not exist; the message lists those that exist.
     """
     results = load(folder)
     if where is not None:
@@ -153,7 +158,7 @@ def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
 
 
 def _exported_lines(task: TaskResults) -> list[str]:
-    """Return a line for each exported file: by the methods that chose it, or by its row if none did."""
+    """Return a line for each exported file with the methods that chose it, or with its row if none did."""
     labels = [
         (pick.row, f"{pick.method}{'' if pick.budget is None else f' after {pick.budget}'}") for pick in task.picks
     ]
@@ -171,7 +176,7 @@ def _exported_row(task: TaskResults, row: str) -> ExportedRow | None:
 def _find_row(
     tasks: tuple[TaskResults, ...], file: Path, digest: str, folder: Path
 ) -> tuple[TaskResults, ExportedModel]:
-    """Return the row of a file: by its path in a task's own folder, else by its content."""
+    """Return the row of a file, found by its path in a task's folder or else by its content."""
     rows = [(task, row) for task in tasks for row in task.rows.values()]
     for task, row in rows:
         if (task.folder / "models" / row.file).resolve() == file.resolve():
@@ -187,7 +192,7 @@ class _Reproduction:
     """Reproduction of one row.
 
     Attributes:
-        bound: Largest loss of accuracy; None: any.
+        bound: Largest allowed loss of accuracy; None: no bound.
     """
 
     file: Path
@@ -236,7 +241,7 @@ class _Reproduction:
         return replace(table.candidate(self.row), source=lambda: self.file)
 
     def _check_edges(self, task: Task) -> CheckResult:
-        """Asked against delivered; a model that another tool made is only counted."""
+        """Compare the requested Q/DQ edges with those in the file; those of another tool's model are only counted."""
         if self.row.choices is None:
             pairs = count_pairs(self.file)
             text = f"{self.row.pairs} Q/DQ pairs recorded, {pairs} in the file"
@@ -249,7 +254,7 @@ class _Reproduction:
     def _check_score(
         self, score: Mapping[str, Any], engines: Engines, task: Task, observer: Observer
     ) -> Iterator[CheckResult]:
-        """Score the row again, compare that with the record, and hold it to the bound."""
+        """Score the row again, and compare the score with the record and the bound."""
         book = AccuracyStore(self.scratch, engines, observer)
         reference = book.float_score(task.model_file)
         found = reference if self.row.id == FLOAT_ROW else book.score_row(self._candidate(task), self.row)
@@ -273,7 +278,7 @@ class _Reproduction:
         return CheckResult(what="accuracy", holds=not differing, found=f"{text}{self._check_recorded_loss()}")
 
     def _check_recorded_loss(self) -> str:
-        """Return the recorded loss of the row and whether it is within the bound, or "" if there is none."""
+        """Return a text with the recorded loss of the row and the bound, or "" without a recorded loss."""
         results, row = self.results, self.row.id
         drop, bound = results.drop(row), results.allowed
         if drop is None or row == FLOAT_ROW or results.metric is None or results.metric in METRIC_CAPS:
@@ -289,7 +294,7 @@ class _Reproduction:
         return f"{shown}, {'beyond' if results.goal.loss_excess(drop) else 'within'} the bound {bound:g}"
 
     def _check_outputs(self, engines: Engines, task: Task) -> CheckResult:
-        """Compare what the runtime computes with the file; a wrong result holds nowhere."""
+        """Compare the outputs in the runtime with those of a reference execution of the file."""
         plan = make_check_plan(task, self.scratch, self.experiment.limits, machine_lacks_vnni())
         with RuntimeChecker(plan, engines, NullProgress()) as checker:
             found = checker.check(self._candidate(task), self.row.benchmarker, name=self.row.id)
@@ -300,7 +305,7 @@ class _Reproduction:
         return CheckResult(what="runtime", holds=not (found.is_wrong or text), found=f"{text}{found}")
 
     def _check_speedup(self, recorded: Interval, worker: WorkerSpec, task: Task, observer: Observer) -> CheckResult:
-        """Measure the speedup with new builds; it holds unless it is lower than the recorded one beyond the floor."""
+        """Measure the speedup with new builds; it fails only if it is lower than the record beyond the noise floor."""
         baseline = TimedRow(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement()))
         turn = TimedRow(name=self.row.id, candidate=self._candidate(task), benchmarker=self.row.benchmarker)
         events = []

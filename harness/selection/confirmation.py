@@ -1,6 +1,7 @@
-"""Confirmation of the rows of a task, and the noise floor before its searches; raw turns are stored.
+"""Confirmation of the rows of a task, and the noise floor before its searches.
 
-`confirmation.jsonl` grows turn by turn, so an interrupted confirmation continues; `noise_floor.json` is written once.
+Raw turns are stored: `confirmation.jsonl` grows turn by turn, so an interrupted confirmation continues;
+`noise_floor.json` is written once.
 """
 
 from __future__ import annotations
@@ -48,15 +49,17 @@ def measure_noise_floor(
     folder: Path,
     observer: Observer,
 ) -> float:
-    """Return the gain of the baseline over itself, rebuilt, before any search; measure it once.
+    """Return the gain of the rebuilt baseline over itself, measured once before the searches and then read.
 
-    See `harness.statistics.noise_floor_from_ratios`.
+    The gain is relative, so 0.02 is a speedup of 1.02; see `harness.statistics.noise_floor_from_ratios`.
 
     Args:
-        open_engines: Opens engines where the task runs.
+        open_engines: Function that opens engines on the machine of the task.
+        worker: Specification of the worker.
         model_file: The float model.
         backend: Facts of the benchmarker.
         folder: Folder of the task.
+        observer: Receiver of the progress.
 
     Raises:
         UserError: The baseline fails, or the floor was measured with another model, runtime or device.
@@ -87,10 +90,10 @@ def measure_noise_floor(
 
 
 def read_noise_floor(folder: Path) -> float:
-    """Return the floor that was measured before the searches of a task; 0 without one.
+    """Return the noise floor that was measured before the searches of a task, or 0 without one.
 
     Raises:
-        UserError: The file is damaged, or its floor is no number of at least 0.
+        UserError: The file is damaged, or its floor is not a number of at least 0.
     """
     path = folder / NOISE_FLOOR_FILE_NAME
     floor = read_json(path).get("noise_floor", 0.0) if path.exists() else 0.0
@@ -105,10 +108,11 @@ def reference_latency_if_noisy(
     """Return the baseline's latency in milliseconds if candidates are to be timed in turns with it, or None.
 
     Args:
-        backend: A backend that cannot take turns (`interleaved` of `harness.api.Capabilities`) gives None.
-        interleave: Setting of the experiment; "auto": in turns if the baseline's turns before the searches scatter by
-            more than `NOISY_TURN_SD` (standard deviation on the log scale). The floor is no criterion: its turns are
-            paired, so it stays low on a machine whose speed changes, unlike single readings.
+        folder: Folder of the task.
+        backend: Backend; None is returned if it cannot take turns (`interleaved` of `harness.api.Capabilities`).
+        interleave: Setting of the experiment; "auto": in turns if the baseline's turns before the searches have a
+            standard deviation above `NOISY_TURN_SD` on the log scale. The noise floor is not a criterion: its turns are
+            paired, so unlike single readings it stays low on a machine whose speed changes.
     """
     if not capabilities_of(registry.load_plugin("benchmarker", backend.use)).interleaved:
         return None
@@ -119,7 +123,7 @@ def reference_latency_if_noisy(
 
 
 def baseline_latency(folder: Path) -> float:
-    """Return the baseline's latency in milliseconds before the searches of a task: the scale of all readings."""
+    """Return the baseline's latency in ms before the searches of a task, to which all readings are scaled."""
     return summarize_turns(_noise_floor_events(folder), baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 
 
@@ -136,15 +140,19 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     observer: Observer,
     retry_failed: bool = False,
 ) -> None:
-    """Take the turns of the confirmation that are missing.
+    """Time the missing turns of the confirmation, and append them to its log.
 
-    If the rows (by the digests of their files), the plan, the number of rows in a worker or the runtime changed, it
-    starts anew, and the old log is archived as `confirm.<n>.jsonl`.
+    If the rows (by the digests of their files), the plan, the number of rows in a worker or the runtime changed, the
+    confirmation starts anew, and the old log is archived as `confirm.<n>.jsonl`.
 
     Args:
-        open_engines: Opens engines where the task runs.
+        plan: Numbers of builds, rounds and samples.
+        open_engines: Function that opens engines on the machine of the task.
+        worker: Specification of the worker.
+        table: Exported rows.
         backend: Facts of the benchmarker.
-        retry_failed: Try failed rows once more.
+        observer: Receiver of the progress.
+        retry_failed: Whether failed rows are timed once more.
 
     Raises:
         UserError: The baseline fails, or the log cannot be written.
@@ -174,7 +182,7 @@ def read_begun_plan(folder: Path) -> Confirmation | None:
     """Return the plan of a confirmation that has begun, or None.
 
     Raises:
-        UserError: Its log is damaged.
+        UserError: The log of the confirmation is damaged.
     """
     path = folder / CONFIRMATION_LOG_NAME
     header = next((line for _, line in read_lines(path)), None) if stored_path(path) is not None else None

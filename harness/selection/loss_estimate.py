@@ -1,10 +1,10 @@
 """Joint estimate of the losses of several files that were scored on the same few images.
 
-The loss of a file on few images scatters by about a point, and the fastest of the files that seem to be within a bound
-is often one whose measured loss is too small by chance. The error of a file's outputs scatters much less, and the loss
-of a metric grows with it. So the measured loss of each file is averaged with the loss that its output error predicts,
-each weighted by its precision (Fay and Herriot 1979, "Estimates of income for small places", section 2; the variance
-between files by moments as in DerSimonian and Laird 1986). On many images the measured losses remain as they are.
+The loss of a file on few images is uncertain by about a point, and the fastest of the files that seem to be within a
+bound is often one whose measured loss is too small by chance. The error of a file's outputs is much less uncertain, and
+the loss of a metric grows with it. So the measured loss of each file is averaged with the loss that its output error
+predicts, each weighted by its precision (Fay and Herriot 1979, "Estimates of income for small places", section 2; the
+variance between files by moments as in DerSimonian and Laird 1986). On many images the estimate is the measured loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["MeasuredLoss", "estimate_losses"]
 
 MIN_VARIANCE_SHARE = 0.25
-"""Smallest variance of a loss relative to the mean one: no changed answer on few images is no proof."""
+"""Smallest variance of a loss relative to the mean variance: zero changed answers on few images prove nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class MeasuredLoss:
     """Loss of a metric on some images, and the error of the outputs.
 
     Attributes:
-        loss: Loss against the float model, positive if the file is worse.
+        loss: Loss of the metric relative to the float model, positive if the file is worse.
         stderr: Standard error of the loss over images.
-        sqnr_db: SQNR of the outputs against the float model's, on calibration samples that no range or weight of the
-            file was fitted to. Recovery chooses between a few contents by them, so it is slightly too large.
+        sqnr_db: SQNR of the outputs relative to the float model's, in dB, on calibration samples to which no range or
+            weight of the file was fitted. It is slightly too large, because recovery chooses between files by it.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""Paired comparison: candidates timed in turns against a baseline, optionally logged turn by turn and resumable."""
+"""Paired comparison: candidates timed in turns with a baseline, with an optional log from which it can continue."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class PairedComparison:
         name: Name in the progress bar and in messages.
         path: Log of the turns; None to keep them in memory only.
         header: Inputs of the comparison as JSON values; a log with another header is archived.
-        noise_floor: Known noise floor; that of the twins is used if it is larger.
-        first_build: Number of the first build, if the log has earlier builds of other rows.
+        noise_floor: Known noise floor; the one of the rebuilt baseline is used if it is larger.
+        first_build: Number of the first build, above 0 if the log has earlier builds of other rows.
     """
 
     name: str
@@ -63,12 +63,15 @@ class PairedComparison:
 def run_comparison(
     comparison: PairedComparison, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False
 ) -> tuple[TurnEvent, ...]:
-    """Take the turns that the log does not have yet, and return all turns.
+    """Time the turns that the log does not have yet, and return all turns.
 
     A log that was made with another header is archived as `NAME.<n>.jsonl`, and the comparison starts anew.
 
     Args:
-        retry_failed: Time failed rows again, together with the rows that shared their worker.
+        comparison: Candidates, baseline, schedule and log.
+        open_engines: Function that opens engines in a fresh process.
+        observer: Receiver of the progress.
+        retry_failed: Whether failed rows are timed again, together with the rows that shared their worker.
 
     Raises:
         UserError: The baseline fails, or the log cannot be written.
@@ -100,7 +103,7 @@ def run_comparison(
 
 
 def _continue_log(path: Path, header: str) -> tuple[TurnEvent, ...]:
-    """Return the events of an interrupted comparison; archive the log of another one."""
+    """Return the events of an interrupted comparison; archive the log if it has another header."""
     restore_lines(path)
     if not path.exists():
         return ()
@@ -113,7 +116,7 @@ def _continue_log(path: Path, header: str) -> tuple[TurnEvent, ...]:
 
 @contextmanager
 def _open_log(path: Path | None, header: str) -> Iterator[Callable[[TurnEvent], None]]:
-    """Yield a function that appends an event to the log, if there is one."""
+    """Yield a function that appends an event to the log, or does nothing without a log."""
     if path is None:
         yield lambda event: None
         return
@@ -124,19 +127,19 @@ def _open_log(path: Path | None, header: str) -> Iterator[Callable[[TurnEvent], 
 
 
 def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
-    """Report a comparison of which more turns were disturbed by other processes than `disturbance_note` allows.
+    """Report a comparison in which other processes disturbed more turns than `disturbance_note` allows.
 
     Args:
         name: Name of the comparison in the message.
-        events: Its timed turns.
-        observer: Receives the message.
+        events: Timed turns.
+        observer: Receiver of the message.
     """
     if note := disturbance_note(TurnMatrix(events).disturbed_share):
         observer.say(f"{name}: {note}: close other work and repeat")
 
 
 def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
-    """Read the events of a log without a partial last line; none if it does not exist.
+    """Return the events of a log without a partial last line, or none if the log does not exist.
 
     Raises:
         UserError: A line is damaged.
@@ -176,7 +179,7 @@ def _has_failed(readings: TurnMatrix, row: str) -> bool:
 
 
 def read_speedups(path: Path, baseline: str) -> dict[str, float]:
-    """Return the median speedup over the baseline, by row, of the rows that failed in no build.
+    """Return the median speedup over the baseline by row, without rows that failed in a build.
 
     Raises:
         UserError: A line of the log is damaged.
@@ -191,7 +194,7 @@ def median_speedups(events: Iterable[TurnEvent], baseline: str) -> dict[str, flo
 
 
 def _remaining_turns(comparison: PairedComparison, done: Iterable[TurnEvent]) -> set[_TurnKey]:
-    """Return the turns to come; an unfinished worker starts again."""
+    """Return the turns that are not timed yet; the turns of an unfinished worker are timed again."""
     names, schedule, first = [row.name for row in comparison.rows], comparison.schedule, comparison.first_build
     groups: list[Sequence[str]] = [
         names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)

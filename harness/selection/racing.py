@@ -1,6 +1,6 @@
 """Race of rebuilt candidates in elimination rounds, logged turn by turn.
 
-`harness.timing.racing_test` has the test that eliminates, `harness.selection.paired_timing` the log.
+`harness.timing.racing_test` has the statistical test of the elimination, `harness.selection.paired_timing` the log.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Selection(Generic[K]):
     """Result of a race.
 
     Attributes:
-        surviving: Rows of each group that were not eliminated, in its order; a row that failed in a round is.
-        speedups: Median speedup over the baseline, by row, of the rows that failed in no round.
+        surviving: Rows of each group that were not eliminated, in its order; a row that fails in a round is eliminated.
+        speedups: Median speedup over the baseline by row, without rows that failed.
     """
 
     surviving: dict[K, list[str]]
@@ -53,14 +53,17 @@ def select(
     wanted: int = 1,
     retry_failed: bool = False,
 ) -> Selection[K]:
-    """Run elimination rounds, each with fresh builds, until every group has at most `wanted` rows left or they end.
+    """Run elimination rounds with fresh builds until every group has at most `wanted` rows, or no round is left.
 
-    The rows of a round follow from the turns before it, so a repeated race times nothing again.
+    The rows of a round depend only on the turns before it, so a repeated race times nothing again.
 
     Args:
         comparison: All rows, with a log and the schedule of the first round.
         groups: Names of the rows that compete with each other; a row may be in several groups.
-        wanted: Number of rows to select of each group.
+        open_engines: Function that opens engines in a fresh process.
+        observer: Receiver of the progress.
+        wanted: Number of rows to select from each group.
+        retry_failed: Whether failed rows are timed once more.
 
     Raises:
         UserError: See `run_comparison`.
@@ -102,7 +105,7 @@ def select_winner(comparison: PairedComparison, open_engines: EngineFactory, obs
 def _surviving(
     group: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int, slack: float
 ) -> list[str]:
-    """Return the rows of a group that have turns and are not eliminated."""
+    """Return the rows of a group that have timed turns and are not eliminated."""
     timed = [name for name in group if name in ratios]
     turns = sorted({turn for name in timed for turn in ratios[name]})
     if not turns:
