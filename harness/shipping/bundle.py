@@ -1,4 +1,4 @@
-"""Write and run a folder with one model to deploy: `NAME.onnx`, `deploy.py`, `report.md`, facts and a manifest."""
+"""Folder with one model to deploy: `NAME.onnx`, `deploy.py`, `report.md`, `ship.json` and a manifest."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Shipment:
     Attributes:
         name: MODEL-RUNTIME-PRECISION, the name of the folder and of the ONNX file.
         model: File that was timed and scored.
-        dynamic_model: The same placement with the dynamic axes of the original model, or None.
-        float_model: Baseline, whose load time and memory are measured for comparison.
-        target: Runtime.
-        facts: See `shipment_facts`.
+        dynamic_model: File with the same placement and the dynamic axes of the original model, or None.
+        float_model: File of the baseline, whose load time and memory are measured for comparison.
+        target: Runtime that the model is deployed on.
+        facts: Content of `ship.json`, see `shipment_facts`.
     """
 
     name: str
@@ -74,20 +74,20 @@ def shipment_facts(  # noqa: PLR0913 - one fact, one parameter
     experiment: Mapping[str, Any],
     accuracy: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of a shipment.
+    """Return the facts of a shipment as JSON values.
 
     Args:
-        answer: File, speedup, loss of accuracy and settings in one line.
-        method: Searcher or rule that chose the placement.
-        decision: Decision of the tables.
+        answer: Line with file, speedup, loss of accuracy and settings.
+        method: Name of the searcher or rule that chose the placement.
+        decision: Verdict of the tables.
         timing: Speedup and latencies in ms; see `harness.shipping.results_bundle.confirmation_facts`.
         runtime: Description of the benchmarker.
         environment: See `harness.timing.provenance.describe_environment`.
         calibration: `data` and `method` as text, and the digest of the `ranges`.
         model: `source` and `sha256` of the float model.
-        dynamic_remark: Result of the check of the form with dynamic axes, "NAME: TEXT".
-        experiment: Keys of an experiment with this task alone, without searches.
-        accuracy: `metric`, `score`, `float_score`, `drop` with its limits, `bound`; None: not measured.
+        dynamic_remark: Result of the check of the file with dynamic axes, "NAME: TEXT".
+        experiment: Keys of an experiment with only this task and without searches.
+        accuracy: `metric`, `score`, `float_score`, `drop` with its limits, `bound`; None if accuracy was not measured.
     """
     unknown = dict.fromkeys(("metric", "score", "float_score", "drop", "bound"))
     return {
@@ -108,12 +108,12 @@ def shipment_facts(  # noqa: PLR0913 - one fact, one parameter
 
 
 def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
-    """Write the folder of a model below `folder` unless it is there unchanged, and return it.
+    """Write the folder of a model below `folder` unless it exists unchanged, and return its path.
 
-    Load time and peak memory are those of a process that runs `deploy.py`.
+    Load time and peak memory are measured in a process that runs `deploy.py`.
 
     Raises:
-        UserError: A file cannot be written, or the folder holds files that are none of a bundle.
+        UserError: A file cannot be written, or the folder has files that do not belong to a bundle.
     """
     target = folder / shipment.name
     facts = {
@@ -148,16 +148,16 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
 
 @contextmanager
 def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
-    """Write the script of a bundle to a scratch folder again, and yield its path.
+    """Generate the script of a bundle again in a scratch folder, and yield its path.
 
-    The stored `deploy.py` may be a stranger's, so no command runs it.
+    No command runs the stored `deploy.py`, because it may come from an untrusted source.
 
     Args:
         folder: Folder of the bundle.
-        facts: See `read_bundle`.
+        facts: Content of `ship.json`, see `read_bundle`.
 
     Raises:
-        UserError: The facts name no runtime with a script, or lack a setting of it.
+        UserError: The facts name no runtime with a script, or lack one of its settings.
     """
     target = find_target(facts["runtime"])
     if target is None:
@@ -173,30 +173,35 @@ def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _timed_inputs(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shapes of the inputs at each timed shape; empty without several, or without dynamic axes."""
+    """Return the shapes of the inputs at each timed shape; empty for a single shape or without dynamic axes."""
     shapes = facts.get("shapes", {}) if facts["dynamic_file"] else {}
     return {str(name): each["inputs"] for name, each in shapes.items() if "inputs" in each}
 
 
 def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the script of a bundle, generated again, in this environment; return what it reports.
+    """Generate and run the script of a bundle in this environment, and return the JSON values that it prints.
 
     Args:
         folder: Folder of the bundle.
-        facts: See `read_bundle`.
+        facts: Content of `ship.json`, see `read_bundle`.
 
     Raises:
-        UserError: It fails.
+        UserError: The script fails.
     """
     with generated_script(folder, facts) as script:
         return run_script(sys.executable, script, "--model", str(folder / facts["file"]))
 
 
 def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
-    """Run a generated `deploy.py` in a Python environment, and return what it reports with `--json`.
+    """Run a generated `deploy.py` with `--json` in a Python environment, and return the values that it prints.
+
+    Args:
+        python: Python program of the environment.
+        script: The generated script.
+        arguments: Further arguments of the script.
 
     Raises:
-        UserError: It fails, exceeds a limit, or is not run; the message has its last line.
+        UserError: The script cannot be started, fails or exceeds a limit; the message has its last line.
     """
     status, printed, errors = _run_limited([python, "-I", str(script), "--json", *arguments], f"{script} with {python}")
     if status:
@@ -212,7 +217,7 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
 
 
 def _run_limited(command: list[str], what: str) -> tuple[int, str, str]:
-    """Return exit status, stdout and stderr of a program, whose model may be a stranger's."""
+    """Run a program, whose model may be untrusted, within limits; return exit status, stdout and stderr."""
     limits = StepLimits.read()
     pipe = subprocess.PIPE
     try:
@@ -234,7 +239,7 @@ def _run_limited(command: list[str], what: str) -> tuple[int, str, str]:
 
 
 def _measure_footprint(script: Path, model: Path) -> dict[str, Any]:
-    """Return file size, load time and peak memory, or the reason why the model was not run."""
+    """Measure file size, load time and peak memory of a model, or return the reason why it does not run."""
     size_mb = sum(path.stat().st_size for path in model_files(model)) / 1e6
     try:
         found = run_script(sys.executable, script, "--model", str(model), "--repeat", str(FOOTPRINT_RUNS))

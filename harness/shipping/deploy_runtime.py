@@ -1,7 +1,7 @@
 """Source of the generated `deploy.py`: functions that need only NumPy and one runtime.
 
-`harness.shipping.deploy_script` copies these functions as text, so they use nothing else of this module than its
-constants, which the generated file sets to the values of one model.
+`harness.shipping.deploy_script` copies these functions as text, so of this module they use only the constants, which
+the generated file sets to the values of one model.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Text of `deploy.py`: the functions of `deploy_runtime`, with the values of one model and the measured settings."""
+"""Text of `deploy.py`: the functions of `deploy_runtime` with the values and measured settings of one model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class DeployTarget:
     """Runtime that a model is deployed on.
 
     Attributes:
-        title: Its name in texts.
-        package: Package of the Python API.
-        load: Function that loads a model in it; see `harness.shipping.deploy_runtime`.
-        settings: Returns its own settings from a benchmarker's description.
+        title: Name of the runtime in texts.
+        package: Package of the runtime's Python API.
+        load: Function that loads a model, see `harness.shipping.deploy_runtime`.
+        settings: Function that returns the settings of the runtime from a benchmarker's description.
         helpers: Functions and classes that `load` calls.
-        program: Text of the program of a child process.
+        program: Source text of a child process, or "".
     """
 
     title: str
@@ -111,19 +111,20 @@ _TARGETS: Mapping[str, DeployTarget] = {
 
 
 def find_target(facts: Facts) -> DeployTarget | None:
-    """Return the target of a benchmarker by its description, or None for one without a generated script."""
+    """Return the target of a benchmarker by its description, or None if there is no script for it."""
     return _TARGETS.get(str(facts.get("name")))
 
 
 def deploy_script(
     model: Path, facts: Facts, target: DeployTarget, shapes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> str:
-    """Return the text of a script that runs a model with the settings it was measured with.
+    """Return the text of a script that runs a model with the settings of its measurement.
 
     Args:
-        model: ONNX file with static shapes, next to which the script will lie.
-        facts: Description of the benchmarker that timed it.
-        shapes: Shape of each input, by the names of several timed shapes, if there is a file with dynamic axes.
+        model: ONNX file with static shapes, in the folder of the script.
+        facts: Description of the benchmarker that timed the model.
+        target: Runtime of the script.
+        shapes: Shape of each input by the label of the timed shape, if there is a file with dynamic axes.
     """
     graph = read_qdq_graph(model).proto.graph
     version = "".join(re.findall(r"^[\w.]+", str(facts.get("version", ""))))

@@ -1,7 +1,7 @@
-"""Cost of inputs that a placement leaves in float and another tool may quantize: time of the model with them quantized.
+"""Latency cost of quantizing inputs that a placement leaves in float and another tool may quantize.
 
-The time does not depend on the values of scales, so an input of a tensor without a pair gets the scale of another
-tensor, and no calibration data are needed. The models are only timed.
+Latency does not depend on the values of scales, so these inputs get the scale of another tensor, and no calibration
+data are needed. The models are only timed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class EdgeCost:
     """Cost of quantizing inputs that the placement leaves in float.
 
     Attributes:
-        edges: Inputs of one tensor, which a tool gives one pair; or all of them.
-        ratio: Latency with them quantized over that of the shipped file.
+        edges: Inputs that read one tensor, for which a tool has one pair; or all inputs.
+        ratio: Latency with these inputs quantized over the latency of the shipped file.
         verdict: "slower", "tie" or "faster" than the shipped file; differences within the noise floor are ties.
-        noise_floor: Gain of the shipped file over its own repetition.
+        noise_floor: Relative gain of the shipped file over its own repetition.
     """
 
     edges: tuple[Edge, ...]
@@ -54,18 +54,19 @@ class EdgeCost:
 def measure_edge_costs(
     folder: Path, facts: Mapping[str, Any], edges: Sequence[Edge], observer: Observer, *, builds: int
 ) -> tuple[EdgeCost, ...]:
-    """Return the cost of the edges of each tensor and, if there are several, of all edges together.
+    """Measure the cost of the edges of each tensor and, if there are several tensors, of all edges together.
 
     Edges that the runtime cannot run quantized, such as computed indices, are left out.
 
     Args:
         folder: Folder to deploy.
-        facts: See `harness.results_dir.deploy_folder.read_bundle`.
-        edges: See `harness.shipping.recipes.PlacementSummary.inexpressible`.
+        facts: Content of its `ship.json`, see `harness.results_dir.deploy_folder.read_bundle`.
+        edges: Inputs to quantize, see `harness.shipping.recipes.PlacementSummary.inexpressible`.
+        observer: Receiver of the progress.
         builds: Number of fresh processes of each model.
 
     Raises:
-        UserError: The runtime is absent, or has no script.
+        UserError: The runtime is not installed, or has no script.
     """
     with tempfile.TemporaryDirectory(prefix="qdq-costs-") as scratch, generated_script(folder, facts) as script:
         run = partial(run_script_in, sys.executable, script, facts, "--repeat", str(RUNS), "--model")
@@ -92,7 +93,7 @@ def _read_cost(edges: tuple[Edge, ...], latency_ms: Mapping[str, Sequence[float]
 
 
 def _group_edges(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
-    """Yield the edges of each tensor, then all of them."""
+    """Yield the edges of each tensor, then all edges."""
     tensors = dict.fromkeys(edge.tensor for edge in edges)
     for tensor in tensors:
         yield tuple(edge for edge in edges if edge.tensor == tensor)

@@ -1,4 +1,4 @@
-"""Write a placement into a model without a search, and the experiment that applies a shipped one to another model."""
+"""Placements without a search: insertion into a model, and the experiment that applies a shipped placement."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class InsertedModel:
         pairs: Number of Q/DQ pairs.
         edges: Number of quantized inputs.
         dialect: Name of the dialect.
-        calibrated_on: Source of the ranges.
+        calibrated_on: Source of the ranges, as text.
         missing: Quantized inputs of another tool's file that the placement lacks; see
             `harness.graph.qdq.import_placement.compare_import`.
-        added: Quantized inputs that the placement adds.
+        added: Quantized inputs of the placement that another tool's file lacks.
     """
 
     path: Path
@@ -76,17 +76,17 @@ class InsertedModel:
 def calibration_config(
     data: Path | None, preprocess: str | None, samples: int | None, method: str | None, base_dir: Path
 ) -> dict[str, Any]:
-    """Return the keys `calibration` and `preprocess` of a model.
+    """Return the keys `calibration` and `preprocess` of a model in an experiment.
 
     Args:
         data: `.npy` or `.npz` file, or a folder of images; None: random data.
         preprocess: Preprocessing of images.
-        samples: Maximum number of samples; None: not among the keys.
-        method: Range estimator; None: not among the keys.
-        base_dir: Folder that relative paths of the experiment start from.
+        samples: Maximum number of samples; None leaves out the key.
+        method: Range estimator; None leaves out the key.
+        base_dir: Folder from which relative paths of the experiment start.
 
     Raises:
-        UserError: Images without a preprocessing.
+        UserError: Images are given without a preprocessing.
     """
     given = {key: value for key, value in (("method", method), ("samples", samples)) if value is not None}
     if data is None:
@@ -107,20 +107,20 @@ def calibration_config(
 def apply_experiment(
     folder: Path, model: Path, changes: Mapping[str, Any], base_dir: Path, *, builds: int | None = None
 ) -> Experiment:
-    """Return an experiment with a shipped placement in another model as its row "applied", and no other placement.
+    """Return an experiment that measures only a shipped placement, in another model, as the row "applied".
 
-    Under a bound a search that measures only this placement gives the row "recovered": the faster of its files with and
-    without recovery that keep the bound, see `harness.pipeline.recovery`.
+    Under a bound a search with only this placement gives the row "recovered": the faster of its files with and without
+    recovery that keep the bound, see `harness.pipeline.recovery`.
 
     Args:
         folder: Folder to deploy; see `harness.shipping.bundle`.
         model: Float model with the structure of the one that was searched.
         changes: Keys of the model that differ from the stored ones, see `calibration_config`.
-        base_dir: Folder that relative paths of the stored experiment start from.
-        builds: Fresh builds of the confirmation; None: as many as in the stored experiment.
+        base_dir: Folder from which relative paths of the stored experiment start.
+        builds: Number of fresh builds of the confirmation; None: the number of the stored experiment.
 
     Raises:
-        UserError: It is no such folder, or a file in it is damaged.
+        UserError: The folder is not one to deploy, or a file in it is damaged.
     """
     facts = read_bundle(folder)
     stored, shipped = facts["experiment"], os.path.relpath(folder / facts["file"], base_dir)
@@ -159,7 +159,7 @@ def apply_experiment(
 def check_structure(experiment: Experiment) -> None:
     """Raise `UserError` if the model of `apply_experiment` has another structure than the shipped one.
 
-    A run would find it too, but only after it has begun a results folder.
+    A run would report this too, but only after it has created a results folder.
     """
     spec = plan_tasks(experiment)[0]
     dialect = load_dialect(_dialect_name(spec.backend))
@@ -179,11 +179,12 @@ def insert_placement(
         model: ONNX file, `zoo:NAME` or `assets:PATH`.
         placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
         out: File to write.
+        observer: Receiver of the progress.
         backend: Benchmarker whose dialect the pairs have; its device may be absent.
         described: `precision`; `ranges`, whether those of a Q/DQ file are used; and keys of the model in an experiment.
 
     Raises:
-        UserError: Anything that cannot be used, or a placement that does not fit the model.
+        UserError: An argument cannot be used, or the placement does not fit the model.
     """
     precision = described.pop("precision")
     entry = _initial_entry(placement, described.pop("ranges", False))
@@ -242,7 +243,7 @@ def insert_placement(
 
 
 def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: Path, observer: Observer) -> Task:
-    """Return the calibrated task of a model in a dialect, on a machine that may lack the runtime."""
+    """Calibrate a model in a dialect, and return its task; the machine may lack the runtime."""
     model = open_model(spec.model, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
@@ -254,7 +255,7 @@ def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: 
 
 
 def _report_ranges(task: Task, resolved: Resolved, experiment: Experiment, observer: Observer) -> str:
-    """Return the source of the ranges of a placement, and report those that are of random data."""
+    """Return the source of the ranges of a placement as text, and report ranges of random data."""
     known = load_imported_ranges(experiment.initial, task.model)
     tensors = {edge.tensor for edge, _ in resolved} & task.ranges.keys()
     random = sorted(tensors - known.keys()) if task.calibrated_on.startswith(RANDOM_DATA) else []
@@ -285,10 +286,10 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
     Args:
         path: The file, a folder to deploy, or a results folder with one.
         label: Name of the placement in tables.
-        ranges: Use the ranges of its Q/DQ pairs.
+        ranges: Whether the ranges of the file's Q/DQ pairs are used.
 
     Raises:
-        UserError: It cannot be read, or has no Q/DQ pair.
+        UserError: The file cannot be read, or has no Q/DQ pair.
     """
     path = find_qdq_file(path)
     params = {"path": os.path.relpath(path), **({"ranges": True} if ranges else {})}
@@ -296,7 +297,7 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
 
 
 def _check_rule(placement: str, path: Path) -> None:
-    """Raise `UserError` for the name of no rule, with the remedy."""
+    """Raise `UserError` with the remedy if a placement is not the name of a rule."""
     if placement in (*PTQ_TOOLS, *BASELINE_TOOLS):
         raise UserError(f"--placement {placement}: a tool and no rule; run the tool, or `qdq ptq` for ModelOpt's")
     if (path / "experiment.yaml").is_file():
@@ -311,7 +312,7 @@ def _check_rule(placement: str, path: Path) -> None:
 
 
 def _dialect_name(backend: PluginSpec) -> str:
-    """Return the dialect of a benchmarker on this machine, or its usual one if the runtime or its device is absent."""
+    """Return the dialect name of a benchmarker on this machine, or its default one if runtime or device is absent."""
     benchmarker = create_plugin("benchmarker", backend.use, backend.params)
     try:
         facts = benchmarker.describe()

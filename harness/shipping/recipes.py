@@ -1,4 +1,4 @@
-"""Export of a placement as the input of another quantization tool: which operators and nodes it leaves in float."""
+"""Export of a placement as the input of another quantization tool: operators to quantize and nodes left in float."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class PlacementSummary:
     """Placement in the terms of tools that quantize whole nodes.
 
     Attributes:
-        op_types: Operators of which at least one node is quantized.
-        excluded: Nodes of these operators that are not quantized.
+        op_types: Operator types with at least one quantized node.
+        excluded: Nodes of these types that are not quantized.
         unquantized: All nodes that are not quantized.
-        inexpressible: Inputs that the placement leaves in float and a tool may quantize: others of a quantized node,
-            and other readers of a quantized tensor, because a tool has one pair for all of them.
+        inexpressible: Inputs that the placement leaves in float and a tool may quantize: other inputs of a quantized
+            node, and other consumers of a quantized tensor, because a tool has one pair for all consumers.
         precision: Precision of the pairs.
-        symmetric: Activations have zero point 0.
-        unsigned: Tensors whose pairs are UINT8 with zero point 0: the calibration saw no negative values.
-        biases: Biases are quantized, which costs time in runtimes that add them in float.
+        symmetric: Whether activations have zero point 0.
+        unsigned: Tensors whose pairs are UINT8 with zero point 0, because calibration found no negative values.
+        biases: Whether biases are quantized, which costs time in runtimes that add them in float.
         ranks: Number of dimensions of each input.
     """
 
@@ -53,10 +53,10 @@ class PlacementSummary:
 
 
 def summarize_placement(path: Path) -> PlacementSummary:
-    """Return the placement of a Q/DQ file.
+    """Return the placement of a Q/DQ file in the terms of tools that quantize whole nodes.
 
     Raises:
-        UserError: It cannot be read, has no Q/DQ pair, or pairs of several precisions.
+        UserError: The file cannot be read, has no Q/DQ pair, or has pairs of several precisions.
     """
     graph = read_qdq_graph(path)
     precisions = read_precisions(path)
@@ -190,16 +190,16 @@ SCRIPT_IMPORTS = frozenset({"modelopt", "nncf", "numpy", "olive", "onnx", "onnxr
 
 
 def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) -> PlacementSummary:
-    """Write the recipe of a folder to deploy for another tool, and return the placement in its terms.
+    """Write the recipe of a folder to deploy for another tool, and return the exported placement.
 
     Args:
         folder: Folder to deploy.
-        facts: Its facts; see `harness.shipping.bundle.read_bundle`.
+        facts: Content of its `ship.json`, see `harness.shipping.bundle.read_bundle`.
         tool: Name in `RECIPES`.
         out: File to write.
 
     Raises:
-        UserError: Another tool, or a placement that no recipe has; see `summarize_placement`.
+        UserError: The tool is unknown, or the placement has no recipe; see `summarize_placement`.
     """
     if tool not in RECIPES:
         raise UserError(f"--for {tool}: no recipe for it; {suggest_names(tool, RECIPES)}")

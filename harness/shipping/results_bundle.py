@@ -1,4 +1,4 @@
-"""Write the folder `ship` of a results folder: the best model of each finished task, ready to deploy."""
+"""Folder `ship` of a results folder: the best model of each finished task, ready to deploy."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ KEPT_KEYS = ("experiment", "sharing", "objective", "sampling", "confirmation", "
 def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> None:
     """Write a folder `ship/TASK` for each finished task with a row that may be shipped.
 
-    Tasks on runtimes without a generated script (simulated ones, plug-ins), and those whose models are absent, have
-    none. The folder of a task whose float model is to be kept now is removed.
+    Tasks on runtimes without a generated script (simulated runtimes, plug-ins) and tasks whose models are missing have
+    no folder. If the float model of a task is to be kept, a folder of an earlier run is removed.
 
     Args:
-        main: See `harness.report.frames.main_frame.main_frame`.
+        results: The results folder.
+        main: Main table, see `harness.report.frames.main_frame.main_frame`.
+        observer: Receiver of messages.
 
     Raises:
         UserError: A file cannot be written.
@@ -107,11 +109,11 @@ def confirmation_facts(
     """Return the latencies in ms and the speedup of a row and of the float model in a confirmation.
 
     Args:
-        found: Its summary.
-        events: Its turns.
-        row: The row.
-        base: The float model.
-        inputs: Shape of each input by the label of the shape, of a task with several shapes.
+        found: Summary of the confirmation.
+        events: Turns of the confirmation.
+        row: Name of the row.
+        base: Name of the float model's row.
+        inputs: Shape of each input by the label of the timed shape, for a task with several shapes.
     """
     samples: dict[str, list[float]] = {row: [], base: []}
     for turn in valid_turns(events):
@@ -140,7 +142,7 @@ def confirmation_facts(
 
 
 def experiment_excerpt(stored: StoredExperiment, task: str) -> dict[str, Any]:
-    """Return the keys of an experiment that define one task, without searches; empty if it has no such task."""
+    """Return the keys of an experiment that define one task, without searches; empty if the task does not exist."""
     body = read_experiment_yaml(stored.text, "experiment.yaml")
     backends, precisions = body["backends"], body["precision"]
     names = [spec.name for spec in stored.tasks]

@@ -1,4 +1,4 @@
-"""Check of a folder to deploy on this machine, and comparison of two Python environments on it."""
+"""Comparison of two Python environments that run the same folder to deploy on this machine."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class RuntimeComparison:
 
     Attributes:
         speedup: Latency in the first environment over that in the second.
-        noise_floor: Gain of the first environment over its own repetition.
-        verdict: "faster", "tie" or "slower": the second environment.
+        noise_floor: Relative gain of the first environment over its own repetition.
+        verdict: "faster", "tie" or "slower" for the second environment.
         latencies_ms: Median latency in each environment.
-        sqnr_db: Agreement of the outputs, of the output that agrees least.
-        versions: Version of the runtime in each environment; None if the runtime does not tell.
-        recorded_version: Version that the file was measured with.
+        sqnr_db: SQNR between the outputs, in dB, of the output that agrees least.
+        versions: Version of the runtime in each environment; None if the runtime does not report it.
+        recorded_version: Version of the runtime with which the file was measured.
     """
 
     speedup: Interval
@@ -57,11 +57,11 @@ class RuntimeComparison:
 
     @property
     def holds(self) -> bool:
-        """Return whether the second environment is not slower, and computes the same."""
+        """Return whether the second environment is not slower and its outputs agree."""
         return self.verdict != "slower" and self.sqnr_db >= MIN_SQNR_DB
 
     def lines(self) -> Iterator[str]:
-        """Yield the versions, then a line for latency and one for outputs, with verdicts."""
+        """Yield a line with the versions, a line for latency and a line for outputs, with verdicts."""
         this, other, recorded = (_short(version) for version in (*self.versions, self.recorded_version))
         remarks = [f"the file was measured with {recorded}"] * (this != recorded)
         remarks += ["the versions are equal"] * (this == other)
@@ -84,11 +84,12 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
 
     Args:
         folder: Folder to deploy; see `harness.shipping.bundle`.
-        python: Python program of the other environment, or its folder.
+        python: Python program of the other environment, or the folder of the environment.
+        observer: Receiver of the progress.
         builds: Number of fresh processes of each environment.
 
     Raises:
-        UserError: It is no such folder, a file is damaged, or the script fails in an environment.
+        UserError: The folder is not one to deploy, a file is damaged, or the script fails in an environment.
     """
     facts = read_bundle(folder)
     other = next(
@@ -141,12 +142,13 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
 def run_in_turns(
     runs: Mapping[str, Callable[[], dict[str, Any]]], builds: int, title: str, observer: Observer
 ) -> dict[str, list[dict[str, Any]]]:
-    """Call functions in turns, forwards and backwards, and return the results of each.
+    """Call functions in turns, in alternating order, and return the results of each by name.
 
     Args:
         runs: Functions by name; each starts a fresh process.
-        builds: Number of calls of each.
-        title: Description of the work.
+        builds: Number of calls of each function.
+        title: Description of the work in the progress bar.
+        observer: Receiver of the progress.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     with observer.work(title, builds * len(runs)) as step:
@@ -159,7 +161,7 @@ def run_in_turns(
 
 
 def run_script_in(python: str, script: Path, facts: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
-    """Run the script of a folder to deploy in an environment; if a module is missing, say how to install it."""
+    """Run the script of a folder to deploy in an environment; the error about a missing module has the remedy."""
     try:
         return run_script(python, script, *arguments)
     except UserError as error:
@@ -181,10 +183,10 @@ def _read_outputs(path: Path) -> dict[str, Array]:
 
 
 def _least_agreement(one: Mapping[str, Array], two: Mapping[str, Array]) -> float:
-    """Return the SQNR in dB of the output that agrees least.
+    """Return the smallest SQNR in dB of an output of one environment relative to the other.
 
     Raises:
-        UserError: The outputs have other names or shapes.
+        UserError: The outputs differ in names or shapes.
     """
     shapes = [{name: array.shape for name, array in each.items()} for each in (one, two)]
     if shapes[0] != shapes[1]:

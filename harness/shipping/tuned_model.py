@@ -34,14 +34,14 @@ class TunedModel:
         file: Path of the delivered model.
         float_file: Path of the float model at the same static shapes.
         pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
-        accuracy: Knowledge about its accuracy, in a few words.
-        proven: The confirmed model is the delivered one, and faster than the float model beyond noise.
-        dynamic: Form with the dynamic axes of the original model, if that has some.
+        accuracy: Text about the accuracy of the model.
+        proven: Whether the confirmed model is the delivered one and faster than the float model beyond noise.
+        dynamic: File with the dynamic axes of the original model, or None without such axes.
         name: Name of the folder; "": MODEL-RUNTIME-PRECISION.
-        method: Searcher or rule that chose the placement.
+        method: Name of the searcher or rule that chose the placement.
         row: Name of the model in the confirmation.
-        baseline: Name of the float model there.
-        shapes: Shape of each input by the label of the shape, if several were timed.
+        baseline: Name of the float model in the confirmation.
+        shapes: Shape of each input by the label of the timed shape, if several were timed.
     """
 
     file: Path
@@ -58,7 +58,7 @@ class TunedModel:
 
 
 def describe_accuracy(calibrated: bool) -> str:
-    """Return the words for a model whose accuracy was not measured."""
+    """Return the text about the accuracy of a model whose accuracy was not measured."""
     return "not measured" if calibrated else "unknown: ranges of random data, calibrate before use"
 
 
@@ -70,16 +70,17 @@ def ship_tuned_model(
     out: Path,
     observer: Observer,
 ) -> str:
-    """Write the folder `ship/NAME` of a model, and return the answer in one line.
+    """Write the folder `ship/NAME` of a model, and return the answer as one line.
 
     A folder of an earlier run is removed if the float model is to be kept.
 
     Args:
+        tuned: The confirmed model.
         task: Task of the model.
         runtime: Description of the benchmarker.
         confirmed: Summary and turns of the confirmation.
-        out: Folder in which `ship` is.
-        observer: Receives the progress.
+        out: Folder that contains `ship`.
+        observer: Receiver of the progress.
 
     Raises:
         UserError: A file cannot be written.
@@ -125,7 +126,7 @@ def ship_tuned_model(
 
 
 def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
-    """Write the folder to deploy of an early answer, and return the answer in one line.
+    """Write the folder to deploy of an early answer, and return the answer as one line.
 
     Raises:
         UserError: A file cannot be written.
