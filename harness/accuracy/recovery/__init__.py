@@ -1,4 +1,4 @@
-"""Recovery of accuracy at a placement, without a change of its Q/DQ pairs.
+"""Recovery of accuracy for a given placement, without changes of the positions of its Q/DQ pairs.
 
 May import `accuracy.calibration`, `accuracy.metrics` and `graph`.
 """

@@ -20,11 +20,11 @@ from harness.graph.segmented_run import measure_layer_shifts
 __all__ = ["FastBiasCorrection", "SequentialBiasCorrection"]
 
 MAX_SAMPLES = 16
-"""The activations of all samples are in memory at a time."""
+"""Largest number of samples; the activations of all samples are in memory at the same time."""
 
 
 class FastBiasCorrection:
-    """Correct each layer's bias by its error on the float model's activations, all layers alike."""
+    """Correction of each layer's bias by the mean error of its results on the float model's activations."""
 
     keeps_function = False
     sequential = False
@@ -51,6 +51,6 @@ class FastBiasCorrection:
 
 
 class SequentialBiasCorrection(FastBiasCorrection):
-    """Correct each layer's bias by its error on inputs that earlier layers, corrected already, give."""
+    """Correction of each layer's bias, in graph order, by its mean error on the results of corrected earlier layers."""
 
     sequential = True

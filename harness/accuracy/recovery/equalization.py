@@ -1,4 +1,4 @@
-"""Steps that keep the float function: scales of channels move between neighbouring operators.
+"""Recovery steps that keep the float function: scales of channels move between neighbouring operators.
 
 Cross-layer equalization: Nagel et al. 2019, arXiv:1906.04721, section 4.1. SmoothQuant: Xiao et al. 2023, "SmoothQuant:
 accurate and efficient post-training quantization for large language models", arXiv:2211.10438, equation 4.
@@ -24,7 +24,7 @@ from harness.graph.segmented_run import channel_maxima
 __all__ = ["CrossLayerEqualization", "SmoothQuant"]
 
 _HOMOGENEOUS_OPS = frozenset({"Identity", "LeakyRelu", "Relu"})
-"""f(s x) = s f(x) for s > 0."""
+"""Operators with f(s x) = s f(x) for s > 0, through which a scale can move."""
 _MAX_SWEEPS = 20
 _CONVERGED_FACTOR = 1.01
 _SMOOTHING_EXPONENT = 0.5
@@ -36,8 +36,8 @@ class _ScaledPair:
 
     Attributes:
         before: Constants that are divided by the scales along their first axis.
-        after: Constants that are multiplied by them, with the axis.
-        tensor: The scaled tensor.
+        after: Constants that are multiplied by the scales, each with its axis.
+        tensor: Name of the scaled tensor.
     """
 
     before: tuple[str, ...]
@@ -46,7 +46,7 @@ class _ScaledPair:
 
 
 class CrossLayerEqualization:
-    """Give the channels between two convolutions weights of equal ranges on both sides; through ReLU, if there is one.
+    """Scaling of the channels between two convolutions, through ReLU, for equal weight ranges on both sides.
 
     s_i = sqrt(r1_i r2_i) / r2_i (equation 11), with the largest range of all convolutions that read the channel.
     """
@@ -67,7 +67,7 @@ class CrossLayerEqualization:
 
 
 class SmoothQuant:
-    """Move the range of activation channels into the weights of the MatMuls that read them, by the LayerNorm before.
+    """Move of the range of activation channels from a LayerNorm into the weights of the MatMuls after it.
 
     s_j = max|X_j|^a / max|W_j|^(1 - a) with a = 0.5; scale and shift of the normalization are divided by s.
     """
@@ -102,13 +102,13 @@ def _private_arrays(model: Model, pairs: Sequence[_ScaledPair]) -> dict[str, Arr
 
 
 def _channel_magnitudes(pair: _ScaledPair, arrays: dict[str, Array]) -> Array:
-    """Return the largest magnitude of the weights behind each channel."""
+    """Return the largest magnitude of the weights that read each channel."""
     found = [np.abs(np.moveaxis(arrays[name], axis, 0)) for name, axis in pair.after]
     return np.asarray(np.max([each.reshape(len(each), -1).max(axis=1) for each in found], axis=0))
 
 
 def _scale_channels(pair: _ScaledPair, arrays: dict[str, Array], scales: Array) -> None:
-    """Divide the constants before by scales of the channels and multiply those behind."""
+    """Divide the constants before the tensor by the scales of the channels, and multiply those after it."""
     for name in pair.before:
         arrays[name] = arrays[name] / scales.reshape(-1, *[1] * (arrays[name].ndim - 1))
     for name, axis in pair.after:
@@ -127,7 +127,7 @@ def _equalize(pair: _ScaledPair, arrays: dict[str, Array]) -> float:
 
 
 def _readers(model: Model, tensor: str) -> list[tuple[Node, int]] | None:
-    """Return all readers of a tensor; None if something else than nodes reads it."""
+    """Return consumers with input indices; None if the tensor is also an output or read by a subgraph."""
     if tensor in model.outputs or tensor in model.captured:
         return None
     return [(model.nodes[index], slot) for index, slot in model.consumers.get(tensor, ())]

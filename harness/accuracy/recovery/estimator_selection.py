@@ -1,8 +1,8 @@
-"""Choice of range estimators by place: for each activation and each weight the one that its readers lose least by.
+"""Choice of a range estimator for each activation and each weight: the one with the smallest error of the consumers.
 
-The criterion is the squared error of a reader's own result with one input quantized, as in Wu et al. 2020, "EasyQuant:
-post-training quantization via scale optimization", arXiv:2006.16669, section 3, here among estimators. All readers with
-all candidates are one model, so that one pass over the samples decides about every place.
+The criterion is the squared error of a consumer's result with one input quantized, as in Wu et al. 2020, "EasyQuant:
+post-training quantization via scale optimization", arXiv:2006.16669, section 3, here among estimators. One model
+contains all consumers with all estimators, so one pass over the samples decides about every input.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from search.space import Edge
 __all__ = ["EstimatorSelection"]
 
 MAX_SAMPLES = 6
-"""Number of samples that ranges are estimated from, and of others that the errors of readers are measured on."""
+"""Largest number of samples from which ranges are estimated, and of other samples on which errors are measured."""
 _AS_GIVEN = ""
 
 
 class EstimatorSelection:
-    """Choose among the installed estimators, and the ranges and weights as they are, for every quantized input.
+    """Choice among the installed estimators and the present ranges and weights, for every quantized input.
 
-    Tensors that share a scale share the estimator; scales by channel stay as they are, as no channel hides another. The
-    chosen form of a weight replaces its float values, which the estimator of the placement then restores exactly.
+    Tensors that share a scale share the estimator. Scales by channel are not changed, because each channel has its own.
+    The chosen quantized weights replace the float weights; quantizing them again gives the same values.
     """
 
     keeps_function = False
@@ -75,7 +75,7 @@ class EstimatorSelection:
 
 
 def _iter_variants(placed: PlacedModel, samples: Sequence[Feeds], path: Path) -> Iterator[tuple[str, PlacedModel]]:
-    """Yield the placement as it is, with the ranges of each estimator, and with each estimator of weights."""
+    """Yield the given placement, then variants with each estimator of ranges and each estimator of weights, by name."""
     yield _AS_GIVEN, placed
     tensors = sorted({edge.tensor for edge, _ in placed.resolved} & placed.ranges.keys())
     by_method = calibrate_by_methods(
@@ -94,7 +94,7 @@ def _iter_variants(placed: PlacedModel, samples: Sequence[Feeds], path: Path) ->
 
 
 def _is_selectable(placed: PlacedModel, edge: Edge) -> bool:
-    """Return whether an edge is that of an activation, or of a weight that one linear operator alone reads."""
+    """Return whether an edge reads an activation, or a weight that only one linear operator reads."""
     model = placed.model
     reader = next((node for node in model.nodes if node.name == edge.consumer), None)
     result = edge.tensor if reader is None else reader.outputs[0]

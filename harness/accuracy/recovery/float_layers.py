@@ -1,4 +1,4 @@
-"""Groups of nodes whose quantization costs most: the first to be left float if a placement still misses a bound."""
+"""Groups of nodes, ranked by the accuracy that their quantization costs, and placements with some groups left float."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.progress import Observer
 __all__ = ["FloatGroup", "leave_float", "rank_groups"]
 
 MAX_SAMPLES = 2
-"""Samples that each group is judged on: there is one model a group."""
+"""Number of samples on which each group is measured; few, because each group needs a model of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class FloatGroup:
     """Nodes that are left float together.
 
     Attributes:
-        nodes: Names, in topological order; "" for the outputs of the model.
-        alone_db: SQNR of the outputs of the model if only these nodes are quantized.
-        at_outputs: They lie between the last linear operators, included, and the outputs of the model.
+        nodes: Names of the nodes in topological order; "" for the outputs of the model.
+        alone_db: SQNR of the outputs of the model, in dB, if only these nodes are quantized.
+        at_outputs: Whether the nodes are last linear operators or lie between these and the outputs of the model.
     """
 
     nodes: tuple[str, ...]
@@ -35,15 +35,15 @@ class FloatGroup:
 
 
 def rank_groups(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) -> list[FloatGroup]:
-    """Return groups of the quantized nodes, in ascending order of the SQNR if only the group is quantized.
+    """Return groups of the quantized nodes in ascending order of the SQNR with only that group quantized.
 
-    The errors of groups add up, so this order holds for any number of them. The gain of leaving one group float does
-    not show it: where two groups are at fault, each hides the other.
+    The errors of groups add up, so this order is valid for any number of groups. The gain of leaving one group float is
+    no criterion: if two groups cause the loss, the error of each hides the gain of the other.
 
     Args:
-        placed: The placement with its contents.
-        held: Samples that nothing in it was fitted to; the first `MAX_SAMPLES` are used.
-        observer: Receives the progress.
+        placed: The placement with its scales and weights.
+        held: Held-out samples; the first `MAX_SAMPLES` are used.
+        observer: Receiver of the progress.
 
     Raises:
         UserError: ONNX Runtime does not run a model.
@@ -65,11 +65,11 @@ def rank_groups(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) 
 
 
 def _group_nodes(placed: PlacedModel, last: Collection[str]) -> list[tuple[str, ...]]:
-    """Return the quantized nodes in groups: a linear operator with the quantized nodes after it, up to the next one.
+    """Return the quantized nodes in groups of a linear operator and the quantized nodes up to the next one.
 
     Args:
         placed: The placement.
-        last: Nodes that are a group of their own.
+        last: Nodes that form a separate group.
     """
     inputs: dict[str, list[str]] = {}
     for edge, _ in placed.resolved:
@@ -90,7 +90,7 @@ def _group_nodes(placed: PlacedModel, last: Collection[str]) -> list[tuple[str, 
 
 
 def _last_nodes(placed: PlacedModel) -> set[str]:
-    """Return the nodes from the last linear operators to the outputs of the model, and "" for the latter."""
+    """Return the nodes from the last linear operators to the outputs of the model, and "" for the outputs."""
     found, tensors = {""}, list(placed.model.output_names)
     while tensors:
         node = placed.model.producer_node(tensors.pop())
@@ -103,7 +103,7 @@ def _last_nodes(placed: PlacedModel) -> set[str]:
 
 
 def leave_float(placed: PlacedModel, names: Collection[str]) -> PlacedModel:
-    """Return the placement without the pairs of some nodes, whose constants are those of the float model again."""
+    """Return the placement without the pairs of some nodes, with the constants of the float model for these nodes."""
     model, reference = placed.model, placed.reference
     arrays: dict[str, Array] = {}
     for node in model.nodes:

@@ -34,18 +34,18 @@ __all__ = [
 
 Feeds = Mapping[str, Array]
 HELD_OUT_STRIDE = 4
-"""Every fourth sample decides whether a step is kept; the steps see the others."""
+"""Every n-th sample is held out and decides whether a step is kept; the steps use the others."""
 MIN_GAIN_DB = 0.5
-"""A smaller gain is within the scatter of few samples, and the step is undone."""
+"""Smallest gain in dB for which a step is kept; smaller gains are within the uncertainty of few samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModel:
-    """A placement with everything that its file is made from.
+    """Placement with all inputs of its file.
 
     Attributes:
         model: Float model whose constants are quantized.
-        reference: Float model that computes what the quantized one should; it differs from `model` in biases.
+        reference: Float model whose outputs the quantized model should have; it differs from `model` in biases.
         ranges: Ranges of the activations of `reference`.
     """
 
@@ -57,7 +57,7 @@ class PlacedModel:
     choices: NumericChoices = DEFAULT_CHOICES
 
     def export(self, path: Path) -> Path:
-        """Write the Q/DQ model to a file."""
+        """Write the Q/DQ model to a file, and return its path."""
         return Inserter(self.model, self.dialect, self.ranges, self.choices).export(self.resolved, path)
 
 
@@ -65,17 +65,17 @@ class RecoveryStep(Protocol):
     """Change of constants or ranges that makes the quantized form of a model more accurate.
 
     Attributes:
-        keeps_function: The changed float model computes the same outputs; then its ranges are calibrated again.
+        keeps_function: Whether the changed float model computes the same outputs; then its ranges are calibrated again.
     """
 
     keeps_function: bool
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
-        """Return the changed placement, with the same nodes and pairs, or None if there is nothing to change.
+        """Return a changed copy of the placement with the same nodes and pairs, or None if there is nothing to change.
 
         Args:
-            placed: The placement; nothing of it is changed.
-            batches: Calibration samples.
+            placed: The placement, which is not changed.
+            batches: Calibration samples, by input name.
             folder: Scratch folder.
         """
         ...
@@ -83,12 +83,13 @@ class RecoveryStep(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGain:
-    """Effect of a step on samples that it has not seen.
+    """Effect of a step on held-out samples.
 
     Attributes:
+        step: Name of the step.
         before_db: SQNR of the outputs, mean over the samples and over parts that differ in scale, see `part_sqnr`. The
-            worst part, by which `fidelity` judges, is often noise alone before a recovery, and shows no gain.
-        after_db: The same with the step; None if the step found nothing to change.
+            worst part, which `fidelity` reports, is often only noise before a recovery and shows no gain.
+        after_db: The same SQNR with the step; None if the step found nothing to change.
         kept: Whether the gain was at least `MIN_GAIN_DB`.
     """
 
@@ -107,13 +108,13 @@ def create_steps(names: Sequence[str]) -> dict[str, RecoveryStep]:
     """Return recovery steps by name.
 
     Raises:
-        UserError: There is none of a name.
+        UserError: A name is unknown.
     """
     return {name: registry.create_plugin("recovery step", name, {}) for name in names}
 
 
 def quantized_layers(placed: PlacedModel) -> list[Node]:
-    """Return the linear operators whose data and constant weight are quantized, with a place for a bias."""
+    """Return the linear operators that can have a bias and whose data and constant weight are quantized."""
     nodes = {node.name: node for node in placed.model.nodes}
     slots: dict[str, set[int]] = {}
     for edge, _ in placed.resolved:
@@ -126,10 +127,10 @@ def quantized_layers(placed: PlacedModel) -> list[Node]:
 
 
 def split_held_out(batches: Sequence[Feeds]) -> tuple[list[Feeds], list[Feeds]]:
-    """Return the samples that steps see, and those that decide about them.
+    """Return the samples that steps use, and the held-out samples.
 
     Raises:
-        UserError: There are too few.
+        UserError: There are too few samples.
     """
     held = list(batches[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE])
     if not held:
@@ -144,12 +145,17 @@ def recover(
     calibrate: Callable[[Model], Ranges],
     observer: Observer,
 ) -> tuple[PlacedModel, tuple[StepGain, ...]]:
-    """Apply steps one after the other; undo each that does not improve the outputs on held-out samples.
+    """Apply steps in order, and undo each that does not improve the outputs on held-out samples.
 
     Args:
+        placed: The placement.
         steps: Steps by name, in order; those that keep the function come first.
         batches: Calibration samples, one batch each.
-        calibrate: Returns the ranges of a changed float model.
+        calibrate: Function that returns the ranges of a changed float model.
+        observer: Receiver of the progress.
+
+    Returns:
+        The placement with the kept steps, and the effect of each step.
 
     Raises:
         UserError: There are too few samples, or ONNX Runtime does not run the model.
@@ -182,12 +188,12 @@ def recover(
 def measure_sqnr_db(
     models: Iterable[PlacedModel], held: Sequence[Feeds], progress: Callable[[int], None] = lambda _: None
 ) -> list[float]:
-    """Return the SQNR of the outputs of placed models of one reference on samples, see `StepGain`.
+    """Return the SQNR in dB of the outputs of placed models with the same reference, see `StepGain`.
 
     Args:
         models: Placed models, one in memory at a time.
-        held: Samples.
-        progress: Receives the number of each model before it is run.
+        held: Held-out samples.
+        progress: Function that receives the number of each model before it is run.
 
     Raises:
         UserError: ONNX Runtime does not run a model.
@@ -226,12 +232,12 @@ class _Judge:
 
 
 class RecoveryStepContract:
-    """Tests of the promises of a recovery step. Subclass it, set the attributes in a fixture, run pytest.
+    """Tests of the contract of a recovery step. Subclass it, set the attributes in a fixture, and run pytest.
 
     Attributes:
         step: The step.
-        placed: A placement that it may change.
-        batches: Samples for it.
+        placed: A placement that the step may change.
+        batches: Calibration samples for the step.
         folder: Scratch folder.
     """
 

@@ -1,9 +1,9 @@
-"""Rounding of weights in which later weights of a channel make up for the errors of earlier ones.
+"""Rounding of weights in which later weights of a channel compensate the errors of earlier ones.
 
-Objective: ||W X - W' X||^2 of each layer, X being its quantized data; errors of the data themselves are left out, as a
-fit to them did not hold on other samples. Frantar et al. 2023, "GPTQ: accurate post-training quantization for
-generative pre-trained transformers", arXiv:2210.17323, equations 1 to 3, in the order of decreasing diagonals. The
-results compared are the layer's own, before an activation or an Add that a runtime fuses with it.
+Objective: ||W X - W' X||^2 of each layer, where X is its quantized data. Errors of the data are left out, because a fit
+to them did not hold on other samples. Frantar et al. 2023, "GPTQ: accurate post-training quantization for generative
+pre-trained transformers", arXiv:2210.17323, equations 1 to 3, in the order of decreasing diagonals. The compared
+results are the layer's own, before an activation or an Add that a runtime fuses with it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["CompensatedRounding", "round_compensated"]
 
 MAX_SAMPLES = 16
 MAX_COLUMNS = 4096
-"""Positions of all samples that a layer is fitted to."""
+"""Largest number of positions, over all samples, to which a layer is fitted."""
 DAMPING = 0.01
-"""Share of the mean diagonal that is added to each, as in GPTQ."""
+"""Share of the mean diagonal element that is added to each diagonal element, as in GPTQ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnfoldedLayer:
-    """Linear operator and the sizes that its data are unfolded by.
+    """Linear operator and the sizes for unfolding its data.
 
     Attributes:
-        edge: Its quantized weight.
-        transposed: The weight is [inputs, outputs].
+        edge: Input with the quantized weight.
+        transposed: Whether the weight is [inputs, outputs].
     """
 
     name: str
@@ -59,11 +59,11 @@ class _UnfoldedLayer:
         return matrix.reshape(self.groups, len(matrix) // self.groups, -1)
 
     def restore(self, rows: Array, shape: tuple[int, ...]) -> Array:
-        """Return rows as a weight of a shape."""
+        """Return rows as a weight of the given shape; the inverse of `rows`."""
         return rows[0].T if self.transposed else rows.reshape(shape)
 
     def unfold(self, data: Array, kernel: tuple[int, ...], count: int) -> Array:
-        """Return the data that the weights of one result are multiplied with, as [groups, weights, at most `count`]."""
+        """Return the data that multiply the weights of each result, as [groups, weights, at most `count` results]."""
         if self.op != "Conv":
             rows = data.reshape(-1, data.shape[-1])
             return np.asarray(rows[_spread(len(rows), count)].T[None], np.float64)
@@ -79,7 +79,7 @@ class _UnfoldedLayer:
 
 
 class CompensatedRounding:
-    """Round the weights of each linear operator for the least error of its results on samples, at their own scales."""
+    """Rounding of the weights of each linear operator for the least error of its results, with unchanged scales."""
 
     keeps_function = False
 
@@ -97,7 +97,7 @@ class CompensatedRounding:
 
 
 def _describe(placed: PlacedModel, node: Node, precisions: Mapping[Edge, str]) -> _UnfoldedLayer | None:
-    """Return a layer whose INT8 weight may be rounded anew, or None for any other operator."""
+    """Return the layer of an operator whose INT8 weight may be rounded again, or None for any other operator."""
     edge, get = Edge(node.inputs[1], node.name, 1), node.attributes.get
     dims = tuple(placed.model.constants[node.inputs[1]].dims)
     fits = {
@@ -124,7 +124,7 @@ def _describe(placed: PlacedModel, node: Node, precisions: Mapping[Edge, str]) -
 def _round_layers(
     float_path: Path, quantized_path: Path, layers: Sequence[_UnfoldedLayer], batches: Sequence[Feeds]
 ) -> dict[str, Array]:
-    """Return the restored weights of layers by name, each rounded on the float model's data behind its own pair."""
+    """Return the rounded weights of layers by name, each fitted to the float model's data quantized by its own pair."""
     graphs = read_qdq_graph(float_path), read_qdq_graph(quantized_path)
     runs = SegmentedRun(float_path, batches), SegmentedRun(quantized_path, batches)
     by_name, found = {layer.name: layer for layer in layers}, dict[str, Array]()
@@ -147,15 +147,15 @@ def _round_layers(
 
 
 def round_compensated(weight: Array, stored: Array, scale: Array, data: Array) -> Array:
-    """Return weights on the grid of a scale with a small error of the results.
+    """Return weights that are multiples of the scales and give a small error of the results.
 
     The largest stored weight of each row keeps its value, so that its magnitude gives the same scale again.
 
     Args:
         weight: Float weights as [groups, rows, columns].
-        stored: The weights on the grid, as integers.
-        scale: Of each row, [groups, rows, 1].
-        data: Inputs of the layer by position, [groups, columns, positions].
+        stored: The weights rounded to the nearest integer multiples of the scales, as integers.
+        scale: Scale of each row as [groups, rows, 1].
+        data: Inputs of the layer by position as [groups, columns, positions].
     """
     moments = data @ np.swapaxes(data, 1, 2)
     columns = moments.shape[-1]
@@ -177,5 +177,5 @@ def round_compensated(weight: Array, stored: Array, scale: Array, data: Array) -
 
 
 def _spread(size: int, count: int) -> Array:
-    """Return at most `count` indices that are spread over a size."""
+    """Return at most `count` indices, evenly distributed below `size`."""
     return np.linspace(0, size - 1, min(size, count)).astype(np.int64)
