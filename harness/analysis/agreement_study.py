@@ -1,4 +1,4 @@
-"""Rank correlation of figures without labels to the metric, over placements of one model."""
+"""Rank correlation of label-free figures (agreement, SQNR) with the metric, over placements of one model."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def agreement_report(
     Writes `agreement.json` with the figures of each placement. Each dimension of a placement is quantized with a
     probability drawn for the placement.
 
+    Args:
+        study: Model, backend and evaluator.
+        placements: Number of random placements.
+        samples: Number of samples for agreement and SQNR.
+        folder: Folder of `agreement.json` and scratch files.
+        observer: Receiver of the progress.
+
+    Returns:
+        Header and rows of a table, and the lines below it.
+
     Raises:
         UserError: The study cannot be used, or has no evaluator with labels.
     """
@@ -69,7 +79,7 @@ def agreement_report(
 
 
 def _evaluators(study: StudyTask, task: Task, samples: int) -> dict[str, PluginSpec]:
-    """Return the evaluator of the study, and those without labels on the same samples."""
+    """Return the evaluator of the study, and label-free evaluators on the same samples, by name."""
     given = study.spec.model.evaluator
     if given is None or given.use in LABEL_FREE_EVALUATORS or not isinstance(given.params.get("data"), Mapping):
         raise UserError("the study needs an evaluator whose data have labels, for instance top1 or coco_map")
@@ -92,7 +102,7 @@ def _evaluators(study: StudyTask, task: Task, samples: int) -> dict[str, PluginS
 
 
 def random_placements(space: Space, count: int) -> list[Placement]:
-    """Return placements of all degrees of quantization, the same at each call; the last quantizes everything."""
+    """Return `count` placements of all degrees of quantization, always the same; the last quantizes everything."""
     rng = np.random.default_rng(0)
     shares = np.linspace(0, 1, count + 1)[1:]
     return [space.quantize_dimensions(np.flatnonzero(rng.random(len(space)) < share).tolist()) for share in shares]
@@ -101,7 +111,7 @@ def random_placements(space: Space, count: int) -> list[Placement]:
 def _score(
     engines: Engines, candidate: Candidate, evaluators: Mapping[str, PluginSpec], *, prepare: bool = False
 ) -> dict[str, float]:
-    """Return the figures of a candidate, that of the metric first; none if it fails."""
+    """Return the figures of a candidate by name, the metric first; empty if the candidate fails."""
     built = engines.build(candidate)
     if isinstance(built, Failed):
         return {}

@@ -1,14 +1,14 @@
 """Components of latency noise: within a run, between builds, between processes.
 
-A nested design: some processes, in each of them some fresh builds of the same model, of each build some readings. The
-model is log y = mu + P + B(P) + e with independent effects; the components of its variance are estimated by analysis of
+The design is nested: processes, in each process fresh builds of the same model, from each build readings. The model is
+log y = mu + P + B(P) + e with independent effects. The components of its variance are estimated by analysis of
 variance, that is by equating mean squares with their expectations (Searle, Casella and McCulloch, "Variance
-Components", 1992, chapter 3 and section 5.4). The same levels as in Kalibera and Jones, "Rigorous benchmarking in
-reasonable time", ISMM 2013. Logarithms, because latencies scatter by shares and are skewed. Outliers count within a
-run; the harness reports medians, on which they have little effect.
+Components", 1992, chapter 3 and section 5.4). The levels are those of Kalibera and Jones, "Rigorous benchmarking in
+reasonable time", ISMM 2013. Logarithms are used because noise is proportional to latency and skewed. Outliers belong to
+the component within a run; reported latencies are medians, on which outliers have little effect.
 
-Builds of one process take turns, so time does not contribute to the component between builds. Processes run one after
-the other, so a change of the machine's speed counts between processes.
+Builds of one process take turns, so a change of the machine's speed does not contribute to the component between
+builds. Processes run one after the other, so it contributes to the component between processes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NoiseReadings:
     """Readings of a nested design.
 
     Attributes:
-        latency_ms: [process, build, reading], or of one process [build, reading].
+        latency_ms: Latencies as [process, build, reading], or for one process as [build, reading].
         disturbed: Share of the turns that other processes disturbed.
     """
 
@@ -83,8 +83,8 @@ class NoiseComponent:
     """Source of noise.
 
     Attributes:
-        sd: Standard deviation of log latency from this source alone, that is a share of the latency, with its 95 %
-            interval; 0 if the estimate of the variance is negative: too small to be seen.
+        sd: Standard deviation of log latency from this source alone, that is relative to the latency, with its 95 %
+            interval; 0 if the estimate of the variance is negative, that is too small to be detected.
         share: Share of the total variance.
     """
 
@@ -100,9 +100,9 @@ class NoiseComponents:
     Attributes:
         latency_ms: Geometric mean of all readings.
         components: Within a run, between builds, between processes.
-        one_build: Half-width of the 95 % interval of the latency, as a share, if one process makes one build and its
-            latency is the median of as many readings as here, which is how the harness measures.
-        processes_needed: Number of fresh processes with one build each that narrow it to 1 %.
+        one_build: Relative half-width of the 95 % interval of the latency for one process with one build, whose latency
+            is the median of the same number of readings, as in a run.
+        processes_needed: Number of fresh processes with one build each that reduce this half-width to 1 %.
     """
 
     latency_ms: float
@@ -117,10 +117,16 @@ def measure_noise(
     design: NestedDesign,
     observer: Observer,
 ) -> NoiseReadings:
-    """Return the readings of a model in a design, without processes in which anything failed.
+    """Time a model in a nested design, and return the readings of the processes without failures.
+
+    Args:
+        open_engines: Function that opens engines in a fresh process.
+        candidate: The model.
+        design: Numbers of processes, builds and readings.
+        observer: Receiver of the progress.
 
     Raises:
-        UserError: Fewer than two processes finished; the text has the first failure.
+        UserError: Fewer than two processes finished; the message has the first failure.
     """
     found: list[NoiseReadings] = []
     failed: list[Failed] = []
@@ -144,7 +150,7 @@ def measure_noise(
 def _measure_process(
     engines: Engines, candidate: Candidate, design: NestedDesign, rng: np.random.Generator, step: ProgressTask
 ) -> NoiseReadings | Failed:
-    """Return the readings of one process, [build, reading].
+    """Return the readings of one process as [build, reading], or its failure.
 
     All builds are made first and then take turns in random order, so that a change of the machine's speed affects all
     builds equally.
@@ -179,11 +185,11 @@ def estimate_components(latency_ms: Floats, confidence: float = 0.95) -> NoiseCo
     s2_P.
 
     Args:
-        latency_ms: [process, build, reading], all positive; at least two of each.
-        confidence: Confidence of the intervals.
+        latency_ms: Positive latencies as [process, build, reading], each axis of size 2 or more.
+        confidence: Confidence level of the intervals.
 
     Raises:
-        ValueError: The shape is another, or a reading is not positive.
+        ValueError: The array has another shape, or a reading is not positive.
     """
     if latency_ms.ndim != 3 or min(latency_ms.shape) < 2 or not (latency_ms > 0).all():
         raise ValueError(f"positive readings of 2 or more of each level, but got the shape {latency_ms.shape}")
@@ -231,7 +237,7 @@ class _MeanSquare:
 
 
 def _variance_from_one_square(square: _MeanSquare, confidence: float) -> Interval:
-    """Return a variance from its own mean square, with a chi-squared interval (F with infinite denominator)."""
+    """Return the variance of a mean square with a chi-squared interval (F with infinite denominator)."""
     low, high = ((1 + sign * confidence) / 2 for sign in (-1, 1))
     return Interval(
         value=square.mean,
@@ -263,7 +269,7 @@ def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int
 
 
 def _upper_f_quantile(tail: float, n1: float, n2: float) -> float:
-    """Return the F quantile that is exceeded with this probability; an infinite n2 is taken as a billion."""
+    """Return the F quantile that is exceeded with probability `tail`; an infinite n2 is replaced by a billion."""
     from scipy.stats import f as f_distribution  # takes a second
 
     quantile: Any = f_distribution.isf(tail, n1, min(n2, 1e9))

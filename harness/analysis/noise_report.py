@@ -23,10 +23,14 @@ __all__ = ["noise_report"]
 def noise_report(
     study: StudyTask, placement: str, design: NestedDesign, out: Path, observer: Observer
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
-    """Measure the components of noise; `out` takes noise.json (raw readings, components, machine) and noise.png.
+    """Measure the components of noise; write `noise.json` (raw readings, components, machine) and `noise.png`.
 
     Args:
+        study: Model and backend.
         placement: Placement to measure: "float", "all" or "linear".
+        design: Numbers of processes, builds and readings.
+        out: Folder of the two files.
+        observer: Receiver of the progress.
 
     Returns:
         Header and rows of a table, and the lines below it.

@@ -1,4 +1,4 @@
-"""Plots of analyses and studies as PNG: components of noise, sensitivities; and the figure file that they use."""
+"""Plots of analyses as PNG: errors of layers, components of noise, sensitivities; and the helper that writes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LABELLED_UNITS = 5  # units whose name is written next to their dots
 
 @contextmanager
 def figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield axes in a row and write them to a PNG afterwards; text is not parsed as formulas."""
+    """Yield axes in a row, and write them to a PNG on exit; text is not parsed as formulas."""
     with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(3.2 * sum(columns) if len(columns) > 1 else 6.4, 4.0), layout="constrained")
         yield tuple(figure.subplots(1, len(columns), squeeze=False, width_ratios=columns)[0])
@@ -33,11 +33,11 @@ def figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...
 
 
 def draw_layer_losses(before_db: Mapping[str, float], after_db: Mapping[str, float], title: str, path: Path) -> None:
-    """Plot the SQNR of each layer's result in the order of the graph, as given and recovered.
+    """Plot the SQNR of each layer's output in the order of the graph, without and with recovery.
 
     Args:
         before_db: SQNR in dB by the name of the layer.
-        after_db: The same of the recovered model.
+        after_db: SQNR in dB of the recovered model, by the name of the layer.
         title: Title of the plot.
         path: PNG to write.
     """
@@ -52,10 +52,10 @@ def draw_layer_losses(before_db: Mapping[str, float], after_db: Mapping[str, flo
 
 
 def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Path) -> None:
-    """Plot all readings build by build, one colour per process, and the components next to them.
+    """Plot all readings by build, with one colour for each process, and the components of noise.
 
     Args:
-        latency_ms: [process, build, reading].
+        latency_ms: Latencies as [process, build, reading].
         found: Components of these readings.
         title: Title of the plot.
         path: PNG to write.
@@ -82,9 +82,9 @@ def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Pat
 
 
 def draw_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
-    """Plot fidelity lost against microseconds gained, one dot per unit: quantized alone, and left out.
+    """Plot the loss of fidelity over the microseconds gained, one dot per unit: quantized alone, and left out.
 
-    The colour is the role, the bars the 95 % intervals; the most rewarding units are named.
+    Colours show roles, bars 95 % intervals; the units with the best rank are labelled.
 
     Args:
         found: The units, best first.
@@ -110,7 +110,7 @@ def draw_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
 def _draw_effects(
     axes: Any, effects: Sequence[tuple[QuantizationUnit, UnitEffect | Failed, float]], colours: Mapping[str, str]
 ) -> None:
-    """Draw the SQNR that each unit gains over its own base, in dB, against the time that quantizing it gains."""
+    """Draw the SQNR of each unit relative to its base, in dB, over the time that quantizing it gains."""
     for rank, (unit, effect, base_db) in enumerate(effects):
         if isinstance(effect, Failed) or effect.gain_us is None:
             continue

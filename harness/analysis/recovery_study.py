@@ -1,4 +1,4 @@
-"""Accuracy of one placement by what its Q/DQ pairs contain, with and without recovery steps."""
+"""Accuracy of one placement with several choices of ranges and scales, with and without recovery steps."""
 
 from __future__ import annotations
 
@@ -45,23 +45,22 @@ from search.space import Resolved
 __all__ = ["PLACEMENT_NAMES", "RecoveryRequest", "recovery_report"]
 
 PLACEMENT_NAMES: Mapping[str, tuple[str, ...]] = {"linear": ("linear",), "all": ()}
-"""Roles of the points that are quantized; none: every point."""
+"""Roles of the quantized points by name of the placement; empty: every point."""
 PLOTTED_SAMPLES = 4
 COLUMN_NAMES = ("pairs", "recovery", "{metric}", "drop [95 % CI]", "gain of each step on held-out samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryRequest:
-    """Choices whose combinations are scored, each besides the choices of the study; empty: the study's own.
+    """Choices whose combinations are scored in addition to the choices of the study.
 
     Attributes:
         placement: A key of `PLACEMENT_NAMES`, a PTQ tool that is run, or a Q/DQ file that was made from the model.
         float_nodes: Wildcards of nodes that stay float.
         steps: Names of recovery steps, in order.
-        subsets: Number of parts of the calibration samples that the study's own choices are calibrated on, one by one,
-            besides all of them; 0: none.
-        auto: Score the study's own choices, and only those besides them that calibration samples choose, with recovery.
-        float_groups: Number of groups of nodes that are left float in one file more, those that cost most; 0: no file.
+        subsets: Number of parts of the calibration samples; the study's own choices are also calibrated on each part.
+        auto: Whether only two files are scored: the study's own choices, and those that gain on calibration samples.
+        float_groups: Number of groups of nodes, those that cost most, left float in an additional file; 0: no file.
     """
 
     placement: str = "linear"
@@ -75,7 +74,7 @@ class RecoveryRequest:
     float_groups: int = 0
 
     def combinations(self, own: NumericChoices) -> list[NumericChoices]:
-        """Return the choices of the study first, then the others."""
+        """Return all combinations of choices, those of the study (`own`) first."""
         product = itertools.product(
             self.methods or (own.activations,), self.weights or (own.weights,), self.depthwise or (own.depthwise,)
         )
@@ -85,12 +84,12 @@ class RecoveryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """File of the placement with one choice of contents and steps.
+    """File of the placement with one choice of scales and steps.
 
     Attributes:
-        subset: Calibration samples, where these are not all of the study's.
-        groups: Nodes that are left float because they cost most.
-        drop: Loss of the metric against the float model; None if it has no interval.
+        subset: Name of the part of the calibration samples; "" for all samples.
+        groups: Groups of nodes that are left float because they cost most.
+        drop: Loss of the metric relative to the float model; None if it has no interval.
     """
 
     choices: NumericChoices
@@ -105,9 +104,18 @@ class _Row:
 def recovery_report(
     study: StudyTask, request: RecoveryRequest, folder: Path, observer: Observer
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
-    """Score a placement with each combination of choices, as it is and with recovery; return a table with its notes.
+    """Score a placement with each combination of choices, without and with recovery; return a table with its notes.
 
-    Writes `recovery.json`, the file of each row to `models/`, and the loss of each layer to `layers.png`.
+    Writes `recovery.json`, the file of each row to `models/`, and the SQNR of each layer to `layers.png`.
+
+    Args:
+        study: Model, backend, calibration data and evaluator.
+        request: Placement and choices.
+        folder: Folder of the written files.
+        observer: Receiver of the progress.
+
+    Returns:
+        Header and rows of a table, and the lines below it.
 
     Raises:
         UserError: The study cannot be used, has no evaluator, or needs a cast model.
@@ -151,14 +159,14 @@ def recovery_report(
 
 
 def _best_row(rows: Sequence[_Row], metric: str, *, higher_is_better: bool) -> _Row | None:
-    """Return the row with the best figure, the first of equal ones, or None if no file was scored."""
+    """Return the row with the best metric, the first of equal ones, or None if no file was scored."""
     figures = {index: row.score.metrics[metric] for index, row in enumerate(rows) if isinstance(row.score, Accuracy)}
     sign = 1 if higher_is_better else -1
     return rows[max(figures, key=lambda index: sign * figures[index])] if figures else None
 
 
 def _plot_layers(task: Task, first: _Row, best: _Row, folder: Path) -> Iterator[str]:
-    """Plot the loss of each layer in the first file and in the best one; nothing if they are the same."""
+    """Plot the SQNR of each layer in the first and in the best file, and yield a note; nothing if they are the same."""
     if best is first:
         return
     layers = [node.name for node in task.model.nodes if node.op in task.dialect.linear_ops]
@@ -175,9 +183,9 @@ def _plot_layers(task: Task, first: _Row, best: _Row, folder: Path) -> Iterator[
 def _iter_models(
     study: StudyTask, task: Task, request: RecoveryRequest, steps: Mapping[str, RecoveryStep], observer: Observer
 ) -> Iterator[tuple[str, tuple[StepGain, ...], PlacedModel, tuple[FloatGroup, ...]]]:
-    """Yield the placement with each combination of choices, and again with recovery; then by parts of the samples.
+    """Yield the placement with each combination of choices, without and with recovery, then for parts of the samples.
 
-    The last file of the former follows once more, with the groups of nodes left float that cost most.
+    After the combinations, the last file follows again with the groups that cost most left float.
     """
     combinations = list_choices(task) if request.auto else request.combinations(task.choices)
     feeds = CalibrationBatches(study.spec.model, task.model, input_types(task.model))
@@ -223,10 +231,10 @@ def _resolve(task: Task, request: RecoveryRequest, feeds: CalibrationBatches, ob
 
 
 def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: Observer) -> Path:
-    """Return the Q/DQ file that a placement names, or the one that a tool of this name makes.
+    """Return the Q/DQ file that a placement names, or run the tool of this name and return its file.
 
     Raises:
-        UserError: There is none, or the tool failed.
+        UserError: There is no such file or tool, or the tool failed.
     """
     if placement not in TOOLS:
         if not Path(placement).is_file():
@@ -248,13 +256,13 @@ def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: 
 
 
 def _describe_group(group: FloatGroup) -> str:
-    """Return the nodes of a group as options of the next command, with the SQNR if only they are quantized."""
+    """Return the nodes of a group as options `--float-node`, with the SQNR if only they are quantized."""
     options = " ".join(f"--float-node {name}" for name in group.nodes if name) or "the outputs of the model"
     return f"{group.alone_db:.1f} dB if only these are quantized: {options}"
 
 
 def _subset_note(rows: Sequence[_Row], metric: str) -> Iterator[str]:
-    """Yield by how much the figure depends on the calibration samples."""
+    """Yield a note about the variation of the metric between parts of the calibration samples."""
     found = [row.score.metrics[metric] for row in rows if row.subset and isinstance(row.score, Accuracy)]
     if found:
         yield f"{metric} by the calibration samples, {len(found)} parts of them: {min(found):.4f} to {max(found):.4f}"

@@ -48,7 +48,7 @@ class RegionReport:
     refused: tuple[tuple[Edge, str], ...]
 
     def lines(self, view: TreeOptions) -> list[str]:
-        """Return text lines: phases, hierarchy, coverage, sizes, patterns, insertion points."""
+        """Return the report as text lines: phases, hierarchy, coverage, sizes, patterns, insertion points."""
         model, figures = self.model, summarize_discovery(self.model, self.root, self.patterns)
         return [
             f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs",
@@ -89,7 +89,7 @@ class RegionReport:
         return {**found, "dialect": self.dialect, "dimensions": points, "stay_float": stay}
 
     def html(self) -> str:
-        """Return an HTML page with the graph, which opens offline."""
+        """Return an HTML page with the graph that needs no server and no network."""
         from harness.report.page.graph_layout import build_scene, render_graph_page
 
         return render_graph_page(

@@ -1,4 +1,4 @@
-"""Effect of each pattern or point on latency and fidelity: quantized alone, and left out of the full placement."""
+"""Effect of each pattern or point on latency and fidelity: only it quantized, and everything else quantized."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class QuantizationUnit:
 
     Attributes:
         name: Name of the pattern or of the dimension.
-        role: Role of the costliest dimension, see `search.space.Dimension`.
-        dimensions: Indices in the space.
+        role: Role of the dimension with the highest cost, see `search.space.Dimension`.
+        dimensions: Indices of the dimensions in the space.
         edges: Number of edges that the dimensions quantize.
-        cost: Share of the model's multiply-accumulates that read these edges.
+        cost: Share of the model's multiply-accumulate operations that read these edges.
     """
 
     name: str
@@ -57,8 +57,8 @@ class UnitEffect:
     """Effect of quantizing a unit, with the other units all float or all quantized.
 
     Attributes:
-        gain_us: Microseconds that it saves; None if the device only emulates its precision.
-        sqnr_db: Fidelity of the measured model.
+        gain_us: Saved time in microseconds; None if the device only emulates the precision.
+        sqnr_db: SQNR of the measured model's outputs, in dB.
     """
 
     gain_us: Interval | None
@@ -71,7 +71,7 @@ class UnitSensitivity:
 
     Attributes:
         alone: Effect with only this unit quantized (leave-one-in).
-        left_out: Effect with only this unit float (leave-one-out); `gain_us` is the time that leaving it out costs.
+        left_out: Effect with only this unit float (leave-one-out); `gain_us` is the time that is lost without it.
     """
 
     unit: QuantizationUnit
@@ -80,12 +80,12 @@ class UnitSensitivity:
 
     @property
     def relative_noise_power(self) -> float:
-        """Return the error power over signal power that it adds alone; infinite if it cannot be built."""
+        """Return error power over signal power with only this unit quantized; infinite if it cannot be built."""
         return float("inf") if isinstance(self.alone, Failed) else float(10 ** (-self.alone.sqnr_db / 10))
 
     @property
     def rank(self) -> float:
-        """Return microseconds gained per noise power, the order of quantization; losses are multiplied by it."""
+        """Return the gain in microseconds over the relative noise power, or a loss times this power; higher is better."""
         if isinstance(self.alone, Failed) or self.alone.gain_us is None:
             return float("-inf")
         gain_us = self.alone.gain_us.value
@@ -97,8 +97,8 @@ class SensitivityAnalysis:
     """All units of a task, best rank first.
 
     Attributes:
-        full_db: Fidelity with everything quantized, by precision, without those that cannot be built.
-        calibrated_on: Data of the activation ranges and of the fidelity.
+        full_db: SQNR in dB with everything quantized, by precision, without precisions that cannot be built.
+        calibrated_on: Source of the data for ranges and fidelity, as text.
         backend: Facts of the benchmarker.
     """
 
@@ -111,7 +111,7 @@ class SensitivityAnalysis:
 
 
 def quantization_units(space: Space, by: UnitKind) -> tuple[QuantizationUnit, ...]:
-    """Return the units of a space in graph order; a pattern with several precisions gives one unit for each."""
+    """Return the units of a space in graph order, one for each pattern (or point) and precision."""
     groups = space.groups if by == "pattern" else {d.name: (i,) for i, d in enumerate(space.dimensions)}
     members = {name: [space.dimensions[index] for index in indices] for name, indices in groups.items()}
     return tuple(
@@ -131,11 +131,14 @@ def quantization_units(space: Space, by: UnitKind) -> tuple[QuantizationUnit, ..
 def measure_sensitivities(
     study: StudyTask, by: UnitKind, folder: Path, observer: Observer, *, samples: int = 8
 ) -> SensitivityAnalysis:
-    """Measure every unit alone and left out; failures are results.
+    """Measure every unit alone and left out; a failed measurement is recorded as `Failed`.
 
     Args:
+        study: Model and backend.
+        by: Kind of unit, pattern or point.
         folder: Folder for scratch files, and for the choice of the float precision.
-        samples: Number of samples of calibration data that outputs are compared on; random ones without data.
+        observer: Receiver of the progress.
+        samples: Number of calibration samples on which outputs are compared; random samples without data.
 
     Raises:
         UserError: The study cannot be used, or the float model fails.
@@ -172,7 +175,7 @@ def measure_sensitivities(
 
 @dataclass(slots=True, kw_only=True)
 class SensitivityTimer:
-    """Engines of which the two bases stay open, so that candidates are timed in turns with them."""
+    """Timer of units, which keeps the engines of both bases open and times candidates in turns with them."""
 
     engines: Engines
     task: Task
@@ -210,7 +213,7 @@ class SensitivityTimer:
         )
 
     def _measure_gain_us(self, base: Placement, handle: int, sign: float) -> Interval | Failed:
-        """Return the latency of the base less that of the candidate, times `sign` (-1 if it leaves one out)."""
+        """Return base latency minus candidate latency in microseconds, times `sign` (-1 if a unit is left out)."""
         there = self._open_base(base)
         if isinstance(there, Failed):
             return there
@@ -239,7 +242,7 @@ class SensitivityTimer:
         return found if isinstance(found, Failed) else found.metrics["sqnr_db"]
 
     def _discard_bases(self, failed: Failed) -> Failed:
-        """Forget the bases if the worker died, and return the failure."""
+        """Discard the bases if the worker died, and return the failure."""
         if failed.stage in ("crash", "timeout"):
             self._bases.clear()
         return failed
@@ -255,7 +258,7 @@ def _replace_unit(base: Placement, unit: QuantizationUnit, space: Space, precisi
 
 
 def write_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
-    """Write the figures as JSON, from which a later search can start, see `harness.config.initial`.
+    """Write the sensitivities as JSON; a later search can start from the file, see `harness.config.initial`.
 
     Raises:
         UserError: The file cannot be written.

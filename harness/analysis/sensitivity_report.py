@@ -29,7 +29,17 @@ COLUMN_NAMES = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone d
 def sensitivity_report(
     study: StudyTask, by: UnitKind, folder: Path, observer: Observer, samples: int
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
-    """Measure, write `sensitivity.json` and `sensitivity.png` into a folder, and return the table with its notes.
+    """Measure sensitivities, write `sensitivity.json` and `sensitivity.png`, and return a table with its notes.
+
+    Args:
+        study: Model and backend.
+        by: Kind of unit, pattern or point.
+        folder: Folder of the two files.
+        observer: Receiver of the progress.
+        samples: Number of samples on which outputs are compared.
+
+    Returns:
+        Header and rows of a table, and the lines below it.
 
     Raises:
         UserError: The study cannot be used, or the folder cannot be written.
@@ -103,6 +113,6 @@ def _format_notes(found: SensitivityAnalysis, folder: Path) -> list[str]:
 
 
 def _statistical_ties(gains: Sequence[Interval | None]) -> bool:
-    """Return whether one gain lies in all of two or more intervals."""
+    """Return whether there are two or more intervals and one gain lies in all of them."""
     timed = [gain for gain in gains if gain is not None]
     return len(timed) > 1 and max(gain.low for gain in timed) <= min(gain.high for gain in timed)

@@ -1,7 +1,7 @@
-"""Surrogate of a model's whole space: an ONNX file that predicts the latency of a placement from a table's readings.
+"""Surrogate of a model's whole space: an ONNX file that predicts latencies, trained on the readings of a replay table.
 
-A table enumerates some dimensions and has readings around named placements too. Trees with random splits (Geurts et al.
-2006) learn from all of them, so placements outside of the table get a prediction with an interval.
+A table enumerates some dimensions and also has readings near named placements. Trees with random splits (Geurts et al.
+2006) are trained on all readings, so placements outside of the table get a prediction with an interval.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SurrogateError:
     """Error of a surrogate on held-out placements.
 
     Attributes:
-        readings: Placements that it is trained on.
-        rank_correlation: Spearman's, of predictions for held-out placements with their recorded latency.
-        ceiling: The highest that the noise of the readings allows, from the correlation of two halves of the samples.
-        outside: The rank correlation over placements outside of the table's subspace; NaN if there are fewer than 10.
+        readings: Number of placements in the training data.
+        rank_correlation: Spearman's correlation of predicted and recorded latencies of held-out placements.
+        ceiling: Highest correlation that the noise of the readings allows, from two halves of the samples.
+        outside: Rank correlation over placements outside of the table's subspace; NaN for fewer than 10.
         interval: Factor of the interval: latency / interval to latency * interval.
-        coverage: Share of held-out placements in an interval from the other folds; 0.9 is wanted.
+        coverage: Share of held-out placements within an interval from the other folds; the target is 0.9.
     """
 
     readings: int
@@ -52,8 +52,8 @@ class SurrogateError:
 def write_surrogate(table: BenchmarkTable, path: Path) -> SurrogateError:
     """Train a surrogate, write it as an ONNX file, and return its error.
 
-    The file takes `choices`, int64 of the shape placements x dimensions of the whole space, and gives `latency_ms`,
-    `low_ms` and `high_ms`. Its metadata have the error and the names of the dimensions.
+    The model has the input `choices`, int64 as [placements, dimensions of the whole space], and the outputs
+    `latency_ms`, `low_ms` and `high_ms`. Its metadata have the error and the names of the dimensions.
 
     Raises:
         UserError: The table has too few readings, or the file cannot be written.
@@ -83,7 +83,7 @@ def _samples_ms(table: BenchmarkTable, digest: str) -> Sequence[float]:
 
 
 def _features(choices: npt.NDArray[np.int64]) -> Floats:
-    """Return the choices and, last, the number of dimensions that are not float."""
+    """Return the choices with an additional last column, the number of dimensions that are not float."""
     return np.hstack([choices, (choices > 0).sum(axis=1, keepdims=True)]).astype(np.float64)
 
 
