@@ -1,4 +1,4 @@
-"""Set-up of accuracy in a task: the evaluator, its half of the data, the proxy, and the objective."""
+"""Set-up of accuracy in a task: evaluators, their halves of the data, the proxy, and the objective."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ __all__ = [
 ]  # fmt: skip
 
 SEARCH_EVALUATOR = "search"
-"""Name of the evaluator that searches score with, where it is not the finalists' own."""
+"""Name of the evaluator of the searches, if it differs from that of the finalists."""
 PROXY_EVALUATOR = "proxy"
 MIN_STAGE_IMAGES = 30
-"""Least number of images of the first stage; fewer decide little."""
+"""Smallest number of images of the first stage."""
 MAX_STAGE_STEP = 4
-"""The first stage has at least one image in this number of images."""
+"""The first stage has at least every n-th image of the search, with this n."""
 MAX_FALSE_REJECTION = 0.01
-"""Probability that a candidate which the first stage rejects is within the bound."""
+"""Largest probability to keep the bound at which the first stage rejects a candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Evaluators of a task and the data that they score on.
+    """Evaluators of a task and their data.
 
     Attributes:
-        evaluators: By name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH_EVALUATOR` the candidates of searches if
-            they have their own half of the data, `PROXY_EVALUATOR` is the proxy. Empty if the model has no evaluator.
+        evaluators: Evaluators by name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH_EVALUATOR` the candidates of
+            searches if these have their own half of the data, `PROXY_EVALUATOR` is the proxy. Empty without evaluator.
         metric: Metric of `MAIN_BENCHMARKER`; None without an evaluator.
-        facts: Facts that the searches' figures depend on.
-        data: Digests of what the evaluators score on, by their names, as far as they tell it; a run depends on it too.
+        facts: Facts on which the scores of the searches depend, for the fingerprint.
+        data: Digest of the data by name of the evaluator, for evaluators that report it; part of the fingerprint too.
     """
 
     objective: Objective
@@ -58,18 +58,18 @@ class Scoring:
 
     @property
     def search_evaluator(self) -> str:
-        """Return the name of the evaluator that searches score with."""
+        """Return the name of the evaluator of the searches."""
         return SEARCH_EVALUATOR if SEARCH_EVALUATOR in self.evaluators else MAIN_BENCHMARKER
 
     def goal(self, book: AccuracyStore, model_file: Path, folder: Path) -> Goal:
-        """Return the goal of the searches; the float model, the reference of every drop, is scored if needed.
+        """Return the goal of the searches, and score the float model, the reference of every drop, if needed.
 
-        Reports to the observer if the float model scores next to nothing.
+        A float model with a score close to 0 is reported to the observer of the store.
 
         Args:
-            book: The task's.
-            model_file: The float model.
-            folder: The task's, whose floor tells the float model's latency.
+            book: Store of the task's scores.
+            model_file: File of the float model.
+            folder: Folder of the task, whose record of the noise floor has the float model's latency.
 
         Raises:
             UserError: The float model itself cannot be scored.
@@ -99,7 +99,7 @@ class Scoring:
         )
 
     def _float_score_warnings(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
-        """Yield warnings about a float model that itself scores next to nothing."""
+        """Yield warnings about a float model whose own score is close to 0."""
         for name, accuracy in known.items():
             if accuracy is not None and name != PROXY_EVALUATOR:
                 yield low_reference_warning(
@@ -107,7 +107,7 @@ class Scoring:
                 )
 
     def prepare_evaluators(self, book: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
-        """Let the evaluators run the float model before they score any other, and return its scores.
+        """Score the float model by all evaluators, before they score any other model, and return its scores by name.
 
         Raises:
             UserError: The float model itself cannot be scored.
@@ -115,7 +115,13 @@ class Scoring:
         return {name: book.require_float_score(model_file, name) for name in self.evaluators}
 
     def make_accuracy_gate(self, goal: Goal, book: AccuracyStore, model_file: Path) -> AccuracyGate:
-        """Return the accuracy gate of candidates for a goal; `goal` has scored the float model before."""
+        """Return the gate that accepts candidates by accuracy; call `goal` first, which scores the float model.
+
+        Args:
+            goal: Objective and bound of the searches.
+            book: Store of the task's scores.
+            model_file: File of the float model.
+        """
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
         reference = book.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
         staged = FIRST_STAGE_EVALUATOR in self.evaluators and reference is not None and goal.metric is not None
@@ -125,7 +131,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedBound:
-    """Sequential test of the bound: a candidate that breaks it on the first images is not scored on the others.
+    """Sequential test of the bound: a candidate that misses it on the first images is not scored on the others.
 
     Attributes:
         reference: Accuracy of the float model on the first images.
@@ -135,7 +141,7 @@ class StagedBound:
     reference: Accuracy
 
     def rejected_loss(self, found: Accuracy) -> float | None:
-        """See `FirstStage`; by the paired bootstrap over the first images."""
+        """Return the loss of a candidate that is rejected by a paired bootstrap over the first images, else None."""
         goal, metric = self.goal, self.goal.metric or ""
         if goal.max_drop is None:
             return None
@@ -149,13 +155,16 @@ class StagedBound:
 
 
 def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:
-    """Return the scoring of a task's models.
+    """Return the evaluators of a task's models.
 
     Args:
+        objective: Objective of the experiment.
+        spec: Entry of the model in the experiment.
+        model: The float model.
         work: Scratch folder, for outputs of the float model.
 
     Raises:
-        UserError: The evaluator cannot be used, has not the metric that the objective names, or its data no halves.
+        UserError: The evaluator cannot be used, lacks the metric of the objective, or its data cannot be halved.
     """
     facts: dict[str, Any] = {
         "evaluator": None if spec.evaluator is None else spec.evaluator.model_dump(mode="json"),
@@ -189,7 +198,7 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
 
 
 def _first_stage(spec: ModelSpec, model: Model, work: Path, half: str | None) -> tuple[PluginSpec | None, int]:
-    """Return the evaluator on every n-th image of the search, and n; None for few images, or data of another kind."""
+    """Return the evaluator on every n-th image of the search, or None for few images or unknown data, and n."""
     whole = _require_evaluator(evaluator_spec(spec, model, work, half))
     data = whole.params.get("data")
     if not isinstance(data, Mapping) or "every" in data or "reference" in whole.params:
@@ -202,13 +211,13 @@ def _first_stage(spec: ModelSpec, model: Model, work: Path, half: str | None) ->
 
 
 def _evaluator_data_digest(use: PluginSpec) -> str:
-    """Return a digest of the evaluator's data and preprocessing, or "" if it does not give one."""
+    """Return a digest of the evaluator's data and preprocessing, or "" if the evaluator has none."""
     fingerprint = getattr(registry.create_plugin("evaluator", use.use, use.params), "fingerprint", None)
     return facts_digest(fingerprint) if isinstance(fingerprint, str) else ""
 
 
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
-    """Return the fidelity evaluator on a few samples of the calibration data; no table reports its values."""
+    """Return the fidelity evaluator on `samples` samples of the calibration data; no table reports its values."""
     data = spec.calibration.data
     params = {"samples": samples, "sqnr_only": True, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})

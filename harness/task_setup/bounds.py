@@ -21,23 +21,23 @@ __all__ = ["bound_lines", "bound_resolution_note", "bound_status", "check_bound"
 
 
 UNIT_INTERVAL_METRICS = frozenset({"agreement", "map", "miou", "top1", "top5"})
-"""Metrics that end at 1, so that 0.01 is one point of a hundred."""
+"""Metrics whose largest value is 1, so that 0.01 is one percentage point."""
 
 
 IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
-"""Metrics that count images: each is right or wrong, so one of n moves the figure by 1/n."""
+"""Metrics that count images: each image is right or wrong, so one of n images changes the metric by 1/n."""
 
 
 def check_bound(objective: Objective, metric: str | None, model: str) -> None:
-    """Raise on a bound that nothing can violate: a value of 1 probably means one percentage point.
+    """Raise an error for a bound that every file keeps: a value of 1 probably means one percentage point.
 
     Args:
-        objective: Of the experiment.
-        metric: Of the model's evaluator; None where it has none.
+        objective: Objective of the experiment.
+        metric: Metric of the model's evaluator; None without an evaluator.
         model: Name of the model in messages.
 
     Raises:
-        UserError: The metric ends at 1, or in dB, and all of it may be lost.
+        UserError: The bound allows the loss of the whole range of a metric with a largest value of 1, or in dB.
     """
     bound = objective.max_drop
     key = objective.drop_key
@@ -57,13 +57,13 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
 
 
 def bound_resolution_note(objective: Objective, metric: str | None, images: int) -> str:
-    """Return a note if one image weighs more than the bound, else "".
+    """Return a note if one wrong image exceeds the bound, else "".
 
-    No note for a bound of 0, which allows no loss, nor for metrics that do not count images.
+    There is no note for a bound of 0, which allows no loss, or for metrics that do not count images.
 
     Args:
-        objective: Of the experiment.
-        metric: Of the model's evaluator.
+        objective: Objective of the experiment.
+        metric: Metric of the model's evaluator.
         images: Number of scored images.
     """
     bound = objective.max_drop
@@ -77,7 +77,7 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
 
 
 def bound_lines(experiment: Experiment) -> Iterator[str]:
-    """Yield the accuracy bounds of the models that have an evaluator, one line per shared bound."""
+    """Yield a line for each accuracy bound, with the models that share it."""
     found: dict[str, list[str]] = {}
     for model in experiment.models:
         if model.evaluator is not None:
@@ -91,13 +91,13 @@ def bound_lines(experiment: Experiment) -> Iterator[str]:
 def bound_status(
     bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: TaskResults
 ) -> tuple[bool, str]:
-    """Return whether a model keeps a bound on the loss of accuracy, and the figures in words.
+    """Return whether a model keeps a bound on the loss of accuracy, and a text with the figures.
 
     Args:
-        bound: As `objective.max_drop`.
-        reference: Of the float model.
-        found: Of the model.
-        results: Of its task; name the metric and its direction.
+        bound: Bound in the form of `objective.max_drop`.
+        reference: Accuracy of the float model.
+        found: Accuracy of the model.
+        results: Results of its task, with the metric and its direction.
     """
     metric = results.metric or ""
     values = []

@@ -1,4 +1,4 @@
-"""Models of an experiment on TensorRT, compiled without a GPU: the float model, and each with every point quantized."""
+"""Compilation of an experiment's TensorRT models without a GPU: in float, and with every point quantized."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["COMPILED_DIALECTS", "compile_tasks"]
 
 COMPILED_DIALECTS = ("tensorrt", "tensorrt_rtx")
 ANY_RANGE = (-1.0, 1.0)
-"""Range of each tensor: no verdict depends on the values of scales."""
+"""Range of each tensor; the verdicts of the compiler do not depend on the values of scales."""
 
 
 def compile_tasks(experiment: Experiment, target: str) -> Iterator[str]:
-    """Yield what the compiler makes of each model of an experiment, a line for each file.
+    """Compile each model of an experiment, and yield a line with the compiler's verdict for each file.
 
     Args:
         experiment: The experiment; tasks of other dialects than TensorRT's are left out.
         target: Key of `harness.runtimes.rtx_compile.compiler.TARGETS`.
 
     Raises:
-        UserError: The compiler is not installed, no task is on TensorRT, or the compiler refuses a file; after all
-            lines.
+        UserError: The compiler is not installed, no task is on TensorRT, or, after all lines, the compiler refuses a
+            file.
     """
     import_compiler()
     tasks = [task for task in plan_tasks(experiment) if _dialect_name(task) in COMPILED_DIALECTS]
@@ -63,7 +63,7 @@ def _dialect_name(task: TaskSpec) -> str:
 
 
 def _write_files(task: TaskSpec, work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the files of a task that its runtime reads: the float model, and all points quantized."""
+    """Yield name and path of the files that the runtime of a task reads: in float, and with all points quantized."""
     dialect = load_dialect(_dialect_name(task))
     model = open_model(task.model, work, dialect.opset(task.precisions))
     file = runtime_input_file(task.backend, save_to_folder(model, work), work)

@@ -36,16 +36,16 @@ SIGNED_ORT_TOOL = "ort_static_s8"
 PTQ_FUNCTIONS = {name: partial(quantize, name) for name in TOOLS}
 PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime", "nncf", "openvino")
 _IR_TOOLS = frozenset({"nncf_ptq", "nncf_accuracy_control"})
-"""Tools that deliver an OpenVINO IR to OpenVINO, as their guides have it."""
+"""Tools that write an OpenVINO IR for OpenVINO, as their guides recommend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalModel:
-    """A Q/DQ model that another tool made, or the reason why it could not.
+    """Q/DQ model of another tool, or the reason for its failure.
 
     Attributes:
         method: Calibration method of the tool if it lacks that of the experiment; "" otherwise.
-        seconds: Wall-clock that the tool took; None for an imported model.
+        seconds: Wall-clock time of the tool; None for an imported model.
     """
 
     name: str
@@ -58,13 +58,13 @@ class ExternalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationRequest:
-    """Input that every tool is given.
+    """Input of every tool.
 
     Attributes:
-        source: The model, for people.
-        data: Calibration batches; gone through only where a model is made.
-        data_key: Changes with the model, the data, and what is done to them.
-        metric: Evaluator and bound of the search, for tools that keep one; None if there is no bound.
+        source: Name of the model in messages.
+        data: Calibration batches, which are read only if no cached model exists.
+        data_key: Key of the cache, which depends on the model, the data and the preprocessing.
+        metric: Evaluator and bound of the search, for tools that keep a bound; None without a bound.
     """
 
     model_file: Path
@@ -118,7 +118,7 @@ def run_external_tool(name: str, order: QuantizationRequest, observer: Observer)
 
 
 def tool_remarks(experiment: Experiment) -> Iterator[str]:
-    """Yield deviations of the PTQ tools among initial placements and baselines from the experiment, one line each."""
+    """Yield a line for each setting of the experiment that a PTQ tool in `initial` or `baselines` cannot follow."""
     named = (*(start.use for start in experiment.initial), *experiment.baselines)
     for name in dict.fromkeys(each for each in named if each in PTQ_FUNCTIONS):
         for setting in experiment.precision:
@@ -134,10 +134,17 @@ def tool_remarks(experiment: Experiment) -> Iterator[str]:
 def fully_quantized_symmetric(
     model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]], work: Path, space: Space
 ) -> ExternalModel:
-    """Quantize every point as the simplest tools do: symmetric INT8.
+    """Quantize every point in symmetric INT8, as the simplest tools do.
 
-    The measures of a dialect that preserve accuracy or speed (UINT8 data, zero points) are omitted. A stress test: a
-    model whose accuracy survives it needs no search for accuracy.
+    The features of a dialect that preserve accuracy or speed (UINT8 data, zero points) are not used. This is a stress
+    test: a model that keeps its accuracy needs no search for accuracy.
+
+    Args:
+        model: The float model.
+        dialect: Dialect of the runtime.
+        ranges: Range of each activation.
+        work: Folder of the written file.
+        space: Space with the points to quantize.
     """
     plain = replace(
         dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()
@@ -150,7 +157,7 @@ def fully_quantized_symmetric(
 
 
 def _signed_dialect_name(dialect_name: str) -> str:
-    """Return the variant of ONNX Runtime's dialect with INT8 activations and the other dialect's weight width."""
+    """Return the name of ONNX Runtime's dialect with INT8 activations and the weight width of the given dialect."""
     limit = load_dialect(dialect_name).weight_limit
     kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
     return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)

@@ -1,8 +1,8 @@
-"""Properties of a backend, and its float baseline: the fastest float precision on this device, by measurement.
+"""Properties of a backend, and its float baseline: the float precision that is measured to be the fastest.
 
-A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment leaves the
-precision open, the float model is timed at each, and the fastest becomes the baseline of the task and the precision of
-everything in its candidates that is not quantized. The others get a row each.
+A CPU may report BF16 and be faster at FP32. So if the experiment does not set the precision, the float model is timed
+at each. The fastest precision becomes the baseline of the task and the precision of the operators that candidates leave
+in float; each other precision gets a row.
 """
 
 from __future__ import annotations
@@ -48,17 +48,20 @@ __all__ = [
 
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
 CAST_FOLDER_NAME = "cast"
-"""Folder, in a task's scratch folder, of what `parsed` makes."""
+"""Folder of cast models in the scratch folder of a task."""
 
 
 def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
     """Return the file that a benchmarker reads for a given one, which is also the file to deliver.
 
     Args:
-        folder: Keeps what is made, so that it is made once.
+        use: The backend.
+        path: The given file.
+        folder: Folder that stores written files, so that each is written once.
 
     Returns:
-        The file itself where there is no other, or none can be made: its build fails then, and says why.
+        The given file itself if the benchmarker reads it or it cannot be cast; in the latter case its build fails with
+        the reason.
     """
     benchmarker = registry.create_plugin("benchmarker", use.use, use.params)
     if not isinstance(benchmarker, SupportsCast):
@@ -71,12 +74,15 @@ def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
 
 
 def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> dict[str, str]:
-    """Return by precision why candidates cannot be cast to a backend's float precision; nothing is built.
+    """Return the reasons why candidates cannot be cast to float precisions of a backend; nothing is built.
 
     Args:
-        use: The backend; if it leaves the float precision open, each one that its device offers is timed.
+        use: The backend; if its float precision is open, each precision of the device is checked.
         model: The float model.
-        precisions: Precisions that may be offered besides float.
+        precisions: Quantized precisions of the search space.
+
+    Returns:
+        The reason by float precision; empty if all casts are possible.
     """
     made = registry.create_plugin("benchmarker", use.use, use.params)
     if not isinstance(made, SupportsCast):
@@ -97,7 +103,7 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
 
 
 def _available_precisions(use: PluginSpec) -> dict[str, PluginSpec]:
-    """Return the backend at each float precision that it may run at; "" as precision where it is not open."""
+    """Return the backend at each float precision that it may run at, or by "" alone if its precision is set."""
     try:
         facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     except UserError:  # the device is not here
@@ -120,20 +126,21 @@ def select_float_baseline(
     observer: Observer,
     facts: Mapping[str, Any] | None = None,
 ) -> Mapping[str, PluginSpec]:
-    """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and by precision at each other one.
+    """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and at each other one by precision.
 
     The choice and its readings are stored in `float.json`, so that a resumed run of the same model on the same runtime
     uses the same baseline.
 
     Args:
-        backend: As the experiment gives it; what it pins stays pinned.
-        model_file: The float model.
-        folder: The task's folder.
-        open_engines: Opens engines where the task runs.
-        facts: The backend's own, from there; None: it is asked here.
+        backend: Backend of the experiment; a precision that it sets is used.
+        model_file: File of the float model.
+        folder: Folder of the task.
+        open_engines: Function that opens engines on the machine of the task.
+        observer: Receiver of the progress.
+        facts: Description of the benchmarker on the machine of the task; None: read on this machine.
 
     Raises:
-        UserError: The choice was made for another model, runtime or device, or none can be made.
+        UserError: The stored choice is of another model, runtime or device, or the float model fails.
     """
     if facts is None:
         facts = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
@@ -197,28 +204,33 @@ def _file_candidate(file: Path) -> Candidate:
 
 
 SAMPLE_COUNT = 8
-"""Samples that are scored."""
+"""Number of scored samples."""
 UNLABELLED_SAMPLE_FACTOR = 8
 """Factor by which the samples grow if none of them has a label; after that all samples are used."""
 
 
 class FloatTrial:
-    """Score the float model on the first samples of the evaluator's data, with ONNX Runtime on the CPU, in a worker.
+    """Early check of an evaluator: score of the float model on its first samples, by ONNX Runtime in a worker.
 
-    Skipped for an evaluator whose parameter `data` is none of `harness.accuracy.data.datasets` (the scoring of the
-    float model covers it), and for a model that ONNX Runtime does not run (the calibration reports that).
+    The check is skipped for an evaluator whose parameter `data` is none of `harness.accuracy.data.datasets` (the later
+    score of the float model covers it), and for a model that ONNX Runtime does not run (the calibration reports that).
 
     Args:
         work: Scratch folder.
-        limits: Of the worker.
-        observer: Told where the score is next to nothing.
+        limits: Limits of the worker.
+        observer: Receiver of the message about a score close to 0.
     """
 
     def __init__(self, work: Path, limits: Limits, observer: Observer) -> None:
         self._work, self._limits, self._observer = work / "tryout", limits, observer
 
     def run(self, spec: ModelSpec, model: Model, file: Path) -> None:
-        """Score a model whose file this is; without an evaluator nothing is done.
+        """Score a float model on a few samples, if it has an evaluator.
+
+        Args:
+            spec: Entry of the model in the experiment.
+            model: The float model.
+            file: File of the float model.
 
         Raises:
             UserError: The float model cannot be scored.
@@ -244,7 +256,7 @@ class FloatTrial:
 
 
 def _with_few_samples(use: PluginSpec) -> PluginSpec | None:
-    """Return the evaluator on as few samples of its data as it can be made for; None where its data are its own."""
+    """Return the evaluator with as few samples as it accepts, or None if its data are of an unknown kind."""
     data = use.params.get("data")
     if not isinstance(data, Mapping) or data.get("use") not in ALLOWED_DATA_KEYS:
         return None
@@ -260,7 +272,7 @@ def _with_few_samples(use: PluginSpec) -> PluginSpec | None:
 
 
 def _score_float_model(engines: Engines, file: Path, *, compares: bool) -> Accuracy | Failed | None:
-    """Return the accuracy; None where the model does not run, or of an evaluator that compares with the float model."""
+    """Return the accuracy; None if the model does not run, or the evaluator compares with the float model."""
     built = engines.build(Candidate(digest=edges_digest(()), edges=(), source=lambda: file))
     if isinstance(built, Failed):
         return None
@@ -276,12 +288,12 @@ def dialect_use(backend: PluginSpec, facts: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendProperties:
-    """Properties of a backend that decide about its candidates.
+    """Properties of a backend on which its candidates depend.
 
     Attributes:
         emulated: Precisions that the device only emulates.
-        facts: The benchmarker's description of itself.
-        is_in_process: It runs no model.
+        facts: Description of the benchmarker.
+        is_in_process: Whether the benchmarker runs no model.
     """
 
     dialect: Dialect
@@ -294,11 +306,12 @@ def read_runtime(backend: PluginSpec, facts: Mapping[str, Any] | None = None) ->
     """Return the properties of a backend.
 
     Args:
-        facts: The benchmarker's description of itself on another machine; None: it is asked here.
+        backend: The backend.
+        facts: Description of the benchmarker on another machine; None: read on this machine.
 
     Raises:
-        UserError: It names no dialect, or its runtime or device is missing (checked before the calibration, which takes
-            minutes).
+        UserError: The backend names no dialect, or its runtime or device is missing (checked before the calibration,
+            which takes minutes).
     """
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     require_timing(backend.use, benchmarker)

@@ -41,25 +41,25 @@ __all__ = [
 
 
 def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalModel]:
-    """Load the Q/DQ models that `initial` names.
+    """Load the Q/DQ models of the entries `import` of `initial`, by label.
 
     Raises:
-        UserError: A file is not there or cannot be read.
+        UserError: A file does not exist or cannot be read.
     """
     paths = {start.name: initial_file(start) for start in starts if start.use == "import"}
     return {name: ExternalModel(name=name, path=path, pairs=count_pairs(path)) for name, path in paths.items()}
 
 
 def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder: Path) -> dict[str, ExternalModel]:
-    """Return imported models with the input shapes of the float model; those with dynamic inputs are copied.
+    """Return imported models with the input shapes of the float model; models with dynamic inputs are copied.
 
     Args:
-        found: See `load_imported_models`.
+        found: Result of `load_imported_models`.
         model: The float model at the shape of the search.
         folder: Folder for the copies.
 
     Raises:
-        UserError: An input cannot have the shape.
+        UserError: An input of an imported model cannot have the shape.
     """
     fixed = {}
     for name, external in found.items():
@@ -75,20 +75,20 @@ def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder
 
 
 def initial_file(start: PluginSpec) -> Path:
-    """Return the Q/DQ file of an entry of `initial`: a file, or the model of a folder to deploy or of results with one.
+    """Return the Q/DQ file of an entry of `initial` that names a file, a folder to deploy, or results with one.
 
     Raises:
-        UserError: There is none, or it cannot be read.
+        UserError: There is no such file, or it cannot be read.
     """
     path = resolve_path(start.params["path"], start.base_dir)
     return find_qdq_file(path) if start.use == "placement" else _resolve_folder(path)
 
 
 def find_qdq_file(path: Path) -> Path:
-    """Return the Q/DQ file that a path means: itself, or the model of a folder to deploy or of results with one.
+    """Return the Q/DQ file of a path to a file, a folder to deploy, or results with one.
 
     Raises:
-        UserError: There is none, it cannot be read, or has no Q/DQ pair.
+        UserError: There is no such file, it cannot be read, or has no Q/DQ pair.
     """
     file = _resolve_folder(path)
     if not file.is_file():
@@ -103,7 +103,7 @@ def _resolve_folder(path: Path) -> Path:
 
 
 def is_exported(path: Path) -> bool:
-    """Return whether the Q/DQ pairs of a file are of qdq-bench, and not of another tool."""
+    """Return whether qdq-bench wrote the Q/DQ pairs of a file, and not another tool."""
     nodes = read_qdq_graph(path).proto.graph.node
     return any(NAME_PREFIX in node.output[0] for node in nodes if node.op_type in QDQ_OPS)
 
@@ -112,7 +112,7 @@ def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str
     """Return the ranges of the Q/DQ files that `initial` names with `ranges: true`, by tensor of the model.
 
     Raises:
-        UserError: A file is not there or cannot be read.
+        UserError: A file does not exist or cannot be read.
     """
     found: dict[str, tuple[float, float]] = {}
     for start in starts:
@@ -125,7 +125,7 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
     """Check every file that `initial` names.
 
     Raises:
-        UserError: It is not there, or is not what it is taken for.
+        UserError: A file does not exist, or is not of the expected kind.
     """
     load_imported_models(starts)
     for start in starts:
@@ -153,7 +153,7 @@ class InitialDesign:
     facts: Mapping[str, Any]
 
     def placements(self, starts: Sequence[PluginSpec]) -> dict[str, dict[str, Placement]]:
-        """Return for each entry its placements by name; none if a tool failed or its model shares nothing.
+        """Return the placements by name for each entry; an entry whose tool failed or that shares nothing has none.
 
         Raises:
             UserError: A pattern cache cannot be read.
@@ -209,7 +209,7 @@ class InitialDesign:
         return placement
 
     def foreign_origin_notes(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
-        """Return notes on pattern-cache schemes among the entries that were measured on another machine.
+        """Return notes about entries with pattern-cache schemes that were measured on another machine.
 
         Raises:
             UserError: A pattern cache cannot be read.
@@ -263,8 +263,9 @@ def _number_names(start: PluginSpec, found: Sequence[Placement]) -> Iterator[tup
 def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
     """Return the placement that TensorRT's guide recommends ("Working with Quantized Types", Q/DQ placement).
 
-    All inputs of linear operators; of a residual Add the operand that skips, not the one whose convolution it is fused
-    with; inputs of pooling. Where the dialect offers both operands, the one that is computed first skips.
+    It quantizes all inputs of linear operators, inputs of pooling, and the skip connection of a residual Add, but not
+    the operand whose convolution is fused with the Add. If the dialect offers both operands, the one that is computed
+    first is taken as the skip connection.
     """
     operands: dict[str, list[Edge]] = defaultdict(list)
     for dimension in space.dimensions:
@@ -283,17 +284,17 @@ MAX_PRIOR_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenedUnit:
-    """Dimensions that gained latency at a precision, by name."""
+    """Names of dimensions that reduce latency at a precision, according to a file of `qdq sensitivity`."""
 
     dimensions: tuple[str, ...]
     precision: str
 
 
 def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
-    """Return the screened units that gained on their own, best gain per noise first.
+    """Return the units of a file of `qdq sensitivity` that gained when only they were quantized, best first.
 
     Raises:
-        UserError: No file of `qdq sensitivity`, or a damaged one.
+        UserError: The file is damaged, or of another kind.
     """
     try:
         if path.stat().st_size > MAX_PRIOR_BYTES:
@@ -314,7 +315,13 @@ def _units_with_gain(units: Sequence[Any]) -> Iterator[ScreenedUnit]:
 
 
 def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: int) -> list[Placement]:
-    """Return at most `count` different placements: growing shares of the units in the space, best first, on float."""
+    """Return at most `count` different placements with increasing shares of the units, best first.
+
+    Args:
+        units: Units in order of quantization; those that are not in the space are skipped.
+        space: Space of the placements.
+        count: Number of shares: with 4, a quarter, half, three quarters and all of the units.
+    """
     places = {dimension.name: index for index, dimension in enumerate(space.dimensions)}
     known = [unit for unit in units if any(name in places for name in unit.dimensions)]
     found: dict[str, Placement] = {}

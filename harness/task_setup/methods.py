@@ -33,10 +33,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSetup:
-    """Searcher of a method with its space and candidates; an external searcher brings its own.
+    """Searcher of a method with its space and candidates; an external searcher has its own space.
 
     Attributes:
-        searcher: Or how its making failed.
+        searcher: The searcher, or the failure of its constructor.
     """
 
     space: Space
@@ -51,16 +51,16 @@ class SearchSetup:
 
 
 def is_external_searcher(method: SearcherSpec) -> bool:
-    """Return whether a method brings models of its own.
+    """Return whether a method is an external searcher, which makes its own models.
 
     Raises:
-        UserError: No searcher and no external searcher is called so.
+        UserError: No searcher has this name.
     """
     return registry.plugin_kind(method.use, ("searcher", "external searcher")) == "external searcher"
 
 
 def task_for_method(task: Task, method: SearcherSpec) -> Task:
-    """Return the task as a method searches it: its space, and the initial placements within it.
+    """Return the task with the space of a method and the initial placements within this space.
 
     Ablations remove the initial placements, or make a separate choice for each region.
     """
@@ -79,9 +79,9 @@ class WarmStartModel:
     """Q/DQ model of another tool whose placement a method evaluates first, in the tool's own form.
 
     Attributes:
-        digest: Name of its row: the name of the initial placement; the row of a placement has its digest as name.
-        placement_digest: Digest of the placement that the method starts from.
-        path: The tool's file.
+        digest: Name of the row, which is the name of the initial placement instead of a digest.
+        placement_digest: Digest of the placement from which the method starts.
+        path: File of the tool.
     """
 
     digest: str
@@ -91,7 +91,7 @@ class WarmStartModel:
 
 
 def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel, ...]:
-    """Return the models that run fast on the device in the task's precisions; none for an external searcher."""
+    """Return the models with precisions of the task that the device does not emulate; none for an external searcher."""
     if is_external_searcher(method):
         return ()
     precisions = set(task.spec.precisions) - task.accuracy_only
@@ -108,10 +108,12 @@ def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel,
 
 @contextmanager
 def open_search(run: SearchSpec, task: Task, keep: int) -> Iterator[SearchSetup]:
-    """Open a method for searching.
+    """Yield the searcher of a method with its space and candidates, and close it on exit.
 
     Args:
-        keep: Maximum number of its placements that are confirmed.
+        run: Searcher and seed.
+        task: The task.
+        keep: Largest number of confirmed placements, which an external searcher must store.
     """
     if is_external_searcher(run.searcher):
         with _open_external_searcher(run, task, keep) as search:
@@ -124,7 +126,7 @@ def open_search(run: SearchSpec, task: Task, keep: int) -> Iterator[SearchSetup]
 
 
 def external_searcher_model_path(run: SearchSpec, task: Task, digest: str) -> Path:
-    """Return the file of an external searcher's model that was among its best."""
+    """Return the stored file of a model of an external searcher."""
     return external_model_path(_external_searcher_folder(run, task) / "models", digest)
 
 

@@ -1,4 +1,4 @@
-"""Loading of the model that a specification names, and completion of its evaluator from the model."""
+"""Loading of an experiment's models, completion of their evaluators, and estimate of a run's duration."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_OPSET = 17
-"""Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
+"""Smallest opset of a loaded model: per-channel Q/DQ needs 13, runtimes support 17 best; a dialect may need more."""
 
 
 def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model:
-    """Load the model that a specification names (`zoo:NAME`, `assets:PATH` or a path).
+    """Load the model of an experiment's entry (`zoo:NAME`, `assets:PATH` or a path).
 
-    Dynamic dimensions without a size have those of its calibration arrays.
+    Dynamic dimensions without a size get the sizes of the calibration arrays.
 
     Args:
-        spec: The specification.
-        work: Scratch folder, for zoo models.
-        min_opset: Older models are upgraded.
+        spec: Entry of the model in the experiment.
+        work: Scratch folder, for models of the zoo.
+        min_opset: Opset to which older models are upgraded.
 
     Raises:
-        UserError: Unknown zoo name, no such file, or not a model that can be used.
+        UserError: The name is not in the zoo, the file does not exist, or it is not a supported model.
     """
     if spec.use.startswith("zoo:"):
         name = spec.use.removeprefix("zoo:")
@@ -50,16 +50,16 @@ def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model
 
 
 def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None = None) -> PluginSpec | None:
-    """Return the evaluator of a model with the parameters that the harness supplies.
+    """Return the evaluator of a model with the parameters that the harness supplies, or None without an evaluator.
 
     Args:
-        spec: The specification.
-        model: Its model.
+        spec: Entry of the model in the experiment.
+        model: The loaded model.
         work: Scratch folder, for outputs of the float model.
-        half: "search" or "report": only that half of the evaluator's data; None: all of it.
+        half: "search" or "report" for one half of the evaluator's data; None: all data.
 
     Raises:
-        UserError: Unknown or missing parameters, or there is nothing that could be halved.
+        UserError: A parameter is unknown or missing, or the data cannot be halved.
     """
     if spec.evaluator is None:
         return None
@@ -83,14 +83,14 @@ def complete_evaluator(
     """Return an evaluator with the parameters that the harness knows.
 
     Args:
-        evaluator: The evaluator as the user gives it.
+        evaluator: Evaluator of the experiment.
         inputs: Element type and shape of each input of the model.
-        base: Folder that relative paths start from.
-        preprocess: Preprocessing, unless the evaluator has one of its own.
+        base: Folder from which relative paths start.
+        preprocess: Preprocessing of the model, used if the evaluator has none.
         reference: File for outputs of the float model.
 
     Raises:
-        UserError: Unknown or missing parameters, or data that do not fit the inputs.
+        UserError: A parameter is unknown or missing, or the data do not fit the inputs.
     """
     use, params = evaluator.use, dict(evaluator.params)
     supplied = {"inputs": inputs, "reference": reference, "base": base}
@@ -103,10 +103,10 @@ def complete_evaluator(
 
 
 def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return element type and shape of each input.
+    """Return element type and shape of each input of a model, by name.
 
     Raises:
-        UserError: An input that no engine can be timed with.
+        UserError: No engine can be timed with an input.
     """
     for name in model.inputs:
         if name not in model.types:
@@ -121,18 +121,18 @@ def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 _SIMULATED_BACKENDS = ("simulated", "replay")
 _SLOW_BUILD_PREFIXES = ("tensorrt", "trtexec")
-"""How names of backends begin that time kernels while they build."""
+"""Prefixes of the names of backends that time kernels in a build."""
 _BUILD_RANGE_S, _SLOW_BUILD_RANGE_S = (0.2, 2.0), (5.0, 60.0)
-"""Of models of some ten milliseconds: least and most."""
+"""Smallest and largest seconds of a build, for models of some ten milliseconds; the second for slow backends."""
 _PREPARE_RANGE_S = (5.0, 60.0)
-"""Loading, calibration, and the models of the PTQ tools of one task."""
+"""Smallest and largest seconds for loading, calibration and the models of the PTQ tools of one task."""
 _TURN_RANGE_S = (0.01, 0.1)
-"""One turn of a row in the confirmation."""
+"""Smallest and largest seconds of one turn of a row in the confirmation."""
 TimeRange = tuple[float, float]
 
 
 def describe_workload(experiment: Experiment) -> str:
-    """Return the number of tasks, searches and evaluations, and roughly how long they take, in words."""
+    """Return a text with the numbers of tasks, searches and evaluations, and a rough estimate of the time."""
     tasks = plan_tasks(experiment)
     searches = sum(len(task.runs) for task in tasks)
     evaluations = searches * max(experiment.budget.evaluations)
@@ -145,7 +145,7 @@ def describe_workload(experiment: Experiment) -> str:
 
 
 def _task_range_s(task: TaskSpec, experiment: Experiment) -> TimeRange:
-    """Return the least and the most time that a task takes as a rule."""
+    """Return the smallest and the largest typical time of a task, in seconds."""
     name = task.backend.use.rpartition(":")[2]
     if name in _SIMULATED_BACKENDS:
         return _PREPARE_RANGE_S[0], _PREPARE_RANGE_S[1]
@@ -169,7 +169,7 @@ def _format_count(number: int, noun: str, plural: str = "") -> str:
 
 
 def _format_duration(low_s: float, high_s: float) -> str:
-    """Return a span of time in words, in minutes or hours."""
+    """Return a range of seconds as text, in minutes or hours."""
     if high_s < 90:
         return "roughly a minute"
     unit_s, unit = (3600.0, "hours") if high_s > 3 * 3600 else (60.0, "minutes")

@@ -1,4 +1,4 @@
-"""Contents of the Q/DQ pairs of one placement in several combinations, ready for recovery steps."""
+"""Models of one placement with several combinations of ranges and scales, as input of recovery steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from search.space import Resolved
 __all__ = ["RECOVERY_STEPS", "JudgedModel", "ModelPlacer", "list_choices", "open_placer"]
 
 RECOVERY_STEPS = ("equalization", "smoothing", "rounding", "bias_correction")
-"""Recovery steps in order; each is undone where held-out samples show no gain. `estimator_selection` takes longer than
-all of them together and gained less than half a decibel on five models."""
+"""Recovery steps in order; each is undone if held-out samples show no gain. `estimator_selection` is not among them: it
+takes longer than all of these together and gained less than half a decibel on five models."""
 ESTIMATORS = ("mean",)
-"""Range estimators that are tried besides that of the experiment; of channels, the others take minutes."""
+"""Range estimators that are tried in addition to that of the experiment; for channels, the others take minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class ModelPlacer:
     """Ranges of the activations of a task by each of several estimators.
 
     Attributes:
-        combinations: Contents of the pairs, of which each gives a model.
-        tensors: Activations of the space.
+        combinations: Choices of estimators and scales; each gives a model.
+        tensors: Names of the activations of the space.
     """
 
     task: Task
@@ -48,7 +48,7 @@ class ModelPlacer:
     by_method: Mapping[str, Ranges]
 
     def place(self, resolved: Resolved) -> Iterator[PlacedModel]:
-        """Yield quantized edges with each combination of contents."""
+        """Yield the model of quantized edges with each combination of choices."""
         for choices in self.combinations:
             yield PlacedModel(
                 model=self.task.model,
@@ -60,9 +60,13 @@ class ModelPlacer:
             )
 
     def rank(self, resolved: Resolved, held: Sequence[Feeds]) -> list[JudgedModel]:
-        """Return quantized edges with each combination of contents, the closest to the float model on samples first.
+        """Return the models of quantized edges in order of their SQNR on held-out samples, the best first.
 
-        The first combination, that of the task, is first unless another one gains at least `MIN_GAIN_DB`.
+        The combination of the task is first unless another one gains at least `MIN_GAIN_DB`.
+
+        Args:
+            resolved: Quantized edges with their precisions.
+            held: Held-out samples.
 
         Raises:
             UserError: ONNX Runtime does not run a model.
@@ -77,7 +81,7 @@ class ModelPlacer:
     def recalibration(
         self, choices: NumericChoices, batches: Sequence[Mapping[str, Array]]
     ) -> Callable[[Model], Ranges]:
-        """Return the calibration of a changed float model with the same choices."""
+        """Return a function that calibrates a changed float model on the same samples with the same choices."""
 
         def calibrate_again(model: Model) -> Ranges:
             found = calibrate(
@@ -95,7 +99,7 @@ class ModelPlacer:
 
 
 def list_choices(task: Task) -> list[NumericChoices]:
-    """Return the choices of a task first, then those with other estimators, and with scales by channel."""
+    """Return the choices of a task, then variants with other estimators and with scales by channel."""
     own = task.choices
     grains = [own.depthwise]
     if task.dialect.channel_activations and depthwise_inputs(task.model) and own.depthwise == "tensor":
@@ -111,13 +115,14 @@ def open_placer(
     count: int,
     observer: Observer,
 ) -> ModelPlacer:
-    """Calibrate a task by the estimators of some combinations, in one pass over the data.
+    """Calibrate a task by the estimators of several combinations, in one pass over the data.
 
     Args:
-        combinations: Contents of the pairs.
+        task: The task.
+        combinations: Choices of estimators and scales.
         batches: Calibration samples.
-        count: Number of the batches, for the progress bar.
-        observer: Receives the progress.
+        count: Number of batches, for the progress bar.
+        observer: Receiver of the progress.
 
     Raises:
         UserError: The dialect does not offer a combination.

@@ -1,7 +1,7 @@
 """Preflight validation of an experiment: models, data sets, plug-ins and parameters.
 
-A run takes hours, so all tasks are checked before the first one starts: models that data or shapes belong to are
-loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
+A run takes hours, so all tasks are checked before the first one starts. Models with data or shapes are loaded, and
+evaluators are constructed. Nothing is built or measured, and no image is preprocessed.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from search.synthetic_problem import synthetic_space
 __all__ = ["check_experiment", "check_models"]
 
 SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
-"""What the harness gives an evaluator that names it; see `harness.accuracy.metrics.base.evaluator_params`."""
+"""Parameters that the harness supplies to evaluators; see `harness.accuracy.metrics.base.evaluator_params`."""
 
 
 def check_experiment(experiment: Experiment) -> tuple[str, ...]:
-    """Run all cheap checks of every task.
+    """Run all fast checks of every task.
 
     Returns:
-        Remarks on settings that are allowed but may surprise, one line each.
+        Remarks on settings that are allowed but may be unintended, one line each.
 
     Raises:
-        UserError: Every setting that cannot be used, a line each, with the allowed values.
+        UserError: A setting cannot be used; the message has a line for each such setting with the allowed values.
     """
     plan_tasks(experiment)
     precisions, errors = _offered_precisions(experiment), ErrorCollector()
@@ -100,16 +100,15 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
 
 
 def check_models(experiment: Experiment) -> tuple[str, ...]:
-    """Load every model file now, so that a run does not find an invalid one task by task.
+    """Load every model file, so that invalid files are reported before a run.
 
-    If a backend reads models at FP16 or BF16, each is cast, and its quantizable points are determined.
+    If a backend reads models at FP16 or BF16, each model is cast, and its insertion points are determined.
 
     Returns:
-        Remarks, one line each: casts that fail, and what calibration and the PTQ tools will not
-        do with a model; a line each.
+        Remarks, one line each: casts that fail, and limits of calibration and the PTQ tools with a model.
 
     Raises:
-        UserError: One line for each that cannot be used, with the reason.
+        UserError: A model cannot be used; the message has a line for each such model with the reason.
     """
     errors, remarks = ErrorCollector(), list[str]()
     precisions = _offered_precisions(experiment)
@@ -130,10 +129,10 @@ def _offered_precisions(experiment: Experiment) -> tuple[str, ...]:
 
 
 def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str]) -> Iterator[str]:
-    """Yield the float precisions that a model cannot be cast to.
+    """Yield a remark for each float precision that a model cannot be cast to.
 
     Raises:
-        UserError: A backend is set to such a precision.
+        UserError: The experiment sets a backend to such a precision.
     """
     for backend in experiment.backends:
         for precision, problem in cast_problems(with_base_dir(backend), model, precisions).items():
@@ -231,10 +230,12 @@ def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data:
 
 
 def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
-    """Yield remarks on a model with its shapes and data applied.
+    """Load a model with its shapes and data, and yield remarks.
 
     Args:
-        objective: Sets whether halves of the evaluator's data are used, and the bound on their accuracy.
+        model: Entry of the model in the experiment.
+        data: Cache of opened data sets.
+        objective: Objective, with the bound and the use of halves of the evaluator's data.
 
     Raises:
         UserError: Shapes or data do not fit the model.
@@ -282,7 +283,7 @@ def _check_shape_set(model: ModelSpec) -> None:
 
 
 def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
-    """Yield where more samples are asked for than there are, or where a default leaves some out."""
+    """Yield remarks if more samples are requested than exist, or if a default leaves some out."""
     calibration = model.calibration
     if calibration.data is not None:
         asked, there = calibration.samples, len(data.open(calibration.data, model.base_dir))
@@ -306,7 +307,7 @@ def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) 
 def _count_shared_images(
     calibration: Calibration, scored: Mapping[str, Any], base_dir: Path, data: DatasetCache
 ) -> int:
-    """Return how many images of one source are used for calibration and by the evaluator."""
+    """Return the number of images that are used both for calibration and by the evaluator."""
     used = calibration.data or {}
     if any(used.get(key) != scored.get(key) for key in ("use", "images", "split")):
         return 0
@@ -317,7 +318,7 @@ def _count_shared_images(
 
 
 def _check_channels(model: Model) -> None:
-    """Refuse shapes with channels that a convolution does not take: ONNX's shape inference lets them pass."""
+    """Raise an error for shapes with channels that a convolution refuses; ONNX's shape inference accepts them."""
     for node in model.nodes:
         weight = model.constants.get(node.inputs[1]) if node.op == "Conv" and not node.opaque else None
         if weight is None or node.inputs[0] not in model.types:
@@ -329,10 +330,10 @@ def _check_channels(model: Model) -> None:
 
 
 def _check_outputs(evaluator: Any, model: Model) -> None:
-    """Check the output shapes of one sample with an evaluator before any calibration for it.
+    """Compare the output shapes of a model for one sample with the labels and the decoder of an evaluator.
 
     Raises:
-        UserError: They do not fit its labels or its decoder.
+        UserError: The shapes do not fit the labels or the decoder.
     """
     check = getattr(evaluator, "check_outputs", None)
     types = [model.types.get(name) for name in model.outputs]

@@ -1,4 +1,4 @@
-"""Models, data, metrics and searchers that a Python program passes as objects, as entries of an experiment."""
+"""Conversion of the objects of a Python program (models, data, metrics, searchers) to entries of an experiment."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
     preprocess: Any = None,
     example_inputs: Any = None,
 ) -> dict[str, Any]:
-    """Return a model in the form of an experiment file; arguments are those of `harness.facade.autotune`.
+    """Return a model in the form of an experiment file; for the arguments see `harness.facade.autotune`.
 
     Args:
-        folder: Folder for files of objects.
+        folder: Folder in which the objects are stored as files.
 
     Raises:
-        UserError: An object cannot be used.
+        UserError: An object is of an unsupported type.
     """
     described: dict[str, Any] = {"use": save_program_model(model, folder, example_inputs)}
     if calibration is not None:
@@ -49,16 +49,16 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
 
 
 def save_program_model(model: Any, folder: Path, example_inputs: Any = None) -> str:
-    """Return the name of a model for an experiment; an object is written to a file in a folder first.
+    """Return the name of a model for an experiment, and write an object to a file first.
 
     Args:
         model: A path, `zoo:NAME` or `assets:PATH`, which is returned; serialized ONNX, an `onnx.ModelProto`, or a
             `torch.nn.Module`.
-        folder: The folder.
+        folder: Folder of the file.
         example_inputs: Inputs of a PyTorch module: a tensor, a tuple of them, or a mapping of keyword arguments.
 
     Raises:
-        UserError: Another type, a PyTorch module without inputs, or a package of its export is missing.
+        UserError: The type is unsupported, a PyTorch module has no inputs, or a package for its export is missing.
     """
     if isinstance(model, str | Path):
         return str(model)
@@ -77,7 +77,7 @@ def save_program_model(model: Any, folder: Path, example_inputs: Any = None) -> 
 
 
 def _export_module(module: Any, path: Path, example_inputs: Any) -> Path:
-    """Export a PyTorch module in evaluation mode; its own mode is kept."""
+    """Export a PyTorch module in evaluation mode, restore its mode, and return the path of the file."""
     import torch
 
     if example_inputs is None:
@@ -100,7 +100,7 @@ def _export_module(module: Any, path: Path, example_inputs: Any) -> Path:
 
 
 def plugin_mapping(plugin: Any) -> dict[str, Any]:
-    """Return a plug-in in the form of an experiment file; a class of this program gets a name.
+    """Return a plug-in in the form of an experiment file, and register a class of the program under a name.
 
     Args:
         plugin: Name, mapping or class.
@@ -111,15 +111,15 @@ def plugin_mapping(plugin: Any) -> dict[str, Any]:
 
 
 def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -> dict[str, Any]:
-    """Return an evaluator in the form of an experiment file; an object of this program gets a name.
+    """Return an evaluator in the form of an experiment file, and register an object of the program under a name.
 
     Args:
-        metric: See `harness.facade.autotune`.
-        test: Labelled inputs and their labels, or None.
-        folder: Folder for the files of these.
+        metric: Name, function or evaluator, see `harness.facade.autotune`.
+        test: Inputs and their labels, or None.
+        folder: Folder in which inputs and labels are stored as files.
 
     Raises:
-        UserError: It is none.
+        UserError: The object is not an evaluator.
     """
     if isinstance(metric, str | Mapping):
         described = plugin_mapping(metric)
@@ -142,7 +142,7 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
 
 
 class _FunctionEvaluator:
-    """Evaluator of a function of `run`."""
+    """Evaluator that calls a function with the function `run`, which maps inputs to outputs."""
 
     metric, higher_is_better = "metric", True
 
@@ -160,7 +160,7 @@ class _FunctionEvaluator:
 
 
 def _factory_of(evaluator: Any, named: Any = None) -> Any:
-    """Return a function without parameters that returns an evaluator, under the name of its class or function."""
+    """Return a function without parameters that returns the evaluator, named like its class or function."""
 
     def factory() -> Any:
         return evaluator
@@ -172,7 +172,7 @@ def _factory_of(evaluator: Any, named: Any = None) -> Any:
 
 
 def data_mapping(samples: Any, stem: Path) -> dict[str, Any]:
-    """Return data in the form of an experiment file; arrays are written to a file.
+    """Return data in the form of an experiment file, and write arrays to a file.
 
     Args:
         samples: An array, a mapping of input names to arrays, an iterable of either, a file, or a data mapping.
@@ -199,7 +199,7 @@ def data_mapping(samples: Any, stem: Path) -> dict[str, Any]:
 
 
 def _joined(batches: Iterable[Any]) -> Any:
-    """Return batches, each an array or a mapping, as one, joined along the first axis."""
+    """Return batches, each an array or a mapping of arrays, joined along the first axis."""
     found = list(batches)
     if not found:
         raise UserError("calibration: there are no samples")

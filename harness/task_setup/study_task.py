@@ -1,4 +1,4 @@
-"""Task of a study of one model, from the model's name or from an experiment file."""
+"""Task of a study of one model, made from the model's name or from an experiment file."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
     """Return the study of a model, or of the only task of an experiment file.
 
     Args:
-        text: ONNX file, `zoo:NAME` or `assets:PATH`; or an experiment file (.yaml), which may give calibration data, an
-            evaluator and how to sample.
-        backend: Benchmarker; by default OpenVINO, or the experiment's.
-        params: Its parameters.
-        shapes: Static shapes of dynamic inputs; for a model.
-        dims: Sizes of dynamic dimensions by symbol; for a model.
-        precision: By default INT8, or the experiment's.
-        fidelity: Also compare every engine's outputs with the float model's, where no evaluator is given.
-        timed: Whether the study measures latencies, which it does at one shape.
+        text: ONNX file, `zoo:NAME` or `assets:PATH`; or an experiment file (.yaml), which may have calibration data, an
+            evaluator and settings of the sampling.
+        backend: Benchmarker; by default that of the experiment file, or OpenVINO.
+        params: Parameters of the benchmarker.
+        shapes: Static shapes of dynamic inputs; only for a model.
+        dims: Sizes of dynamic dimensions by symbol; only for a model.
+        precision: Quantized precision; by default that of the experiment file, or INT8.
+        fidelity: Whether every engine's outputs are compared with the float model's if there is no evaluator.
+        timed: Whether the study measures latencies, for which a `shape_set` is refused.
 
     Raises:
-        UserError: Anything that cannot be used, or an experiment with more than one task.
+        UserError: An argument cannot be used, or the experiment has more than one task.
     """
     changes: dict[str, Any] = {"initial": list(ANCHOR_PLACEMENTS), "baselines": ["all", "linear"]}
     if backend is not None or params:
@@ -104,9 +104,9 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
 def study_name(study: StudyTask, placement: str) -> str:
     """Return a folder name of model, backend with its parameters, shapes, placement and precision.
 
-    For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision. A
-    digest replaces parameters and shapes that are no file name, such as a path; the folder of the study's file is no
-    part of the name.
+    For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The name of the float model has no quantized
+    precision. A digest replaces parameters and shapes that are not valid in a file name, such as a path. The folder of
+    the study's file is not part of the name.
     """
     spec = study.spec
     given = {**spec.backend.params, **spec.model.shapes, **spec.model.dims}
@@ -120,13 +120,15 @@ def study_name(study: StudyTask, placement: str) -> str:
 
 
 def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[Task, WorkerSpec]:
-    """Return the study's task and the specification of its worker, with the backend at its fastest float precision.
+    """Set up the task of a study with the backend at its fastest float precision; return it and its worker.
 
     Args:
+        study: The study.
         folder: Folder for scratch files, and for the choice of the float precision.
+        observer: Receiver of the progress.
 
     Raises:
-        UserError: Anything in the specification that cannot be used.
+        UserError: A setting of the study cannot be used.
     """
     task = compose_task(study.experiment, study.spec, folder / "work", observer)
     open_worker = partial(open_engines, limits=study.experiment.limits)
@@ -147,5 +149,5 @@ def _parse_experiment(described: Mapping[str, Any], base_dir: Path | None = None
 
 
 def model_label(text: str) -> str:
-    """Return the name of a model in folders and tables, from its file or name: "resnet18" of "zoo:resnet18"."""
+    """Return the name of a model in folders and tables, such as "resnet18" for "zoo:resnet18"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text.rpartition(":")[2]).stem).strip("-._") or "model"

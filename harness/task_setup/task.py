@@ -64,7 +64,7 @@ __all__ = ["Task", "calibrate_task", "compose_task"]
 
 Facts = Mapping[str, Any]
 UNCALIBRATED_ABS_MAX = 12.7
-"""Bound of every range where operators of a plug-in keep the model from being run for calibration."""
+"""Limit of every range if plug-in operators prevent a calibration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +72,21 @@ class Task:
     """State that all searches of one task share.
 
     Attributes:
-        model: The cleaned float model, which the space is of.
-        float_file: Its file: what is calibrated, and what other tools quantize.
-        model_file: The baseline: the same, or its cast form, see `at`.
-        initial_design: Placements that every searcher starts from.
+        model: The prepared float model, from which the space is made.
+        float_file: File of `model`, which is calibrated and which other tools quantize.
+        model_file: File of the baseline: `float_file`, or its cast form, see `with_benchmarkers`.
+        initial_design: Placements from which every searcher starts.
         ranges: Lowest and highest value of each activation, from the calibration.
-        choices: Contents of the Q/DQ pairs.
-        placements: By name, those of the seeds and of the fixed baselines.
+        choices: Choices of range estimators and scales.
+        placements: Initial placements and fixed baselines by name.
         calibrated_on: Source of the ranges, for the tables.
         remarks: Remarks on the activations of the calibration data, for the tables.
-        cache_remarks: Remarks on schemes of pattern caches that were measured elsewhere, for the tables.
-        external_models: Models of the PTQ tools, and imported ones.
+        cache_remarks: Remarks on schemes of pattern caches that were measured on another machine, for the tables.
+        external_models: Models of the PTQ tools, and imported models, by name.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
-        benchmarkers: The backend at each float precision, the baseline's as `MAIN_BENCHMARKER`; none before `at`.
+        benchmarkers: Backend at each float precision, that of the baseline as `MAIN_BENCHMARKER`; empty before
+            `with_benchmarkers`.
         cast: Model of `model_file`, if it differs from `model`.
         facts: Facts reported by the backend about itself and its device.
         feeds: Calibration batches.
@@ -116,7 +117,7 @@ class Task:
     def with_benchmarkers(self, benchmarkers: Mapping[str, PluginSpec]) -> Task:
         """Return the task with the backend at its float precisions.
 
-        If the backend reads files of another type than float32 (see `harness.api.Benchmarker.cast`), the float model is
+        If the backend reads files of another type than float32 (see `harness.api.SupportsCast`), the float model is
         cast once and Q/DQ pairs are inserted into the cast model, so that the searched, delivered and measured file is
         the same.
 
@@ -138,14 +139,14 @@ class Task:
         return path if use is None else runtime_input_file(use, path, self.work / CAST_FOLDER_NAME)
 
     def edges_in_file(self, resolved: Resolved) -> Resolved:
-        """Return quantized edges with the names of the task's files."""
+        """Return quantized edges with the node names of the task's files."""
         return resolved if self.cast is None else map_edges_to_cast_model(resolved, self.cast)
 
     @property
     def searched_space(self) -> Space:
-        """Return the space without precisions that are not accelerated here; its placements are valid for `space`.
+        """Return the space without precisions that the device emulates; its placements are valid for `space`.
 
-        Empty where a point offers no other precision: then there is nothing that could be compared by speed.
+        The space is empty if no other precision is left, because then no placements can be compared by speed.
         """
         if not self.accuracy_only:
             return self.space
@@ -159,7 +160,7 @@ class Task:
     def candidate(self, placement: Placement) -> Candidate:
         """Return the candidate of a placement; its file is written when it is built.
 
-        Writing it raises UserError if the disk is full, which is no failure of the candidate.
+        If the disk is full, writing raises UserError, which is not a failure of the candidate.
         """
         resolved, digest = self.space.resolve(placement), self.space.digest(placement)
         if not resolved:
@@ -182,11 +183,11 @@ def compose_task(
         experiment: Settings that all tasks share: initial placements, baselines, objective, limits.
         spec: Model, backend and precision of the task.
         work: Scratch folder of the task; created if it is missing.
-        observer: Shows progress and remarks on the data.
-        facts: The benchmarker's description of itself on the machine that measures; None: it is asked on this one.
+        observer: Receiver of progress and remarks on the data.
+        facts: Description of the benchmarker on the machine that measures; None: read on this machine.
 
     Raises:
-        UserError: Anything in the specification that cannot be used.
+        UserError: A setting cannot be used.
     """
     with explain_write_errors(work):
         work.mkdir(parents=True, exist_ok=True)
@@ -269,9 +270,14 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     """Calibrate a model and return its task without initial placements and baselines.
 
     Args:
+        spec: Model, backend and precision of the task.
+        model: The prepared float model.
         model_file: File of the model; its folder is the scratch folder of the task.
-        space: Space of the model; restricted to points with usable ranges.
-        uncalibrated_abs_max: Bound of every range if plug-in operators prevent a calibration on random data.
+        space: Space of the model; the task has only its points with usable ranges.
+        runtime: Properties of the backend.
+        feeds: Calibration batches.
+        observer: Receiver of progress and remarks on the data.
+        uncalibrated_abs_max: Limit of every range if plug-in operators prevent a calibration on random data.
         known_ranges: Ranges from files, which replace those of the calibration.
 
     Raises:
