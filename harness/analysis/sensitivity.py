@@ -85,7 +85,7 @@ class UnitSensitivity:
 
     @property
     def rank(self) -> float:
-        """Return the gain in microseconds over the relative noise power (a loss: times this power); higher is better."""
+        """Return the gain in microseconds over the relative noise power (losses: times this power); highest is best."""
         if isinstance(self.alone, Failed) or self.alone.gain_us is None:
             return float("-inf")
         gain_us = self.alone.gain_us.value

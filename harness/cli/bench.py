@@ -21,12 +21,14 @@ __all__ = [
     "bench_tasks",
 ]
 
-TierOption = Annotated[Literal["lite", "full", "extended"], typer.Option(help="Tasks, seeds and budgets.")]
+TierOption = Annotated[
+    Literal["lite", "full", "extended"], typer.Option(help="Tier: fixed set of tasks, seeds and budgets.")
+]
 SubmissionsArgument = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of qdq bench run.")]
 
 
 def bench_tasks(as_json: JsonOption = False) -> None:
-    """List the tasks of QDQ-Bench: model, runtime, processor, threads, split, tier and start.
+    """List the tasks of QDQ-Bench with model, runtime, processor, threads, split, tier and start.
 
     Example: `qdq bench tasks`
     """
@@ -38,23 +40,28 @@ def bench_tasks(as_json: JsonOption = False) -> None:
 
 def bench_run(
     searcher: Annotated[
-        list[str], typer.Argument(metavar="SEARCHER...", help="Names, or module:Class.", show_default=False)
+        list[str],
+        typer.Argument(metavar="SEARCHER...", help="Names of searchers, see qdq list, or module:Class."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the submission; other searchers are added.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the submission; an existing one is extended.", show_default=False)
+    ],
     tier: TierOption = "lite",
     seeds: Annotated[
-        int | None, count_option("Number of searches on each task. [default: of the tier]", most=10_000)
+        int | None, count_option("Number of searches on each task. [default: that of the tier]", most=10_000)
     ] = None,
     param: Annotated[
-        list[str] | None, typer.Option("--param", help="Parameter of the searcher as NAME=VALUE; repeat.")
+        list[str] | None, typer.Option("--param", help="Parameter of the searcher as NAME=VALUE; repeat for each.")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="Name in tables [default: that of the searcher].")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Name of the searcher in tables [default: the name of the searcher].")
+    ] = None,
     workers: Annotated[int, count_option("Number of replay processes.", most=1_000)] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay searchers on the tasks of a tier and write a submission: searches, versions, digests and times.
+    """Run searchers on the tasks of a tier and write a submission with searches, versions, digests and times.
 
-    Continues after an interruption.
+    To continue after an interruption, run the same command again.
 
     Example: `qdq bench run auto --tier lite --out out/mine`
     """
@@ -83,11 +90,11 @@ def bench_run(
 
 def bench_check(
     folder: Annotated[Path, typer.Argument(help="Folder of a submission.", show_default=False)],
-    searches: Annotated[int, count_option("Searches of each searcher that are repeated.", most=10_000)] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
+    searches: Annotated[int, count_option("Number of searches of each searcher to repeat.", most=10_000)] = 3,
+    seed: Annotated[int, typer.Option(help="Random seed for the choice of these searches.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the files of a submission and repeat a random sample of its searches; exit status 1 if one differs.
+    """Check the files of a submission, and repeat a random sample of its searches; exit status 1 if one differs.
 
     Example: `qdq bench check out/mine`
     """
@@ -110,17 +117,23 @@ def bench_check(
 
 def bench_score(
     experiment: Annotated[
-        Path, typer.Argument(help="Models with calibration data and evaluators.", show_default=False)
+        Path,
+        typer.Argument(
+            help="Experiment file with the models, their calibration data and evaluators.", show_default=False
+        ),
     ],
-    table: Annotated[list[Path], typer.Argument(metavar="TABLE...", help="Parquet files, or names of tasks.")],
+    table: Annotated[
+        list[Path], typer.Argument(metavar="TABLE...", help="Parquet files of qdq record, or names of tasks.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Parquet file of accuracies [default: scores/accuracy.parquet next to TABLE].")
+        Path | None,
+        typer.Option(help="Parquet file of the scores to write [default: scores/accuracy.parquet next to TABLE]."),
     ] = None,
 ) -> None:
-    """Score the placements of tables on fixed samples: accuracy on labels, and agreement with the float model.
+    """Score the placements of tables on fixed samples: accuracy by labels, and agreement with the float model.
 
-    Placements that are scored already are skipped, also those of tables with other threads or processors. Continues
-    after an interruption.
+    Placements that already have a score, also by a table with other threads or processors, are skipped. To continue
+    after an interruption, run the same command again.
 
     Example: `qdq bench score experiments/bench_accuracy.yaml results/tables/resnet18-onnxruntime.parquet`
     """
@@ -137,18 +150,18 @@ def bench_score(
 
 
 def _table_file(given: Path) -> Path:
-    """Return a table's file, which is given as a file or as the name of a task."""
+    """Return the file of a table that is given as a file or as the name of a task."""
     from harness.bench.tasks import table_path
 
     return given if given.suffix == ".parquet" else table_path(str(given))
 
 
 def bench_surrogate(
-    table: Annotated[Path, typer.Argument(help="Parquet file, or name of a task.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="ONNX file.", show_default=False)],
+    table: Annotated[Path, typer.Argument(help="Parquet file of qdq record, or name of a task.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="ONNX file to write.", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model of the latency of all placements of a table's model, and show its error on held-out ones.
+    """Train a model that predicts the latency of any placement from a table, and show its error on held-out ones.
 
     Example: `qdq bench surrogate results/tables/yolox_nano-onnxruntime.parquet --out out/yolox.onnx`
     """
@@ -161,12 +174,14 @@ def bench_surrogate(
 
 def bench_leaderboard(
     folder: SubmissionsArgument,
-    out: Annotated[Path, typer.Option(help="Markdown page; plots are written next to it.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="Markdown page to write; plots are written to the same folder.", show_default=False)
+    ],
     tier: TierOption = "lite",
-    html: Annotated[bool, typer.Option("--html", help="Write an HTML page with the plots inside too.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Also write an HTML page that contains the plots.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the searchers of submissions and write the leaderboard.
+    """Compare the searchers of submissions, and write the leaderboard.
 
     Example: `qdq bench leaderboard results/bench out/mine --out out/leaderboard.md`
     """
@@ -186,10 +201,10 @@ def bench_export(
     out: Annotated[Path, typer.Argument(help="Folder for the files.", show_default=False)],
     form: Annotated[
         Literal["t4", "croissant"],
-        typer.Option("--format", help="t4: results for Kernel Tuner; croissant: metadata of all tables."),
+        typer.Option("--format", help="t4: tables in the format of Kernel Tuner; croissant: metadata of all tables."),
     ] = "t4",
 ) -> None:
-    """Write the tables in the format of another tool, or their metadata.
+    """Write the tables of QDQ-Bench in the format of another tool, or their metadata.
 
     Example: `qdq bench export out/t4 --format t4`
     """

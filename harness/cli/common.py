@@ -40,41 +40,49 @@ StudyArgument = Annotated[
 ]
 ResultsArgument = Annotated[Path, typer.Argument(help="Results folder of an experiment.", show_default=False)]
 ShapeOption = Annotated[
-    list[str] | None, typer.Option("--shape", help="Input shape as NAME:1x3x224x224; repeat per input.")
+    list[str] | None, typer.Option("--shape", help="Shape of an input as NAME:1x3x224x224; repeat for each input.")
 ]
 DimOption = Annotated[
     list[str] | None,
-    typer.Option("--dim", help="Size of a dynamic dimension as SYMBOL=128; repeat per symbol; the batch is 1."),
+    typer.Option(
+        "--dim", help="Size of a dynamic dimension as SYMBOL=128; repeat for each symbol [default: a batch of 1]."
+    ),
 ]
 ParamOption = Annotated[
-    list[str] | None, typer.Option("--param", help="Parameter of the backend as NAME=VALUE; repeat per parameter.")
+    list[str] | None,
+    typer.Option("--param", help="Parameter of the backend as NAME=VALUE, such as threads=2; repeat for each."),
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option("--target", help="GPU that rtx_compile compiles for, as sm89 [default: sm89].", show_default=False),
+    typer.Option(
+        "--target", help="GPU architecture for NVIDIA's compiler (rtx_compile) [default: sm89].", show_default=False
+    ),
 ]
 StudyBackendOption = Annotated[
-    str | None, typer.Option("--backend", help="Benchmarker [default: openvino].", show_default=False)
+    str | None,
+    typer.Option(
+        "--backend", help="Runtime, see `qdq list` [default: that of the file, or openvino].", show_default=False
+    ),
 ]
 BaseOption = Annotated[
     Path | None,
     typer.Option(
-        "--base", help="Folder that relative paths of the experiment start from [default: the working directory]."
+        "--base", help="Folder from which relative paths of the experiment start [default: the working directory]."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
 
 OTHER_FOLDER_ADVICE = "use another {}, or move the existing results away to start over"
 
 
 def count_option(help_text: str, *, least: int = 1, most: int = MAX_COUNT) -> Any:
-    """Return the option of a number with limits."""
+    """Return a typer option for an integer from `least` to `most`."""
     return typer.Option(min=least, max=most, help=help_text)
 
 
 @contextmanager
 def replace_change_advice(option: str = "--out") -> Iterator[None]:
-    """Replace --accept-changes in the advice of errors, for commands without it, by the option of their folder."""
+    """Replace --accept-changes in the advice of errors by the option of the results folder, for other commands."""
     from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
 
     try:
@@ -87,7 +95,7 @@ def replace_change_advice(option: str = "--out") -> Iterator[None]:
 
 @contextmanager
 def explain_relative_paths(folder: Path) -> Iterator[None]:
-    """Add to errors about a missing relative path the folder that relative paths start from."""
+    """Add to errors about a missing relative path the folder from which relative paths start."""
     try:
         yield
     except UserError as error:
@@ -103,7 +111,7 @@ def explain_relative_paths(folder: Path) -> Iterator[None]:
 
 
 def add_to_sys_path(folder: Path) -> None:
-    """Append a folder to `sys.path` for `use: module:Class`; last, so that its modules hide no installed one."""
+    """Append a folder to the end of `sys.path` for `use: module:Class`, if plug-ins are trusted."""
     if plugins_trusted() and str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -116,9 +124,14 @@ def study_of(
     dim: Sequence[str] | None,
     **more: Any,
 ) -> StudyTask:
-    """Return the study of a model or of an experiment file, from the text of a command's options.
+    """Return the study of a model or of an experiment file, from the options of a command.
 
     Args:
+        model: Model or experiment file.
+        backend: Option `--backend`.
+        param: Options `--param`.
+        shape: Options `--shape`.
+        dim: Options `--dim`.
         more: Further arguments of `make_study`.
 
     Raises:
@@ -162,7 +175,7 @@ def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> dic
 
 
 def short_path(path: Path) -> Path:
-    """Return the path without `..` inside, relative to the working directory if that is shorter; for messages.
+    """Return a path for messages: without inner `..`, relative to the working directory if that is shorter.
 
     A symbolic link keeps its name, except before `..`, which leads to the parent of its target.
     """
@@ -171,12 +184,12 @@ def short_path(path: Path) -> Path:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print lines of text, which may have names from outside, on standard output or standard error."""
+    """Print text on standard output or standard error; control characters in untrusted names are escaped."""
     typer.echo(printable_lines(text), err=err)
 
 
 def print_rich_or_text(text: str, drawing: RenderableType) -> None:
-    """Print the drawing on a terminal, and the text elsewhere."""
+    """Print the drawing on a terminal, and the text to files and pipes."""
     if sys.stdout.isatty():
         Console().print(drawing)
     else:
@@ -193,7 +206,7 @@ def print_table(
 ) -> None:
     """Print a table and its notes; without a terminal as tab-separated lines. Cells are plain text, not markup.
 
-    As JSON, it is an object with `rows`, each with its cells by heading, and `notes`.
+    With `as_json`, print an object with `rows`, each with its cells by heading, and `notes`.
     """
     if as_json:
         print_json({"rows": [dict(zip(header, row, strict=True)) for row in rows], "notes": list(notes)})

@@ -34,14 +34,16 @@ STATE_FILE = "autotuner_state.yaml"
 
 
 def autotune(context: typer.Context) -> None:
-    """Optimize one model and write it to `OUTPUT_DIR/ship`; no GPU is needed, Ctrl-C keeps the best file so far.
+    """Search the fastest placement for one model, and write the file to `OUTPUT_DIR/ship`; Ctrl-C keeps the best file.
 
-    The flags are those of ModelOpt's autotune. Flags of its procedure (`--mode`, `--schemes_per_region`, ...) select
-    that procedure, region by region, with its files; without them the run is that of `qdq run` for one model.
+    No GPU is needed. The flags are those of ModelOpt's autotune. Flags of its procedure (`--mode`,
+    `--schemes_per_region`, ...) select that procedure, region by region, with its files. Without them the command does
+    the same as `qdq run` for one model.
 
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
 
-    Under a bound: `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
+    With a loss of at most half a point:
+    `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
     """
     from harness.compat.autotune_experiment import command_experiment, region_flags
     from harness.compat.modelopt_autotune.__main__ import autotune as run_regions
@@ -81,7 +83,7 @@ def quantize(
     spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize a model by a spec file (TAO's static PTQ), with ModelOpt or, layer by layer, with the built-in engine.
+    """Quantize a model by a spec file of TAO's static PTQ, with ModelOpt or with a precision for each layer.
 
     Example: `qdq quantize experiments/specs/quantize.yaml`
     """
@@ -102,7 +104,7 @@ def quantize(
 
 
 def _print_hand_over(model: Path, command: str, shapes: Mapping[str, str] | None = None) -> None:
-    """Print on a machine without a GPU what was compiled for which target, and the command for one with a GPU."""
+    """Print on a machine without a GPU the results of the compiler, and the command for a machine with one."""
     from harness.explain.file_check import hand_over_lines
     from harness.timing.provenance import describe_environment
 
@@ -112,7 +114,7 @@ def _print_hand_over(model: Path, command: str, shapes: Mapping[str, str] | None
 
 
 def ptq(context: typer.Context) -> None:
-    """Quantize a model with the options of ModelOpt's command line, without a search and without timing.
+    """Quantize a model by ModelOpt's PTQ with the options of its command line, without a search or timing.
 
     Example: `qdq ptq --onnx_path model.onnx --calibration_data calib.npy --output_path model-int8.onnx`
     """
@@ -129,7 +131,7 @@ def ptq(context: typer.Context) -> None:
 
 
 def _print_quantized(path: Path, done: QuantizationResult, *, as_json: bool) -> None:
-    """Print how many operators of each type are quantized, and the file."""
+    """Print the number of quantized operators of each type, and the path of the file."""
     if as_json:
         print_json({"path": str(path), "layers": done.layers, "calibrated_on": done.calibrated_on})
         return
@@ -142,15 +144,18 @@ def calib_data(
     images: Annotated[Path, typer.Argument(help="Folder of images.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The .npy file to write.", show_default=False)],
     preprocess: Annotated[
-        str, typer.Option(help="Preprocessing of the model at run time; see qdq list.", show_default=False)
+        str, typer.Option(help="Preprocessing of the deployed model; see qdq list.", show_default=False)
     ],
-    samples: Annotated[int, count_option("Maximum number of images; 500 or more are advised.")] = 512,
+    samples: Annotated[int, count_option("Maximum number of images; use 500 or more.")] = 512,
     size: Annotated[
-        str | None, typer.Option(help="Height and width of the inputs, 640x640 [default: that of PREPROCESS].")
+        str | None,
+        typer.Option(help="Height and width of the model's input, such as 640x640 [default: that of --preprocess]."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="ONNX file whose input gives the size.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="ONNX file whose input has the height and width, instead of --size.")
+    ] = None,
 ) -> None:
-    """Make a calibration file from a folder of images.
+    """Preprocess a folder of images and write them to a calibration file.
 
     Example: `qdq calib-data coco/train2017 -o calib.npy --preprocess ultralytics --samples 500`
     """
@@ -166,13 +171,13 @@ def calib_data(
 def gen_trt_engine(
     spec: Annotated[Path, typer.Argument(help="Spec file with a section 'gen_trt_engine'.", show_default=False)],
     backend: Annotated[
-        str, typer.Option(help="Runtime that builds: tensorrt, or without TensorRT openvino or onnxruntime.")
+        str, typer.Option(help="Runtime of the engine: tensorrt, or without TensorRT openvino or onnxruntime.")
     ] = "tensorrt",
     param: ParamOption = None,
 ) -> None:
-    """Build an engine from an ONNX file, float or with Q/DQ pairs, by a spec file, and save it.
+    """Build an engine from an ONNX file, in float or with Q/DQ pairs, by a spec file, and write it to a file.
 
-    If the spec file gives a file name for TensorRT, another runtime's engine gets its own suffix (model.openvino).
+    If the spec file has a file name for TensorRT, the engine of another runtime gets another suffix (model.openvino).
 
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
@@ -204,16 +209,17 @@ def evaluate(
     specs: Annotated[
         list[Path], typer.Argument(help="Spec files with a section 'evaluate'; the first is the baseline.")
     ],
-    suggest: Annotated[bool, typer.Option(help="Suggest layers to leave native if the drop is above 0.01.")] = True,
+    suggest: Annotated[bool, typer.Option(help="Suggest layers to leave in float if the drop is above 0.01.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Score an engine or a model on labelled images; with several spec files, print the drops against the first.
+    """Score an engine or a model on labelled images; with several spec files, print the losses relative to the first.
 
-    Labels of boxes (.json in COCO format) give mAP; labels of classes (.txt, lines "FILENAME CLASS") give top-1.
+    The metric is mAP for labels of boxes (.json in COCO format), top-1 for labels of classes (.txt with lines
+    "FILENAME CLASS").
 
     Example: `qdq evaluate baseline.yaml quantized.yaml`
 
-    A classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
+    For a classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
     """
     from harness.compat.tao_specs.comparison import advise_native_layers, compare_evaluations
     from harness.compat.tao_specs.evaluate import evaluate as run

@@ -1,4 +1,4 @@
-"""`qdq doctor` and `qdq validate-gpu`: the installation and the machine."""
+"""`qdq doctor`, `qdq tools` and `qdq validate-gpu`: the installation and the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.errors import CandidateError, UserError, install_hint
 
 __all__ = ["doctor", "examine_machine", "tools", "validate_gpu"]
 
-#: Name: module to look for, and the command that installs it.
+#: Imported module and installation command by name of the package.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
     "openvino": ("openvino", install_hint("cpu")),
     "onnxruntime": ("onnxruntime", f"{install_hint('cpu')}, or {install_hint('modelopt')}, never both"),
@@ -41,7 +41,7 @@ Row = tuple[str, str, str]
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Show which runtimes work on this machine, and how to install the others.
+    """Show the runtimes that work on this machine, and how to install the others.
 
     Example: `qdq doctor`
     """
@@ -49,16 +49,16 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def validate_gpu(
-    out: Annotated[Path, typer.Argument(help="Folder of the validation.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder of the results.", show_default=False)],
     check: Annotated[
-        bool, typer.Option("--check", help="List the steps and what this machine lacks, then stop.")
+        bool, typer.Option("--check", help="List the steps and the missing software and devices, without a run.")
     ] = False,
     retry_failed: Annotated[bool, typer.Option(help="Run failed steps once more.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the TensorRT side of this project on an NVIDIA GPU, once; the result is one folder to send back.
+    """Test the TensorRT part of this project on an NVIDIA GPU, and write a folder to send back.
 
-    Give the same command again to continue after an interruption, or after something that was missing is installed. The
+    To continue after an interruption, or after the installation of missing software, run the same command again. The
     exit status is 1 if a step failed.
 
     Example: `qdq validate-gpu out/gpu`
@@ -83,14 +83,15 @@ def validate_gpu(
 
 
 def tools(
-    action: Annotated[str, typer.Argument(help="install, or list.", show_default=False)] = "list",
-    name: Annotated[str, typer.Argument(help="Tool to install.", show_default=False)] = "",
+    action: Annotated[str, typer.Argument(help="Action: install or list.", show_default=False)] = "list",
+    name: Annotated[str, typer.Argument(help="With install: name of the tool.", show_default=False)] = "",
     index_url: Annotated[
-        str | None, typer.Option(help="Additional package index, such as that of PyTorch for CPUs.", show_default=False)
+        str | None,
+        typer.Option(help="URL of an additional package index, such as PyTorch's for CPUs.", show_default=False),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List or install tools that run in an environment of their own, because their dependencies contradict ours.
+    """List or install quantization tools that need a separate environment because of conflicting dependencies.
 
     Example: `qdq tools install quark`
     """
@@ -118,7 +119,7 @@ def _packages() -> Iterator[Row]:
 
 
 def _duplicate_packages() -> Iterator[Row]:
-    """Yield a warning if two distributions install the same files: the last one decides the available providers."""
+    """Yield a warning if two distributions have installed the same files, so that one overwrites the other."""
     both = {name: found for name in ("onnxruntime", "onnxruntime-gpu") if (found := _version(name))}
     if len(both) > 1:
         shown = " and ".join(f"{name} {found}" for name, found in both.items())

@@ -17,7 +17,7 @@ __all__ = ["list_plugins", "plugin_purpose"]
 
 
 def list_plugins(as_json: JsonOption = False) -> None:
-    """List searchers, benchmarkers, evaluators, preprocessings, estimators, dialects and zoo models in a line each.
+    """List searchers, runtimes (benchmarkers), evaluators, preprocessings, estimators, dialects and zoo models.
 
     Example: `qdq list | grep searcher`
     """

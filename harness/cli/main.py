@@ -38,7 +38,7 @@ from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugin
 
 __all__ = ["app", "main"]
 
-#: In the order of the help text; the first of two words is a group. Commands import what they need inside their
+#: Commands in the order of the help text; the first of two words is a group. Commands import modules inside their
 #: functions, to keep `qdq --help` fast.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": run,
@@ -80,7 +80,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "tools": tools,
     "validate-gpu": validate_gpu,
 }
-#: `autotune` resumes too, and prints a message itself.
+#: Commands that continue after an interruption.
 RESUMABLE_COMMANDS = ("run", "autotune", "reproduce", "record", "study", "bench", "validate-gpu")
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -92,7 +92,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP_SETTINGS,
 )
-#: For commands that parse their arguments themselves.
+#: Settings of commands that parse their arguments themselves.
 PASSTHROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 #: Commands that load plug-ins. The two that parse their arguments themselves read only the environment variable.
 TRUSTING_COMMANDS = frozenset(COMMANDS) - {
@@ -142,7 +142,7 @@ TrustOption = Annotated[
         "--trust-plugins",
         callback=_trust_plugins,
         is_eager=True,
-        help="Run code that a file names: module:Class, programs, libraries [environment: QDQ_TRUST_PLUGINS=1].",
+        help="Allow code that a file names: module:Class, programs, libraries [environment: QDQ_TRUST_PLUGINS=1].",
     ),
 ]
 HostOption = Annotated[
@@ -162,14 +162,14 @@ WaitOption = Annotated[
         min=0,
         callback=_limit_wait,
         is_eager=True,
-        help="Limit of a wait for other runs that time on this machine [default: none; environment: QDQ_WAIT].",
+        help="Longest wait for other timing runs on this machine [default: no limit; environment: QDQ_WAIT].",
         show_default=False,
     ),
 ]
 
 
 def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return a command that checks its paths, with options whose callbacks do all.
+    """Return a command that checks its paths and has further options, which only run their callbacks.
 
     Args:
         command: The command.
@@ -234,10 +234,10 @@ def _global_options(
 
 @contextmanager
 def _report_interrupt(command: str | None) -> Iterator[None]:
-    """Print after Ctrl-C whether the work can be continued, and report plug-ins that end the process as if in success.
+    """Print after Ctrl-C whether the work can be continued, and report plug-ins that call `sys.exit(0)`.
 
     Raises:
-        UserError: Code below the command called `sys.exit(0)`; typer itself ends commands in another way.
+        UserError: A plug-in or library called `sys.exit(0)`; typer itself ends commands in another way.
     """
     try:
         yield
@@ -255,7 +255,7 @@ def _report_interrupt(command: str | None) -> Iterator[None]:
 
 @contextmanager
 def _log_to_stderr(verbose: bool) -> Iterator[None]:
-    """Print log messages of a command: our warnings and the errors of other packages; with `verbose` everything."""
+    """Print log messages of a command: own warnings and errors of other packages; with `verbose` all messages."""
     root, handler = logging.getLogger(), _StderrHandler()
     before = root.level
     if verbose:
@@ -287,7 +287,7 @@ class _StderrHandler(logging.Handler):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; mistakes of the user end with one message and exit code 2."""
+    """Run the command; an error that the user can correct ends with one message and exit code 2."""
     # Python's default collects hundreds of times while libraries are imported: an eighth of the start of a run.
     gc.set_threshold(50_000, 20, 20)
     try:

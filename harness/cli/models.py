@@ -38,20 +38,23 @@ def regions(
     model: ModelArgument,
     shape: ShapeOption = None,
     dim: DimOption = None,
-    dialect: Annotated[str, typer.Option(help="Dialect whose rules decide which Q/DQ pairs are legal.")] = "openvino",
-    max_sequence_size: Annotated[int, count_option("Length of the longest sequence in one region.")] = 10,
+    dialect: Annotated[
+        str, typer.Option(help="Dialect (form of Q/DQ pairs of one runtime) whose placement rules apply; see qdq list.")
+    ] = "openvino",
+    max_sequence_size: Annotated[int, count_option("Largest number of nodes of a sequence in one region.")] = 10,
     include_all_regions: Annotated[
         bool, typer.Option("--include-all-regions", help="Include regions without quantizable operators.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Include the names of nodes and boundary tensors.")
+        bool, typer.Option("--verbose", "-v", help="Include the names of nodes and of the tensors between regions.")
     ] = False,
     as_json: JsonOption = False,
     html: Annotated[
-        Path | None, typer.Option(help="Draw the graph to this file, regions coloured by pattern.", show_default=False)
+        Path | None,
+        typer.Option(help="HTML page to write, with the graph and regions coloured by pattern.", show_default=False),
     ] = None,
 ) -> None:
-    """Show regions, patterns and insertion points of a model.
+    """Show the regions and patterns into which a model is divided, and the insertion points for Q/DQ pairs.
 
     Example: `qdq regions zoo:resnet18 --html resnet18.html`
     """
@@ -80,29 +83,33 @@ def explain(
         str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH; or a results folder.", show_default=False)
     ],
     row: Annotated[
-        str | None, typer.Argument(help="Row of the results folder's main table.", show_default=False)
+        str | None, typer.Argument(help="With a results folder: row of its main table.", show_default=False)
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="Runtime: openvino, onnxruntime, onnxruntime_web, tensorrt, trtexec; or rtx_compile.")
+        str,
+        typer.Option(
+            help="Runtime: openvino, onnxruntime, onnxruntime_web, tensorrt, trtexec; or rtx_compile (only compiles)."
+        ),
     ] = "openvino",
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
     against: Annotated[
-        str | None, typer.Option(help="A second model; show what runs differently in it.", show_default=False)
+        str | None,
+        typer.Option(help="Second model; also show the layers that run differently in it.", show_default=False),
     ] = None,
     base: BaseOption = None,
     top: Annotated[int, count_option("Maximum length of each list.")] = 10,
-    runs: Annotated[int, count_option("Number of inferences that times are averaged over.")] = 50,
+    runs: Annotated[int, count_option("Number of inferences over which times are averaged.")] = 50,
     target: TargetOption = None,
     as_json: JsonOption = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write the report of rtx_compile to this page.", show_default=False)
+        Path | None, typer.Option(help="HTML page to write, only for the backend rtx_compile.", show_default=False)
     ] = None,
 ) -> None:
-    """Show how a runtime executes a Q/DQ model: quantized layers, unfused pairs, and the reasons.
+    """Show how a runtime executes a Q/DQ model: quantized layers, and pairs that are not fused with the reasons.
 
-    With a results folder and a row, measure instead the effect of each part of that row's placement.
+    With a results folder and a row, measure the effect of each part of that row's placement instead.
 
     Example: `qdq explain out/mine/TASK/models/float.onnx --against out/mine/TASK/models/DIGEST.onnx`
     """
@@ -143,7 +150,7 @@ def explain(
 
 
 def _explain_compiled(reports: Sequence[CompiledReport], top: int, *, as_json: bool, html: Path | None) -> None:
-    """Print the report of one model, or that of the second with the differences to the first."""
+    """Print the report of one model, or of the second model with the differences to the first."""
     from harness.explain.model_report import compare_reports
 
     before, after = reports[0], reports[-1]
@@ -159,15 +166,15 @@ def _explain_compiled(reports: Sequence[CompiledReport], top: int, *, as_json: b
 
 def check(
     model: ModelArgument,
-    dialect: Annotated[str, typer.Option(help="Dialect whose rules are applied.")] = "tensorrt",
+    dialect: Annotated[str, typer.Option(help="Dialect whose rules apply: tensorrt or tensorrt_rtx.")] = "tensorrt",
     target: TargetOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a Q/DQ file against the rules of TensorRT and, with the extra rtx, NVIDIA's compiler; no GPU is needed.
+    """Check a Q/DQ file by the rules of TensorRT and, with the extra rtx, by NVIDIA's compiler; no GPU is needed.
 
-    The exit status is 1 if it is refused.
+    The exit status is 1 if the file is refused.
 
     Example: `qdq check model.onnx --dialect tensorrt`
     """
@@ -199,10 +206,10 @@ def _explain_row(folder: Path, row: str | None, base: Path, *, as_json: bool) ->
 
 
 def zoo(
-    name: Annotated[str, typer.Argument(help="Name of a zoo model; see qdq list.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of a model of the zoo; see qdq list.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.", show_default=False)],
 ) -> None:
-    """Write a zoo model (made by code, seeded, no download).
+    """Write a model of the zoo, which code makes without a download, to an ONNX file.
 
     Example: `qdq zoo resnet18 -o resnet18.onnx`
     """

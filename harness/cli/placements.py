@@ -44,13 +44,15 @@ CalibrationOption = Annotated[
 PreprocessOption = Annotated[
     str | None, typer.Option(help="Preprocessing of images; see qdq list.", show_default=False)
 ]
-MethodOption = Annotated[str, typer.Option(help="Range estimator: minmax, mean, percentile, entropy, mse, l2.")]
+MethodOption = Annotated[
+    str, typer.Option(help="Range estimator of activations: minmax, mean, percentile, entropy, mse, l2.")
+]
 
 
 BackendOption = Annotated[
-    str, typer.Option("--backend", help="Runtime whose form of Q/DQ pairs is written; no device is needed.")
+    str, typer.Option("--backend", help="Runtime for which Q/DQ pairs are written; its device may be absent.")
 ]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="int8, fp8, fp8e5m2 or mixed.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="Quantized precision: int8, fp8, fp8e5m2, mixed.")]
 SamplesOption = Annotated[int, count_option("Maximum number of calibration samples.")]
 OutputOption = Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.", show_default=False)]
 
@@ -60,7 +62,7 @@ def insert(
     output: OutputOption,
     placement: Annotated[
         str,
-        typer.Option(help="Rule (all, linear, movers, ...), a folder to deploy (ship/NAME), or a Q/DQ file."),
+        typer.Option(help="Name of a rule (all, linear, movers, ...), folder to deploy (ship/NAME), or Q/DQ file."),
     ] = "linear",
     backend: BackendOption = "openvino",
     param: ParamOption = None,
@@ -97,9 +99,9 @@ def import_placement(
     dim: DimOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the placement of another tool's Q/DQ file (NNCF, ModelOpt, ONNX Runtime), from which searches can start.
+    """Convert the Q/DQ file of another tool (NNCF, ModelOpt, ONNX Runtime) to a file from which searches can start.
 
-    Inputs that the dialect of the runtime quantizes otherwise are listed.
+    Inputs that must be quantized differently for the runtime are listed.
 
     Example: `qdq import theirs.onnx model.onnx -o start.onnx`
     """
@@ -121,7 +123,7 @@ def _ranges_config(calibration: Path | None, preprocess: str | None, samples: in
 
 
 def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_json: bool, **described: Any) -> None:
-    """Write a model with a placement, and print its facts and how it differs from the file of another tool."""
+    """Write a model with a placement, and print its facts and the differences from another tool's file."""
     from harness.shipping.placements import insert_placement
     from harness.terminal_progress import TerminalProgress
 
@@ -144,10 +146,10 @@ def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_js
 
 def apply(
     result: Annotated[
-        Path, typer.Argument(help="Folder to deploy, RESULTS/ship/NAME, of an earlier run.", show_default=False)
+        Path, typer.Argument(help="Folder to deploy of an earlier run (RESULTS/ship/NAME).", show_default=False)
     ],
     model: Annotated[Path, typer.Argument(help="ONNX file of the retrained float model.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Results folder.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New results folder.", show_default=False)],
     calibration: CalibrationOption = None,
     preprocess: PreprocessOption = None,
     method: Annotated[
@@ -158,16 +160,18 @@ def apply(
     ] = None,
     builds: Annotated[
         int | None,
-        typer.Option(min=3, max=1000, help="Fresh builds of the confirmation [default: as many as the earlier run]."),
+        typer.Option(
+            min=3, max=1000, help="Number of fresh builds for the comparison with float [default: as the earlier run]."
+        ),
     ] = None,
     base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a shipped placement into the next version of its model: calibrate anew, check speed and accuracy, ship it.
+    """Apply a shipped placement to the next version of its model: calibrate, compare speed and accuracy, ship.
 
-    Runtime, evaluator, bound and calibration are those of the earlier run, as far as no option changes them. Under a
-    bound on accuracy recovery is repeated on the new weights (row "recovered"). A model of another structure is
-    refused with the first difference.
+    Runtime, evaluator, bound and calibration are those of the earlier run unless an option changes them. Under a bound
+    on accuracy, the recovery of accuracy is repeated for the new weights (row "recovered"). A model of another
+    structure is refused with the first difference.
 
     Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
     """
@@ -196,23 +200,25 @@ def apply(
 
 
 def export_recipe(
-    result: Annotated[Path, typer.Argument(help="Folder to deploy, RESULTS/ship/NAME.", show_default=False)],
+    result: Annotated[Path, typer.Argument(help="Folder to deploy (RESULTS/ship/NAME).", show_default=False)],
     tool: Annotated[
-        str, typer.Option("--for", help="ort, modelopt, nncf, olive, tao or ultralytics.", show_default=False)
+        str,
+        typer.Option("--for", help="Tool: ort, modelopt, nncf, olive, tao or ultralytics.", show_default=False),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Script or spec file to write.", show_default=False)],
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time the shipped file with what the tool cannot leave in float.")
+        bool,
+        typer.Option("--measure", help="Measure the cost of inputs that the tool cannot leave in float."),
     ] = False,
     builds: Annotated[
-        int, typer.Option(min=2, max=1000, help="Fresh processes of each file, with --measure.")
+        int, typer.Option(min=2, max=1000, help="With --measure: number of fresh processes of each file.")
     ] = DEFAULT_BUILDS,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a shipped placement as the input of another quantization tool, and list what that cannot express.
+    """Write a shipped placement as the input of another quantization tool, and list the differences.
 
-    These are inputs that the placement leaves in float and the tool may quantize. Their cost is unknown without
-    `--measure`.
+    These are inputs that the placement leaves in float and the tool may quantize. Without `--measure` their cost is
+    unknown.
 
     Example: `qdq export-recipe out/mine/ship/NAME --for ort --measure -o quantize.py`
     """

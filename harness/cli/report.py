@@ -32,11 +32,14 @@ def report(
     folder: ResultsArgument,
     plots: Annotated[
         bool | None,
-        typer.Option("--plots/--no-plots", help="Write the plots of each task as PNG, SVG and PDF. [up to 20 tasks]"),
+        typer.Option(
+            "--plots/--no-plots",
+            help="Write the plots of each task as PNG, SVG and PDF. [default: if there are at most 20 tasks]",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the tables and curves of a results folder again if anything has changed, and print the main table.
+    """Write the tables and curves of a results folder, unless they are up to date, and print the tables.
 
     Example: `qdq report out/quickstart`
     """
@@ -47,8 +50,8 @@ def report(
 def _import_pandas_alone() -> None:
     """Import pandas without pyarrow, which takes 34 MiB and which no table of a report needs.
 
-    pandas imports pyarrow wherever it is installed, and has no option against it. For the rest of the process it cannot
-    read Parquet, which a process of this command does not.
+    pandas always imports an installed pyarrow. Without it, pandas cannot read Parquet in this process, which reads
+    none.
     """
     if {"pandas", "pyarrow"}.isdisjoint(sys.modules):
         sys.modules["pyarrow"] = None  # type: ignore[assignment]  # an import raises ImportError
@@ -60,7 +63,7 @@ def _import_pandas_alone() -> None:
 
 @contextmanager
 def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
-    """Call `show` after the body, even if some searchers failed; raise their error afterwards."""
+    """Call `show` after the body, also if searchers failed, and then raise their error."""
     from harness.results_dir.termination import SearcherFailures
 
     try:
@@ -82,11 +85,12 @@ def show_report(
     """Write the report of a results folder unless it is up to date; print answers, tables and next steps.
 
     Args:
-        task_plots: Write the plots of each task; None: if there are few tasks.
-        ship: After a run: write the folder `ship` with the models to deploy, print a summary in place of all tables,
-            and leave the plots of each task to `qdq report`, since the page draws them from the data.
+        folder: Results folder.
+        task_plots: Whether the plots of each task are written; None: only for few tasks.
+        ship: Whether this is the end of a run: the folder `ship` with the models to deploy is written, a summary
+            replaces the tables, and no plots are written, because the page draws them from the data.
         original: Results folder that is compared with this one; None: no comparison is printed.
-        as_json: Print answers, next steps and the raw values of each table as JSON.
+        as_json: Whether answers, next steps and the raw values of each table are printed as JSON.
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
@@ -133,10 +137,12 @@ def show_report(
 
 def compare(
     first: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="Results of another machine or version, or after a change.")],
+    second: Annotated[
+        Path, typer.Argument(help="Results folder of another machine, another version, or after a change.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two results folders: matching rows, ratio with interval, differences of the environment.
+    """Compare two results folders: ratios of matching rows with intervals, and differences of the environment.
 
     Example: `qdq compare results/quickstart out/quickstart`
     """
@@ -154,7 +160,7 @@ def compare(
 
 
 def _comparison(first: Path, second: Path) -> tuple[ReportTable, list[str]]:
-    """Return the table of matching rows, and lines about what differs in the environment."""
+    """Return the table of matching rows, and lines about differences of the environment."""
     from harness.report.folder_comparison import comparison_table, describe_differences
     from harness.report.load.results import load
 
@@ -168,15 +174,15 @@ def _comparison_values(table: ReportTable, lines: list[str]) -> dict[str, Any]:
 
 def trace(
     folder: ResultsArgument,
-    cell: Annotated[str, typer.Argument(help="ROW:COLUMN of the table.", show_default=False)],
-    table: Annotated[str, typer.Option(help="Table, by the name of its files.")] = "main",
-    last: Annotated[int, count_option("Number of turns or trials shown of each source, from the end.")] = 5,
-    raw: Annotated[bool, typer.Option("--raw", help="Show each sample of each turn and trial.")] = False,
+    cell: Annotated[str, typer.Argument(help="Cell as ROW:COLUMN, such as auto:speedup.", show_default=False)],
+    table: Annotated[str, typer.Option(help="Table, by the name of its file in `report` without suffix.")] = "main",
+    last: Annotated[int, count_option("Number of turns or trials to show from each source, the last ones.")] = 5,
+    raw: Annotated[bool, typer.Option("--raw", help="Show every sample of every turn and trial.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the samples from which a table cell is computed, the file and line of each, and the computation.
+    """Show the samples from which a table cell is computed, with file and line of each, and the computation.
 
-    ROW is a row's number (the first is 1), its method, its id, or TASK/METHOD; COLUMN is the start of the heading.
+    ROW is the number of a row (from 1), its method, its id, or TASK/METHOD; COLUMN is the start of a heading.
 
     Example: `qdq trace results/quickstart linear:speedup`
     """

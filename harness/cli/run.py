@@ -41,18 +41,20 @@ def run(
         bool,
         typer.Option(
             "--accept-changes",
-            help="If inputs changed (model, keys, versions, device), archive the old results of the task and start it "
-            "over. An extension (a larger budget; one more searcher, seed or baseline at the end) needs no flag.",
+            help="If the inputs of a task changed (model, keys, versions, device), archive its results and start it "
+            "anew. An extension (a larger budget; one more searcher, seed or baseline at the end) needs no flag.",
         ),
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Try failed candidates again; this costs no budget.")
+        bool, typer.Option("--retry-failed", help="Try failed candidates once more, without using budget.")
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Check the file and show the plan; run nothing.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the file, models and data and show the plan, without a run.")
+    ] = False,
     compile_models: Annotated[
         bool,
         typer.Option(
-            "--compile", help="With --check: compile the models of tasks on TensorRT, which needs no GPU (extra rtx)."
+            "--compile", help="With --check: compile the models of TensorRT tasks without a GPU (needs the extra rtx)."
         ),
     ] = False,
     target: TargetOption = None,
@@ -60,16 +62,16 @@ def run(
         bool,
         typer.Option(
             "--anytime",
-            help="Confirm the incumbent while the search runs, and write ship/TASK each time it is better. Takes up "
-            "to a fifth of the search's time.",
+            help="Confirm the best placement while the search runs, and write each better file to ship/TASK. Takes up "
+            "to a fifth of the time of the search.",
         ),
     ] = False,
     events: Annotated[
-        bool, typer.Option("--events", help="Print progress as one JSON object a line on standard error.")
+        bool, typer.Option("--events", help="Print progress on standard error, as one JSON object per line.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run an experiment and print its tables. After an interruption, run the same command again to continue.
+    """Run an experiment and print its tables. To continue after an interruption, run the same command again.
 
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
@@ -112,7 +114,13 @@ def run_and_report(
     """Run an experiment, print its tables and write the folder to deploy.
 
     Args:
-        anytime: Write the folder during the search too, for each confirmed incumbent.
+        config: The validated experiment.
+        folder: Results folder.
+        accept_changes: Whether a task with changed inputs is archived and started anew.
+        retry_failed: Whether failed candidates are tried once more.
+        anytime: Whether the folder is also written during the search, for each confirmed incumbent.
+        events: Whether progress is printed as JSON lines.
+        as_json: Whether the tables are printed as JSON.
     """
     from harness.pipeline.early_answer import EarlyAnswer
     from harness.pipeline.runner import run_experiment
@@ -145,7 +153,7 @@ def run_and_report(
 
 
 def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: bool) -> None:
-    """Check the models and the results folder, and print the tasks and their amount of work."""
+    """Check the models and the results folder, and print the tasks, the bounds and an estimate of the time."""
     from harness.config.plan import plan_tasks
     from harness.results_dir.ownership import check_ownership
     from harness.task_setup.bounds import bound_lines
@@ -185,10 +193,9 @@ def reproduce(
     base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the experiment of a results folder again, into a new folder, and print a comparison of both.
+    """Repeat the experiment of a results folder in a new folder, and print a comparison of both.
 
-    Calibration, searches and confirmation are done again. After an interruption, run the same command again to
-    continue.
+    Calibration, searches and confirmation are repeated. To continue after an interruption, run the same command again.
 
     Example: `qdq reproduce results/quickstart --out out/again`
     """
@@ -219,21 +226,21 @@ def verify(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Exported model, RESULTS/TASK/models/NAME.onnx; or a results folder, followed by a row.",
+            help="Exported model (RESULTS/TASK/models/NAME.onnx), results folder, or folder to deploy (ship/NAME).",
             show_default=False,
         ),
     ],
     row: Annotated[
-        str | None, typer.Argument(help="Row of the results folder's main table.", show_default=False)
+        str | None, typer.Argument(help="With a results folder: row of its main table.", show_default=False)
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="Results folder, if the file is outside of it.", show_default=False)
+        Path | None, typer.Option(help="Results folder of an exported model that is outside of it.", show_default=False)
     ] = None,
     base: BaseOption = None,
     runtime_python: Annotated[
         Path | None,
         typer.Option(
-            help="For a folder to deploy: Python program of another environment, compared with this one in turns.",
+            help="With a folder to deploy: Python program of another environment, which is compared with this one.",
             show_default=False,
         ),
     ] = None,
@@ -244,8 +251,8 @@ def verify(
     max_drop: Annotated[
         str | None,
         typer.Option(
-            help="Largest allowed loss of the metric, 0.01 or '1%' of the float model's, instead of the experiment's "
-            "bound.",
+            help="Largest allowed loss of the metric: absolute (0.01) or relative to the float model ('1%') [default: "
+            "the bound of the experiment].",
             show_default=False,
         ),
     ] = None,
@@ -253,17 +260,17 @@ def verify(
 ) -> None:
     """Measure an exported model again and compare it with the tables: hash, Q/DQ edges, accuracy, speedup.
 
-    With a results folder alone, compare each of its files with the manifest and list the repair of damaged ones. The
+    With only a results folder, compare each of its files with the manifest, and print how to repair damaged files. The
     exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound.
 
-    With a folder to deploy (`ship/NAME`), compare its files with its manifest and run it; with --runtime-python,
-    compare latency and outputs of another environment with those of this one. The exit status is 1 if that is slower
-    or computes something else, 2 if it cannot run the file.
+    With a folder to deploy (`ship/NAME`), compare its files with its manifest and run the model. With --runtime-python,
+    compare latency and outputs of another environment with those of this one. The exit status is 1 if the other
+    environment is slower or its outputs differ, 2 if it cannot run the file.
 
     Example: `qdq verify out/mine`, `qdq verify out/mine auto`, or
     `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
 
-    A new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
+    For a new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
     """
     from harness.results_dir.deploy_folder import SHIP_FOLDER, find_bundle, is_bundle
 
@@ -301,7 +308,7 @@ def verify(
 
 
 def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: bool) -> int:
-    """Print the checks of a folder to deploy, and return the exit status."""
+    """Check a folder to deploy, print the results, and return the exit status."""
     from harness.results_dir.deploy_folder import read_bundle
     from harness.shipping.bundle import run_bundle
     from harness.shipping.runtime_comparison import compare_runtimes
@@ -328,7 +335,7 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
 
 
 def _check_folder(folder: Path, *, as_json: bool) -> int:
-    """Print what is damaged in a results folder, and return the exit status."""
+    """Print the damaged files of a results folder, and return the exit status."""
     from harness.results_dir.deploy_folder import SHIP_FOLDER, check_bundle
     from harness.results_dir.integrity import check_results
 

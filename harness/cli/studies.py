@@ -36,25 +36,30 @@ __all__ = ["agreement", "noise", "record", "recover", "replay", "sensitivity", "
 def sensitivity(
     model: StudyArgument,
     by: Annotated[
-        Literal["pattern", "point"], typer.Option(help="What is quantized, or left out, at a time.")
+        Literal["pattern", "point"], typer.Option(help="Unit that is quantized, or left in float, at a time.")
     ] = "pattern",
     backend: StudyBackendOption = None,
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
     precision: Annotated[
-        str | None, typer.Option(help="int8, fp8 or mixed [default: int8].", show_default=False)
+        str | None, typer.Option(help="Quantized precision: int8, fp8 or mixed [default: int8].", show_default=False)
     ] = None,
-    samples: Annotated[int, count_option("Number of samples that outputs are compared on.")] = 8,
+    samples: Annotated[int, count_option("Number of samples on which outputs are compared with float.")] = 8,
     out: Annotated[
-        Path | None, typer.Option(help="Folder [default: sensitivity-MODEL-BACKEND-PRECISION].", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder of the plot and the JSON file [default: sensitivity-MODEL-BACKEND-PRECISION].",
+            show_default=False,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the effect of each pattern, or each point, on latency and fidelity: alone, and left out of a full model.
+    """Measure the effect of each pattern, or each insertion point, on latency and on agreement with the float model.
 
-    Writes a plot, and sensitivity.json, from which searches can start: {use: sensitivity, params: {path: ...}}. A model
-    alone gets random data, so do not trust its fidelity; an experiment file with one task brings real data.
+    Each is measured alone, and left out of the fully quantized model. The command writes a plot, and sensitivity.json,
+    from which searches can start: {use: sensitivity, params: {path: ...}}. A model without an experiment file gets
+    random data, so its agreement means little; an experiment file with one task brings real data.
 
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """
@@ -72,38 +77,47 @@ def recover(
     model: StudyArgument,
     placement: Annotated[
         str,
-        typer.Option(help="Quantized points: linear, all, a PTQ tool that is run, a Q/DQ file, or a folder to deploy."),
+        typer.Option(help="Placement: linear, all, a PTQ tool (which is run), a Q/DQ file, or a folder to deploy."),
     ] = "linear",
     float_node: Annotated[
-        list[str] | None, typer.Option(help="Node that stays float, or wildcard of such nodes; repeat.")
+        list[str] | None, typer.Option(help="Name or wildcard of nodes that stay float; repeat for each.")
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Range estimator of activations; repeat to compare.")] = None,
-    weights: Annotated[list[str] | None, typer.Option(help="Range estimator of weights; repeat to compare.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Range estimator of activations, see qdq list; repeat to compare.")
+    ] = None,
+    weights: Annotated[
+        list[str] | None, typer.Option(help="Range estimator of weights, max or mse; repeat to compare.")
+    ] = None,
     depthwise: Annotated[
         list[str] | None,
-        typer.Option(help="Scales of the data of depthwise convolutions, tensor or channel; repeat to compare."),
+        typer.Option(help="Scales of the inputs of depthwise convolutions: tensor or channel; repeat to compare."),
     ] = None,
-    step: Annotated[list[str] | None, typer.Option(help="Recovery step, in order; repeat.")] = None,
+    step: Annotated[
+        list[str] | None, typer.Option(help="Recovery step, see qdq list; repeat, in the order of the steps.")
+    ] = None,
     subsets: Annotated[
-        int, count_option("Number of parts of the calibration samples to calibrate on, one by one.", least=0)
+        int, count_option("Number of parts of the calibration samples; calibrate on each part as well.", least=0)
     ] = 0,
     auto: Annotated[
-        bool, typer.Option("--auto", help="Score what calibration samples choose alone, as a run under a bound does.")
+        bool,
+        typer.Option("--auto", help="Score two files: as given, and with choices that help on calibration samples."),
     ] = False,
     float_groups: Annotated[
-        int, count_option("Number of groups of nodes left float in one file more, those that cost most.", least=0)
+        int, count_option("Number of groups of nodes, those that cost most, left float in one more file.", least=0)
     ] = 0,
     backend: StudyBackendOption = None,
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder [default: recover-MODEL].", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of models and figures [default: recover-MODEL].", show_default=False)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a placement by what its Q/DQ pairs contain, and with recovery steps that cost no latency.
+    """Score a placement with several choices of ranges and scales, without and with steps that recover accuracy.
 
-    Each combination of the given choices is scored, after that of the experiment file. A step that does not improve the
-    outputs on calibration samples that it has not seen is undone.
+    The choices of the experiment file are scored first, then each combination of the given ones. The steps do not
+    change latency. A step that does not improve the outputs on held-out calibration samples is undone.
 
     Example: `qdq recover mobilenet.yaml --method mean --step bias_correction`
     """
@@ -137,13 +151,15 @@ def recover(
 def agreement(
     model: StudyArgument,
     placements: Annotated[int, count_option("Number of random placements.", least=3)] = 16,
-    samples: Annotated[int, count_option("Number of samples that each is scored on.")] = 200,
+    samples: Annotated[int, count_option("Number of samples on which each placement is scored.")] = 200,
     backend: StudyBackendOption = None,
     param: ParamOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder [default: agreement-MODEL].", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the figures [default: agreement-MODEL].", show_default=False)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how well figures without labels rank placements, by the metric of a model that has labels.
+    """Show the rank correlation of label-free figures with the metric, over random placements of a labelled model.
 
     The figures are those of the evaluators agreement and fidelity. Example: `qdq agreement mobilenet.yaml`
     """
@@ -162,38 +178,40 @@ def record(
     dimensions: Annotated[
         int | None,
         typer.Option(
-            help="At most 2^N placements of the most influential dimensions [default: 11, or those of a finished "
-            "table].",
+            help="Number N of choices to vary, those with the largest effect; at most 2^N placements are measured "
+            "[default: 11, or that of a finished table].",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Parquet file [default: MODEL-BACKEND-PRECISION.parquet].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Parquet file to write [default: MODEL-BACKEND-PRECISION.parquet].")
+    ] = None,
     backend: StudyBackendOption = None,
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
     fidelity: Annotated[
-        bool, typer.Option("--fidelity", help="Compare outputs with those of the float model too.")
+        bool, typer.Option("--fidelity", help="Also compare the outputs of each placement with the float model's.")
     ] = False,
     search: Annotated[
         int,
-        count_option("Evaluations of a search first; neighbours of its best are screened too.", least=0),
+        count_option("Number of evaluations of a search that first looks for a fast placement.", least=0),
     ] = 0,
     like: Annotated[
         Path | None,
         typer.Option(
-            help="Measure the placements of this table of the model: on another processor, with other threads."
+            help="Table of the same model, made on another processor or with other threads; measure its placements."
         ),
     ] = None,
-    note: Annotated[str, typer.Option(help="Conditions of the recording, kept in the table.")] = "",
+    note: Annotated[str, typer.Option(help="Conditions of the recording, stored in the table.")] = "",
 ) -> None:
-    """Measure every placement of a model's most influential dimensions: a table to replay searchers on.
+    """Measure every placement of a subspace of a model and write a table, on which searchers can be replayed.
 
-    After an interruption, run the same command again to continue. 1,024 placements of a small model take 20 to 30
+    The subspace varies the choices with the largest effect; the others are fixed at the fastest placement found. If
+    single changes find no fast placement, as for a Transformer on ONNX Runtime, start with a search: `--search 100`.
+
+    To continue after an interruption, run the same command again. 1,024 placements of a small model take 20 to 30
     minutes; leave the machine idle.
-
-    The other dimensions are fixed at the fastest placement seen. If single changes find none that is fast, as for a
-    Transformer on ONNX Runtime, start with a search: `--search 100`.
 
     Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
     """
@@ -212,22 +230,25 @@ def record(
 
 def replay(
     recorded: Annotated[
-        Path, typer.Argument(metavar="TABLE", help="Parquet file, or name of a task.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="TABLE", help="Parquet file of qdq record, or name of a QDQ-Bench task.", show_default=False
+        ),
     ],
-    searcher: Annotated[list[str] | None, typer.Option(help="Searcher; repeat to compare.")] = None,
+    searcher: Annotated[list[str] | None, typer.Option(help="Searcher, see qdq list; repeat to compare.")] = None,
     seeds: Annotated[int, count_option("Number of searches of each searcher.", most=10_000)] = 100,
-    budget: Annotated[int, count_option("Evaluations of each search.", most=5_000)] = 100,
+    budget: Annotated[int, count_option("Number of evaluations of each search.", most=5_000)] = 100,
     initial: Annotated[
-        list[str] | None, typer.Option(help="Initial placement of each search (float, all, linear); repeat.")
+        list[str] | None, typer.Option(help="Initial placement of each search (float, all, linear); repeat for each.")
     ] = None,
     at_least: Annotated[
-        str | None, typer.Option(help="Only placements that reach METRIC=VALUE, for instance sqnr_db=20.")
+        str | None, typer.Option(help="Lower bound METRIC=VALUE on the placements, for instance sqnr_db=20.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Reject a table that was not recorded on this model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model; refuse a table that was recorded on another one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for curves.csv and curves.png.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay searchers on a recorded table, and ten thousand random searches from the same start.
+    """Run searchers on a recorded table, and compare them with ten thousand random searches from the same start.
 
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
@@ -252,25 +273,26 @@ def study(
         Path, typer.Option(help="Folder for the tables, the plots and the search paths.", show_default=False)
     ],
     searcher: Annotated[
-        list[str] | None, typer.Option(help="Searcher; repeat. [default: all but exhaustive and optuna]")
+        list[str] | None,
+        typer.Option(help="Searcher, see qdq list; repeat for each. [default: all but exhaustive and optuna]"),
     ] = None,
     budget: Annotated[
         list[int] | None,
-        count_option("Budget in evaluations; repeat to compare. [default: 10 to 200]", most=5_000),
+        count_option("Number of evaluations of a search; repeat to compare. [default: 10 to 200]", most=5_000),
     ] = None,
     seeds: Annotated[
         int | None,
         count_option("Number of searches of each searcher on each table. [default: 100]", most=10_000),
     ] = None,
-    cold: Annotated[bool, typer.Option("--cold", help="Start searches without an initial design.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Start searches without initial placements.")] = False,
     workers: Annotated[
         int | None, count_option("Number of replay processes. [default: one per core]", most=1_000)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every searcher on every recorded table at every budget, with statistics over seeds and tables.
+    """Compare searchers on recorded tables at several budgets, with statistics over seeds and tables.
 
-    Replays in memory; after an interruption, run the same command again to continue.
+    Searches run in memory, without the device. To continue after an interruption, run the same command again.
 
     Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
     """
@@ -296,7 +318,7 @@ def study(
 
 
 def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:
-    """Return the study of a file, or a study of tables with the keys that options set."""
+    """Return the study of a study file, or of tables and the keys of options."""
     from harness.studies.study_file import BudgetStudy, load_study
 
     if what[0].suffix not in (".yaml", ".yml"):
@@ -315,18 +337,20 @@ def noise(
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
-    placement: Annotated[str, typer.Option(help="Measured placement: float, all or linear.")] = "float",
+    placement: Annotated[str, typer.Option(help="Placement to measure: float, all or linear.")] = "float",
     processes: Annotated[int, count_option("Number of fresh processes.", least=2, most=1_000)] = 6,
     builds: Annotated[int, count_option("Number of fresh builds in each process.", least=2, most=1_000)] = 4,
-    readings: Annotated[int, count_option("Number of inferences of each build.", least=2)] = 30,
+    readings: Annotated[int, count_option("Number of timed inferences of each build.", least=2)] = 30,
     out: Annotated[
-        Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT].")
+        Path | None,
+        typer.Option(help="Folder of readings and plot [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT]."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the sources of a latency's noise: within a run, between builds, between processes.
+    """Measure the components of latency noise: within a run, between builds, between processes.
 
-    A model alone gets random data; an experiment file with one task brings calibration data and its own sampling.
+    A model without an experiment file gets random data; an experiment file with one task brings calibration data and
+    settings of the sampling.
 
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
