@@ -41,7 +41,7 @@ def bench_tasks(as_json: JsonOption = False) -> None:
 def bench_run(
     searcher: Annotated[
         list[str],
-        typer.Argument(metavar="SEARCHER...", help="Names of searchers, see qdq list, or module:Class."),
+        typer.Argument(metavar="SEARCHER...", help="Names (see qdq list), or module:Class.", show_default=False),
     ],
     out: Annotated[
         Path, typer.Option(help="Folder of the submission; an existing one is extended.", show_default=False)
