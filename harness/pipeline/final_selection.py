@@ -130,7 +130,7 @@ def _race_incumbents(
     if running.judge.goal.minimize != "latency":
         return SelectionResult(states=found, incumbents=_incumbents_or_fastest_wrong(running, led))
     contest = _make_comparison(running, led)
-    contested = running.experiment.confirmation.candidates > 1  # else a record is of an experiment that had more
+    contested = running.experiment.confirmation.candidates > 1  # else a log is of an earlier run with more
     own: dict[_GroupKey, list[str]] = {
         (name, budget): [leader.digest for leader in leaders]
         for name, budgets in led.items()
@@ -261,7 +261,7 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
     """Return the comparison of all incumbents, each once also if several searches found it."""
     task = running.task
     contested = running.experiment.confirmation.candidates > 1
-    runs = [run for run in task.spec.runs if contested and led[run.name]]  # none if nothing is searched: emulated
+    runs = [run for run in task.spec.runs if contested and led[run.name]]  # none if all precisions are emulated
     rows = {
         leader.digest: TimedRow(name=leader.digest, candidate=candidate(leader))
         for run in runs

@@ -123,9 +123,9 @@ def run_experiment(
             run_with_recovery(folder, partial(_run_task, place, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
-            if not isinstance(error, FingerprintMismatch):  # what is refused leaves everything as it was
+            if not isinstance(error, FingerprintMismatch):  # a refused task changes nothing
                 write_task_error(folder, str(error))
-            if not alone:  # the reason itself is printed at the end, once
+            if not alone:  # the reason is printed once, at the end
                 observer.say(f"{spec.name} stopped; the reason is printed at the end")
 
     with (
@@ -134,7 +134,7 @@ def run_experiment(
     ):
         if grown:
             observer.say(f"{grown}: going on with what is there")
-        if experiment.transfer:  # every task has searched before the first looks at what others found
+        if experiment.transfer:  # all searches end before placements are transferred
             run_concurrently([partial(run, spec, site, searching=True) for spec in tasks], experiment.executor.tasks)
             tasks = tuple(spec for spec in tasks if spec.name not in chain(*stopped.values()))
         run_concurrently([partial(run, spec, site) for spec in tasks], experiment.executor.tasks)
@@ -315,7 +315,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     write_dynamic_rows(task.model, table, spec.backend.use, observer, wanted)
     clock.write("")
     shutil.rmtree(task.work, ignore_errors=True)
-    failed = any(end.failed for run in runs if (end := running.termination(run)))  # the same command tries it again
+    failed = any(end.failed for run in runs if (end := running.termination(run)))  # a failed search is tried again on resume
     complete_task(folder, asked, complete=not failed)
 
 

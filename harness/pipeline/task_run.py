@@ -83,7 +83,7 @@ class TaskRun:
         journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"
         before = read_termination(
             journal
-        )  # forgotten only where it no longer holds: what interrupts this run changes nothing
+        )  # removed only when it is outdated, so that an interrupted run changes nothing
         try:
             ending = self._run_search_loop(run, workers, retry_failed)
         except ReplayMismatch:

@@ -226,7 +226,7 @@ def _run_limited(command: list[str], what: str) -> tuple[int, str, str]:
         ) as process:
             try:
                 printed, errors = wait_for_output(process, SCRIPT_LIMIT_S, limits.memory_gb)
-            finally:  # with its own children
+            finally:  # including its child processes
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, printed, errors

@@ -81,7 +81,7 @@ def _tensorrt_settings(facts: Facts) -> dict[str, Any]:
 
 
 def _onnxruntime_web_settings(facts: Facts) -> dict[str, Any]:
-    # The facts may be a stranger's, so the browser is the one on PATH.
+    # The facts may be untrusted, so the browser is the one on PATH.
     in_browser = str(facts["options"]["engine"]).startswith("Chromium")
     return {"chromium": "chromium" if in_browser else None, "session": dict(SESSION_OPTIONS)}
 
@@ -93,7 +93,7 @@ _TENSORRT = DeployTarget(
     _tensorrt_settings,
     (deploy_runtime.build_tensorrt_engine, deploy_runtime.call_cuda),
 )
-#: By the name in a benchmarker's description.
+#: Targets by the name in a benchmarker's description.
 _TARGETS: Mapping[str, DeployTarget] = {
     "openvino": DeployTarget("OpenVINO", "openvino", deploy_runtime.load_openvino, _openvino_settings),
     "onnxruntime": DeployTarget("ONNX Runtime", "onnxruntime", deploy_runtime.load_onnxruntime, _onnxruntime_settings),

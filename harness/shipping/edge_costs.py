@@ -72,7 +72,7 @@ def measure_edge_costs(
         run = partial(run_script_in, sys.executable, script, facts, "--repeat", str(RUNS), "--model")
         shipped = copy_model(folder / str(facts["file"]), Path(scratch))
         runs = {name: partial(run, str(shipped)) for name in ("shipped", "twin")}
-        runs["shipped"]()  # a runtime that is absent is an error
+        runs["shipped"]()  # raises if the runtime is not installed
         groups = {}
         for number, group in enumerate(_group_edges(edges)):
             path = shipped.with_name(f"{number}.onnx")

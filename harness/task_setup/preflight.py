@@ -113,7 +113,7 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
     errors, remarks = ErrorCollector(), list[str]()
     precisions = _offered_precisions(experiment)
     for i, model in enumerate(experiment.models):
-        if model.use.startswith("zoo:"):  # is made by code
+        if model.use.startswith("zoo:"):  # code makes it, so it is valid
             continue
         with errors.collect(), prefix_key(f"models.{i}", f"model {model.name!r}"):
             loaded = open_model(model, Path())
@@ -219,7 +219,7 @@ def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data:
     if preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", preprocess.mapping)
     evaluator_params(use, params, dict.fromkeys(SUPPLIED_PARAMS))
-    # By the names that the built-in evaluators use: another one's may be of other kinds.
+    # Parameters with these names are of these kinds in the built-in evaluators, but may differ in others.
     if isinstance(params.get("data"), Mapping):
         data.open(params["data"], evaluator.base_dir)
     if isinstance(params.get("preprocess"), str | Mapping):
