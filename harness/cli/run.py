@@ -111,17 +111,7 @@ def run_and_report(
     events: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Run an experiment, print its tables and write the folder to deploy.
-
-    Args:
-        config: The validated experiment.
-        folder: Results folder.
-        accept_changes: Whether a task with changed inputs is archived and started anew.
-        retry_failed: Whether failed candidates are tried once more.
-        anytime: Whether the folder is also written during the search, for each confirmed incumbent.
-        events: Whether progress is printed as JSON lines.
-        as_json: Whether the tables are printed as JSON.
-    """
+    """Run an experiment, print its tables and write the folder to deploy; for the arguments see `run`."""
     from harness.pipeline.early_answer import EarlyAnswer
     from harness.pipeline.runner import run_experiment
     from harness.shipping.tuned_model import ship_answer

@@ -48,10 +48,7 @@ def sensitivity(
     samples: Annotated[int, count_option("Number of samples on which outputs are compared with float.")] = 8,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the plot and the JSON file [default: sensitivity-MODEL-BACKEND-PRECISION].",
-            show_default=False,
-        ),
+        typer.Option(help="Output folder [default: sensitivity-MODEL-BACKEND-PRECISION].", show_default=False),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,19 +79,13 @@ def recover(
     float_node: Annotated[
         list[str] | None, typer.Option(help="Name or wildcard of nodes that stay float; repeat for each.")
     ] = None,
-    method: Annotated[
-        list[str] | None, typer.Option(help="Range estimator of activations, see qdq list; repeat to compare.")
-    ] = None,
-    weights: Annotated[
-        list[str] | None, typer.Option(help="Range estimator of weights, max or mse; repeat to compare.")
-    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Range estimator of activations; repeat to compare.")] = None,
+    weights: Annotated[list[str] | None, typer.Option(help="Range estimator of weights; repeat to compare.")] = None,
     depthwise: Annotated[
         list[str] | None,
         typer.Option(help="Scales of the inputs of depthwise convolutions: tensor or channel; repeat to compare."),
     ] = None,
-    step: Annotated[
-        list[str] | None, typer.Option(help="Recovery step, see qdq list; repeat, in the order of the steps.")
-    ] = None,
+    step: Annotated[list[str] | None, typer.Option(help="Recovery step (see qdq list); repeat in order.")] = None,
     subsets: Annotated[
         int, count_option("Number of parts of the calibration samples; calibrate on each part as well.", least=0)
     ] = 0,
@@ -110,7 +101,7 @@ def recover(
     shape: ShapeOption = None,
     dim: DimOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of models and figures [default: recover-MODEL].", show_default=False)
+        Path | None, typer.Option(help="Output folder [default: recover-MODEL].", show_default=False)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -155,7 +146,7 @@ def agreement(
     backend: StudyBackendOption = None,
     param: ParamOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the figures [default: agreement-MODEL].", show_default=False)
+        Path | None, typer.Option(help="Output folder [default: agreement-MODEL].", show_default=False)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -183,9 +174,7 @@ def record(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Parquet file to write [default: MODEL-BACKEND-PRECISION.parquet].")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file [default: MODEL-BACKEND-PRECISION.parquet].")] = None,
     backend: StudyBackendOption = None,
     param: ParamOption = None,
     shape: ShapeOption = None,
@@ -194,8 +183,7 @@ def record(
         bool, typer.Option("--fidelity", help="Also compare the outputs of each placement with the float model's.")
     ] = False,
     search: Annotated[
-        int,
-        count_option("Number of evaluations of a search that first looks for a fast placement.", least=0),
+        int, count_option("Number of evaluations of a search that first looks for a fast placement.", least=0)
     ] = 0,
     like: Annotated[
         Path | None,
@@ -230,10 +218,7 @@ def record(
 
 def replay(
     recorded: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TABLE", help="Parquet file of qdq record, or name of a QDQ-Bench task.", show_default=False
-        ),
+        Path, typer.Argument(metavar="TABLE", help="Table of qdq record, or name of a task.", show_default=False)
     ],
     searcher: Annotated[list[str] | None, typer.Option(help="Searcher, see qdq list; repeat to compare.")] = None,
     seeds: Annotated[int, count_option("Number of searches of each searcher.", most=10_000)] = 100,
@@ -342,8 +327,7 @@ def noise(
     builds: Annotated[int, count_option("Number of fresh builds in each process.", least=2, most=1_000)] = 4,
     readings: Annotated[int, count_option("Number of timed inferences of each build.", least=2)] = 30,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of readings and plot [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT]."),
+        Path | None, typer.Option(help="Output folder [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT].")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -90,9 +90,7 @@ def run_experiment(
     """Run the missing parts of an experiment; a task that cannot be run does not stop the others.
 
     Args:
-        experiment: The validated experiment.
         out: Results folder; created if missing.
-        observer: Receiver of progress and messages.
         accept_changes: Whether a task that was started with other inputs is archived and started anew.
         retry_failed: Whether failed trials, final selections and confirmations are attempted once more.
         answers: Function that receives incumbents confirmed while a search runs; None: no early answers.
@@ -151,7 +149,6 @@ def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes
         folder: Folder of the task.
         run_task: Function that runs or continues the task.
         accept_changes: Whether the results of a task with changed inputs are archived, and the task starts anew.
-        observer: Receiver of messages.
 
     Raises:
         FingerprintMismatch: The inputs have changed, and `accept_changes` is False.

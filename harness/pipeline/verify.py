@@ -77,7 +77,6 @@ def verify(
 
     Args:
         model: Path of an exported model, or a row with its file.
-        observer: Receiver of the progress.
         results: Results folder; by default the one whose `TASK/models` contains the file.
         base: Folder from which relative paths of the experiment start; by default the working folder.
         max_drop: Bound on the loss of accuracy that replaces `objective.max_drop` of the experiment.

@@ -233,8 +233,6 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
     """Load a model with its shapes and data, and yield remarks.
 
     Args:
-        model: Entry of the model in the experiment.
-        data: Cache of opened data sets.
         objective: Objective, with the bound and the use of halves of the evaluator's data.
 
     Raises:
