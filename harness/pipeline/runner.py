@@ -312,7 +312,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     write_dynamic_rows(task.model, table, spec.backend.use, observer, wanted)
     clock.write("")
     shutil.rmtree(task.work, ignore_errors=True)
-    failed = any(end.failed for run in runs if (end := running.termination(run)))  # a failed search is tried again on resume
+    failed = any(end.failed for run in runs if (end := running.termination(run)))  # tried again on resume
     complete_task(folder, asked, complete=not failed)
 
 
