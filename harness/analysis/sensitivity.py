@@ -182,6 +182,7 @@ class SensitivityTimer:
     _bases: dict[str, int | Failed] = field(default_factory=dict)
 
     def measure_unit(self, unit: QuantizationUnit) -> UnitSensitivity:
+        """Return the effects of a unit, quantized alone and left out."""
         space = self.task.space
         nothing, everything = space.float_placement(), space.quantize_all(unit.precision)
         return UnitSensitivity(
@@ -191,6 +192,7 @@ class SensitivityTimer:
         )
 
     def measure_sqnr(self, placement: Placement) -> float | Failed:
+        """Return the SQNR in dB of the outputs of a placement, or its failure."""
         built = self.engines.build(self.task.candidate(placement))
         return built if isinstance(built, Failed) else self._score_build(built.handle)
 
