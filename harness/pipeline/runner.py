@@ -190,7 +190,7 @@ def _raise_searcher_failures(tasks: Iterable[TaskSpec], out: Path) -> None:
         named = broken[:MAX_BROKEN_SHOWN] + (
             [f"and {len(broken) - MAX_BROKEN_SHOWN} more"] if len(broken) > MAX_BROKEN_SHOWN else []
         )
-        raise SearcherFailures("\n".join(named) + "; all else was done: mend it and give the same command again")
+        raise SearcherFailures("\n".join(named) + "; all other work is done: fix it and give the same command again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,7 @@ def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran: tuple[Path
     assert "Traceback" not in said
     last = said[said.rindex("qdq: ") :]
     assert f"qdq: {TASK} Asks-1 failed at 4 of 8: KeyError: 'a bug in ask' (traceback: {folder}" in last
-    assert last.endswith("and 2 more; all else was done: mend it and give the same command again\n")
+    assert last.endswith("and 2 more; all other work is done: fix it and give the same command again\n")
     results = load(folder / "out")
     assert results.complete
     table = main_frame(results).set_index("method")

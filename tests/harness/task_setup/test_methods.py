@@ -263,7 +263,7 @@ def test_an_external_searcher_that_breaks_on_being_told_or_on_leaving_ends_alone
     assert "in __exit__" in trace.read_text()
     last = capsys.readouterr().err.rpartition("qdq: ")[2]
     assert last.startswith("net-scales-int8 Tells-0 failed at 1 of 12: its process is gone\n"), "there is no traceback"
-    assert f"net-scales-int8 Leaves-0 {said} (traceback: {trace}); all else was done" in last
+    assert f"net-scales-int8 Leaves-0 {said} (traceback: {trace}); all other work is done" in last
     report = (folder / "leaving" / "report" / "main.md").read_text().replace("\\", "")
     assert "Tells-0 failed at 1 of 12: its process is gone." in report
     assert f"Leaves-0 {said}; traceback: net-scales-int8/runs/Leaves-0.failed.txt." in report
