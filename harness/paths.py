@@ -23,6 +23,7 @@ __all__ = [
     "hide_paths", "keeps_host", "plugins_trusted", "resolve_path", "trust_plugins", "user_key",
 ]  # fmt: skip
 
+USER_KEY_BYTES = 32
 #: Environment variable that `--with-host` sets: results keep paths and names of this machine.
 HOST_VARIABLE = "QDQ_WITH_HOST"
 #: Environment variable of the trust in `package.module:Class`, which worker processes inherit.
@@ -97,14 +98,16 @@ def cache_dir() -> Path:
 
 
 def user_key() -> bytes:
-    """Return random bytes that only this user's processes know; other ones at each call where they cannot be stored."""
+    """Return random bytes that only processes of this user can read; new ones at each call if they cannot be stored."""
+    fresh = os.urandom(USER_KEY_BYTES)
     try:
         path = cache_dir() / "key"
-        with suppress(FileExistsError), path.open("xb") as file:
-            file.write(os.urandom(32))
-        return path.read_bytes()
+        with suppress(FileExistsError), open(path, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
+            file.write(fresh)
+        stored = path.read_bytes()
     except OSError:
-        return os.urandom(32)
+        return fresh
+    return stored if len(stored) == USER_KEY_BYTES else fresh  # another process may be writing it
 
 
 def plugins_trusted() -> bool:

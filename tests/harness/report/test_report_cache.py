@@ -106,6 +106,7 @@ def test_the_report_of_another_user_is_drawn_again(folder, drawn, monkeypatch, t
     assert SAID not in report(folder)
     assert "alert(1)" not in page.read_text()
     assert SAID in report(folder)
+    assert (tmp_path / "ours" / "qdq-bench" / "key").stat().st_mode & 0o077 == 0, "other users cannot read it"
 
 
 @pytest.mark.parametrize(("name", "drawn"), [("x.svg", 0), ("../x.svg", 1), ("/x.svg", 1)])

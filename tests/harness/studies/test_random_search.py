@@ -82,7 +82,7 @@ def test_it_is_the_mean_over_all_orders(
     landscape.identity[list(alike)] = min(landscape.identity[list(alike)], default=0)
     first = initial_placements(landscape, initial)
     curves = enumerated(landscape, 6, first)
-    for evaluations in (1, 3, 6):  # at most, more than what is told first, and more than there are
+    for evaluations in (1, 2, 3, 6):  # up to more than the initial placements, and more than all placements
         wanted = curves[:, :evaluations]
         found = random_search(landscape, evaluations, first)
         assert found.shape[1] == evaluations
