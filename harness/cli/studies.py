@@ -333,7 +333,8 @@ def noise(
 ) -> None:
     """Measure the components of latency noise: within a run, between builds, between processes.
 
-    A model without an experiment file gets random data, and default settings of the sampling.
+    A model without an experiment file gets random data; an experiment file with one task brings calibration data and
+    settings of the sampling.
 
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
