@@ -17,12 +17,6 @@ import numpy.typing as npt
 from harness.errors import UserError
 from search.space import Resolved
 
-__all__ = [
-    "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Capabilities", "Evaluator", "ExternalSearchTask",
-    "ExternalSearcher", "Infer", "Layer", "NeedsPreparation", "Probe", "ReportsConditions", "ReportsParts",
-    "SupportsCast", "SupportsLayers", "SupportsSave", "UsesGpu", "capabilities_of", "require_timing",
-]  # fmt: skip
-
 Array = npt.NDArray[Any]
 #: Runs the built engine once: input arrays by name to output arrays by name.
 Infer = Callable[[Mapping[str, Array]], Mapping[str, Array]]

@@ -12,11 +12,6 @@ from contextlib import contextmanager
 
 from harness.text import printable_lines
 
-__all__ = [
-    "MAX_COUNT", "BuildFailed", "CandidateError", "ErrorCollector", "EvaluationFailed", "MeasureFailed", "UserError",
-    "WorkerUnusable", "describe_type", "install_hint", "prefix_file", "prefix_key", "suggest_names",
-]  # fmt: skip
-
 #: Limit of numbers of samples, evaluations and such, far above useful ones: a typing error would cost hours or memory.
 MAX_COUNT = 10_000_000
 

@@ -18,11 +18,6 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = [
-    "HOST_VARIABLE", "TRUST_VARIABLE", "WAIT_VARIABLE", "RelativePathMissing", "cache_dir", "describe_process",
-    "hide_paths", "keeps_host", "plugins_trusted", "resolve_path", "trust_plugins", "user_key",
-]  # fmt: skip
-
 USER_KEY_BYTES = 32
 #: Environment variable that `--with-host` sets: results keep paths and names of this machine.
 HOST_VARIABLE = "QDQ_WITH_HOST"

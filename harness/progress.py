@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-__all__ = ["NullProgress", "Observer", "ProgressTask", "format_incumbent"]
-
 
 class ProgressTask(Protocol):
     """A piece of work under way."""

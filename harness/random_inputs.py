@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 
-__all__ = ["InputTypes", "check_types", "feeds_digest", "numpy_type_name", "random_feed", "random_feeds"]
-
 _NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 MAX_INPUT_ELEMENTS = 2**28  # 1 GiB of FP32
 

@@ -15,11 +15,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from harness.paths import hide_paths
 
-__all__ = [
-    "MAIN_BENCHMARKER", "SCHEMA_VERSION", "Count", "Failed", "Finite", "JournalLine", "LatencyMs", "Measured",
-    "Outcome", "Proposal", "Seconds", "TrialResult", "decode_line", "encode_line", "field_values", "from_json",
-]  # fmt: skip
-
 MAIN_BENCHMARKER = "main"  # name of the default benchmarker and of the default evaluator
 
 SCHEMA_VERSION = 2

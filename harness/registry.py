@@ -23,12 +23,6 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from harness.errors import MAX_COUNT, CandidateError, UserError, suggest_names
 from harness.paths import TRUST_VARIABLE, plugins_trusted
 
-__all__ = [
-    "ENTRY_POINT_GROUPS", "Plugin", "call_plugin", "check_params", "create_plugin",
-    "find_entry_point", "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature",
-    "register_object", "require_methods", "uses_objects", "without_module",
-]  # fmt: skip
-
 T = TypeVar("T")
 MAX_SEARCHER_COUNT = 100_000  # of placements, attempts or models, for which each proposal may pay
 _YAML_TERMS = {"a valid array": "a list", "an object": "a mapping"}

@@ -25,8 +25,6 @@ from rich.progress import (
 from harness.progress import ProgressTask
 from harness.text import printable, printable_lines
 
-__all__ = ["EventProgress", "TerminalProgress"]
-
 MIN_SHARE_FOR_ETA = 0.05
 """Share of a task before which no remaining time is shown: the first step may include a build."""
 

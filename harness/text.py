@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "MAX_FILE_NAME_CHARS", "escape_csv", "escape_latex", "escape_markdown", "printable", "printable_lines",
-    "safe_file_name",
-]  # fmt: skip
-
 MAX_FILE_NAME_CHARS = 100
 _LATEX_ESCAPES = str.maketrans(
     {

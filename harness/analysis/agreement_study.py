@@ -22,8 +22,6 @@ from harness.timing.workers.engines import Engines
 from harness.timing.workers.sandbox import open_engines
 from search.space import Placement, Space
 
-__all__ = ["agreement_report"]
-
 COLUMN_NAMES = ("figure", "placements", "rank correlation", "better half", "float", "worst")
 AGREEMENT, FIDELITY = "agreement", "sqnr_db"
 FIDELITY_SAMPLES = 32

@@ -30,8 +30,6 @@ from harness.records import Failed
 from harness.statistics import Interval
 from harness.timing.workers.engines import Engines
 
-__all__ = ["NestedDesign", "NoiseComponent", "NoiseComponents", "estimate_components", "measure_noise"]
-
 Floats = npt.NDArray[np.float64]
 TARGET_HALF_WIDTH = 0.01  # of the interval that `processes_needed` refers to
 NORMAL_QUANTILE_95 = 1.96

@@ -17,8 +17,6 @@ from harness.timing.provenance import describe_environment
 from harness.timing.turn_log import disturbance_note
 from harness.timing.workers.sandbox import open_engines
 
-__all__ = ["noise_report"]
-
 
 def noise_report(
     study: StudyTask, placement: str, design: NestedDesign, out: Path, observer: Observer

@@ -15,8 +15,6 @@ from harness.analysis.noise import Floats, NoiseComponents
 from harness.analysis.sensitivity import QuantizationUnit, SensitivityAnalysis, UnitEffect
 from harness.records import Failed
 
-__all__ = ["COLOURS", "draw_layer_losses", "draw_noise", "draw_sensitivities", "figure_file"]
-
 #: Distinct for colour-blind readers too (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LABELLED_UNITS = 5  # units whose name is written next to their dots

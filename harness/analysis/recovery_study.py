@@ -42,8 +42,6 @@ from harness.timing.workers.sandbox import open_engines
 from harness.verification.accuracy_store import AccuracyStore
 from search.space import Resolved
 
-__all__ = ["PLACEMENT_NAMES", "RecoveryRequest", "recovery_report"]
-
 PLACEMENT_NAMES: Mapping[str, tuple[str, ...]] = {"linear": ("linear",), "all": ()}
 """Roles of the quantized points by name of the placement; empty: every point."""
 PLOTTED_SAMPLES = 4

@@ -28,8 +28,6 @@ from harness.graph.rules.points import float_inputs_with_rule
 from harness.task_setup.model_loader import open_model
 from search.space import Edge, Space
 
-__all__ = ["RegionReport", "inspect_regions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionReport:

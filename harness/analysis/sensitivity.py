@@ -22,11 +22,6 @@ from harness.timing.workers.sandbox import open_engines
 from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement, Space
 
-__all__ = [
-    "QuantizationUnit", "SensitivityAnalysis", "UnitEffect", "UnitKind", "UnitSensitivity", "measure_sensitivities",
-    "quantization_units", "write_sensitivities",
-]  # fmt: skip
-
 UnitKind = Literal["pattern", "point"]
 TURNS_PER_ENGINE = 4  # of base and candidate alternately, so that drift of the machine affects both
 TURN_SAMPLING = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60.0)

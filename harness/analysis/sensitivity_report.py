@@ -21,8 +21,6 @@ from harness.results_dir.io import explain_write_errors
 from harness.statistics import Interval
 from harness.task_setup.study_task import StudyTask
 
-__all__ = ["sensitivity_report"]
-
 COLUMN_NAMES = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone dB", "left out µs [CI]", "left out dB")
 
 

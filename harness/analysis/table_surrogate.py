@@ -21,8 +21,6 @@ from harness.records import Measured
 from harness.results_dir.io import explain_write_errors
 from harness.statistics import median_ci
 
-__all__ = ["SurrogateError", "write_surrogate"]
-
 Floats = npt.NDArray[np.float64]
 TREES, FOLDS, COVERAGE = 100, 5, 0.9
 MIN_READINGS = 50

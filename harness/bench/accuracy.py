@@ -23,11 +23,6 @@ from harness.errors import UserError
 from harness.records import Measured
 from harness.results_dir.io import explain_write_errors
 
-__all__ = [
-    "ACCURACY_FILE", "ACCURACY_SCHEMA", "PlacementAccuracy", "ScoreKey", "join_accuracy", "read_accuracy",
-    "read_parts", "score_key", "write_accuracy",
-]  # fmt: skip
-
 ACCURACY_FILE = "scores/accuracy.parquet"  # apart from the tables, which are found by their suffix
 ACCURACY_SCHEMA = pa.schema([
     ("model", pa.string()), ("model_sha256", pa.string()), ("precision", pa.string()), ("dialect", pa.string()),

@@ -21,8 +21,6 @@ from harness.records import Failed, Outcome
 from harness.results_dir.io import explain_write_errors, file_sha256, write_text
 from harness.statistics import median_ci
 
-__all__ = ["write_croissant", "write_t4"]
-
 T4_VERSION = "1.0.0"
 T4_INVALIDITY = {"build": "compile", "timeout": "timeout", "evaluate": "correctness"}
 CROISSANT_TERMS = (

@@ -27,8 +27,6 @@ from harness.studies.recorded_landscape import Floats
 from harness.studies.replay import initial_placements, read_paths
 from harness.studies.simulated_selection import random_search
 
-__all__ = ["CONTROL", "Leaderboard", "TaskSearches", "compare_searchers", "read_results"]
-
 CONTROL = "auto"
 #: Searchers that `CONTROL` is tested against at `PLANNED_BUDGET` on the test tasks, chosen before they were compared.
 PLANNED = ("tpe", "smac", "random_mutation")

@@ -19,8 +19,6 @@ from harness.report.plots.result_plots import series_style
 from harness.report.report_table import render_markdown, render_note_markdown
 from harness.studies.recorded_landscape import Floats
 
-__all__ = ["write_page"]
-
 SHOWN_CURVES = 8  # in colour: the first by rank, and these
 ALWAYS_SHOWN = (CONTROL, "random", "random_mutation", "tpe")
 PLOT_TEXT = "Regret and targets over evaluations, and mean ranks"

@@ -36,8 +36,6 @@ from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_typ
 from harness.task_setup.task import Task, calibrate_task
 from search.space import Placement, Space
 
-__all__ = ["SAMPLES", "PlacementScorer", "missing_placements", "open_scorer", "score_tables"]
-
 SAMPLES = 64
 """Samples of a model without labels: random inputs."""
 RANDOM_SEED = 1  # calibration has seed 0

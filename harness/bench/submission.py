@@ -34,11 +34,6 @@ from harness.studies.replay_pool import missing_batches, replay_batches
 from harness.studies.search_key import SearchKey, describe_code, search_key
 from harness.studies.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, BudgetStudy, ReplayedSearcher
 
-__all__ = [
-    "CheckedSearch", "SearcherRecord", "Submission", "TaskRecord", "check_submission", "read_submission",
-    "run_searchers", "table_landscape",
-]  # fmt: skip
-
 SUBMISSION_FILE = "submission.json"
 MAX_NAME_CHARS = 200
 

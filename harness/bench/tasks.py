@@ -29,12 +29,6 @@ from harness.studies.study_file import BudgetStudy, ReplayedSearcher
 from search.api import Failure
 from search.space import Placement, Space
 
-__all__ = [
-    "ARCHIVE_FILE", "DATA_VARIABLE", "TIERS", "BenchReading", "BenchTask", "BenchTier", "TaskCatalogue",
-    "TaskSettings", "TierName", "data_folder", "describe_block", "describe_task", "load", "read_catalogue",
-    "read_scored_table", "table_path",
-]  # fmt: skip
-
 #: Environment variable of a folder with other tables and their tasks.yaml.
 DATA_VARIABLE = "QDQ_BENCH_DATA"
 TierName = Literal["lite", "full", "extended"]

@@ -11,16 +11,6 @@ import typer
 from harness.cli.common import JsonOption, count_option, echo, print_json, print_table
 from harness.errors import UserError
 
-__all__ = [
-    "bench_check",
-    "bench_export",
-    "bench_leaderboard",
-    "bench_run",
-    "bench_score",
-    "bench_surrogate",
-    "bench_tasks",
-]
-
 TierOption = Annotated[
     Literal["lite", "full", "extended"], typer.Option(help="Tier: fixed set of tasks, seeds and budgets.")
 ]

@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from harness.config.sections import PluginSpec
     from harness.task_setup.study_task import StudyTask
 
-__all__ = [
-    "BaseOption", "DimOption", "JsonOption", "ModelArgument", "ParamOption", "ResultsArgument", "ShapeOption",
-    "StudyArgument", "StudyBackendOption", "TargetOption", "add_to_sys_path", "backend_spec", "count_option",
-    "explain_relative_paths", "parse_sizes", "print_json", "print_rich_or_text", "print_table",
-    "replace_change_advice",
-    "short_path", "study_of",
-]  # fmt: skip
-
 ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.", show_default=False)]
 StudyArgument = Annotated[
     str,

@@ -27,8 +27,6 @@ from harness.errors import UserError, prefix_file
 if TYPE_CHECKING:
     from harness.compat.tao_specs.quantize import QuantizationResult
 
-__all__ = ["autotune", "calib_data", "evaluate", "gen_trt_engine", "ptq", "quantize"]
-
 HELP_OPTIONS = frozenset({"-h", "--help"})
 STATE_FILE = "autotuner_state.yaml"
 

@@ -18,8 +18,6 @@ import typer
 from harness.cli.common import JsonOption, echo, print_json, print_table, replace_change_advice, short_path
 from harness.errors import CandidateError, UserError, install_hint
 
-__all__ = ["doctor", "examine_machine", "tools", "validate_gpu"]
-
 #: Imported module and installation command by name of the package.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
     "openvino": ("openvino", install_hint("cpu")),

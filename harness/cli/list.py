@@ -13,8 +13,6 @@ from harness.errors import UserError
 if TYPE_CHECKING:
     from harness.registry import Plugin
 
-__all__ = ["list_plugins", "plugin_purpose"]
-
 
 def list_plugins(as_json: JsonOption = False) -> None:
     """List searchers, runtimes (benchmarkers), evaluators, preprocessings, estimators, dialects and zoo models.

@@ -36,8 +36,6 @@ from harness.cli.studies import agreement, noise, record, recover, replay, sensi
 from harness.errors import UserError
 from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
 
-__all__ = ["app", "main"]
-
 #: Commands in the order of the help text; the first of two words is a group. Commands import modules inside their
 #: functions, to keep `qdq --help` fast.
 COMMANDS: dict[str, Callable[..., Any]] = {

@@ -31,8 +31,6 @@ from harness.paths import check_path
 if TYPE_CHECKING:
     from harness.explain.compiled import CompiledReport
 
-__all__ = ["check", "explain", "regions", "zoo"]
-
 
 def regions(
     model: ModelArgument,

@@ -32,8 +32,6 @@ from harness.paths import check_path
 if TYPE_CHECKING:
     from harness.config.sections import PluginSpec
 
-__all__ = ["apply", "export_recipe", "import_placement", "insert"]
-
 DEFAULT_SAMPLES = 48
 DEFAULT_BUILDS = 5
 

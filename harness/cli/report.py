@@ -25,8 +25,6 @@ from harness.cli.common import (
 if TYPE_CHECKING:
     from harness.report.report_table import ReportTable
 
-__all__ = ["compare", "report", "report_afterwards", "show_report", "trace"]
-
 
 def report(
     folder: ResultsArgument,

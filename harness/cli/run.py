@@ -28,8 +28,6 @@ from harness.errors import UserError, prefix_file
 if TYPE_CHECKING:
     from harness.config.experiment import Experiment
 
-__all__ = ["reproduce", "run", "run_and_report", "verify"]
-
 VERDICT_WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
 BROKEN_BOUND_WORD = "BROKEN"  # no recorded value differs if only the bound on accuracy is violated
 

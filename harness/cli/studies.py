@@ -30,8 +30,6 @@ from harness.errors import UserError
 if TYPE_CHECKING:
     from harness.studies.study_file import BudgetStudy
 
-__all__ = ["agreement", "noise", "record", "recover", "replay", "sensitivity", "study"]
-
 
 def sensitivity(
     model: StudyArgument,

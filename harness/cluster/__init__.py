@@ -13,8 +13,6 @@ from harness.paths import TRUST_VARIABLE, plugins_trusted
 from harness.progress import Observer
 from harness.timing.workers.execution_target import ExecutionTarget, LocalTarget
 
-__all__ = ["RAY_ENVIRONMENT", "open_execution_target"]
-
 # Variables that Ray reads when it is imported; those that are already set keep their value.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere

@@ -26,8 +26,6 @@ from harness.results_dir.fingerprint import diff_leaves
 from harness.timing.provenance import comparability_key
 from harness.timing.workers.trial_pool import WorkerKilled, WorkerLost
 
-__all__ = ["SEARCH_LOAD", "TASK_LOAD", "RayPool", "RayWorkerHandle"]
-
 TASK_LOAD, SEARCH_LOAD = 1, 1000  # weights of engines of a task, which mostly wait, and of a search's worker
 RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
 RAY_SHUTDOWN_LIMIT_S = 5.0  # workers that have not removed their files by then are killed

@@ -28,8 +28,6 @@ from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.timing_policy import TimingPolicy
 from harness.timing.workers.trial_pool import ThreadedExecutor, WorkerLost
 
-__all__ = ["RayTarget", "RemoteEngines", "open_ray_target", "prepare_evaluators"]
-
 FILES_LIMIT_S = 1800.0  # of calls that transfer a model, and of opening engines, which starts up to three processes
 
 

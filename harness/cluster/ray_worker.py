@@ -30,8 +30,6 @@ from harness.timing.workers.locks import lock_wait_s
 from harness.timing.workers.sandbox import open_engines
 from search.space import Resolved
 
-__all__ = ["FILE_CACHE_BYTES", "BuildRequest", "LRUByteCache", "ModelFiles", "RayWorker"]
-
 ModelFiles = Mapping[str, bytes]
 """A model's file, first, and its external data by name."""
 DEVICE_LABEL = "qdq-device"  # of nodes, for differences that the processor's name does not show

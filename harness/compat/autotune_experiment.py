@@ -16,8 +16,6 @@ from harness.graph.passes.static_shapes import parse_dims
 from harness.shipping.placements import file_entry
 from harness.task_setup.study_task import model_label
 
-__all__ = ["autotune_experiment", "command_experiment", "drop_objective", "make_budget", "region_flags"]
-
 DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8
 STOP_AT = 0.9

@@ -34,8 +34,6 @@ from harness.config.sections import (
 from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import dump_yaml, read_experiment_yaml, read_text_file
 
-__all__ = ["Experiment", "load_experiment", "parse_experiment", "to_yaml"]
-
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

@@ -10,11 +10,6 @@ from harness.config.sections import PluginSpec
 from harness.errors import suggest_names
 from search.heuristics import HEURISTIC_RULES
 
-__all__ = [
-    "BASELINE_TOOLS", "DEFAULT_BASELINES", "DEFAULT_INITIAL", "FILE_SOURCES", "FULLY_QUANTIZED", "PREDICTED",
-    "PTQ_TOOLS", "as_list", "check_baselines", "check_initial", "initial_count", "split_rule_precision",
-]  # fmt: skip
-
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
 #: Placements of PTQ tools, made for each model; the last one has INT8 activations for every dialect of the backend.
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")

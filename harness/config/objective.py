@@ -11,8 +11,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from harness.config.sections import ConfigSection
 from harness.errors import MAX_COUNT, UserError
 
-__all__ = ["Minimize", "Objective", "absolute_bound", "check_objective", "parse_bound"]
-
 Minimize = Literal["latency", "pareto", "accuracy"]
 PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 DROP_SUFFIX = "_drop"

@@ -9,8 +9,6 @@ from harness.config.experiment import Experiment
 from harness.config.sections import ModelSpec, PluginSpec, SearcherSpec
 from harness.errors import UserError
 
-__all__ = ["SearchSpec", "TaskSpec", "plan_tasks", "quantized_precisions", "with_base_dir"]
-
 MIXED_PRECISIONS = ("int8", "fp8")
 
 

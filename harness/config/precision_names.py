@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FLOAT_PRECISION_NAMES", "normalize_float_precision"]
-
 FLOAT_PRECISION_NAMES = {
     "f32": "f32", "fp32": "f32", "float32": "f32", "float": "f32", "single": "f32",
     "tf32": "tf32", "tensorfloat32": "tf32",

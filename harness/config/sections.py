@@ -23,12 +23,6 @@ from pydantic import (
 from harness import registry
 from harness.errors import MAX_COUNT, UserError
 
-__all__ = [
-    "MAX_SAMPLING_MS", "Budget", "Calibration", "ConfigSection", "Confirmation", "ExecutorSpec", "Limits", "ModelSpec",
-    "PluginSpec", "Sampling", "SearcherSpec", "ShapeEntry", "ShapeSetSpec", "TurnSchedule", "duplicates",
-    "require_distinct",
-]  # fmt: skip
-
 # Further limits, see MAX_COUNT.
 MAX_DIMENSION = 2**31 - 1
 MAX_BUILDS = 1_000

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from harness.errors import UserError, suggest_names
 
-__all__ = ["to_user_error"]
-
 SUGGESTION_PREFIX = "did you mean"
 QUOTED_NAME = re.compile(r"'([^']+)'")
 MAX_ERRORS_SHOWN = 20

@@ -15,8 +15,6 @@ import yaml
 from harness.errors import UserError, describe_type
 from harness.paths import check_path
 
-__all__ = ["dump_yaml", "parse_params", "parse_yaml", "read_experiment_yaml", "read_text_file", "read_yaml_mapping"]
-
 MATRIX_LISTS = ("models", "backends", "searchers")
 MAX_FILE_BYTES = 4_000_000
 MAX_NESTING_LEVELS = 50

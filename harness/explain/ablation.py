@@ -17,8 +17,6 @@ from harness.timing.confirmation import ConfirmationSummary, EngineFactory, Time
 from harness.timing.turn_log import TWIN, TurnMatrix
 from search.space import Placement, Space
 
-__all__ = ["AblationTimer", "AblationTiming", "backward_elimination", "quantized", "without"]
-
 WHOLE_PLACEMENT = "whole"
 MAX_ELIMINATION_TESTS = 150  # placements that the search for the fewest points may build
 

@@ -18,8 +18,6 @@ from harness.timing.workers.engines import Engines
 from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement
 
-__all__ = ["AccuracyAblation"]
-
 logger = logging.getLogger(__name__)
 
 

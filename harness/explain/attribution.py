@@ -37,8 +37,6 @@ from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from search.space import Placement
 
-__all__ = ["attribute_row"]
-
 ATTRIBUTION_SCHEDULE = Confirmation(builds=3, rounds=10, samples=3)
 logger = logging.getLogger(__name__)
 

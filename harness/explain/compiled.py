@@ -17,8 +17,6 @@ from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.runtimes.rtx_compile.compiler import Compilation
 from harness.runtimes.rtx_compile.layer_log import Kernel
 
-__all__ = ["SCOPE_NOTE", "CompiledReport", "explain_compilation"]
-
 SCOPE_NOTE = (
     "What holds for TensorRT: refusals of the parser should (it is NVIDIA's ONNX parser; unverified). Refusals of the "
     "builder and the kernels hold for TensorRT-RTX alone; a successful build proves neither speed nor kernels at run "

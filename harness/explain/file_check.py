@@ -23,8 +23,6 @@ from harness.runtimes.rtx_compile.compiler import (
     require_target,
 )
 
-__all__ = ["FileVerdict", "check_file", "hand_over_lines"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileVerdict:

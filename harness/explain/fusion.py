@@ -9,8 +9,6 @@ from harness.api import Layer
 from harness.explain.layers import classify_layer, is_low_precision
 from harness.graph.qdq.qdq_graph import QUANTIZE, QDQGraph
 
-__all__ = ["FusionFinding", "FusionReport", "explain_layers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionFinding:

@@ -19,8 +19,6 @@ from harness.graph.rules.operator_sets import LINEAR_OPS, MOVEMENT_OPS
 from harness.runtimes.rtx_compile.layer_log import Kernel, KernelTensor
 from search.space import Edge
 
-__all__ = ["GENERATED_KINDS", "CompiledLayer", "EdgeEffect", "KernelReader", "tensor_types"]
-
 GENERATED_KINDS = frozenset({"kgen", "runtime_function"})
 """Kernels that the compiler generates around a product, for instance to pad its channels."""
 FUSED_KIND = "runtime_fusion"

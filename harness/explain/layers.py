@@ -20,11 +20,6 @@ from harness.report.load.task_files import EdgeFusion
 from harness.timing.workers.in_process import as_outcome
 from search.space import Resolved
 
-__all__ = [
-    "Kind", "LayerTimings", "classify_layer", "is_low_precision", "iter_edge_fusions", "open_profiled", "read_layers",
-    "time_layers", "time_layers_isolated",
-]  # fmt: skip
-
 Kind = Literal["compute", "qdq", "reformat", "other"]
 
 COMPUTE_PATTERN = re.compile(

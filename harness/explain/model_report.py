@@ -26,11 +26,6 @@ from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.timing.provenance import format_options
 
-__all__ = [
-    "PrecisionChange", "change_lines", "compare_reports", "compile_report", "explain_model", "open_static_file",
-    "report_data", "report_lines",
-]  # fmt: skip
-
 _NONE: Mapping[str, str] = MappingProxyType({})
 _NO_DIMS: Mapping[str, int] = MappingProxyType({})
 DEFAULT_TIMING_RUNS = 50

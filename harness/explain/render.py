@@ -20,8 +20,6 @@ from harness.results_dir.manifest import record_files
 from harness.statistics import Interval
 from harness.text import escape_markdown
 
-__all__ = ["attribution_lines", "explain_and_save"]
-
 ATTRIBUTION_LEGEND = (
     "Without it: how much longer an inference takes without the part [95 %, Student's over builds]; gives: the same in "
     "microseconds; costs: what the whole placement loses in accuracy against itself without the part [95 % over "

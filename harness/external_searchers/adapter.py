@@ -21,8 +21,6 @@ from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
 
-__all__ = ["ExternalSearcherAdapter", "ModelSequenceSpace", "external_model_path"]
-
 BROKEN_MODEL_DIGEST = "0" * 16
 """Digest of the model that a broken external searcher did not bring."""
 

@@ -17,8 +17,6 @@ from typing import Any, Self
 from harness.api import ExternalSearchTask
 from harness.errors import BuildFailed, install_hint
 
-__all__ = ["ModelOptAutotune"]
-
 _CHILD = Path(__file__).with_name("modelopt_child.py")
 _BOOT = (
     "import runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "

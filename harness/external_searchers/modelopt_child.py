@@ -19,8 +19,6 @@ import numpy as np
 
 from harness.graph.io.files import copy_model
 
-__all__ = ["main"]
-
 
 class _Benchmark:
     """In the place of ModelOpt's `Benchmark`: hands each model over and waits for its latency."""

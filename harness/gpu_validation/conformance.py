@@ -26,8 +26,6 @@ from harness.random_inputs import random_feed
 from harness.registry import create_plugin
 from search.space import Space
 
-__all__ = ["Check", "check_benchmarker", "equal_ranges", "file_candidate", "work_folder"]
-
 LAYER_RUNS = 50
 MIN_SQNR_DB: Mapping[str, float] = {"float": 30.0, "int8": 15.0}
 """Against ONNX Runtime on the same file; FP16 and TF32 are allowed, a wrong engine is at 0."""

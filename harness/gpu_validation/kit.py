@@ -36,8 +36,6 @@ from harness.results_dir.manifest import MANIFEST_FILE, describe_files, list_fil
 from harness.results_dir.ownership import exclusive_lock
 from harness.timing.provenance import comparability_key, describe_environment
 
-__all__ = ["StepRecord", "check_steps", "run_validation"]
-
 Status = Literal["passed", "failed", "skipped"]
 STEP_LIMIT_S = 6 * 3600.0
 ENVIRONMENT_FILE, RECORD_FILE, LOG_FILE = "env.json", "record.json", "log.txt"

@@ -41,8 +41,6 @@ from harness.runtimes.tensorrt.session import LoadedEngine
 from harness.runtimes.tensorrt.timing_cache import TimingCache
 from search.heuristics import HEURISTIC_RULES
 
-__all__ = ["check_prescreening", "check_timer", "compare_verdicts", "compare_with_trtexec", "main"]
-
 TIMER_BYTES = (2**26, 2**30)
 ROUNDS, READINGS = 10, 50
 """Rounds of a comparison in turns, and inferences of a turn."""

@@ -13,8 +13,6 @@ from harness.graph.qdq.file_checks import FP8_CAPABILITY
 from harness.registry import call_plugin, create_plugin
 from harness.runtimes.cuda.device import open_device
 
-__all__ = ["Step", "find_missing", "list_steps"]
-
 CLI = ("-m", "harness.cli.main")
 MEASURES = ("-c", "import sys; from harness.gpu_validation.measures import main; sys.exit(main(sys.argv[1:]))")
 MODELS: Mapping[str, str] = {"resnet18": "zoo:resnet18", "encoder6": "zoo:encoder6"}

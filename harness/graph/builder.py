@@ -17,8 +17,6 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
-__all__ = ["MAX_IR_VERSION", "GraphBuilder"]
-
 MAX_IR_VERSION = 10
 """The newest ONNX file format that every supported runtime reads."""
 

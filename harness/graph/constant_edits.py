@@ -14,8 +14,6 @@ from harness.graph.protos import copy_message
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.weights import bias_place
 
-__all__ = ["is_private", "replace_constants", "with_own_biases"]
-
 _OWN_BIAS_SUFFIX = "#bias"
 
 

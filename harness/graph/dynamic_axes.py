@@ -22,10 +22,6 @@ from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.protos import copy_message, input_values, replace_field, tensors_read
 
-__all__ = [
-    "TransferError", "load_dynamic", "read_original", "transfer_changes", "transfer_file", "write_dynamic",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 

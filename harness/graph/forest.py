@@ -10,8 +10,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-__all__ = ["write_forest"]
-
 
 def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[str, str], path: Path) -> None:
     """Write a forest that predicts log latencies as an ONNX file, with operators of `ai.onnx.ml` 3.

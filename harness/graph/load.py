@@ -21,11 +21,6 @@ from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, s
 from harness.graph.protos import attribute_value, copy_message, dtype_name, input_values, replace_field
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph
 
-__all__ = [
-    "Dims", "ModelSignature", "NodeSignature", "load", "load_proto", "prepare_model", "read_signature",
-    "save_to_folder", "write_model", "write_without_output_transpose",
-]  # fmt: skip
-
 Shapes = Mapping[str, str | tuple[int, ...]]
 _NO_DIMENSION_SIZES = InputSizes()
 Dims = tuple[int | None, ...]

@@ -21,8 +21,6 @@ from onnx import helper, numpy_helper
 
 from harness.graph.protos import copy_message, find_captures, is_standard_op, opset_versions
 
-__all__ = ["DynamicOriginal", "Model", "Node", "TensorType", "read_nodes"]
-
 _Fact = TypeVar("_Fact")
 _GRAPH_TYPES = frozenset({onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS})
 

@@ -15,12 +15,6 @@ from typing import cast
 from search.api import Observation, Score
 from search.space import FLOAT, Placement, PointKind, Space
 
-__all__ = [
-    "MAX_SCHEMES", "MIN_DISTANCE_POINTS", "CachedPattern", "CachedPoint", "CachedScheme", "MeasurementOrigin",
-    "PatternCache", "build_cache", "count_differing_points", "describe_foreign_schemes", "merge_caches", "parse_point",
-    "propose_placements",
-]  # fmt: skip
-
 MIN_DISTANCE_POINTS = 4
 MAX_SCHEMES = 32
 _POINT = re.compile(r"(node_input|child_input|output)/([0-9]{1,6})\.([0-9]{1,6})/([a-z][a-z0-9]{0,15})")

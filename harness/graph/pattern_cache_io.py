@@ -24,8 +24,6 @@ from harness.graph.pattern_cache import (
     parse_point,
 )
 
-__all__ = ["read_cache", "read_plain_yaml", "write_cache", "write_plain_yaml"]
-
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _FILE_KIND = "qdq pattern cache"

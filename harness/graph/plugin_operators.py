@@ -22,11 +22,6 @@ from harness.graph.protos import (
     tensors_read,
 )
 
-__all__ = [
-    "PluginSubgraph", "extract_plugin_subgraph", "find_plugin_nodes", "remove_plugins", "restore_plugins",
-    "truncate_before_plugins",
-]  # fmt: skip
-
 
 def find_plugin_nodes(
     proto: onnx.ModelProto, known: Collection[tuple[str, str]] = frozenset()

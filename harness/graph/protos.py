@@ -10,12 +10,6 @@ import onnx
 from google.protobuf.message import Message
 from onnx import helper, numpy_helper
 
-__all__ = [
-    "attribute_value", "constant_value", "constants_by_name", "copy_message", "dtype_name", "find_captures",
-    "input_values", "is_standard_op", "iter_graphs", "iter_nodes", "iter_subgraphs", "opset_versions", "replace_field",
-    "tensors_read",
-]  # fmt: skip
-
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 AnyBody = TypeVar("AnyBody", onnx.GraphProto, onnx.FunctionProto)
 _DTYPE_BY_CONSTANT_ATTRIBUTE = {"float": np.float32, "int": np.int64, "string": object}

@@ -17,8 +17,6 @@ from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS
 from search.space import Edge
 
-__all__ = ["InputForm", "ReaderErrors", "read_input_form"]
-
 _NAME_PREFIX = "#form."
 _TINY = float(np.finfo(np.float32).tiny)
 

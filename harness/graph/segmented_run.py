@@ -15,11 +15,6 @@ from harness.api import Array
 from harness.graph.protos import copy_message, tensors_read
 from harness.graph.qdq.qdq_graph import unique_node_names
 
-__all__ = [
-    "SegmentedRun", "channel_maxima", "iter_outputs", "layer_sqnr_db", "measure_layer_shifts", "open_reference_session",
-    "sum_outputs",
-]  # fmt: skip
-
 Feeds = Mapping[str, Array]
 
 

@@ -29,8 +29,6 @@ from harness.timing.turn_log import TurnEvent
 from harness.timing.workers.engines import Engines
 from search.space import Placement
 
-__all__ = ["AnswerSink", "EarlyAnswer", "EarlyAnswers"]
-
 SCHEDULE = TurnSchedule(builds=3, rounds=8, samples=3)
 MIN_GAIN = 0.02
 """Smallest relative gain of a reading over that of the last answer that triggers a confirmation."""

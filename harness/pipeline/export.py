@@ -27,8 +27,6 @@ from harness.task_setup.methods import (
 from harness.task_setup.task import Task
 from search.space import Placement, Resolved, edges_digest
 
-__all__ = ["export_finalists"]
-
 
 def export_finalists(
     running: TaskRun,

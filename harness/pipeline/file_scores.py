@@ -22,8 +22,6 @@ from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.verification.accuracy_store import FILE_BENCHMARKER, AccuracyStore
 
-__all__ = ["score_tool_files"]
-
 
 def score_tool_files(
     table: FinalistSet, worker: WorkerSpec, limits: Limits, observer: Observer, evaluator: str

@@ -42,8 +42,6 @@ from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.workers.engines import Engines
 from search.space import Placement
 
-__all__ = ["Incumbent", "SelectionResult", "rank_finalists", "select_final"]
-
 MAX_FRONT_CANDIDATES = 8  # of a Pareto front, unless `top_k` is larger
 Incumbent = Evaluation | WarmStartModel
 """An evaluated placement, or the model of another tool whose placement was an initial one."""

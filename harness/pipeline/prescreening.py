@@ -23,8 +23,6 @@ from harness.statistics import Interval
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.trial_pool import TrialFn
 
-__all__ = ["Prescreening", "count_prescreened", "kernels_digest"]
-
 KERNELS, EQUAL_TO = "kernels", "equal_kernels"
 """Keys of `Measured.info`: digest of the kernels, and digest of the timed candidate with the same kernels."""
 REFUSED = "pre-screening: "

@@ -48,8 +48,6 @@ from harness.task_setup.placed_models import RECOVERY_STEPS, ModelPlacer, list_c
 from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement, edges_digest
 
-__all__ = ["Recovery", "placements_to_recover", "recover_placements"]
-
 MAX_NEAR_MISSES = 2
 """Largest number of placements of a search that miss the bound and are recovered."""
 MAX_WITHIN = 2

@@ -70,8 +70,6 @@ from harness.timing.workers.trial_pool import WorkerLost, run_concurrently
 from harness.verification.accuracy_store import AccuracyStore
 from harness.verification.dynamic_delivery import write_dynamic_rows
 
-__all__ = ["MAX_WORKER_LOSSES", "run_experiment", "run_with_recovery"]
-
 MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
 
 MAX_BROKEN_SHOWN = 3

@@ -40,8 +40,6 @@ from harness.verification.output_comparison import (
 )
 from search.space import edges_digest
 
-__all__ = ["CheckPlan", "RuntimeChecker", "make_check_plan", "runs_no_model"]
-
 CHECK_SAMPLE_COUNT = 4
 MAX_REPORTS = 3
 """Largest number of wrong models of a task that are reduced to small ones; usually all show the same fault."""

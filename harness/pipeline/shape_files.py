@@ -24,8 +24,6 @@ from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import edges_digest
 
-__all__ = ["SHAPES_FILE_NAME", "make_shape_set"]
-
 SHAPES_FILE_NAME = "shapes.json"
 """Latencies of the float model at each shape, in the folder of a task."""
 FLOAT_ROUNDS = 5

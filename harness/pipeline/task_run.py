@@ -38,8 +38,6 @@ from harness.timing.workers.engines import Engines
 from harness.timing.workers.execution_target import QueueFactory
 from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
 
-__all__ = ["TaskRun"]
-
 PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
 """Precisions that were added to dialects later; they are left out of fingerprints because they change no candidate."""
 

@@ -10,8 +10,6 @@ from harness.results_dir.phases import PhaseClock
 from harness.selection.confirmation import NOISE_FLOOR_SCHEDULE
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 
-__all__ = ["TimeLeft", "TimeLimit", "seconds_after_searches"]
-
 SEARCH_SHARE = 0.5
 """Share of the limit at which searches end, including noise floor, calibration and the score of the float model."""
 MIN_SEARCH_SHARE = 0.1

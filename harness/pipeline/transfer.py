@@ -29,8 +29,6 @@ from harness.verification.output_comparison import read_checks
 from search.api import Observation
 from search.space import Placement
 
-__all__ = ["PATTERN_CACHE_NAME", "TransferredPlacement", "transferred_placements", "write_pattern_cache"]
-
 PATTERN_CACHE_NAME = "patterns.yaml"
 """File name of a task's pattern cache, which `initial` of another experiment can name."""
 

@@ -41,8 +41,6 @@ from harness.timing.workers.sandbox import open_engines
 from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement
 
-__all__ = ["CheckResult", "ExportedRow", "find_exported_row", "verify"]
-
 Bound = float | str
 """Largest loss of the metric: absolute, or a share of the float model's metric such as "1%"."""
 RELATIVE_SCORE_TOLERANCE = 1e-6

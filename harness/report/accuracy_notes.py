@@ -15,8 +15,6 @@ from harness.report.report_table import MISSING_CELL, format_interval
 from harness.results_dir.artifacts import FLOAT_ROW, recovered_row
 from harness.results_dir.journal import read_journal
 
-__all__ = ["accuracy_notes", "recovery_notes"]
-
 
 def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
     """Yield the notes of a task.

@@ -13,8 +13,6 @@ from harness.accuracy.metrics.average_precision import resampled_map
 from harness.accuracy.metrics.intervals import decode_evidence
 from harness.api import Accuracy
 
-__all__ = ["MIN_CLASS_SAMPLES", "ClassLoss", "worst_class"]
-
 MIN_CLASS_SAMPLES = 10
 """Images of a class, for boxes their number, from which its figure is shown."""
 

@@ -12,8 +12,6 @@ from harness.api import Accuracy
 from harness.records import Measured, Outcome
 from harness.search_loop.objective import LOSS_ROUND_OFF
 
-__all__ = ["FOLDS", "MIN_SAMPLES", "choose_cross_fitted", "cross_fitted_drop"]
-
 FOLDS = 5
 MIN_SAMPLES = 4 * FOLDS
 

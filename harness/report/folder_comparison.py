@@ -22,8 +22,6 @@ from harness.results_dir.fingerprint import diff_leaves
 from harness.statistics import Interval, speedup_verdict
 from harness.timing.turn_log import TWIN, disturbance_note
 
-__all__ = ["compare_frame", "comparison_table", "describe_differences"]
-
 ROW_KEY = ["task", "method", "float_precision"]
 FINGERPRINT_KEYS = (
     "model_sha256", "backend", "precision", "space", "dialect", "calibration", "ranges", "sampling", "goal",

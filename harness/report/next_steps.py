@@ -22,11 +22,6 @@ from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
 from harness.timing.provenance import format_options
 
-__all__ = [
-    "best_row", "describe_answers", "describe_next_steps", "dynamic_axes_facts", "format_answer", "row_runtime",
-    "ship_path",
-]  # fmt: skip
-
 MAX_SUGGESTED_DROP_SHARE = 0.1  # of the float model's metric; a bound with a larger drop is not suggested
 SHIPPED_PREFIXES = ("ship", "fast")
 SHARE_METRICS = ("map", "top1")  # shown in points, hundredths

@@ -21,8 +21,6 @@ from harness.results_dir.journal import read_journal
 from harness.statistics import block_ci
 from harness.timing.turn_log import Turn, TurnMatrix
 
-__all__ = ["ProvenanceLine", "ValueSource", "row_sources", "trial_sources", "turn_source"]
-
 FIRST_EVENT_LINE = 2  # after the header
 SCORE_HEADINGS = ("drop", "metric", *(name for name, _, _ in METRIC_FORMATS.values()))
 

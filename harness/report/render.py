@@ -44,10 +44,6 @@ from harness.results_dir.io import explain_write_errors, file_sha256, write_json
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
 from harness.text import printable
 
-__all__ = [
-    "Frames", "current_report", "load", "render", "report_renderable", "report_text", "write_report", "write_tables",
-]  # fmt: skip
-
 PRINTED_TABLES = ("summary", "main", "budget", "cost")
 TASK_FOLDER_FILES = ("task.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
 RECORD_GLOBS = ("*", "runs/*", "explain/*")

@@ -16,12 +16,6 @@ from rich.text import Text
 
 from harness.text import escape_csv, escape_latex, escape_markdown, printable
 
-__all__ = [
-    "MISSING_CELL", "ReportTable", "drop_repeated_lines",
-    "format_interval", "pluralize", "render_markdown", "render_note_markdown", "render_plain_text", "table_json",
-    "write_csv", "write_table",
-]  # fmt: skip
-
 MISSING_CELL = "-"
 COLUMNS_SHOWN_ONCE = ("task", "model", "device", "batch")
 #: Columns that identify a row; each part of a split table repeats them.

@@ -19,12 +19,6 @@ import pandas as pd
 from harness.report.report_table import pluralize
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 
-__all__ = [
-    "MIN_BLOCKS", "MIN_BLOCKS_FOR_WILCOXON", "FriedmanRanks", "compare_pairs", "compare_with", "compute_ranks",
-    "effect_size", "geometric_mean", "mean_ratio_over_blocks", "quartiles", "rank_values", "score_against_random",
-    "smallest_p_value",
-]  # fmt: skip
-
 MIN_BLOCKS = 3  # for the interval of a mean and for Friedman's test; fewer say nothing about other tasks
 MIN_BLOCKS_FOR_WILCOXON = 6  # Wilcoxon's test can then be significant at 5 %, see `smallest_p_value`
 MAX_EXACT_BLOCKS = 50  # SciPy's test is exact up to it, without zeros and ties

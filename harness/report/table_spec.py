@@ -10,8 +10,6 @@ import pandas as pd
 
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
 
-__all__ = ["Column", "Row", "TableSpec", "interval_column", "is_missing", "number_column", "text_column"]
-
 Row = Mapping[Any, Any]
 
 

@@ -18,8 +18,6 @@ from harness.report.tables.catalog import SPECS, build_tables
 from harness.report.tables.overview import MEAN_LABEL
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME
 
-__all__ = ["CellSource", "find_main_row", "trace_cell"]
-
 ROW_LABEL_COLUMNS = (
     "task", "searcher", "first", "second", "reference", "budget", "variant", "model", "row", "found on", "found in",
 )  # fmt: skip

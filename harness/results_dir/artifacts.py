@@ -12,11 +12,6 @@ from harness.records import MAIN_BENCHMARKER, from_json
 from harness.results_dir.io import read_json
 from search.space import Placement, Space, edges_digest
 
-__all__ = [
-    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "DYNAMIC_MODEL_SUFFIX", "FLOAT_ROW", "RECOVERY_FILE", "Choice",
-    "ExportedModel", "FinalistSet", "best_choice", "read_finalists", "recovered_row",
-]  # fmt: skip
-
 FLOAT_ROW = "float"
 #: By row: file with the dynamic axes of the original model, if it was checked, or why there is none.
 DYNAMIC_AXES_FILE = "dynamic.json"

@@ -11,11 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.errors import UserError
 from harness.results_dir.io import file_sha256, read_json
 
-__all__ = [
-    "FACTS_FILE", "MANIFEST_FILE", "SHIP_FOLDER", "bundle_model", "check_bundle", "find_bundle", "holds_bundle",
-    "is_bundle", "read_bundle",
-]  # fmt: skip
-
 SHIP_FOLDER = "ship"
 FACTS_FILE, MANIFEST_FILE = "ship.json", "SHA256SUMS"
 MAX_MANIFEST_BYTES = 100_000

@@ -11,11 +11,6 @@ from typing import Any
 from harness.errors import UserError
 from harness.results_dir.io import read_json, write_json
 
-__all__ = [
-    "CHANGED_RUN_ADVICE", "FingerprintMismatch", "diff_leaves", "facts_digest", "json_equal",
-    "read_matching_record", "record_or_check", "require_same_fingerprint",
-]  # fmt: skip
-
 CHANGED_RUN_ADVICE = "use another --out, or --accept-changes to archive these results and start over"
 KEYS_ADDED_LATER = frozenset({"data"})  # missing in records from before 2026-11-23, and ignored for those
 MAX_VALUE_CHARS = 100

@@ -21,8 +21,6 @@ from harness.results_dir.manifest import (
     require_links_inside,
 )
 
-__all__ = ["FolderCheck", "check_results"]
-
 REPORT_FOLDER = "report"
 REPAIRS: Mapping[str, str] = {
     f"{REPORT_FOLDER}/*": "qdq report {folder} makes it again",

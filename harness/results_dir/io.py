@@ -21,11 +21,6 @@ from typing import Any
 
 from harness.errors import UserError
 
-__all__ = [
-    "add_checksum", "append_line", "archive_existing", "explain_write_errors", "file_sha256", "next_backup_path",
-    "parse_json", "read_json", "read_limited", "remove_checksum", "truncate_partial_line", "write_json", "write_text",
-]  # fmt: skip
-
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
 _CHECKSUM_CHARS = 20
 MAX_JSON_BYTES = 256 * 2**20

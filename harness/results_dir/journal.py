@@ -23,8 +23,6 @@ from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import add_checksum, append_line, remove_checksum, truncate_partial_line
 from harness.results_dir.lines import open_lines, restore_lines, stored_path, whole_lines
 
-__all__ = ["RETRY_ORIGIN", "Journal", "JournalEntry", "read_journal"]
-
 _LINE_HEAD = re.compile(rb'\{"kind":"(proposal|result)","number":(\d+),')
 #: Origin of a proposal that repeats a failed one on request; it costs no budget.
 RETRY_ORIGIN = "retry"

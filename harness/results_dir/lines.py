@@ -18,11 +18,6 @@ from typing import IO
 from harness.errors import UserError
 from harness.results_dir.io import explain_write_errors, remove_checksum, truncate_partial_line
 
-__all__ = [
-    "COMPRESSED_SUFFIX", "compress_lines", "has_lines", "open_lines", "read_lines", "restore_lines", "stored_path",
-    "whole_lines",
-]  # fmt: skip
-
 COMPRESSED_SUFFIX = ".gz"
 MAX_IN_MEMORY = 32 * 2**20  # bytes; larger files are decompressed to a temporary one
 MAX_LINE_BYTES = 256 * 2**20  # several readings of each of a million inferences

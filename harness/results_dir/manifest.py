@@ -22,12 +22,6 @@ from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.results_dir.lines import compress_lines
 from harness.results_dir.termination import TASK_ERROR_FILE
 
-__all__ = [
-    "MANIFEST_FILE", "FileProblem", "close_results", "complete_task", "describe_files", "find_changed_files",
-    "is_complete", "list_files", "read_manifest", "record_files", "reopen_results", "reopen_task",
-    "require_links_inside", "require_unchanged_results",
-]  # fmt: skip
-
 MANIFEST_FILE = "manifest.json"
 #: Files and folders of a task that are no results; dashboards write into the Optuna journal.
 NON_RESULT_NAMES = frozenset({MANIFEST_FILE, TASK_ERROR_FILE, "work", "optuna.journal"})

@@ -18,8 +18,6 @@ from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMisma
 from harness.results_dir.io import next_backup_path, write_text
 from harness.results_dir.manifest import reopen_results, require_links_inside
 
-__all__ = ["INPUTS_FOLDER", "LOCK_FILE", "check_ownership", "exclusive_lock", "owned_results_dir"]
-
 LOCK_FILE = ".lock"
 EXPERIMENT_FILE = "experiment.yaml"
 INPUTS_FOLDER = "inputs"

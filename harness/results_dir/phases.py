@@ -9,8 +9,6 @@ from pathlib import Path
 
 from harness.results_dir.io import read_json, write_json
 
-__all__ = ["PHASES_FILE", "PhaseClock", "read_phases"]
-
 PHASES_FILE = "phases.json"
 
 

@@ -11,11 +11,6 @@ from harness.paths import hide_paths
 from harness.records import Failed
 from harness.results_dir.io import write_text
 
-__all__ = [
-    "TASK_ERROR_FILE", "SearcherFailures", "Termination", "clear_task_error", "clear_termination", "read_task_error",
-    "read_termination", "write_task_error", "write_termination",
-]  # fmt: skip
-
 TASK_ERROR_FILE = "stopped.txt"
 #: Suffixes next to the journal of a search. A file of a failed searcher may end with a traceback.
 TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".failed.txt"

@@ -27,8 +27,6 @@ from harness.timing.provenance import (
 )
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["OPTIMIZATION_LEVEL_NAMES", "PROVIDER_NAMES", "ONNXRuntimeBenchmarker"]
-
 logger = logging.getLogger(__name__)
 
 Provider = Literal["cpu", "cuda", "tensorrt"]

@@ -14,8 +14,6 @@ from harness.api import Array, Layer
 from harness.errors import MeasureFailed
 from harness.timing.host_clock import to_float32
 
-__all__ = ["parse_dtype", "read_profile", "run_session"]
-
 _GENERATED_NAME_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 
 

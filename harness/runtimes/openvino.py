@@ -23,8 +23,6 @@ from harness.timing.host_clock import require_static_shapes, time_calls, to_floa
 from harness.timing.provenance import machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["OpenVINOBenchmarker", "engine_properties"]
-
 PRECISIONS = ("auto", "f32", "bf16")
 Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(normalize_float_precision)]
 NON_LAYER_TYPES = ("Const", "Input", "Output")

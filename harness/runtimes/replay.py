@@ -16,8 +16,6 @@ from harness.errors import BuildFailed, CandidateError, EvaluationFailed, Measur
 from harness.paths import resolve_path
 from harness.records import Failed
 
-__all__ = ["ReplayBenchmarker"]
-
 ERROR_BY_STAGE: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, "evaluate": EvaluationFailed}
 
 

@@ -29,8 +29,6 @@ from harness.graph.dynamic_axes import transfer_file
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.model_reader import read_model
 
-__all__ = ["ShapeSet", "TimedShape"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedShape:

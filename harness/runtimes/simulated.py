@@ -22,8 +22,6 @@ from harness.api import Array, Artifact, Candidate, Capabilities
 from harness.errors import BuildFailed, EvaluationFailed
 from search.space import Edge, Resolved
 
-__all__ = ["SimulatedBenchmarker"]
-
 # Ranges of parameters, checked by `harness.registry.create_plugin`.
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -22,8 +22,6 @@ from harness.runtimes.onnxruntime_common import parse_dtype, run_session
 from harness.timing.host_clock import require_static_shapes, translate_errors
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["TensorRTRTXBenchmarker"]
-
 LICENCE_NOTE = (
     "experimental; figures of TensorRT-RTX are never pooled with TensorRT's, and its licence may restrict publishing "
     "them: read its section on benchmarks first"

@@ -14,11 +14,6 @@ from harness.statistics import rebuilt_ci
 from search.api import Score
 from search.pareto import hypervolume, insert_nondominated
 
-__all__ = [
-    "BudgetState", "Evaluation", "MetricUsage", "evaluations_until_result", "is_new_incumbent", "iter_counted",
-    "iter_evaluations", "iter_incumbents", "state_at_budgets",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:

@@ -39,11 +39,6 @@ from search.api import Observation, Score, Searcher
 from search.gain_forecast import WORTHWHILE_GAIN, GainForecast
 from search.space import Placement, Space
 
-__all__ = [
-    "Goal", "InitialPlacement", "ReplayMismatch", "SearchLoopResult", "SearchTask", "TrialEvent", "is_feasible",
-    "run_search", "score_outcome",
-]  # fmt: skip
-
 MAX_CONSECUTIVE_DUPLICATES = 200
 """Number of consecutive known proposals after which a searcher is considered exhausted."""
 COLD_START_EVALUATIONS = 8

@@ -14,23 +14,6 @@ from harness.statistics import Interval, median_ci, rebuilt_ci, stderr_from_inte
 from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR, Engines
 from search.api import Failure, Score
 
-__all__ = [
-    "PREDICTED_METRIC",
-    "PROXY",
-    "AccuracyGate",
-    "FirstStage",
-    "Goal",
-    "IncumbentState",
-    "ScoredPlacement",
-    "encode_goal",
-    "incumbent_state",
-    "is_feasible",
-    "loss_lower_bound",
-    "score_outcome",
-    "score_values",
-    "scored_placement",
-]  # fmt: skip
-
 PROXY = "proxy_sqnr_db"
 """Name of the proxy among an outcome's metrics: fidelity on a few samples, larger is closer to the float model."""
 PREDICTED_METRIC = "believed"

@@ -31,8 +31,6 @@ from harness.search_loop.objective import Goal
 from harness.statistics import median_ci
 from search.space import Space
 
-__all__ = ["OPTUNA_JOURNAL_NAME", "mirror_to_optuna"]
-
 OPTUNA_JOURNAL_NAME = "optuna.journal"
 """Name in a task's folder; one per task, because readers always read the whole file."""
 _CREATE_STUDY, _DELETE_STUDY, _CREATE_TRIAL = 0, 1, 4

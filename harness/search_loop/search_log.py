@@ -18,8 +18,6 @@ from harness.results_dir.termination import Termination, read_termination
 from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
 from harness.search_loop.objective import Goal
 
-__all__ = ["ScoredEvaluation", "SearchLog", "read_search", "read_searches"]
-
 JOURNAL_NAME = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 
 

@@ -18,8 +18,6 @@ from harness.timing.workers.in_process import as_outcome
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
-__all__ = ["SearcherGuard"]
-
 
 class SearcherGuard:
     """Searcher that never raises; after a failure it proposes nothing and ignores observations.

@@ -15,8 +15,6 @@ from harness.statistics import Interval, median_ci
 from harness.timing.workers.engines import BuiltEngine, Engines
 from harness.timing.workers.trial_pool import TrialFn, WorkerKilled
 
-__all__ = ["MAX_BUILDS", "NoisePolicy", "make_trial_fn"]
-
 MAX_KILLED_WORKERS = 3  # of one trial
 MAX_BUILDS = 3
 """A surprise is built again until two readings agree on it, a winner by disturbed readings until one is steady; the

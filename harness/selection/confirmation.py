@@ -31,11 +31,6 @@ from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import edges_digest
 
-__all__ = [
-    "baseline_latency", "confirm_rows", "measure_noise_floor", "read_begun_plan", "read_events",
-    "read_noise_floor", "reference_latency_if_noisy",
-]  # fmt: skip
-
 CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floor.json"
 NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=12, samples=3)
 NOISY_TURN_SD = 0.02  # turns that scatter by more justify the cost of timing every candidate in turns with the baseline

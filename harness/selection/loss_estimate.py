@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["MeasuredLoss", "estimate_losses"]
-
 MIN_VARIANCE_SHARE = 0.25
 """Smallest variance of a loss relative to the mean variance: zero changed answers on few images prove nothing."""
 

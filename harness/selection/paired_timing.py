@@ -27,11 +27,6 @@ from harness.timing.turn_log import (
     encode_turn_event,
 )
 
-__all__ = [
-    "FINAL_SELECTION_LOG_NAME", "PairedComparison", "median_speedups", "read_comparison", "read_speedups",
-    "run_comparison", "turn_speedups", "warn_if_disturbed",
-]  # fmt: skip
-
 FINAL_SELECTION_LOG_NAME = "final_selection.jsonl"  # in the folder of a task
 TURN_ORDER_SEED = 0  # independent of the seeds of searches
 _TurnKey = tuple[int, int, str, int]

@@ -24,8 +24,6 @@ from harness.timing.confirmation import EngineFactory, estimate_noise_floor
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
 from harness.timing.turn_log import TurnEvent, TurnMatrix
 
-__all__ = ["FIRST_SCHEDULE", "SAMPLES_PER_TURN", "Selection", "select", "select_winner"]
-
 SAMPLES_PER_TURN = 3  # inferences of a turn, at least
 FIRST_SCHEDULE = TurnSchedule(builds=1, rounds=TURNS_PER_RACING_ROUND[0], samples=SAMPLES_PER_TURN)
 K = TypeVar("K")

@@ -28,11 +28,6 @@ from harness.shipping.report_text import report_text
 from harness.timing.workers.locks import timing_lock
 from harness.timing.workers.process import wait_for_output
 
-__all__ = [
-    "SCRIPT_FILE", "Shipment", "generated_script", "remove_bundle", "run_bundle", "run_script", "shipment_facts",
-    "write_bundle",
-]  # fmt: skip
-
 SCRIPT_FILE, REPORT_FILE = "deploy.py", "report.md"
 SCHEMA = 1
 FOOTPRINT_RUNS = 5

@@ -27,11 +27,6 @@ OUTPUTS: dict[str, Any] = {}
 PROGRAM = ""  # of a child process
 SHAPES: dict[str, Any] = {}  # shape of each input, by the names of several timed shapes
 
-__all__ = [
-    "build_tensorrt_engine", "call_cuda", "load_onnxruntime", "load_onnxruntime_web", "load_openvino", "load_tensorrt",
-    "main", "peak_memory_mb", "random_inputs", "time_runs",
-]  # fmt: skip
-
 
 def load_openvino(
     model: object, options: dict[str, Any] = OPTIONS, shapes: dict[str, Any] | None = None

@@ -21,8 +21,6 @@ from harness.runtimes.openvino import engine_properties
 from harness.runtimes.tensorrt.builder import TIMING_RUNS_PER_TACTIC, weak_typing_flags
 from harness.shipping import deploy_runtime
 
-__all__ = ["DeployTarget", "deploy_script", "find_target"]
-
 Facts = Mapping[str, Any]
 _IMPORTS = re.compile(r"^(?:import|from) (?!__future__|harness).*$", re.MULTILINE)
 

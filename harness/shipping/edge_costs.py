@@ -24,8 +24,6 @@ from harness.shipping.runtime_comparison import RUNS, run_in_turns, run_script_i
 from harness.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from search.space import Edge
 
-__all__ = ["COST_SOURCE", "EdgeCost", "measure_edge_costs"]
-
 COST_SOURCE = "measured: the shipped file with these inputs quantized too, in turns with it in fresh processes"
 
 

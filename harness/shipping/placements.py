@@ -43,10 +43,6 @@ from harness.task_setup.task import Task, calibrate_task
 from search.heuristics import HEURISTIC_RULES
 from search.space import Resolved
 
-__all__ = [
-    "InsertedModel", "apply_experiment", "calibration_config", "check_structure", "file_entry", "insert_placement",
-]  # fmt: skip
-
 ROW, RECOVERED_ROW = "applied", "recovered"
 
 

@@ -1,7 +1,5 @@
 """Templates of the scripts that quantize with another tool; see `harness.shipping.recipes`."""
 
-__all__ = ["HEAD", "MODELOPT_BODY", "NNCF_BODY", "ORT_BODY", "TAIL", "ULTRALYTICS_BODY"]
-
 HEAD = '''"""Quantize a model as qdq-bench placed Q/DQ pairs in {shipped}, with {tool}.
 
     python {file} {model} calibration.npz model-quantized.onnx

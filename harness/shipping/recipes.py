@@ -19,8 +19,6 @@ from harness.graph.rules.dialects import INT7_MAX_LEVEL, INT8_MAX_LEVEL
 from harness.shipping.recipe_scripts import HEAD, MODELOPT_BODY, NNCF_BODY, ORT_BODY, TAIL, ULTRALYTICS_BODY
 from search.space import Edge
 
-__all__ = ["RECIPES", "PlacementSummary", "export_recipe", "summarize_placement"]
-
 _CAST_OPS = frozenset({"Cast", "Identity"})
 
 

@@ -9,8 +9,6 @@ from harness.report.load.display_names import metric_name
 from harness.text import printable
 from harness.timing.provenance import format_options, format_scenario
 
-__all__ = ["report_text"]
-
 Facts = Mapping[str, Any]
 
 

@@ -28,8 +28,6 @@ from harness.verification.dynamic_delivery import dynamic_model_path
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["confirmation_facts", "experiment_excerpt", "ship_results"]
-
 TimedResults = TaskResults | ConfirmationSummary
 KEPT_KEYS = ("experiment", "sharing", "objective", "sampling", "confirmation", "limits")
 

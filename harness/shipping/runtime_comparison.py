@@ -24,10 +24,6 @@ from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.timing.workers.locks import timing_lock
 
-__all__ = [
-    "BUILDS", "MIN_SQNR_DB", "RUNS", "RuntimeComparison", "compare_runtimes", "run_in_turns", "run_script_in",
-]  # fmt: skip
-
 BUILDS, RUNS = 5, 30
 NARROW = 0.95  # lower limit of a tie's ratio that needs no remark
 MIN_SQNR_DB = 20.0  # between the outputs of two versions of a runtime, of which one may choose other INT8 kernels

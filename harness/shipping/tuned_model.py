@@ -23,8 +23,6 @@ from harness.timing.provenance import describe_environment, format_options
 from harness.timing.turn_log import TurnEvent
 from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
 
-__all__ = ["TunedModel", "describe_accuracy", "ship_answer", "ship_tuned_model"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedModel:

@@ -20,8 +20,6 @@ from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory, TimedRow
 from harness.timing.turn_log import TurnMatrix
 from search.space import Placement
 
-__all__ = ["BestConfirmation", "median_latencies"]
-
 FASTEST_PER_COMPARISON = 16
 LOST_ROW_REASON = "it was measured once and failed in the confirmation, so its only reading may have been a lucky one"
 CONFIRMATION_SCHEDULE = TurnSchedule(builds=1, rounds=20, samples=3)

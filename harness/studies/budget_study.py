@@ -25,8 +25,6 @@ from harness.studies.search_key import SearchKey, search_key
 from harness.studies.simulated_selection import random_search
 from harness.studies.study_file import BudgetStudy, all_searchers
 
-__all__ = ["study_budgets"]
-
 
 def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> tuple[ReportTable, ...]:
     """Replay searchers on recorded tables and write the results; an interrupted study continues.

@@ -24,8 +24,6 @@ from harness.studies.recorded_landscape import Floats
 from harness.studies.simulated_selection import RANDOM_LABEL
 from harness.studies.study_file import BudgetStudy
 
-__all__ = ["RISES", "SearchCurves", "TableResult", "budget_tables", "describe_seed_counts", "mean_regret_rows"]
-
 TARGET_GAIN_SHARES = (0.95, 0.99)
 RISES = (
     "A search is shown at the recorded latency of its final choice, which a simulated final selection makes among its "

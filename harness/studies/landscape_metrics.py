@@ -13,10 +13,6 @@ from harness.studies.recorded_landscape import NEAR_OPTIMUM_SHARE, Floats, Lands
 from search.api import Score
 from search.space import Placement, Space
 
-__all__ = [
-    "Difficulty", "estimate_drift", "measure_difficulty", "most_influential", "neighbours", "sensitivity",
-]  # fmt: skip
-
 FLAT_LOG_LATENCY = 1e-9  # smaller differences of log latency are rounding
 
 

@@ -18,8 +18,6 @@ import pyarrow.parquet as pq
 from harness.errors import UserError
 from harness.studies.search_key import SearchKey
 
-__all__ = ["FILE", "MAX_EVALUATIONS", "Indices", "PathCache", "SearchPath", "write_part"]
-
 Indices = npt.NDArray[np.int32]
 FILE, PARTS_FOLDER = "walks.parquet", "walks"
 _TEXT_COLUMNS = ("table", "searcher", "asked", "made_of")

@@ -51,8 +51,6 @@ from harness.verification.accuracy_store import AccuracyStore
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
-__all__ = ["record"]
-
 OPTIMUM_SEARCHER = "portfolio"  # of the optional search: a table must not be centred on what the rules of `auto` find
 DEFAULT_DIMENSIONS = 11  # two thousand placements, which take an evening for a model of some milliseconds
 MAX_TABLE_MB = 5  # of a table that is committed

@@ -24,8 +24,6 @@ from harness.studies.replay import initial_placements, is_valid_path, read_paths
 from harness.studies.search_key import SearchKey
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher
 
-__all__ = ["ReplayBatch", "missing_batches", "replay_batches", "search_curves"]
-
 SEARCHES_PER_BATCH = 10  # an interruption costs each worker at most these
 
 

@@ -24,8 +24,6 @@ from harness.studies.replay import ReplayedSearches, check_table, initial_placem
 from harness.studies.simulated_selection import RANDOM_LABEL, random_search
 from harness.studies.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS
 
-__all__ = ["ReplayRequest", "replay_all", "table_lines"]
-
 LINE_STYLES = ("-", "--", "-.", ":")
 TableText = tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]
 """Header, rows, and the lines below them."""

@@ -25,8 +25,6 @@ from harness.studies.replay import replay_paths
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher
 from search.space import Space
 
-__all__ = ["SearchKey", "code_digest", "describe_code", "imported_modules", "normalised_ast", "search_key"]
-
 SEARCH_PACKAGE = Path(search.__file__).parent
 LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 DYNAMIC_LOADER_MODULE = "subspace.py"  # finds searchers by their names, so its importers may run any of them

@@ -20,11 +20,6 @@ from harness.studies.recorded_landscape import Floats, Landscape
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
 from search.space import Placement
 
-__all__ = [
-    "RANDOM_LABEL", "TURNS_PER_RACE", "Indices", "SearchPaths", "draw_turns", "random_search", "recorded_duration_s",
-    "simulate_selection",
-]  # fmt: skip
-
 Indices = npt.NDArray[np.intp]
 DEFAULT_FINALISTS = Confirmation().candidates
 TURNS_PER_BATCH = 2**24  # turns that are drawn at once

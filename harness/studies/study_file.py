@@ -15,8 +15,6 @@ from harness.config.yaml_loader import read_experiment_yaml, read_text_file
 from harness.errors import UserError
 from harness.registry import installed_plugins
 
-__all__ = ["MAX_EVALUATIONS_PER_SEARCH", "MAX_SEEDS", "BudgetStudy", "ReplayedSearcher", "all_searchers", "load_study"]
-
 # Only if named: the first enumerates a table, the Gaussian process of the second takes up to a second per proposal, the
 # others need further packages.
 EXCLUDED_SEARCHERS = ("exhaustive", "optuna", "smac", "nevergrad", "syne_tune", "kernel_tuner")

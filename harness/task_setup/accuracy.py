@@ -22,10 +22,6 @@ from harness.task_setup.model_loader import evaluator_spec
 from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR
 from harness.verification.accuracy_store import AccuracyStore
 
-__all__ = [
-    "PROXY_EVALUATOR", "SEARCH_EVALUATOR", "Scoring", "StagedBound", "make_proxy_evaluator", "make_scoring",
-]  # fmt: skip
-
 SEARCH_EVALUATOR = "search"
 """Name of the evaluator of the searches, if it differs from that of the finalists."""
 PROXY_EVALUATOR = "proxy"

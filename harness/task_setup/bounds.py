@@ -17,9 +17,6 @@ from harness.report.load.results import TaskResults
 from harness.search_loop.objective import Goal
 from harness.statistics import Interval
 
-__all__ = ["bound_lines", "bound_resolution_note", "bound_status", "check_bound"]
-
-
 UNIT_INTERVAL_METRICS = frozenset({"agreement", "map", "miou", "top1", "top5"})
 """Metrics whose largest value is 1, so that 0.01 is one percentage point."""
 

@@ -19,8 +19,6 @@ from harness.runtimes.rtx_compile.compiler import compile_file, import_compiler
 from harness.task_setup.float_baseline import runtime_input_file
 from harness.task_setup.model_loader import open_model
 
-__all__ = ["COMPILED_DIALECTS", "compile_tasks"]
-
 COMPILED_DIALECTS = ("tensorrt", "tensorrt_rtx")
 ANY_RANGE = (-1.0, 1.0)
 """Range of each tensor; the verdicts of the compiler do not depend on the values of scales."""

@@ -27,11 +27,6 @@ from harness.progress import Observer
 from harness.results_dir.io import explain_write_errors
 from search.space import Space
 
-__all__ = [
-    "PTQ_FUNCTIONS", "ExternalModel", "QuantizationRequest", "fully_quantized_symmetric", "run_external_tool",
-    "tool_remarks",
-]  # fmt: skip
-
 SIGNED_ORT_TOOL = "ort_static_s8"
 PTQ_FUNCTIONS = {name: partial(quantize, name) for name in TOOLS}
 PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime", "nncf", "openvino")

@@ -41,11 +41,6 @@ from harness.timing.workers.execution_target import SpecEngineFactory
 from harness.timing.workers.sandbox import Sandbox
 from search.space import edges_digest
 
-__all__ = [
-    "CAST_FOLDER_NAME", "BackendProperties", "FloatTrial", "cast_problems", "dialect_use", "read_runtime",
-    "runtime_input_file", "select_float_baseline",
-]  # fmt: skip
-
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
 CAST_FOLDER_NAME = "cast"
 """Folder of cast models in the scratch folder of a task."""

@@ -33,12 +33,6 @@ from harness.task_setup.external_tools import ExternalModel
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
-__all__ = [
-    "InitialDesign", "ScreenedUnit", "check_files", "find_qdq_file", "fix_imported_inputs", "initial_file",
-    "is_exported", "load_imported_models", "load_imported_ranges", "nested_prior_placements", "read_prior",
-    "tensorrt_guide_placement",
-]  # fmt: skip
-
 
 def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalModel]:
     """Load the Q/DQ models of the entries `import` of `initial`, by label.

@@ -25,11 +25,6 @@ from harness.timing.workers.in_process import as_outcome
 from search.api import Searcher
 from search.space import Placement, Space
 
-__all__ = [
-    "SearchSetup", "WarmStartModel", "external_searcher_model_path", "is_external_searcher", "open_search",
-    "task_for_method", "warm_start_models",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSetup:

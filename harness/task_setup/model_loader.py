@@ -18,10 +18,6 @@ from harness.paths import resolve_path
 from harness.random_inputs import InputTypes, check_types
 from harness.text import safe_file_name
 
-__all__ = [
-    "MIN_OPSET", "complete_evaluator", "describe_workload", "evaluator_spec", "input_types", "open_model",
-]  # fmt: skip
-
 MIN_OPSET = 17
 """Smallest opset of a loaded model: per-channel Q/DQ needs 13, runtimes support 17 best; a dialect may need more."""
 

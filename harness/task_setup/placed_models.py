@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.accuracy.calibration.ranges import Ranges, calibrate, calibrate_by_methods, finite_ranges
+from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
+from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
 from harness.accuracy.recovery.pipeline import MIN_GAIN_DB, Feeds, PlacedModel, measure_sqnr_db
 from harness.api import Array
 from harness.graph.load import save_to_folder
@@ -15,8 +16,6 @@ from harness.graph.quantize.numeric_choices import NumericChoices, depthwise_inp
 from harness.progress import Observer
 from harness.task_setup.task import Task
 from search.space import Resolved
-
-__all__ = ["RECOVERY_STEPS", "JudgedModel", "ModelPlacer", "list_choices", "open_placer"]
 
 RECOVERY_STEPS = ("equalization", "smoothing", "rounding", "bias_correction")
 """Recovery steps in order; each is undone if held-out samples show no gain. `estimator_selection` is not among them: it

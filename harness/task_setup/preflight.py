@@ -14,8 +14,9 @@ from typing import Any
 from harness import registry, zoo
 from harness.accuracy.calibration.ranges import explain_unrunnable
 from harness.accuracy.data.batching import make_batches
-from harness.accuracy.data.datasets import HALF_NAMES, DatasetCache, ImageDataset
+from harness.accuracy.data.datasets import DatasetCache, ImageDataset
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
+from harness.accuracy.data.subsets import HALF_NAMES
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import few_images_note
 from harness.api import ExternalSearchTask, require_timing
@@ -48,8 +49,6 @@ from harness.task_setup.methods import is_external_searcher
 from harness.task_setup.model_loader import evaluator_spec, input_types, open_model
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
-
-__all__ = ["check_experiment", "check_models"]
 
 SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
 """Parameters that the harness supplies to evaluators; see `harness.accuracy.metrics.base.evaluator_params`."""

@@ -16,8 +16,6 @@ from harness.graph.io.files import to_proto, write_model
 from harness.registry import call_plugin, register_object
 from harness.text import safe_file_name
 
-__all__ = ["data_mapping", "evaluator_mapping", "model_mapping", "plugin_mapping", "save_program_model"]
-
 
 def model_mapping(  # noqa: PLR0913 - one key, one parameter
     model: Any,

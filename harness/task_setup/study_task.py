@@ -23,8 +23,6 @@ from harness.task_setup.task import Task, compose_task
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 
-__all__ = ["StudyTask", "make_study", "model_label", "prepare_study", "study_name"]
-
 ANCHOR_PLACEMENTS = ("float", "all", "linear")  # without PTQ tools, which take minutes
 
 # For thousands of engines: few samples of each, and in turns with the float model, because a machine changes its speed

@@ -9,9 +9,9 @@ from typing import Any
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.calibration.ptq import MetricRequest
-from harness.accuracy.calibration.ranges import (
+from harness.accuracy.calibration.ranges import cached_ranges
+from harness.accuracy.calibration.usable_ranges import (
     Ranges,
-    cached_ranges,
     finite_ranges,
     range_warnings,
     require_quantizable,
@@ -59,8 +59,6 @@ from harness.task_setup.initial_design import (
 from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
-
-__all__ = ["Task", "calibrate_task", "compose_task"]
 
 Facts = Mapping[str, Any]
 UNCALIBRATED_ABS_MAX = 12.7

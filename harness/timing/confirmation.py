@@ -23,17 +23,6 @@ from harness.timing.turn_log import TWIN, BuildKey, RowFailure, Turn, TurnEvent,
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.trial_pool import WorkerKilled
 
-__all__ = [
-    "ConfirmationSummary",
-    "EngineFactory",
-    "RowSummary",
-    "TimedRow",
-    "confirm",
-    "estimate_noise_floor",
-    "summarize_parts",
-    "summarize_turns",
-]  # fmt: skip
-
 MAX_GROUP_ROWS = 10  # rows that are open at once with the baseline and its twin; more would only cost memory
 # Machines change their speed within a second (a sibling thread that works, another cloud guest): many short turns see
 # the same mixture for every row, a few long ones do not.

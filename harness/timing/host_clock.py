@@ -11,8 +11,6 @@ import numpy as np
 from harness.api import Array
 from harness.errors import BuildFailed, CandidateError
 
-__all__ = ["one_line_error", "require_static_shapes", "time_calls", "to_float32", "translate_errors"]
-
 
 def time_calls(run: Callable[[], object], n: int) -> list[float]:
     """Return the latency of each of n calls in ms, with nothing else between two calls."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["MachineMonitor", "MachineSnapshot", "describe_disturbance", "process_tree"]
-
 T = TypeVar("T")
 THROTTLED_CLOCK_RATIO = 0.9  # smaller changes of the clock are the governor's normal operation
 MAX_WAIT_SHARE = 0.1  # of the time, waiting for a core; the median is robust against less

@@ -13,21 +13,6 @@ from typing import Any
 
 import psutil
 
-__all__ = [
-    "comparability_key",
-    "count_cores",
-    "cpu_model_name",
-    "describe_environment",
-    "format_options",
-    "format_scenario",
-    "git_commit",
-    "lacks_vnni",
-    "machine_lacks_vnni",
-    "machine_processor_label",
-    "processor_label",
-    "validate_threads",
-]  # fmt: skip
-
 RECORDED_PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
     "optuna", "scikit-learn", "scipy",

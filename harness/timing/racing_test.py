@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from harness.statistics import MIN_CLAIMED_GAIN
 
-__all__ = ["TURNS_PER_RACING_ROUND", "build_variance_slack", "race_winner", "surviving"]
-
 TURNS_PER_RACING_ROUND = (8, 8, 16)  # each as long as all before it, which cuts the remaining noise by a third
 RACING_CONFIDENCE = 0.95  # of one one-sided test between two candidates that were not selected by their readings
 

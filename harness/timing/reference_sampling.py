@@ -29,8 +29,6 @@ from harness.timing.sampling import (
     sample_with_retry,
 )
 
-__all__ = ["ReferenceEngine", "sample_against_reference"]
-
 MIN_REFERENCE_TURN_MS = 10.0  # many short turns beat few long ones, but each needs an inference to warm the caches
 MIN_TURN_SAMPLES = 2  # inferences of a turn, without the one that warms the caches
 MAX_TURN_SAMPLES = 200

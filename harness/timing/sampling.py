@@ -18,19 +18,6 @@ from harness.random_inputs import random_feeds
 from harness.statistics import Interval, median_ci
 from harness.timing.machine_noise import MachineMonitor, describe_disturbance
 
-__all__ = [
-    "MIN_RACE_SAMPLES",
-    "STEADY_TOLERANCE",
-    "SampleRun",
-    "Samples",
-    "check_clock_jumps",
-    "make_fixed_inputs",
-    "read_checked",
-    "sample_engine",
-    "sample_with_retry",
-    "warm_up",
-]  # fmt: skip
-
 WARMUP_WINDOW_SAMPLES = 5  # inferences whose medians are compared to detect warm-up
 MAX_WARMUP_FACTOR = 5  # times `warmup_ms`, after which an engine that is not steady is sampled as it is
 STEADY_TOLERANCE = 0.02  # relative difference below which medians are equal for warm-up, drift and races

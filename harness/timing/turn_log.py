@@ -14,18 +14,6 @@ from pydantic import ConfigDict, Field
 from harness.records import Count, Failed, LatencyMs, from_json
 from harness.results_dir.io import parse_json
 
-__all__ = [
-    "TWIN",
-    "BuildKey",
-    "RowFailure",
-    "Turn",
-    "TurnEvent",
-    "TurnMatrix",
-    "decode_turn_event",
-    "disturbance_note",
-    "encode_turn_event",
-]  # fmt: skip
-
 TWIN = "A/A twin"  # name of the row that is the baseline a second time
 NOTED_DISTURBED_SHARE = 0.10  # medians over turns are robust against a smaller share of disturbed turns
 

@@ -20,8 +20,6 @@ from harness.results_dir.io import read_json, write_json
 from harness.timing.workers.engines import Engines, ScoringCallback
 from search.space import edges_digest
 
-__all__ = ["ACCURACY_FILE_NAME", "FILE_BENCHMARKER", "AccuracyStore", "read_scores", "scoring_progress"]
-
 ACCURACY_FILE_NAME = "accuracy.json"
 """Name of the file in the folder of a task."""
 FILE_BENCHMARKER = "file"

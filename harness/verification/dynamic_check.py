@@ -19,8 +19,6 @@ from harness.graph.segmented_run import open_reference_session
 from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
 from harness.timing.host_clock import one_line_error
 
-__all__ = ["DynamicCheckFiles", "DynamicCheckTarget", "Shapes", "check_dynamic_model", "other_shapes"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 Outputs = tuple[Array, ...]
 Feeds = Mapping[str, Array]

@@ -17,11 +17,6 @@ from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFI
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, Shapes, check_dynamic_model
 
-__all__ = [
-    "DynamicModel", "dynamic_model_path", "format_fixed_shapes", "remove_dynamic_model", "write_dynamic_model",
-    "write_dynamic_rows",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicModel:

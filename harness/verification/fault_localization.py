@@ -23,8 +23,6 @@ from harness.graph.qdq.reduce_model import ModelGraph
 from harness.records import Failed
 from harness.verification.output_comparison import OutputCheck, Outputs, compare_with_file
 
-__all__ = ["ModelRunner", "SuspectModel", "WrongOperator", "find_fault", "write_report"]
-
 ModelRunner = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
 """Build a model file and return its outputs for some inputs."""
 LOCALIZATION_LIMIT_S = 120.0

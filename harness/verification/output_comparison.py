@@ -24,19 +24,6 @@ from harness.records import Failed
 from harness.results_dir.artifacts import ExportedModel
 from harness.results_dir.io import read_json
 
-__all__ = [
-    "CHECK_FILE_NAME",
-    "Comparison",
-    "OutputCheck",
-    "Outputs",
-    "compare_float",
-    "compare_with_file",
-    "encode_check",
-    "not_checked",
-    "read_checks",
-    "require_outputs",
-]  # fmt: skip
-
 CHECK_FILE_NAME = "runtime_check.json"
 """Name of the record in the folder of a task."""
 MARGIN_DB = 6.0

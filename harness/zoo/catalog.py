@@ -11,8 +11,6 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import write_without_output_transpose
 from harness.zoo import cnn, detector, transformer
 
-__all__ = ["model_names", "write_model"]
-
 _BUILDERS: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = MappingProxyType(
     {
         "resnet18": (cnn.resnet18, "ResNet-18, BatchNormalization unfolded; images 1x3x224x224"),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from harness.graph.builder import GraphBuilder
 
-__all__ = ["mobilenetv2", "resnet18", "resnet50"]
-
 IMAGE_SHAPE = (1, 3, 224, 224)
 CLASS_COUNT = 1000
 BRANCH_GAIN = 0.4

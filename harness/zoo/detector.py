@@ -27,8 +27,6 @@ import numpy as np
 
 from harness.graph.builder import GraphBuilder
 
-__all__ = ["TRAINED_MODEL_PATH", "yolo_tiny", "yolo_tiny_export"]
-
 TRAINED_MODEL_PATH = Path(__file__).with_name("shapes_detector.onnx")
 """The trained detector as committed."""
 IMAGE_SIDE = 320

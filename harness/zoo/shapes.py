@@ -23,8 +23,6 @@ from PIL import Image, ImageDraw
 
 from harness.errors import UserError, suggest_names
 
-__all__ = ["CLASS_NAMES", "IMAGE_SIZE_PX", "ShapesSplit", "draw_split"]
-
 IMAGE_SIZE_PX = 128
 """Height and width of every image, in pixels."""
 MAX_IMAGES = 20_000  # of 49,152 bytes, in memory

@@ -24,8 +24,6 @@ from torch.nn import functional
 
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, ShapesSplit, draw_split
 
-__all__ = ["Detector", "export", "loss", "main", "train"]
-
 STRIDES = (8, 16)
 SEED = 20
 Tensor: TypeAlias = Any  # torch comes without types here

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from harness.graph.builder import GraphBuilder
 
-__all__ = ["encoder", "encoder6", "encoder48", "vit_tiny"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:

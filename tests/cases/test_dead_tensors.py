@@ -11,7 +11,7 @@ import onnx
 import pytest
 from fidelity_of import quantizer
 
-from harness.accuracy.calibration.ranges import finite_ranges, range_warnings, require_quantizable
+from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings, require_quantizable
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect

@@ -14,7 +14,8 @@ from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
 from harness.accuracy.calibration.ptq import ort_static
-from harness.accuracy.calibration.ranges import calibrate, finite_ranges, range_warnings
+from harness.accuracy.calibration.ranges import calibrate
+from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.cli.main import app
 from harness.compat.modelopt_autotune import Config, QDQAutotuner
 from harness.errors import BuildFailed, UserError

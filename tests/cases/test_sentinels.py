@@ -10,13 +10,8 @@ import onnx
 import pytest
 from fidelity_of import quantizer, scales
 
-from harness.accuracy.calibration.ranges import (
-    CalibrationKey,
-    cached_ranges,
-    calibrate,
-    finite_ranges,
-    range_warnings,
-)
+from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
+from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
 from harness.graph.rules.sentinels import MagnitudeHistogram, holds_sentinel

@@ -78,7 +78,8 @@ from harness.results_dir.journal import read_journal
 from harness.results_dir.manifest import close_results, complete_task, describe_files
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.shipping.bundle import generated_script
-from harness.studies.path_cache import PathCache, SearchKey, SearchPath, write_part
+from harness.studies.path_cache import PathCache, SearchPath, write_part
+from harness.studies.search_key import SearchKey
 from harness.studies.study_file import ReplayedSearcher
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))

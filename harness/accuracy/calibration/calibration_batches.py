@@ -17,8 +17,6 @@ from harness.graph.quantize.numeric_choices import NumericChoices
 from harness.graph.rules.dialects import Dialect
 from harness.random_inputs import InputTypes
 
-__all__ = ["ALL_SAMPLES", "CalibrationBatches"]
-
 ALL_SAMPLES = MAX_COUNT  # number of samples without a limit
 
 

@@ -45,11 +45,6 @@ from harness.registry import without_module
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
     from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
 
-__all__ = [
-    "ActivationObserver", "EntropyCalibrator", "HistogramCalibrator", "L2Calibrator", "MSECalibrator",
-    "PercentileCalibrator", "runtime_operators",
-]  # fmt: skip
-
 _MAX_BIN_GROWTH = 4
 _QUANTIZED_BIN_COUNT = 128
 _QUANTIZATION_STEP_COUNT = 255

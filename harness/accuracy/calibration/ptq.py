@@ -33,8 +33,6 @@ from harness.graph.plugin_operators import extract_plugin_subgraph
 from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
 from harness.timing.workers.process import wait_for_output
 
-__all__ = ["MetricRequest", "PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint", "quantize"]
-
 logger = logging.getLogger(__name__)
 
 _RUN_PROGRAM = (

@@ -23,8 +23,6 @@ from harness.registry import without_module
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
     from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod
 
-__all__ = ["main"]
-
 _EXTERNAL_BYTES = 1 << 30
 _DYNAMIC_OPS = ("MatMul", "Gemm")
 

@@ -15,11 +15,6 @@ from harness.api import Array
 from harness.graph.quantize.numeric_choices import channel_name
 from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, MagnitudeHistogram
 
-__all__ = [
-    "AbsMaxCalibrator", "MeanMinMaxCalibrator", "MinMaxCalibrator", "RangeBounds", "RangeEstimator",
-    "RangeEstimatorContract", "SentinelObserver", "create_estimator", "join_ranges", "min_and_max",
-]  # fmt: skip
-
 _MAX_HALF_MAGNITUDE = 6e4
 RangeBounds = tuple[float, float]
 

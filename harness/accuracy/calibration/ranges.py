@@ -26,11 +26,7 @@ from harness.accuracy.calibration.usable_ranges import (
     EMPTY_RANGE,
     Ranges,
     SentinelRange,
-    finite_ranges,
     is_finite,
-    range_warnings,
-    require_quantizable,
-    restrict_space,
 )
 from harness.api import Array
 from harness.errors import UserError
@@ -43,11 +39,6 @@ from harness.paths import cache_dir
 if TYPE_CHECKING:
     from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
     from harness.accuracy.calibration.range_estimators import SentinelObserver
-
-__all__ = [
-    "CalibrationKey", "Ranges", "cached_ranges", "calibrate", "calibrate_by_methods", "explain_unrunnable",
-    "finite_ranges", "range_warnings", "require_quantizable", "restrict_space",
-]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,6 @@ from harness.graph.quantize.numeric_choices import is_channel_name
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTANT_SCALE
 from search.space import Edge, Space
 
-__all__ = [
-    "EMPTY_RANGE", "Ranges", "SentinelRange", "finite_ranges", "is_finite", "range_warnings", "require_quantizable",
-    "restrict_space",
-]  # fmt: skip
-
 Ranges = Mapping[str, tuple[float, float]]
 """Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
 

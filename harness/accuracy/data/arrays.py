@@ -19,11 +19,6 @@ from harness.api import Array
 from harness.errors import UserError
 from harness.paths import resolve_path
 
-__all__ = [
-    "UNNAMED_ARRAY", "ArrayDataset", "SubsetSelector", "array_names", "is_array_data", "open_arrays", "read_arrays",
-    "read_sample_shapes",
-]  # fmt: skip
-
 UNNAMED_ARRAY = ""
 """The array of a `.npy` file: for the only input of a model, whatever its name."""
 MAX_ARRAY_BYTES = 8 * 2**30

@@ -16,11 +16,6 @@ from harness.api import Array
 from harness.errors import UserError, suggest_names
 from harness.random_inputs import InputTypes, check_types, random_feed
 
-__all__ = [
-    "RANDOM_DATA", "InputBatches", "describe_sample_count", "image_input", "image_size", "make_array_batches",
-    "make_batch", "make_batches", "random_batches",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 RANDOM_DATA = "random data"  # description of random batches

@@ -37,10 +37,8 @@ from harness.accuracy.data.labels import LabelFile, order_coco_categories, read_
 from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, open_picture, require_mask_files
 from harness.accuracy.data.preprocess import RgbImage
 from harness.accuracy.data.subsets import (
-    HALF_NAMES,
     SUBSET_KEYS,
     canonical_json,
-    half_of,
     read_int_key,
     read_text_key,
     select_rows,
@@ -49,17 +47,6 @@ from harness.config.sections import duplicates
 from harness.errors import UserError, suggest_names
 from harness.paths import resolve_path
 from harness.zoo import shapes
-
-__all__ = [
-    "HALF_NAMES",
-    "ArrayDataset",
-    "DatasetCache",
-    "ImageDataset",
-    "half_of",
-    "open_data",
-    "open_images",
-    "spread_indices",
-]
 
 logger = logging.getLogger(__name__)
 ORIENTATION_TAG = 0x0112  # EXIF 2.32, table 4

@@ -18,19 +18,6 @@ from harness.accuracy.data.preprocess import Prepared, Size
 from harness.api import Array
 from harness.errors import EvaluationFailed
 
-__all__ = [
-    "DetectionDecoder",
-    "Detections",
-    "Floats",
-    "box_iou",
-    "decode_nanodet",
-    "decode_shapes",
-    "decode_yolox",
-    "format_output_shapes",
-    "select_boxes",
-    "suppress_overlaps",
-]  # fmt: skip
-
 STRIDES = (8, 16, 32)
 MAX_DETECTIONS = 100  # boxes of an image that COCO's metric counts
 MAX_LOG_SIZE = 50.0  # exp of it is larger than any image, and finite

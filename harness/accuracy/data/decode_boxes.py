@@ -12,8 +12,6 @@ from harness.accuracy.data.preprocess import Prepared, Size
 from harness.api import Array
 from harness.errors import EvaluationFailed
 
-__all__ = ["decode_rtdetr", "decode_ultralytics"]
-
 DECODED_COLUMNS = 6  # left, top, right, bottom, score, class
 MAX_BOXES = 300  # what both projects keep of an image
 LOGITS, BOXES = "logits", "pred_boxes"  # as Hugging Face calls the outputs of RT-DETR

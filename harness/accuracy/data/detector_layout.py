@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["count_cells", "suggest_decoder"]
-
 STRIDES = (8, 16, 32)
 
 

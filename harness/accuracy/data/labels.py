@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from harness.errors import UserError, suggest_names
 
-__all__ = ["LabelFile", "order_coco_categories", "read_labels", "select_coco_images"]
-
 MAX_PIXELS = 1e9  # larger coordinates are refused: no image has them
 MAX_ID = 2**63  # pycocotools keeps ids in NumPy's int64
 logger = logging.getLogger(__name__)

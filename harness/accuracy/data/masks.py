@@ -15,8 +15,6 @@ from PIL import Image
 from harness.accuracy.data.preprocess import Size
 from harness.errors import UserError, suggest_names
 
-__all__ = ["VOID_CLASS", "IndexMasks", "Mask", "Masks", "PanopticMasks", "open_picture", "require_mask_files"]
-
 VOID_CLASS = -1
 """Pixels of no class: they count for nothing."""
 BORDER_PIXEL = 255  # PASCAL VOC and most others mark undecided pixels so

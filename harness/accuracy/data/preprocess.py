@@ -22,27 +22,6 @@ from PIL import Image
 from harness import registry
 from harness.errors import UserError, suggest_names
 
-__all__ = [
-    "RTDETR",
-    "YOLOX",
-    "FloatArray",
-    "ImagePreprocessor",
-    "NanoDet",
-    "Pixels",
-    "Prepared",
-    "Resample",
-    "Resize",
-    "RgbImage",
-    "Shapes",
-    "Size",
-    "TFImageNet",
-    "TorchImageNet",
-    "Ultralytics",
-    "open_preprocess",
-    "parse_plugin_spec",
-    "preprocess_fingerprint",
-]  # fmt: skip
-
 RgbImage = npt.NDArray[np.uint8]
 """Height x width x 3, red first."""
 FloatArray = npt.NDArray[np.float32]

@@ -9,8 +9,6 @@ from typing import Any
 
 from harness.errors import MAX_COUNT, UserError
 
-__all__ = ["HALF_NAMES", "SUBSET_KEYS", "canonical_json", "half_of", "read_int_key", "read_text_key", "select_rows"]
-
 SUBSET_KEYS = ("start", "count", "half", "every")
 HALF_NAMES = ("search", "report")
 

@@ -20,8 +20,6 @@ from harness.api import Accuracy, Infer
 from harness.errors import UserError
 from harness.random_inputs import InputTypes
 
-__all__ = ["FloatAgreement", "matched_share"]
-
 MIN_OVERLAP = 0.5
 """IoU from which two boxes are the same answer, as in AP50."""
 

@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from harness.accuracy.metrics.box_matching import AREA_RANGES, IOU_THRESHOLDS, RECALL_THRESHOLDS, CategoryMatches
 
-__all__ = ["MAP_METRICS", "map_facts", "resampled_map"]
-
 MAP_METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
     {
         "map": (0, tuple(range(len(IOU_THRESHOLDS)))),

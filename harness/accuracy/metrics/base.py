@@ -21,19 +21,6 @@ from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
-__all__ = [
-    "LabelledImages",
-    "PreparedArrays",
-    "PreparedImages",
-    "evaluator_params",
-    "image_input_params",
-    "low_reference_warning",
-    "open_samples",
-    "require_finite",
-    "select_output",
-    "select_output_name",
-]  # fmt: skip
-
 MAX_CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
 
 

@@ -17,9 +17,6 @@ from pycocotools import mask
 from harness.accuracy.data.decode import Detections
 from harness.errors import UserError
 
-__all__ = ["AREA_RANGES", "IOU_THRESHOLDS", "RECALL_THRESHOLDS", "CategoryMatches", "interpolate_precision",
-           "match_boxes"]  # fmt: skip
-
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 AREA_RANGES = np.array([(0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10)], np.float64)

@@ -17,8 +17,6 @@ from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
-__all__ = ["Top1", "Top5"]
-
 SHIFTED_SHARE = 0.5  # share of images, and of classes, whose answer is their label plus one and the same number
 MIN_ANSWERS = 10  # fewer may be shifted by chance
 

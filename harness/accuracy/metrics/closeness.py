@@ -21,8 +21,6 @@ from harness.accuracy.metrics.sqnr import (
 from harness.api import Array
 from harness.errors import EvaluationFailed
 
-__all__ = ["WORST_PREFIX", "Closeness", "ComparisonLayout", "compare_outputs", "constant_outputs", "plan_comparison"]
-
 WORST_PREFIX = "worst: "
 """Begins the end of a note, which names the output, or part of one, that the SQNR is of."""
 MAX_NAMES_SHOWN = 5

@@ -16,8 +16,6 @@ from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
-__all__ = ["Loss", "Metric", "source_digest"]
-
 
 class Metric:
     """The figure that a function `(outputs, labels)` gives, of which more is better; see `Loss`.

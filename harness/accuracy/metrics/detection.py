@@ -20,8 +20,6 @@ from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
-__all__ = ["CocoMAP", "coco_metrics"]
-
 MIN_BOX_AP50, MAX_CLASS_AP50_SHARE = (
     0.2,
     0.1,

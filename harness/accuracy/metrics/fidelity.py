@@ -23,8 +23,6 @@ from harness.api import Accuracy, Array, Infer
 from harness.errors import UserError
 from harness.random_inputs import random_feeds
 
-__all__ = ["Fidelity"]
-
 FIGURES_VERSION = 2
 """Version of what the figures mean: those of the worst output and part; before, means over outputs."""
 LAYOUT = "layout"

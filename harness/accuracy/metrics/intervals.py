@@ -25,22 +25,6 @@ from harness.accuracy.metrics.average_precision import MAP_METRICS, resampled_ma
 from harness.api import Accuracy
 from harness.statistics import Interval
 
-__all__ = [
-    "MIN_IMAGES",
-    "NEGLIGIBLE_SCORE",
-    "RESAMPLES",
-    "Estimate",
-    "check_consistency",
-    "decode_accuracy",
-    "decode_evidence",
-    "drop_estimate",
-    "encode_evidence",
-    "few_images_note",
-    "metric_estimate",
-    "probability_within",
-    "recompute_metric",
-]  # fmt: skip
-
 MIN_IMAGES = 20
 """Below this number of images an interval is unreliable: its limits come from a handful of values."""
 RESAMPLES = 1000

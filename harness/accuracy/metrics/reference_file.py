@@ -13,8 +13,6 @@ import numpy as np
 from harness.api import Array
 from harness.errors import EvaluationFailed
 
-__all__ = ["open_reference", "write_reference"]
-
 FINGERPRINT = "fingerprint"
 
 

@@ -17,8 +17,6 @@ from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
-__all__ = ["MeanIoU"]
-
 
 class MeanIoU(LabelledImages):
     """Mean over classes of intersection over union of their pixels, counted over all images at the images' own size.

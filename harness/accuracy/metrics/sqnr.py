@@ -14,11 +14,6 @@ import numpy.typing as npt
 
 from harness.api import Array
 
-__all__ = [
-    "MAX_SQNR_DB", "ROUNDING_RESOLUTION", "OutputPart", "WorstPart", "output_sqnr", "part_sqnr", "select_values",
-    "split_output",
-]  # fmt: skip
-
 MAX_SQNR_DB = 120.0
 """Bound of SQNR: equal outputs have no finite one, and float32 cannot tell much more apart."""
 ROUNDING_RESOLUTION = 1e-6

@@ -17,8 +17,6 @@ from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_proce
 from harness.graph.load import save_to_folder
 from harness.graph.segmented_run import measure_layer_shifts
 
-__all__ = ["FastBiasCorrection", "SequentialBiasCorrection"]
-
 MAX_SAMPLES = 16
 """Largest number of samples; the activations of all samples are in memory at the same time."""
 

@@ -21,8 +21,6 @@ from harness.graph.model import Model, Node
 from harness.graph.quantize.numeric_choices import is_depthwise
 from harness.graph.segmented_run import channel_maxima
 
-__all__ = ["CrossLayerEqualization", "SmoothQuant"]
-
 _HOMOGENEOUS_OPS = frozenset({"Identity", "LeakyRelu", "Relu"})
 """Operators with f(s x) = s f(x) for s > 0, through which a scale can move."""
 _MAX_SWEEPS = 20

@@ -28,8 +28,6 @@ from harness.graph.reader_errors import ReaderErrors, read_input_form
 from harness.graph.segmented_run import sum_outputs
 from search.space import Edge
 
-__all__ = ["EstimatorSelection"]
-
 MAX_SAMPLES = 6
 """Largest number of samples from which ranges are estimated, and of other samples on which errors are measured."""
 _AS_GIVEN = ""

@@ -13,8 +13,6 @@ from harness.graph.constant_edits import is_private, replace_constants
 from harness.graph.quantize.weights import bias_place
 from harness.progress import Observer
 
-__all__ = ["FloatGroup", "leave_float", "rank_groups"]
-
 MAX_SAMPLES = 2
 """Number of samples on which each group is measured; few, because each group needs a model of its own."""
 

@@ -27,11 +27,6 @@ from harness.graph.segmented_run import iter_outputs
 from harness.progress import Observer
 from search.space import Resolved
 
-__all__ = [
-    "MIN_GAIN_DB", "Feeds", "PlacedModel", "RecoveryStep", "RecoveryStepContract", "StepGain", "create_steps",
-    "measure_sqnr_db", "quantized_layers", "recover", "split_held_out",
-]  # fmt: skip
-
 Feeds = Mapping[str, Array]
 HELD_OUT_STRIDE = 4
 """Every n-th sample is held out and decides whether a step is kept; the steps use the others."""

@@ -25,8 +25,6 @@ from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.segmented_run import SegmentedRun
 from search.space import Edge
 
-__all__ = ["CompensatedRounding", "round_compensated"]
-
 MAX_SAMPLES = 16
 MAX_COLUMNS = 4096
 """Largest number of positions, over all samples, to which a layer is fitted."""

@@ -11,8 +11,6 @@ from pathlib import Path
 from harness.accuracy.tools.environments import environment_python
 from harness.errors import install_hint
 
-__all__ = ["TOOLS", "PtqTool", "method_substitute", "tool_python", "unavailable_reason"]
-
 _PROGRAMS = Path(__file__).with_name("programs")
 _PTQ_CHILD = Path(__file__).parents[1] / "calibration" / "ptq_child.py"
 

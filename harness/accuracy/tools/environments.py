@@ -15,8 +15,6 @@ from harness.errors import UserError, suggest_names
 from harness.paths import cache_dir
 from harness.results_dir.io import explain_write_errors
 
-__all__ = ["REQUIREMENTS", "environment_python", "install_environment"]
-
 #: By name of the environment: the pinned packages that `pip` installs.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "quark": ("amd-quark==0.13", "torch==2.13.0", "onnxruntime==1.24.4", "onnx==1.21.0", "numpy==2.4.6"),

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from harness import registry
-from harness.accuracy.calibration.ranges import Ranges, calibrate, finite_ranges, range_warnings
+from harness.accuracy.calibration.ranges import calibrate
+from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges, range_warnings
 from harness.api import Array
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
 from harness.compat.tao_specs.spec import Dtype, LayerSpec
@@ -23,8 +24,6 @@ from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.graph.rules.placement_rules import first_violated_rule
 from harness.graph.rules.points import QuantizationPoint, find_points
-
-__all__ = ["DTYPE_PRECISIONS", "LayerwiseRequest", "parse_builtin_arguments", "quantize_builtin"]
 
 logger = logging.getLogger(__name__)
 

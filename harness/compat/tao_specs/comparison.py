@@ -30,11 +30,6 @@ from harness.progress import Observer
 from harness.random_inputs import InputTypes
 from harness.statistics import Interval
 
-__all__ = [
-    "MAX_ACCEPTABLE_DROP", "ComparisonRow", "LayerSensitivity", "advise_native_layers", "compare_evaluations",
-    "rank_layers", "suggest_skip_names",
-]  # fmt: skip
-
 FLOAT32_NOTE = "run in float32, see above"
 #: A larger drop needs other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %).
 MAX_ACCEPTABLE_DROP = 0.01

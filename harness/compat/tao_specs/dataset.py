@@ -39,13 +39,8 @@ from harness.compat.tao_specs.model_file import (
 )
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.errors import UserError
-from harness.graph.passes.static_shapes import parse_shape
+from harness.graph.passes.dimension_sizes import parse_shape
 from harness.random_inputs import InputTypes
-
-__all__ = [
-    "ADVISED_SAMPLE_COUNT", "calibration_feeds", "data_keys", "input_size", "labelled_data", "loader_feeds",
-    "map_error_keys", "open_calibration_data", "peek_sample_shapes", "sample_shapes", "write_calibration",
-]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

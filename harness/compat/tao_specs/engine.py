@@ -31,11 +31,6 @@ from harness.random_inputs import InputTypes
 from harness.results_dir.io import file_sha256
 from harness.text import safe_file_name
 
-__all__ = [
-    "TENSORRT", "EngineFacts", "TensorRTMissing", "build_engine", "create_saver", "engine_for_other_runtime",
-    "engine_path", "load_engine", "read_facts", "save_engine",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1

@@ -38,15 +38,13 @@ from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_with_reports
 from harness.graph.load import Dims
-from harness.graph.passes.static_shapes import parse_shape
+from harness.graph.passes.dimension_sizes import parse_shape
 from harness.progress import NullProgress, Observer
 from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import complete_evaluator
 from harness.timing.workers.engines import ScoringCallback
 from harness.timing.workers.in_process import with_progress
 from harness.verification.accuracy_store import scoring_progress
-
-__all__ = ["EvaluationResult", "EvaluationTarget", "evaluate", "suggest_layout"]
 
 logger = logging.getLogger(__name__)
 

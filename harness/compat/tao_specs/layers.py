@@ -13,11 +13,6 @@ from typing import Protocol, TypeVar
 
 from harness.errors import suggest_names
 
-__all__ = [
-    "DEFAULT_LAYERS_WILDCARD", "DEFAULT_OPERATORS", "FLOAT_BY_DEFAULT", "PRESETS", "HasNameAndOp", "LayerPreset",
-    "assign_layers", "describe_defaults", "match_skip_names",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_LAYERS_WILDCARD = "*"  # as `module_name`: the operators that the backend quantizes by default

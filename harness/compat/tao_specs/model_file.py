@@ -16,11 +16,6 @@ from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes
 
-__all__ = [
-    "SampleShapes", "ShapeOptionNames", "locate_spec_file", "name_write_errors", "open_onnx_file", "shapes_of",
-    "static_inputs", "write_static_copy",
-]  # fmt: skip
-
 PYTORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
 PICKLE_MAGIC, ZIP_MAGIC = b"\x80", b"PK"  # first bytes of files of torch.save, before and since PyTorch 1.6
 Shape = tuple[int, ...]

@@ -27,11 +27,6 @@ from harness.errors import UserError, install_hint, suggest_names
 from harness.paths import TRUST_VARIABLE, plugins_trusted
 from harness.timing.provenance import describe_environment
 
-__all__ = [
-    "check_arguments", "execution_providers", "make_modelopt_arguments", "modelopt_float_dtype",
-    "modelopt_parameters", "node_name_patterns", "option_remedy",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 MODELOPT_MODES: Mapping[Dtype, str] = MappingProxyType({"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8"})

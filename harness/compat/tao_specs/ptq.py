@@ -30,8 +30,6 @@ from harness.graph.load import ModelSignature
 from harness.graph.passes.static_shapes import parse_dims
 from harness.paths import resolve_path
 
-__all__ = ["get_parser", "run_ptq"]
-
 logger = logging.getLogger(__name__)
 
 #: Calibration methods by mode, the default first (docstring of `modelopt.onnx.quantization.quantize`).

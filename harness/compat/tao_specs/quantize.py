@@ -28,11 +28,6 @@ from harness.errors import BuildFailed, UserError
 from harness.graph.load import ModelSignature, read_signature
 from harness.random_inputs import InputTypes
 
-__all__ = [
-    "OUTPUT_FILE_NAME", "QuantizationResult", "add_calibration_shapes", "quantization_result", "quantize",
-    "quantize_with_modelopt", "refuse_quantized",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 OUTPUT_FILE_NAME = "quantized_model.onnx"

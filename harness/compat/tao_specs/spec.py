@@ -20,11 +20,6 @@ from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import read_text_file, read_yaml_mapping
 from harness.errors import MAX_COUNT, UserError, suggest_names
 
-__all__ = [
-    "DatasetSection", "Dtype", "EngineSection", "EvaluateSection", "LayerSpec", "QuantizeSection", "Spec",
-    "TensorDtype", "TensorRTOptions", "parse_spec", "read_spec", "require_section",
-]  # fmt: skip
-
 Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
 DATA_TYPE_NAMES = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
 EXAMPLES_HINT = "experiments/specs has one example of each kind"

@@ -27,8 +27,6 @@ from harness.graph.model import Model, TensorType
 from harness.graph.passes.static_shapes import static_types
 from harness.graph.protos import constants_by_name
 
-__all__ = ["ModelInterface", "OriginalModel", "check_equivalent"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_VERDICTS = 256

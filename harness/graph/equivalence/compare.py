@@ -31,8 +31,6 @@ from harness.graph.equivalence.versions import (
 from harness.graph.passes.static_shapes import static_types
 from harness.graph.protos import iter_graphs, iter_nodes
 
-__all__ = ["EquivalenceVerdict", "compare_runs"]
-
 # Least signal-to-noise ratio. In FP32, folded BatchNormalization is above 110 dB, a changed operator below 60. With 11
 # or 8 significant bits, one rounding of a result is 70 or 52 dB, and roundings add up.
 FP32_THRESHOLD_DB = 80.0

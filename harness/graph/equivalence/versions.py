@@ -18,8 +18,6 @@ from harness.graph.passes.normalize import name_nodes
 from harness.graph.protos import iter_graphs, replace_field, tensors_read
 from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 
-__all__ = ["ComparisonTask", "Feeds", "ModelVersion", "RunFailed", "Values", "accepted_runs", "is_informative"]
-
 _OWN_PREFIX = "qdq.own."
 _NUMPY_DTYPE_NAMES = {"float": "float32", "double": "float64", "string": "object"}
 _NUMPY_READABLE_TYPES = frozenset(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-__all__ = ["IR_SUFFIX", "digest_file", "ir_weights", "may_have_external_data"]
-
 IR_SUFFIX = ".xml"
 """Of an OpenVINO IR, whose weights are in a `.bin` file of the same name."""
 _READ_CHUNK_BYTES = 1 << 24

@@ -20,10 +20,6 @@ from harness.graph.io.model_reader import (
 )
 from harness.graph.protos import copy_message
 
-__all__ = [
-    "copy_model", "digest_model", "is_large", "model_files", "move_model", "serialize_model", "to_proto", "write_model",
-]  # fmt: skip
-
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
 
 

@@ -35,8 +35,6 @@ import psutil
 from harness.errors import UserError
 from harness.timing.workers.process import WorkerProcess, die_with_parent
 
-__all__ = ["RUNTIME_FACTOR", "HelperCallFailed", "StepLimits", "call_in_helper_process", "call_with_reports", "serve"]
-
 LIMIT_S_VARIABLE = "QDQ_MODEL_LIMIT_S"
 MEMORY_VARIABLE = "QDQ_MODEL_MEMORY_GB"
 HELPER_CALL_LIMIT_S = 60.0  # shape inference of the largest models takes seconds

@@ -19,11 +19,6 @@ from onnx.external_data_helper import load_external_data_for_tensor
 from harness.errors import UserError
 from harness.graph.protos import iter_graphs, iter_nodes
 
-__all__ = [
-    "ExternalTensors", "check_functions", "distinct_files", "load_external_data", "number_external_data",
-    "read_external_tensors", "read_model", "refuse_damage", "rename_external_files",
-]  # fmt: skip
-
 ExternalTensors = list[tuple[onnx.TensorProto, Path]]
 """Tensors in other files, each with its file."""
 MAX_INLINED_NODES = 100_000

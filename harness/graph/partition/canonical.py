@@ -15,8 +15,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["CanonicalForm", "NodeLabels", "RegionGraph", "canonical_form", "describe_code"]
-
 _MAX_SEARCH_STEPS = (
     40_000  # nodes that may be numbered while equal-looking sinks are distinguished; beyond it the first one is taken
 )

@@ -22,8 +22,6 @@ from enum import Enum
 
 from harness.graph.partition.post_dominators import BranchStructure
 
-__all__ = ["RegionDraft", "VertexKind", "partition_graph"]
-
 _MAX_REGION_DEPTH = (
     32  # deeper nesting is spliced into its parent, so that trees stay shallow enough to compare and print
 )

@@ -19,9 +19,6 @@ from harness.graph.partition.canonical import CanonicalForm, NodeLabels, RegionG
 from harness.graph.partition.regions import Region, RegionType
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, QUANTIZABLE_FLOAT_TYPES
 
-__all__ = ["Pattern", "find_patterns"]
-
-
 # Numbers and paddings that change neither where a Q/DQ pair may stand nor which kernel runs.
 _IGNORED_ATTRIBUTES = frozenset({
     "alpha", "auto_pad", "beta", "ceil_mode", "coordinate_transformation_mode", "count_include_pad", "cubic_coeff_a",

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BranchStructure", "find_branch_structure"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchStructure:

@@ -16,8 +16,6 @@ from harness.graph.partition.partitioner import RegionDraft, VertexKind, partiti
 from harness.graph.partition.post_dominators import find_branch_structure
 from harness.graph.rules.operator_sets import ACTIVATION_OPS, LINEAR_OPS
 
-__all__ = ["Region", "RegionType", "discover_regions", "find_boundary", "find_readers"]
-
 _ELEMENTWISE = ACTIVATION_OPS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
 MAX_MAIN_INPUTS = 1024  # candidates for the main input: nodes pass on a bit for each
 

@@ -12,11 +12,6 @@ from harness.graph.partition.patterns import Pattern
 from harness.graph.partition.regions import Region, RegionType
 from harness.graph.rules.operator_sets import LINEAR_OPS
 
-__all__ = [
-    "DiscoverySummary", "TreeOptions", "describe_phases", "describe_summary", "describe_tree", "is_quantizable",
-    "summarize_discovery", "to_json",
-]  # fmt: skip
-
 QUANTIZABLE_OPS = LINEAR_OPS | {
     "Add", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Mul", "Relu", "Resize", "Sum",
 }  # fmt: skip

@@ -16,11 +16,6 @@ import onnx
 
 from harness.errors import UserError, suggest_names
 
-__all__ = [
-    "Axes", "InputSizes", "MissingSizes", "ResolvedShapes", "axes_of", "evaluate_expression", "expression_symbols",
-    "format_axes", "format_shape", "is_batch", "parse_shape", "resolve_shapes", "set_shape",
-]  # fmt: skip
-
 Axis = int | str | None
 Axes = tuple[Axis, ...]
 """Declared shape: a size, a symbol, or None for a dimension without either."""

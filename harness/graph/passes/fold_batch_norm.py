@@ -19,8 +19,6 @@ from onnx import helper, numpy_helper
 
 from harness.graph.protos import attribute_value, replace_field, tensors_read
 
-__all__ = ["fold_batch_norms"]
-
 _Floats = npt.NDArray[np.float64]
 
 

@@ -24,12 +24,6 @@ from harness.graph.protos import (
     tensors_read,
 )
 
-__all__ = [
-    "MAX_FOLDED_BYTES", "MAX_SHOWN_BYTES", "Weights", "check_valid", "densify_sparse_initializers",
-    "externalize_weights", "isolate_custom_ops", "lower_constants", "name_nodes", "restore_custom_ops",
-    "restore_weights",
-]  # fmt: skip
-
 Weights = dict[str, onnx.TensorProto]
 """Initializers by name that are kept outside of the model."""
 

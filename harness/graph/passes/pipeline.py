@@ -30,8 +30,6 @@ from harness.graph.passes.static_shapes import infer_types, static_types
 from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE_OPSET, upgrade_opset
 from harness.graph.protos import is_standard_op, iter_graphs, iter_subgraphs, opset_versions, replace_field
 
-__all__ = ["ModelDraft", "Pass", "prepare_passes", "run_passes"]
-
 logger = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
 

@@ -21,8 +21,6 @@ from harness.graph.passes.normalize import externalize_weights, lower_constants,
 from harness.graph.passes.static_shapes import infer_types, static_types
 from harness.graph.protos import attribute_value, copy_message, iter_subgraphs, tensors_read
 
-__all__ = ["with_batch_size"]
-
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, str | tuple[int, ...]]

@@ -26,8 +26,6 @@ from harness.graph.protos import (
     replace_field,
 )
 
-__all__ = ["fold_and_prune", "fold_shape_ops", "remove_noops"]
-
 MAX_COMPUTED_BYTES = 1 << 31  # of one constant on the way to others; ONNX Runtime would compute it at each start
 
 TensorValues = dict[str, np.ndarray[Any, Any]]

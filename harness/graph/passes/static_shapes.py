@@ -24,16 +24,10 @@ from harness.graph.passes.dimension_sizes import (
     axes_of,
     format_axes,
     format_shape,
-    parse_shape,
     resolve_shapes,
     set_shape,
 )
 from harness.graph.protos import attribute_value, copy_message, dtype_name, input_values, replace_field
-
-__all__ = [
-    "copy_with_static_inputs", "find_example_sizes", "fix_inputs", "format_size_options", "has_dynamic_inputs",
-    "infer_types", "parse_dims", "parse_shape", "static_types",
-]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.protos import attribute_value, constants_by_name, iter_graphs, replace_field
 
-__all__ = ["EXPLICIT_RESIZE_OPSET", "upgrade_opset"]
-
 EXPLICIT_RESIZE_OPSET = 11  # Resize has coordinate modes
 _SINGLE_AXIS_SOFTMAX_OPSET = 13  # Hardmax works along one axis
 _UNBATCHED_SCAN_OPSET = 9  # Scan has no batch axis

@@ -16,8 +16,6 @@ from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoic
 from harness.graph.rules.dialects import Dialect
 from search.space import Edge, Resolved
 
-__all__ = ["CastInserter", "map_edges_to_cast_model", "require_all_nodes"]
-
 MAX_FLOAT16 = 65504.0
 Ranges = Mapping[str, tuple[float, float]]
 

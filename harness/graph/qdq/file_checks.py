@@ -21,8 +21,6 @@ from harness.graph.rules.agreements import PASSING_OPS, SCALING_OPS
 from harness.graph.rules.dialects import TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
 
-__all__ = ["CHECKED_DIALECTS", "FP8_CAPABILITY", "QDQProblem", "find_qdq_problems", "find_refused_qdq"]
-
 CHECKED_DIALECTS = {dialect.name: dialect for dialect in (TENSORRT, TENSORRT_RTX)}
 """Dialects whose rules know files, not only placements of our own."""
 FP8_CAPABILITY = (8, 9)

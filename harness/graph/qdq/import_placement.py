@@ -19,8 +19,6 @@ from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from search.space import Edge, Resolved
 
-__all__ = ["compare_import", "import_placement", "import_ranges", "map_to_float_tensors", "require_float_model"]
-
 logger = logging.getLogger(__name__)
 
 _QOPERATOR_OPS = frozenset({"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "QGemm", "QAttention"})

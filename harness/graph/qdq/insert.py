@@ -34,8 +34,6 @@ from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import Dialect
 from search.space import Resolved, edges_digest
 
-__all__ = ["Inserter"]
-
 
 def _join(parts: Iterable[Iterable[Any]]) -> Iterable[Any]:
     """Return the items of all parts; most parts are empty, and skipped."""

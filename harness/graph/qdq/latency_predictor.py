@@ -34,11 +34,6 @@ from harness.graph.rules.points import count_macs
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
-__all__ = [
-    "COLUMNS", "FILE_NAME", "PlacementFeatures", "choose_portfolio", "predict_log_ratios", "propose_fast_placements",
-    "runtime_key",
-]  # fmt: skip
-
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 

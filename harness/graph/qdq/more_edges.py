@@ -11,8 +11,6 @@ import onnx
 from harness.graph.qdq.qdq_graph import DEQUANTIZE, QUANTIZE, read_qdq_graph
 from search.space import Edge
 
-__all__ = ["write_with_edges"]
-
 
 def write_with_edges(shipped: Path, edges: Sequence[Edge], path: Path) -> bool:
     """Write a Q/DQ model with more edges quantized, each tensor by its own pair or one like another tensor's.

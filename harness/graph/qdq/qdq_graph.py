@@ -21,11 +21,6 @@ from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from search.space import Edge, Resolved
 
-__all__ = [
-    "CAST_OPS", "DEQUANTIZE", "QDQ_OPS", "QUANTIZE", "QDQGraph", "count_pairs", "diff_edges", "node_name",
-    "read_precisions", "read_qdq_edges", "read_qdq_graph", "unique_node_names",
-]  # fmt: skip
-
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 QDQ_OPS = frozenset({QUANTIZE, DEQUANTIZE})
 CAST_OPS = frozenset({"Cast", "Identity"})

@@ -21,8 +21,6 @@ from harness.graph.io.model_reader import read_model
 from harness.graph.protos import copy_message, input_values, tensors_read
 from harness.graph.qdq.qdq_graph import CAST_OPS, DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name
 
-__all__ = ["ModelGraph", "PairRemover", "find_index_outputs", "write_7bit_copy"]
-
 # Operators whose result is discontinuous, or random.
 DISCONTINUOUS_OPS = frozenset(
     {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}

@@ -24,8 +24,6 @@ from harness.graph.rules.points import QuantizationPoint, find_points, weighted_
 from harness.graph.rules.precision_sensitive import find_unquantizable_constants
 from search.space import FLOAT, Dimension, Edge, PointKind, Space
 
-__all__ = ["Sharing", "build_space"]
-
 logger = logging.getLogger(__name__)
 
 Sharing = Literal["pattern", "region"]

@@ -14,8 +14,6 @@ from harness.graph.protos import input_values
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, node_name, read_qdq_graph
 from search.space import Edge
 
-__all__ = ["transfer_placement"]
-
 
 def transfer_placement(source: Path, model: Model) -> dict[Edge, str]:
     """Return the quantized edges of an exported file with their precision, in terms of another float model.

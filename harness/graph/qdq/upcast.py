@@ -19,8 +19,6 @@ from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import read_model
 from harness.graph.protos import attribute_value, copy_message, input_values, iter_graphs, iter_nodes, replace_field
 
-__all__ = ["UPCAST_NOTE", "upcast_to_float32", "write_float32_copy"]
-
 UPCAST_NOTE = (
     "its QuantizeLinear take 16-bit floats, which ONNX Runtime's CPU kernel truncates or lacks: it is run in float32 "
     "between the same pairs, with the same scales"

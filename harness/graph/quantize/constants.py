@@ -28,8 +28,6 @@ from harness.graph.quantize.weights import (
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.precision_sensitive import find_unquantizable_constants
 
-__all__ = ["INLINE_BYTES", "ConstantQuantizer", "QuantizedConstant"]
-
 INLINE_BYTES = 4096
 """Larger tensors of a candidate are kept in the shared external data file."""
 

@@ -23,8 +23,6 @@ from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.precision_sensitive import find_unquantizable_constants
 from search.space import Edge, Resolved
 
-__all__ = ["GRAPH_INPUT_INDEX", "EdgeRequests", "NodeRequests", "SharedScaleFinder"]
-
 GRAPH_INPUT_INDEX = -1
 """Row, after those of the nodes, of the producer of the model's inputs and the consumer of its outputs."""
 

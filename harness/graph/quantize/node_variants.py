@@ -19,8 +19,6 @@ from harness.graph.quantize.scales import ActivationScales, SharedScale
 from harness.graph.quantize.weights import bias_place
 from harness.graph.rules.dialects import Dialect
 
-__all__ = ["NodeVariant", "PairVariant", "RequestBit", "VariantEncoder", "VariantTable"]
-
 Form = TypeVar("Form")
 
 

@@ -11,11 +11,6 @@ from harness.graph.model import Model, Node
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.dialects import Dialect
 
-__all__ = [
-    "DEFAULT_CHOICES", "Granularity", "NumericChoices", "channel_name", "depthwise_inputs", "is_channel_name",
-    "is_depthwise",
-]  # fmt: skip
-
 Granularity = Literal["tensor", "channel"]
 
 

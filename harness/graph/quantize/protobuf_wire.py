@@ -17,11 +17,6 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from harness.graph.protos import copy_message
 
-__all__ = [
-    "FLOAT_BIAS_PREFIX", "NAME_PREFIX", "DataFile", "NodePieces", "encode_attribute", "encode_graph_header",
-    "encode_initializer", "encode_model", "encode_node", "encode_record", "split_model_frame",
-]  # fmt: skip
-
 NAME_PREFIX = "@qdq."
 """What follows the name of a tensor of the float model in the names that belong to its Q/DQ pairs."""
 FLOAT_BIAS_PREFIX = f"{NAME_PREFIX}float"

@@ -34,8 +34,6 @@ from harness.graph.rules.movement import find_repeated_input, is_value_preservin
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE
 from harness.graph.rules.sentinels import holds_sentinel
 
-__all__ = ["ActivationScales", "EncodedPair", "ScaleLinks", "SharedScale", "find_root"]
-
 
 @dataclass(frozen=True, slots=True)
 class SharedScale:

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from harness import registry
 
-__all__ = ["WeightEstimator", "WeightEstimatorContract", "least_squares", "load_weight_estimator", "max_magnitude"]
-
 Rows = npt.NDArray[np.float32]
 _SHRINK_FACTORS = np.linspace(0.5, 1.0, 51)[::-1]
 

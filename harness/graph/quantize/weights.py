@@ -17,11 +17,6 @@ import numpy.typing as npt
 from harness.graph.model import Model, Node
 from harness.graph.quantize.weight_estimators import WeightEstimator, max_magnitude
 
-__all__ = [
-    "FP8_MAX", "FP8_MAX_BY_FORMAT", "MAX_LEVEL", "QUANTIZABLE_DTYPES", "STORAGE_DTYPES", "Array", "QuantizedTensor",
-    "bias_place", "quantize_affine", "quantize_weight", "smallest_scale", "weight_axis",
-]  # fmt: skip
-
 Array = npt.NDArray[Any]
 QUANTIZABLE_DTYPES: Mapping[str, npt.DTypeLike] = {
     "float": np.float32,

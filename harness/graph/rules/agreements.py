@@ -15,8 +15,6 @@ from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, MOVEMENT_OPS
 from search.space import Agreement, Edge
 
-__all__ = ["PASSING_OPS", "SCALING_OPS", "find_agreements", "passed_slot"]
-
 PASSING_OPS = MOVEMENT_OPS - {"Resize", "Upsample"} | {"Concat", "Dropout", "Identity", "MaxPool"}
 """The DequantizeLinear in front of them is moved behind them, but for a Pad by a constant and a MaxPool of FP8."""
 SCALING_OPS = frozenset({"Div", "Mul"})

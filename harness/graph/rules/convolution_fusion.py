@@ -6,8 +6,6 @@ from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import ACTIVATION_OPS, CONVOLUTION_OPS
 
-__all__ = ["follows_convolution", "is_fusible_operand"]
-
 
 def follows_convolution(model: Model, dialect: Dialect, node: Node, tensor: str) -> bool:
     """Return whether an input is between Conv, BatchNormalization and activation; x * sigmoid(x) is an activation."""

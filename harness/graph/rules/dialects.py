@@ -11,12 +11,6 @@ from harness.api import capabilities_of
 from harness.errors import UserError
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT_OPS
 
-__all__ = [
-    "BUILTIN_DIALECTS", "INT7_MAX_LEVEL", "INT8_MAX_LEVEL", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8",
-    "ONNXRUNTIME_S8_7BIT", "ONNXRUNTIME_UNFUSED", "ONNXRUNTIME_WEB", "OPENVINO", "OPENVINO_7BIT", "TENSORRT",
-    "TENSORRT_RTX", "Dialect", "dialect_name_for", "load_dialect",
-]  # fmt: skip
-
 _SPACE_FIELDS = (
     "faults", "zero_points", "channel_activations", "operands_agree", "float_kernels", "max_fp8_filter",
     "generates_kernels",

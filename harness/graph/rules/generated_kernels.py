@@ -20,8 +20,6 @@ from harness.graph.rules.operator_sets import (
     SOFTMAX_OPS,
 )
 
-__all__ = ["find_inner_tensors"]
-
 _GENERATED_OPS = (
     ACTIVATION_OPS
     | ARITHMETIC_OPS

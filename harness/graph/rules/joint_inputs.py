@@ -8,8 +8,6 @@ from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import QUANTIZABLE_FLOAT_TYPES
 
-__all__ = ["JointInputs", "find_joint_inputs", "is_float", "jointly_quantized_inputs"]
-
 
 @dataclass(frozen=True, slots=True)
 class JointInputs:

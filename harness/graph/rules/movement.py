@@ -10,8 +10,6 @@ import numpy as np
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
 
-__all__ = ["find_repeated_input", "is_value_preserving"]
-
 _VALUE_PRESERVING_OPS = frozenset({
     "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Expand", "Tile",
     "DepthToSpace", "SpaceToDepth", "Gather",

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = [
-    "ACTIVATION_OPS", "ARITHMETIC_OPS", "CONVOLUTION_OPS", "LINEAR_OPS", "MAX_CONSTANT_MAGNITUDE",
-    "MIN_CONSTANT_SCALE", "MOVEMENT_OPS", "NORMALIZATION_OPS", "PARAMETER_SLOTS", "POINT_OPS", "POLE_SLOTS",
-    "POOLING_OPS", "QUANTIZABLE_FLOAT_TYPES", "SHAPE_SLOTS", "SOFTMAX_OPS",
-]  # fmt: skip
-
 QUANTIZABLE_FLOAT_TYPES = frozenset({"float", "float16"})
 """Element types, by their ONNX names in lower case, of tensors that may be quantized."""
 

@@ -26,8 +26,6 @@ from harness.graph.rules.precision_sensitive import (
 )
 from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, find_affected_nodes
 
-__all__ = ["PLACEMENT_RULES", "PlacementRule", "applicable_rules", "first_violated_rule"]
-
 
 class _InputSite(NamedTuple):
     """An input of a node, for which a precision is requested.

@@ -21,11 +21,6 @@ from harness.graph.rules.operator_sets import (
 from harness.graph.rules.placement_rules import PlacementRule, applicable_rules, first_violated_rule
 from search.space import Edge
 
-__all__ = [
-    "QuantizationPoint", "count_macs", "explain_no_points", "find_points", "float_inputs_with_rule", "input_role",
-    "weighted_ops_without_points",
-]  # fmt: skip
-
 _OPS_BY_ROLE: Mapping[str, frozenset[str]] = {
     "mul": frozenset({"Mul", "Div"}),
     "pool": POOLING_OPS,

@@ -23,11 +23,6 @@ from harness.graph.rules.operator_sets import (
 )
 from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, holds_sentinel
 
-__all__ = [
-    "NodeInput", "find_parameter_inputs", "find_pole_inputs", "find_sentinel_constants",
-    "find_unquantizable_constants",
-]  # fmt: skip
-
 NodeInput = tuple[int, int]
 """An input of a model's node: index of the node, input."""
 

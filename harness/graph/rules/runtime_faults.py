@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from harness.graph.model import Model, Node
 from harness.graph.rules.operator_sets import MOVEMENT_OPS
 
-__all__ = ["MAX_EPSILON", "RUNTIME_FAULTS", "RuntimeFault", "find_affected_nodes"]
-
 MAX_EPSILON = 1e-3
 """Of a normalization; wrong results are 43 dB from right ones there, for data with a deviation of 0.3."""
 

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MIN_SENTINEL_MAGNITUDE", "MagnitudeHistogram", "holds_sentinel"]
-
 Array = npt.NDArray[Any]
 
 _BIN_COUNT = 1 << 15  # the upper half of a float32 without its sign: 128 bins for each power of two

@@ -15,11 +15,6 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval, block_ci, median_ci, paired_ratio_ci, speedup_verdict
 from harness.timing.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
 
-__all__ = [
-    "Turns", "confirmed_choices", "interval_over_seeds", "paired_ratio", "ratio_over_seeds", "sample_frame",
-    "speedups_at", "statistical_ties", "valid_turns", "variance_frame",
-]  # fmt: skip
-
 #: Median latency in ms of each turn, by worker (build, group).
 Turns = Mapping[BuildKey, Mapping[int, float]]
 MIN_SEEDS_FOR_INTERVAL = 6  # of fewer, no interval of the median has a confidence of 95 %

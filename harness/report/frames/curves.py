@@ -14,11 +14,6 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.search_loop.search_log import SearchLog
 from search.pareto import front_numbers, hypervolume, insert_nondominated
 
-__all__ = [
-    "Curve", "candidate_frame", "candidate_label", "close_intervals", "curve_frame", "hypervolume_frame",
-    "iter_speedup_curves", "median_float_ms", "pareto_front", "search_float_ms",
-]  # fmt: skip
-
 CURVE_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "speedup"]
 HYPERVOLUME_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
 PLOT_GRID = 150  # fields per axis; candidates in the same field overlap in a plot

@@ -21,11 +21,6 @@ from harness.statistics import Interval
 from harness.timing.provenance import processor_label
 from harness.timing.turn_log import disturbance_note
 
-__all__ = [
-    "UNUSABLE_DECISIONS", "backend_label", "finalist_frame", "main_frame", "precision_frame", "rows_by_task",
-    "with_backend_column",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 60

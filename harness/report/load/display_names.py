@@ -10,11 +10,6 @@ from harness.report.load.results import TaskResults
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
 
-__all__ = [
-    "BEYOND_BOUND_VERDICT", "METRIC_CAPS", "METRIC_FORMATS", "UNSCORED_VERDICT", "format_drop", "format_score",
-    "metric_name", "row_labels", "score_column_title", "truncate", "verdict_label",
-]  # fmt: skip
-
 #: Name, digits and unit of a metric; others have their own name and four digits.
 METRIC_FORMATS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
 #: Metrics with the float model as reference, whose own value is this cap (`harness.accuracy.metrics.fidelity`), so

@@ -7,8 +7,6 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-__all__ = ["Environment", "RecoveryRecord", "TaskFacts", "validate_record"]
-
 
 class _ReportedRecord(BaseModel):
     """JSON object; keys that no report reads are not checked."""

@@ -35,8 +35,6 @@ from harness.timing.turn_log import RowFailure, TurnEvent
 from harness.verification.accuracy_store import FILE_BENCHMARKER, read_scores
 from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, read_checks
 
-__all__ = ["NOISY_FLOOR", "Results", "TaskResults", "load"]
-
 NOISY_FLOOR = 0.10  # noise floor of a noisy machine, on which gains of the size that quantization has are lost
 
 MAX_SCORE_DIFFERENCE = 0.01

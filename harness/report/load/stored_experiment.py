@@ -24,11 +24,6 @@ from harness.results_dir.lines import has_lines, read_lines
 from harness.search_loop.objective import Goal
 from harness.verification.accuracy_store import read_scores
 
-__all__ = [
-    "StoredExperiment", "read_builds", "read_environment", "read_goal", "read_metric_scores", "read_or_explain",
-    "read_stored_experiment", "read_task_facts",
-]  # fmt: skip
-
 T = TypeVar("T")
 REPAIR_HINT = "move it away and repeat qdq run, which makes it again, or restore it"
 MAX_EXPERIMENT_BYTES = 4_000_000

@@ -24,11 +24,6 @@ from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import record_files
 from harness.statistics import Interval
 
-__all__ = [
-    "GRAPH_FILE", "AttributionReport", "EdgeFusion", "MinimalPlacement", "PartEffect", "exported", "read_attribution",
-    "read_attributions", "read_graph", "sizes_of", "write_attribution", "write_graph",
-]  # fmt: skip
-
 GRAPH_FILE = "graph.json"
 ATTRIBUTION_SCHEMA = 1
 GRAPH_SCHEMA = 1  # increase it when the layout or the marks change, or reports of known rows keep their graphs

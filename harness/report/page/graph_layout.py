@@ -17,8 +17,6 @@ from harness.graph.partition.regions import Region, RegionType
 from harness.report.page.html_document import render_html
 from search.space import Dimension, Edge
 
-__all__ = ["build_scene", "edge_marks", "render_graph_page"]
-
 NODE_HEIGHT_PX = 20
 BOX_GAP_PX = 14
 BOX_PADDING_PX = 8

@@ -22,8 +22,6 @@ from harness.report.page.graph_layout import build_scene, edge_marks
 from harness.results_dir.artifacts import FLOAT_ROW
 from search.space import Dimension
 
-__all__ = ["load_task_graph"]
-
 logger = logging.getLogger(__name__)
 
 

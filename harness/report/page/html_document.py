@@ -17,8 +17,6 @@ from markupsafe import Markup
 
 from harness.text import printable_lines
 
-__all__ = ["pack_json", "render_html"]
-
 
 def render_html(template: str, scripts: Sequence[str], data: Any, values: Mapping[str, Any]) -> str:
     """Return a filled template of `harness/report/assets`.

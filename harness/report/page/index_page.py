@@ -34,8 +34,6 @@ from harness.report.tables.budget import budget_frame
 from harness.report.tables.notes import noise_note, partial_note, progress_note
 from harness.statistics import Interval
 
-__all__ = ["render_index"]
-
 WRONG_RESULT = "wrong result"
 VERDICT_KINDS = (
     "faster",

@@ -25,8 +25,6 @@ from harness.report.load.display_names import metric_name, truncate
 from harness.report.load.results import TaskResults
 from harness.report.plots.result_plots import median_steps, series_style
 
-__all__ = ["build_charts"]
-
 PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 PLOTLY_SYMBOL_BY_MARKER = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",

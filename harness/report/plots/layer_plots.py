@@ -18,8 +18,6 @@ from harness.report.load.task_files import AttributionReport, PartEffect
 from harness.report.plots.result_plots import SERIES_COLOURS, figure_file
 from harness.statistics import Interval
 
-__all__ = ["draw_gain_and_drop", "draw_sensitivity", "draw_waterfall", "waterfall_frame"]
-
 QDQ_NAME_TAG = "@qdq."  # in the names of nodes of Q/DQ pairs, see `harness.graph.quantize.protobuf_wire`
 NAME_COUNTER = re.compile(r"(?<=[A-Za-z])_\d+$")  # runtimes number the nodes that they add anew for each model
 

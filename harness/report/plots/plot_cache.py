@@ -11,8 +11,6 @@ from harness.errors import UserError
 from harness.records import from_json
 from harness.results_dir.manifest import FileTable, find_changed_files, read_manifest
 
-__all__ = ["PLOT_FILE_FORMATS", "PlotCache", "PlotFile"]
-
 PLOT_FILE_FORMATS = ("png", "svg", "pdf")
 
 

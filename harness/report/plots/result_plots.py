@@ -23,11 +23,6 @@ from harness.report.plots.plot_cache import PLOT_FILE_FORMATS
 from harness.statistics import median_ci
 from harness.text import printable_lines
 
-__all__ = [
-    "SERIES_COLOURS", "add_legend", "draw_budget_bars", "draw_curves", "draw_latencies", "draw_pareto", "figure_file",
-    "median_band", "median_steps", "series_style",
-]  # fmt: skip
-
 Values = npt.NDArray[Any]
 SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 SERIES_LINES = ("-", "--", "-.", ":")

@@ -15,8 +15,6 @@ from harness.report.plots.result_plots import SERIES_COLOURS, add_legend, figure
 from harness.report.report_table import pluralize
 from harness.report.statistics import Floats, FriedmanRanks
 
-__all__ = ["draw_critical_difference", "draw_regret", "draw_speedups", "draw_transfer_map"]
-
 SPEEDUP_TICKS = (1, 1.5, 2, 3, 4, 6, 8)  # in each decade of a logarithmic axis
 
 

@@ -18,8 +18,6 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import MIN_CLAIMED_GAIN, Interval
 
-__all__ = ["BUDGET", "TARGETS", "budget_frame", "target_frame"]
-
 TARGET_GAIN_SHARES = (0.95, 0.99)
 NEVER_REACHED = "never"
 

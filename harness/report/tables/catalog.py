@@ -30,8 +30,6 @@ from harness.report.tables.shapes import SHAPES, shape_table
 from harness.report.tables.tools import FASTEST, TOOLS, fastest_frame, tool_table
 from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
 
-__all__ = ["SPECS", "build_tables"]
-
 #: Every table of a results folder by name, in order.
 SPECS: Mapping[str, TableSpec] = {
     spec.name: spec

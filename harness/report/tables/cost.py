@@ -15,8 +15,6 @@ from harness.report.report_table import MISSING_CELL, ReportTable
 from harness.report.table_spec import Row, TableSpec, number_column, text_column
 from harness.search_loop.search_log import SearchLog
 
-__all__ = ["COST", "VARIANCE", "cost_frame", "cost_table"]
-
 
 def _sum(key: str) -> Callable[[Sequence[Row]], str]:
     return lambda rows: str(sum(row[key] for row in rows))

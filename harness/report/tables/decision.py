@@ -20,8 +20,6 @@ from harness.report.table_spec import Column, Row, TableSpec, is_missing, number
 from harness.report.tables.main import DECISION_COLUMNS, DECISION_NOTE
 from harness.results_dir.artifacts import FLOAT_ROW
 
-__all__ = ["DECISION", "decision_frame", "decision_table"]
-
 BEST_FOUND = "best found"
 RULE_LABELS = {
     "linear": "linear operators",

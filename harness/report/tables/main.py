@@ -29,11 +29,6 @@ from harness.report.tables.notes import float_estimate, group_names, noise_floor
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
 from harness.statistics import Interval
 
-__all__ = [
-    "DECISION_COLUMNS", "DECISION_NOTE", "FINALISTS", "MAIN", "PRECISION", "finalist_table", "main_note", "main_table",
-    "precision_table", "wrong_result_rows",
-]  # fmt: skip
-
 DECISION_NOTE = (
     "Decision: a row is shipped if it is faster than the float baseline beyond the noise and its drop (not the "
     'interval of the drop) keeps the bound on accuracy. Without a score or a bound a row is only "faster": check its '

@@ -14,21 +14,6 @@ from harness.search_loop.search_log import SearchLog
 from harness.timing.provenance import format_scenario, lacks_vnni, processor_label
 from harness.timing.turn_log import disturbance_note
 
-__all__ = [
-    "backend_notes",
-    "data_notes",
-    "early_end_notes",
-    "float_estimate",
-    "group_names",
-    "loss_note",
-    "noise_floor_note",
-    "noise_note",
-    "partial_note",
-    "progress_note",
-    "scenario_notes",
-    "without_vnni",
-]  # fmt: skip
-
 T = TypeVar("T")
 MAX_DISTURBED_SHARE = 0.10  # of more disturbed evaluations, a search may have selected a poor placement
 WIDE_INTERVAL_SHARE = 0.25  # half-width of the float model's interval above which latencies in ms say little

@@ -14,8 +14,6 @@ from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_c
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
 
-__all__ = ["MEAN_LABEL", "OVERVIEW", "overview_frame", "overview_table"]
-
 MEAN_LABEL = "geometric mean"
 OVERVIEW_COLUMNS = (
     "task", "model", "backend", "device", "quantized", "column", "method", "precision", "speedup", "speedup_low",

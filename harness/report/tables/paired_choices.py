@@ -19,8 +19,6 @@ from harness.report.tables.overview import MEAN_LABEL
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci, speedup_verdict
 from harness.timing.turn_log import TurnMatrix
 
-__all__ = ["ABLATION", "FIXED", "ablation_frame", "fixed_frame", "fixed_table"]
-
 FIXED_COLUMNS = (
     "task", "model", "tasks", "searcher", "budget", "fixed", "row", "ratio", "low", "high", "noise_floor", "verdict",
     "seeds", "same", "unfit",

@@ -22,8 +22,6 @@ from harness.report.statistics import (
 from harness.report.table_spec import Row, TableSpec, interval_column, number_column, text_column
 from harness.statistics import median_ci
 
-__all__ = ["PAIRS", "SCORE", "VOLUME", "pair_frame", "pair_table", "rank_searchers", "score_frame", "volume_table"]
-
 RANDOM_SEARCHER = "random"
 SEARCH_LATENCY_NOTE = (
     "The latency of a placement is the median over all searches of the task that measured it, so it is the same for "

@@ -15,8 +15,6 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
 from harness.timing.confirmation import summarize_parts
 
-__all__ = ["SHAPES", "shape_frame", "shape_table"]
-
 SHAPES = TableSpec(
     name="shapes",
     title="Shapes",

@@ -15,8 +15,6 @@ from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_c
 from harness.report.tables.main import FIGURES, PAIRS
 from harness.results_dir.artifacts import FLOAT_ROW
 
-__all__ = ["MAX_SUMMARY_ROWS", "summary_table"]
-
 MAX_SUMMARY_ROWS = 8
 LATENCY, SPEEDUP, SCORE, DROP = FIGURES
 

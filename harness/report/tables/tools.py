@@ -20,8 +20,6 @@ from harness.report.tables.main import FIGURES, VERDICT
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
 
-__all__ = ["FASTEST", "TOOLS", "fastest_frame", "tool_frame", "tool_table"]
-
 SURELY_WITHIN = 0.95
 """Probability from which a row is surely within the bound; it is within from one half."""
 

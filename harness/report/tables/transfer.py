@@ -18,8 +18,6 @@ from harness.report.statistics import rank_values
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
 
-__all__ = ["TRANSFER", "TRANSFER_MODELS", "similarity_frame", "transfer_frame", "transfer_tables"]
-
 PLACEMENT_ID = re.compile(r"[0-9a-f]{16}")  # also of placements in a search's own space, and of external models
 MIN_SHARED_ROWS = 4  # for a rank correlation of two tasks
 SHARE_NOTE = (

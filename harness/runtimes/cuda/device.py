@@ -13,8 +13,6 @@ from typing import Any
 
 from harness.errors import MeasureFailed, UserError, WorkerUnusable, install_hint
 
-__all__ = ["CudaRuntime", "Device", "GpuConditions", "GpuMonitor", "import_runtime", "open_device"]
-
 INSTALL_HINT = f"{install_hint('tensorrt')} brings cuda-python"
 STICKY_ERROR_CODES = frozenset((214, 700, 702, 710, 714, 715, 716, 717, 718, 719))
 """Memory error, illegal address, time-out, assert, stack, instruction, alignment, address space, program counter,

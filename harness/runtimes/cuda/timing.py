@@ -19,8 +19,6 @@ from typing import Any
 from harness.errors import CandidateError, MeasureFailed
 from harness.runtimes.cuda.device import CudaRuntime
 
-__all__ = ["Enqueue", "GpuTimer", "GpuTimings", "flush_bytes"]
-
 Enqueue = Callable[[int], None]
 """Queues one inference on the stream with this handle and returns; raises where it is refused."""
 

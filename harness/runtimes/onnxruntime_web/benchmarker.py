@@ -19,8 +19,6 @@ from harness.timing.host_clock import require_static_shapes, to_float32, transla
 from harness.timing.provenance import cpu_model_name
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["PROGRAM", "SESSION_OPTIONS", "ONNXRuntimeWebBenchmarker"]
-
 PROGRAM = Path(__file__).with_name("child.mjs").read_text(encoding="utf-8")
 SESSION_OPTIONS: Mapping[str, Any] = {
     "executionProviders": ["wasm"],

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["WebSession"]
-
 
 class WebSession:
     """Run onnxruntime-web in a child process, by requests to its program.

@@ -21,8 +21,6 @@ from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.rules.dialects import TENSORRT_RTX
 from harness.runtimes.rtx_compile.layer_log import LIST_HEAD, Kernel, read_kernels
 
-__all__ = ["DEFAULT_TARGET", "TARGETS", "Compilation", "Refusal", "compile_file", "import_compiler", "require_target"]
-
 TARGETS: Mapping[str, tuple[int, int]] = {
     "sm75": (7, 5), "sm80": (8, 0), "sm86": (8, 6), "sm89": (8, 9), "sm120": (12, 0), "sm121": (12, 1)
 }  # fmt: skip

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from harness.errors import BuildFailed
 
-__all__ = ["LIST_HEAD", "Kernel", "KernelTensor", "read_kernels"]
-
 LIST_HEAD = "Layers:"
 """Beginning of the log message that holds the list."""
 SYNCHRONIZATION_KINDS = frozenset({"signal", "wait"})

@@ -16,8 +16,6 @@ from harness.runtimes.rtx_compile.compiler import (
     require_target,
 )
 
-__all__ = ["RTXCompiler"]
-
 
 class RTXCompiler:
     """Compile models for a GPU that need not be there, without timing anything.

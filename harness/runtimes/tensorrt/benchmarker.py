@@ -22,8 +22,6 @@ from harness.runtimes.tensorrt.options import Precision, Typing, read_options
 from harness.runtimes.tensorrt.session import EngineProbe, LoadedEngine
 from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, timing_cache_path
 
-__all__ = ["TensorRTBenchmarker"]
-
 ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
 PROFILED_RUNS = 50
 

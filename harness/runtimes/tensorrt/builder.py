@@ -13,8 +13,6 @@ from harness.runtimes.tensorrt.library import TensorRTLibrary
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile
 from harness.runtimes.tensorrt.timing_cache import TimingCache
 
-__all__ = ["TIMING_RUNS_PER_TACTIC", "SerializedEngine", "build_plan", "load_engine", "weak_typing_flags"]
-
 TIMING_RUNS_PER_TACTIC = 8
 """Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""
 

@@ -17,8 +17,6 @@ from harness.api import Layer
 from harness.errors import MeasureFailed
 from harness.runtimes.tensorrt.session import ExecutionSession, LoadedEngine
 
-__all__ = ["profile_layers", "read_layers"]
-
 DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")
 """Places of the type of a tensor, by preference."""
 PRECISION_PATTERNS: tuple[tuple[str, str], ...] = (

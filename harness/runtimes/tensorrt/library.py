@@ -16,8 +16,6 @@ from typing import Any
 
 from harness.errors import UserError, install_hint
 
-__all__ = ["TensorRTLibrary", "open_library"]
-
 MIN_VERSION = (10, 9)
 STRONG_TYPING_ONLY_MAJOR = 11
 """From this major on, every network is strongly typed."""

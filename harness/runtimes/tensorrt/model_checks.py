@@ -26,18 +26,6 @@ from harness.graph.protos import constants_by_name
 from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import QDQGraph
 
-__all__ = [
-    "Structure",
-    "cast_model",
-    "check_tensorrt_qdq",
-    "dominant_float_type",
-    "has_fp8",
-    "has_qdq",
-    "read_input_shapes",
-    "read_io_dtypes",
-    "read_structure",
-]  # fmt: skip
-
 Structure: TypeAlias = onnx.ModelProto
 """A model without its external data."""
 MAX_PROTOBUF_BYTES = 2**31 - 1

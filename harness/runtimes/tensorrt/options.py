@@ -24,11 +24,6 @@ from harness.runtimes.tensorrt.model_checks import (
 )
 from harness.runtimes.tensorrt.timing_cache import POLICIES, CachePolicy
 
-__all__ = [
-    "BuildOptions", "ParsedSource", "Precision", "Shape", "ShapeProfile", "Typing", "check_choice", "format_shape",
-    "read_options", "read_profiles", "select_dynamic_profiles",
-]  # fmt: skip
-
 Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(normalize_float_precision)]
 Typing = Literal["strong", "weak"]
 MIN_CAPABILITY_BY_PRECISION: Mapping[str, tuple[int, int]] = {

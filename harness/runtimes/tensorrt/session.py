@@ -21,8 +21,6 @@ from harness.runtimes.tensorrt.options import Shape, ShapeProfile, format_shape
 from harness.timing.host_clock import to_float32
 from harness.timing.sampling import make_fixed_inputs
 
-__all__ = ["EngineProbe", "ExecutionSession", "LoadedEngine"]
-
 NUMPY_TYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT32": np.int32, "INT64": np.int64,
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn,

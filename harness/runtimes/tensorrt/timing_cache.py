@@ -17,8 +17,6 @@ from harness.errors import BuildFailed, UserError
 from harness.runtimes.cuda.device import Device
 from harness.runtimes.tensorrt.library import TensorRTLibrary
 
-__all__ = ["POLICIES", "CachePolicy", "TimingCache", "timing_cache_path"]
-
 CachePolicy = Literal["cold", "shared", "frozen"]
 POLICIES = ("cold", "shared", "frozen")
 MAX_CACHE_BYTES = 2**30

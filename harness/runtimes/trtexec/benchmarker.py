@@ -37,8 +37,6 @@ from harness.runtimes.trtexec.flags import (
 )
 from harness.timing.host_clock import to_float32
 
-__all__ = ["TrtexecBenchmarker"]
-
 MIN_ITERATIONS = 50
 """Inferences of one run of trtexec: starting it takes longer than they do."""
 MAX_LEFTOVER_AGE_S = 1.0

@@ -20,11 +20,6 @@ from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
 from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile, format_shape
 
-__all__ = [
-    "InferenceTrace", "build_flags", "check_extra_flags", "error_lines", "find_trtexec", "merge_flags",
-    "parse_version", "read_outputs", "read_profile", "read_times", "run_flags", "run_trtexec",
-]  # fmt: skip
-
 RESERVED_FLAGS = (
     "--onnx", "--saveEngine", "--loadEngine", "--exportTimes", "--exportOutput", "--exportLayerInfo", "--exportProfile",
     "--iterations", "--duration", "--warmUp", "--loadInputs",

@@ -14,8 +14,6 @@ from harness.records import MAIN_BENCHMARKER, Failed
 from harness.statistics import Interval
 from harness.timing.sampling import Samples
 
-__all__ = ["FIRST_STAGE_EVALUATOR", "BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
-
 T = TypeVar("T")
 FIRST_STAGE_EVALUATOR = "first stage"
 """Name of the evaluator on some of the images of the search's evaluator, if candidates are scored in stages."""

@@ -18,8 +18,6 @@ from harness.timing.workers.timing_policy import ExclusiveTiming, SerialTiming, 
 from harness.timing.workers.trial_pool import Executor, SyncExecutor, ThreadedExecutor, TrialFnFactory
 from search.space import Resolved
 
-__all__ = ["CandidateWriter", "ExecutionTarget", "LocalTarget", "QueueFactory", "SpecEngineFactory"]
-
 SpecEngineFactory = Callable[[WorkerSpec], AbstractContextManager[Engines]]
 QueueFactory = Callable[[TrialFnFactory], AbstractContextManager[Executor]]
 """Returns the executor of one search, open while the search runs, on workers that all searches of a task share."""

@@ -46,8 +46,6 @@ from harness.timing.sampling import Samples, sample_engine, warm_up
 from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR, BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from search.space import edges_digest
 
-__all__ = ["InProcess", "Scorer", "as_outcome", "last_lines", "with_progress"]
-
 T = TypeVar("T")
 _KnownOutputs = dict[object, tuple[Mapping[str, Array], Mapping[str, Array]]]
 """Inputs, which stay where they are, and outputs by `_feeds_key`."""

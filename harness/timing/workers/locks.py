@@ -16,8 +16,6 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.paths import WAIT_VARIABLE, describe_process
 
-__all__ = ["LOCK_REPORT_S", "device_lock", "lock_wait_s", "timing_lock"]
-
 LOCK_REPORT_S = 5.0  # a longer wait is reported
 MAX_OWNER_BYTES = 1_000
 _logger = logging.getLogger(__name__)

@@ -23,8 +23,6 @@ import psutil
 
 from harness.timing.machine_noise import process_tree
 
-__all__ = ["WorkerProcess", "die_with_parent", "used_memory_gb", "wait_for_output"]
-
 EXIT_LIMIT_S = 5.0  # of a process that closed its connection
 _KILLING_SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})  # none of a crash
 POLL_INTERVAL_S = 0.25  # between two readings of a working process's memory

@@ -35,8 +35,6 @@ from harness.timing.workers.process import WorkerProcess, die_with_parent
 from harness.timing.workers.trial_pool import WorkerKilled
 from search.space import Resolved
 
-__all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
-
 SANDBOX_START_LIMIT_S = 120.0
 PROGRESS_MESSAGE = "progress"  # kind of the messages that report scoring progress before an answer
 MAX_LOG_BYTES = 65_536

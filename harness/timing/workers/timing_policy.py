@@ -13,8 +13,6 @@ from harness.api import Candidate
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, T
 
-__all__ = ["ExclusiveTiming", "PolicedEngines", "SerialTiming", "TimingPolicy"]
-
 
 class TimingPolicy:
     """Policy without restrictions, for workers that have a machine, or at least a device, each."""

@@ -24,11 +24,6 @@ from harness.statistics import Interval
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.timing_policy import PolicedEngines, TimingPolicy
 
-__all__ = [
-    "Executor", "SyncExecutor", "ThreadedExecutor", "TrialFn", "TrialFnFactory", "WorkerKilled", "WorkerLost",
-    "run_concurrently",
-]  # fmt: skip
-
 TrialFn = Callable[[Candidate, Interval | None], Outcome]
 """Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""
 TrialFnFactory = Callable[[Engines], TrialFn]

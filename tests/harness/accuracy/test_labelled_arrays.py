@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from harness import registry
-from harness.accuracy.data.datasets import half_of, open_data
+from harness.accuracy.data.datasets import open_data
+from harness.accuracy.data.subsets import half_of
 from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.accuracy.metrics.intervals import metric_estimate
 from harness.errors import EvaluationFailed, UserError

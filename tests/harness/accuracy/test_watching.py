@@ -16,7 +16,8 @@ from harness.config.sections import Limits, PluginSpec
 from harness.records import Failed
 from harness.timing.workers import in_process
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
-from harness.timing.workers.sandbox import InProcess, Sandbox
+from harness.timing.workers.in_process import InProcess
+from harness.timing.workers.sandbox import Sandbox
 
 PLUGINS = """
 import time

@@ -18,7 +18,7 @@ from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines, WorkerSpec
-from harness.timing.workers.sandbox import InProcess
+from harness.timing.workers.in_process import InProcess
 from search.space import edges_digest
 
 

@@ -12,7 +12,7 @@ from small import qdq, save_chain
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.results_dir.io import read_json
 from harness.task_setup.study_task import make_study, study_name
-from harness.timing.workers.sandbox import InProcess
+from harness.timing.workers.in_process import InProcess
 
 SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
 

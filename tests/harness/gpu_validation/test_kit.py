@@ -21,8 +21,8 @@ from harness.gpu_validation.kit import check_steps, run_validation
 from harness.gpu_validation.measures import check_prescreening, check_timer, compare_with_trtexec
 from harness.gpu_validation.steps import Step, list_steps
 from harness.graph.builder import GraphBuilder
-from harness.results_dir.integrity import find_changed_files
 from harness.results_dir.io import read_json
+from harness.results_dir.manifest import find_changed_files
 
 FAKES = Path(__file__).parents[2] / "fakes"
 

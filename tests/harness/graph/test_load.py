@@ -20,7 +20,8 @@ from onnx_models import run_onnxruntime
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io import files as write_module
-from harness.graph.load import load, load_proto, save_to_folder, write_model
+from harness.graph.io.files import write_model
+from harness.graph.load import load, load_proto, save_to_folder
 from harness.graph.model import Model, TensorType
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space

@@ -24,7 +24,8 @@ from harness.selection.confirmation import (
 )
 from harness.task_setup.accuracy import Scoring
 from harness.timing.workers.engines import WorkerSpec
-from harness.timing.workers.sandbox import InProcess, open_engines
+from harness.timing.workers.in_process import InProcess
+from harness.timing.workers.sandbox import open_engines
 
 FULL_TURNS = True
 EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")

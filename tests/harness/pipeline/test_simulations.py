@@ -23,12 +23,13 @@ from harness.config.sections import Confirmation, PluginSpec, Sampling
 from harness.records import Measured
 from harness.results_dir.journal import Journal, read_journal
 from harness.search_loop.journal_reader import state_at_budgets
-from harness.search_loop.loop import Goal, InitialPlacement, SearchTask, run_search
+from harness.search_loop.loop import InitialPlacement, SearchTask, run_search
+from harness.search_loop.objective import Goal
 from harness.search_loop.trial import make_trial_fn
 from harness.statistics import median_ci
 from harness.timing.confirmation import ConfirmationSummary, TimedRow, confirm, summarize_turns
 from harness.timing.workers.engines import Engines, WorkerSpec
-from harness.timing.workers.sandbox import InProcess
+from harness.timing.workers.in_process import InProcess
 from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Placement
 from search.space import Dimension, Edge, Space

@@ -18,7 +18,7 @@ from harness.search_loop.objective import Goal
 from harness.search_loop.optuna_mirror import mirror_to_optuna
 from harness.search_loop.trial import make_trial_fn
 from harness.timing.workers.engines import WorkerSpec
-from harness.timing.workers.sandbox import InProcess
+from harness.timing.workers.in_process import InProcess
 from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Observation, Placement
 from search.synthetic_problem import synthetic_space

@@ -10,7 +10,8 @@ from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.results_dir.journal import Journal, read_journal
 from harness.search_loop.journal_reader import iter_incumbents, state_at_budgets
-from harness.search_loop.loop import Goal, InitialPlacement, SearchLoopResult, SearchTask, run_search
+from harness.search_loop.loop import InitialPlacement, SearchLoopResult, SearchTask, run_search
+from harness.search_loop.objective import Goal
 from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Failure, Observation, Placement, Score
 from search.space import Dimension, Edge, Space

@@ -11,7 +11,8 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
-from harness.accuracy.calibration.ranges import calibrate, finite_ranges
+from harness.accuracy.calibration.ranges import calibrate
+from harness.accuracy.calibration.usable_ranges import finite_ranges
 from harness.cli.main import main
 from harness.graph.builder import GraphBuilder
 from harness.graph.dynamic_axes import transfer_file

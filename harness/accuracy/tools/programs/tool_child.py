@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["UnsupportedOption", "iter_batches", "serve_request"]
-
 
 class UnsupportedOption(ValueError):
     """Option that a tool does not offer."""

@@ -17,8 +17,6 @@ from search.api import CONTRACT, Failure, Observation, Score, Searcher
 from search.space import Placement, Space
 from search.subspace import SubspaceSearcher
 
-__all__ = ["PatternSearch", "scored_observation"]
-
 
 class PatternSearch:
     """Search of one pattern with all others fixed.

@@ -22,9 +22,6 @@ from harness.graph.rules.dialects import OPENVINO, Dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from search.space import Edge, Placement, PointKind, Resolved, Space
 
-__all__ = ["PlacementMap", "RegionIndex", "untyped_linear_inputs"]
-
-
 _DTYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 
 

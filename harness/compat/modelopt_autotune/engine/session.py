@@ -34,8 +34,6 @@ from harness.task_setup.task import Task, calibrate_task
 from search.api import Score
 from search.space import Placement, Resolved, Space
 
-__all__ = ["AutotuneSession", "calibration_batches", "export_model"]
-
 _logger = logging.getLogger(__name__)
 RANDOM_SAMPLES = 8  # more random samples do not change the ranges much
 

@@ -21,11 +21,6 @@ from harness.graph import pattern_cache as engine
 from harness.graph.pattern_cache_io import read_cache, read_plain_yaml, write_cache, write_plain_yaml
 from harness.graph.qdq.import_placement import map_to_float_tensors
 
-__all__ = [
-    "AutotuneState", "Measurement", "PatternCache", "cache_path", "describe_config_changes", "read_state",
-    "write_state",
-]  # fmt: skip
-
 _logger = logging.getLogger(__name__)
 _MAX_STATE_BYTES = 256 << 20
 _CONFIG_CHANGES = {

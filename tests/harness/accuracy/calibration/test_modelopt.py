@@ -17,7 +17,8 @@ import pytest
 from onnxruntime.quantization.calibrate import HistogramCollector
 
 from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
-from harness.accuracy.calibration.ranges import Ranges, calibrate
+from harness.accuracy.calibration.ranges import calibrate
+from harness.accuracy.calibration.usable_ranges import Ranges
 from harness.graph.builder import GraphBuilder
 from harness.random_inputs import random_feeds
 

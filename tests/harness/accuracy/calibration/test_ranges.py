@@ -27,13 +27,8 @@ from harness.accuracy.calibration.histogram_calibrators import (
     PercentileCalibrator,
 )
 from harness.accuracy.calibration.range_estimators import AbsMaxCalibrator
-from harness.accuracy.calibration.ranges import (
-    CalibrationKey,
-    cached_ranges,
-    calibrate,
-    finite_ranges,
-    range_warnings,
-)
+from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
+from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.accuracy.data.batching import InputBatches
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder

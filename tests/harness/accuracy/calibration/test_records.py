@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.accuracy.calibration.ranges import restrict_space
+from harness.accuracy.calibration.usable_ranges import restrict_space
 from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto

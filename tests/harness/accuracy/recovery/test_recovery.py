@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from harness.accuracy.calibration.ranges import Ranges, calibrate, finite_ranges
+from harness.accuracy.calibration.ranges import calibrate
+from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
 from harness.accuracy.recovery.float_layers import leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
     Feeds,

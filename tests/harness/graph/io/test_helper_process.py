@@ -19,7 +19,7 @@ from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.helper_process import call_in_helper_process, call_with_reports
 from harness.graph.load import load
-from harness.graph.passes.static_shapes import parse_shape
+from harness.graph.passes.dimension_sizes import parse_shape
 
 
 def test_results_and_exceptions_are_returned() -> None:

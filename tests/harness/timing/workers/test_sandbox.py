@@ -28,9 +28,10 @@ from harness.statistics import Interval
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
+from harness.timing.workers.in_process import InProcess
 from harness.timing.workers.locks import timing_lock
 from harness.timing.workers.process import WorkerProcess
-from harness.timing.workers.sandbox import InProcess, Sandbox, open_engines
+from harness.timing.workers.sandbox import Sandbox, open_engines
 from harness.timing.workers.trial_pool import WorkerKilled
 from search.space import Edge
 
