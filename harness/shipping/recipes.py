@@ -35,6 +35,7 @@ class PlacementSummary:
         precision: Precision of the pairs.
         symmetric: Whether activations have zero point 0.
         unsigned: Tensors whose pairs are UINT8 with zero point 0, because calibration found no negative values.
+        channel_activations: Whether an activation has one scale for each channel.
         biases: Whether biases are quantized, which costs time in runtimes that add them in float.
         ranks: Number of dimensions of each input.
     """
@@ -46,6 +47,7 @@ class PlacementSummary:
     precision: str
     symmetric: bool
     unsigned: tuple[str, ...]
+    channel_activations: bool
     biases: bool
     ranks: Mapping[str, int]
 
@@ -86,6 +88,7 @@ def summarize_placement(path: Path) -> PlacementSummary:
         precision=next(iter(precisions)),
         symmetric=_is_symmetric(graph),
         unsigned=tuple(sorted(graph.unsigned_tensors)),
+        channel_activations=graph.has_channel_activations,
         biases=graph.has_quantized_biases,
         ranks={value.name: len(value.type.tensor_type.shape.dim) for value in input_values(graph.proto.graph)},
     )
@@ -121,6 +124,7 @@ def _script(
             symmetric=found.symmetric,
             unsigned=pformat(list(found.unsigned), width=110),
             weight_levels=INT7_MAX_LEVEL if _has_narrow_weights(facts) else INT8_MAX_LEVEL,
+            channel_activations=None if found.channel_activations else False,
             biases=found.biases,
             precision=found.precision,
             preset="PERFORMANCE" if found.symmetric else "MIXED",

@@ -148,6 +148,13 @@ class QDQGraph:
         return any(tensor.data_type == TensorProto.INT32 for tensor in stored)
 
     @property
+    def has_channel_activations(self) -> bool:
+        """Return whether an activation is quantized with one scale for each channel."""
+        nodes = (node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants)
+        scales = (self.values(node.input[1]) for node in nodes)
+        return any(scale is not None and scale.size > 1 for scale in scales)
+
+    @property
     def unsigned_tensors(self) -> frozenset[str]:
         """Return the tensors with a pair of UINT8 and zero point 0, which keeps no negative values."""
         quantize = [node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants]

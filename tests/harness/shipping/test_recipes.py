@@ -18,15 +18,18 @@ import pytest
 from onnx_models import activation_ranges, run_onnxruntime
 from small import qdq, save_small
 
+from harness.accuracy.calibration.ranges import calibrate
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
 from harness.compat.tao_specs.spec import QuantizeSection, read_spec
 from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
+from harness.graph.quantize.numeric_choices import NumericChoices, depthwise_inputs
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from harness.progress import NullProgress
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
@@ -104,6 +107,29 @@ def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, tool: s
         assert read_qdq_graph(made).unsigned_tensors == read_qdq_graph(folder / "net.onnx").unsigned_tensors
     floats = {tensor.data_type for tensor in onnx.load(made).graph.initializer}
     assert onnx.TensorProto.FLOAT16 not in floats, "operators without pairs keep their precision"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["tensor", "channel"])
+def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(tmp_path: Path, choice: Any) -> None:
+    pytest.importorskip("nncf")
+    builder = GraphBuilder("depthwise", seed=0)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3, pad=1))
+    builder.output(builder.conv(builder.conv(x, 8, 3, pad=1, groups=8), 4, 1))
+    model = load(builder.save(tmp_path / "float.onnx"))
+    feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
+    space = build_space(model, OPENVINO, precisions=("int8",))
+    placed = space.resolve(HEURISTIC_RULES["linear"](space, None))
+    tensors = {edge.tensor for edge, _ in placed if edge.tensor not in model.constants}
+    ranges = calibrate(tmp_path / "float.onnx", tensors, [feed], channels=depthwise_inputs(model))
+    Inserter(model, OPENVINO, ranges, NumericChoices(depthwise=choice)).export(placed, tmp_path / "net.onnx")
+    found = export_recipe(tmp_path, FACTS, "nncf", tmp_path / "recipe.py")
+    assert found.channel_activations == (choice == "channel")
+    np.savez(tmp_path / "calib.npz", **feed)
+    names = [str(tmp_path / name) for name in ("float.onnx", "calib.npz", "theirs.onnx")]
+    done = subprocess.run([sys.executable, str(tmp_path / "recipe.py"), *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert read_qdq_graph(tmp_path / "theirs.onnx").has_channel_activations == (choice == "channel")
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, OPENVINO_7BIT])
