@@ -265,12 +265,15 @@ class Accuracy:
         per_item: One value per image, in data order, if the metric is their mean (top-1 hits); else empty (mAP).
         evidence: Text from which `harness.accuracy.metrics.intervals` recomputes the metrics on any resample of the
             images; "" if `per_item` suffices.
+        mixable: Text from which `harness.accuracy.metrics.intervals` computes the metric of images that are divided
+            among several engines; "" if `per_item` suffices.
         note: Remark for the reader of the scores, for instance on outputs that are left out; usually "".
     """
 
     metrics: Mapping[str, float]
     per_item: tuple[float, ...] = ()
     evidence: str = ""
+    mixable: str = ""
     note: str = ""
 
 

@@ -48,6 +48,7 @@ class Measured:
         evaluate_s: Wall-clock of the evaluator; 0 if it did not run.
         metrics: Scores by name; empty if the evaluator did not run.
         per_item: See `harness.api.Accuracy`.
+        mixable: See `harness.api.Accuracy`; kept only where the choice may be estimated by cross-fitting.
         info: `Artifact.info` of the engine.
     """
 
@@ -61,6 +62,7 @@ class Measured:
     evaluate_s: Seconds = 0.0
     metrics: Mapping[str, Finite] = field(default_factory=dict)
     per_item: tuple[Finite, ...] = ()
+    mixable: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
     discarded_ms: tuple[LatencyMs, ...] = ()
     disturbance: str = ""

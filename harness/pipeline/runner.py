@@ -235,7 +235,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         clock.start("noise floor")
         noise_floor = measure_noise_floor(site.open, worker, task.model_file, engines.describe(), folder, observer)
         clock.start("set-up")
-        book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts))
+        book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
         goal = scoring.goal(book, task.model_file, folder)
         running = TaskRun(
             experiment=experiment,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from harness.accuracy.metrics.intervals import decode_accuracy
 from harness.report.class_losses import worst_class
-from harness.report.cross_fitting import FOLDS, cross_fitted_drop
 from harness.report.load.display_names import metric_name
 from harness.report.load.results import TaskResults
 from harness.report.report_table import MISSING_CELL, format_interval
 from harness.results_dir.artifacts import FLOAT_ROW, recovered_row
 from harness.results_dir.journal import read_journal
+from harness.selection.cross_fitting import FOLDS, cross_fitted_drop
+
+logger = logging.getLogger(__name__)
 
 
 def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
@@ -28,13 +31,18 @@ def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
 def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
     """Yield for each search that chose on all samples the loss of its choice on samples that did not take part."""
     score = task.scores.get(FLOAT_ROW, {})
-    if task.allowed is None or task.facts.get("halves") or not score.get("per_item") or task.metric is None:
+    if task.allowed is None or task.facts.get("halves") or task.score(FLOAT_ROW) is None or task.metric is None:
         return
+    reference = decode_accuracy(score)
     for search in task.searches:
         outcomes = (entry.result.outcome for entry in read_journal(search.path) if entry.result is not None)
-        estimate = cross_fitted_drop(
-            outcomes, decode_accuracy(score), task.metric, task.allowed, higher_is_better=task.higher_is_better
-        )
+        try:
+            estimate = cross_fitted_drop(
+                outcomes, reference, task.metric, task.allowed, higher_is_better=task.higher_is_better
+            )
+        except ValueError as error:
+            logger.warning("%s: no cross-fitted drop of %s: %s", task.folder, search.name, error)
+            continue
         if estimate is not None:
             own = estimate.interval
             yield (

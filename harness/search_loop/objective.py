@@ -169,6 +169,14 @@ class FirstStage(Protocol):
         ...
 
 
+class MixableRecords(Protocol):
+    """Selection of the scores whose images may later be combined with those of other candidates."""
+
+    def select(self, found: Accuracy) -> str:
+        """Return what to keep of a score as `harness.records.Measured.mixable`; usually ""."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyGate:
     """Looks at accuracy as far as it takes: first at the proxy, and at the metric where the candidate may win.
@@ -177,12 +185,14 @@ class AccuracyGate:
         evaluator: Name of the evaluator that the search scores with.
         proxy: Name of the evaluator of the proxy, a `harness.accuracy.metrics.fidelity.Fidelity`; None: there is none.
         first: Decides by the evaluator `FIRST_STAGE_EVALUATOR` whether the others are scored; None: all are.
+        records: Selects what is kept of single images; None: nothing.
     """
 
     goal: Goal = field(default_factory=Goal)
     evaluator: str = MAIN_BENCHMARKER
     proxy: str | None = None
     first: FirstStage | None = None
+    records: MixableRecords | None = None
 
     def latency_to_beat(self, incumbent: Interval | None) -> Interval | None:
         """Return the latency that a candidate must beat, or None if latency alone does not decide."""
@@ -207,7 +217,7 @@ class AccuracyGate:
             metrics[PROXY] = closeness.metrics["sqnr_db"]
         scored = incumbent.scored if isinstance(incumbent, IncumbentState) else ()
         loss = loss_lower_bound(scored, metrics.get(PROXY), self.goal)
-        per_item: tuple[float, ...] = ()
+        per_item, mixable = tuple[float, ...](), ""
         wanted = self._can_improve(median_ci(measured.samples_ms).value, loss, incumbent, scored)
         if wanted and self.first is not None:
             early = engines.evaluate(handle, FIRST_STAGE_EVALUATOR)
@@ -220,12 +230,13 @@ class AccuracyGate:
             if isinstance(accuracy, Failed):
                 return accuracy
             metrics, per_item = {**metrics, **accuracy.metrics}, accuracy.per_item
+            mixable = self.records.select(accuracy) if self.records else ""
         elif loss is not None:
             metrics[PREDICTED_METRIC] = (
                 self.goal.reference - loss if self.goal.higher_is_better else self.goal.reference + loss
             )
         spent_s = time.monotonic() - started_s if metrics else 0.0
-        return replace(measured, metrics=metrics, per_item=per_item, evaluate_s=spent_s)
+        return replace(measured, metrics=metrics, per_item=per_item, mixable=mixable, evaluate_s=spent_s)
 
     def _can_improve(
         self, latency_ms: float, loss: float | None, incumbent: Interval | None, scored: Sequence[ScoredPlacement]

@@ -176,5 +176,6 @@ def _merge_rebuilds(taken: Sequence[Measured]) -> Measured:
         release_s=sum(measured.release_s for measured in taken),
         metrics=taken[0].metrics,
         per_item=taken[0].per_item,
+        mixable=taken[0].mixable,
         evaluate_s=taken[0].evaluate_s,
     )

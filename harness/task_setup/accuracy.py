@@ -18,6 +18,7 @@ from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import facts_digest
 from harness.search_loop.objective import AccuracyGate, Goal
 from harness.selection.confirmation import baseline_latency
+from harness.selection.cross_fitting import losses_on_other_folds
 from harness.task_setup.model_loader import evaluator_spec
 from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR
 from harness.verification.accuracy_store import AccuracyStore
@@ -56,6 +57,11 @@ class Scoring:
     def search_evaluator(self) -> str:
         """Return the name of the evaluator of the searches."""
         return SEARCH_EVALUATOR if SEARCH_EVALUATOR in self.evaluators else MAIN_BENCHMARKER
+
+    @property
+    def cross_fitted(self) -> bool:
+        """Return whether the loss of a choice is estimated by cross-fitting: under a bound, without other samples."""
+        return self.objective.max_drop is not None and not self.objective.halves
 
     def goal(self, book: AccuracyStore, model_file: Path, folder: Path) -> Goal:
         """Return the goal of the searches, and score the float model, the reference of every drop, if needed.
@@ -122,7 +128,9 @@ class Scoring:
         reference = book.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
         staged = FIRST_STAGE_EVALUATOR in self.evaluators and reference is not None and goal.metric is not None
         first = StagedBound(goal=goal, reference=reference) if staged and reference is not None else None
-        return AccuracyGate(goal=goal, evaluator=self.search_evaluator, proxy=proxy, first=first)
+        own = book.known_float_score(model_file, MAIN_BENCHMARKER) if self.cross_fitted else None
+        records = None if own is None else CrossFittingRecords(goal=goal, reference=own)
+        return AccuracyGate(goal=goal, evaluator=self.search_evaluator, proxy=proxy, first=first, records=records)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +156,30 @@ class StagedBound:
             return None
         loss = self.reference.metrics[metric] - found.metrics[metric]
         return loss if goal.higher_is_better else -loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossFittingRecords:
+    """Selection of the scores that `harness.selection.cross_fitting.cross_fitted_drop` may choose.
+
+    Attributes:
+        reference: Accuracy of the float model.
+    """
+
+    goal: Goal
+    reference: Accuracy
+
+    def select(self, found: Accuracy) -> str:
+        """Return the record of single images of a score that keeps the bound without some fold; else "".
+
+        That of the float model is not needed again.
+        """
+        goal = self.goal
+        if found.mixable in ("", self.reference.mixable):
+            return ""
+        losses = losses_on_other_folds(self.reference, found, goal.metric or "", higher_is_better=goal.higher_is_better)
+        kept = losses is not None and any(goal.loss_excess(float(loss)) == 0 for loss in losses)
+        return found.mixable if kept else ""
 
 
 def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:

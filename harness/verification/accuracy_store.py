@@ -36,13 +36,17 @@ class AccuracyStore:
         folder: Folder of the task.
         observer: Receives the progress of each scoring, and the notes of evaluators about the float model.
         evaluator: Description of the scoring; scores with another one are not used.
+        keep_mixable: Keep `harness.api.Accuracy.mixable` of the float model.
     """
 
-    def __init__(self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "") -> None:
+    def __init__(
+        self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "", *, keep_mixable: bool = False
+    ) -> None:
         self._path = folder / ACCURACY_FILE_NAME
         self._engines = engines
         self.observer = observer
         self._evaluator = evaluator
+        self._keep_mixable = keep_mixable
         self._scores = _read_stored_scores(folder)
         self._shown: set[str] = set()
 
@@ -118,7 +122,8 @@ class AccuracyStore:
             score: dict[str, Any] = {"failed": found.stage, "reason": hide_paths(found.reason)}
         else:
             kept = {"per_item": list(found.per_item), "evidence": found.evidence}
-            noted = {"note": found.note} if found.note else {}
+            mixable = found.mixable if self._keep_mixable and prepare else ""
+            noted = {name: text for name, text in (("mixable", mixable), ("note", found.note)) if text}
             score = {"metrics": dict(found.metrics), **kept, **noted}
         self._scores[key] = {"evaluator": self._evaluator, **score}
         write_json(self._path, self._scores)
@@ -128,7 +133,7 @@ class AccuracyStore:
         known = self._scores.get(key, {})
         if "metrics" not in known or known.get("evaluator") != self._evaluator:
             return None
-        said = {part: known.get(part, "") for part in ("evidence", "note")}
+        said = {part: known.get(part, "") for part in ("evidence", "mixable", "note")}
         return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), **said)
 
 
@@ -138,6 +143,7 @@ class _StoredScore(BaseModel):
     metrics: dict[str, float | None] = {}
     per_item: list[Any] = []
     evidence: str = ""
+    mixable: str = ""
     note: str = ""
 
 

@@ -7,11 +7,14 @@ The facts are, for each range of areas, a list of categories, each a mapping: `c
 of each box that counts; then for each detection, best first: `image`; `hits` and `misses`, a bit for each IoU threshold
 at which it is a hit or a miss (at the others it counts for nothing). Misses behind the last hit change no average
 precision, and are left out.
+
+Facts that can be combined with those of other engines keep all detections that count, for the range of all boxes. Their
+`scores` are the 32-bit pattern of the best score, and for each other detection the step down from the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +35,7 @@ MAP_METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
     }
 )
 """By the name of a metric, in the order of `COCOeval.stats`: range of areas, and which IoU thresholds."""
+DETECTION_FACTS = ("image", "hits", "misses")
 MAX_BLOCK_CELLS = 4_000_000  # draws x detections at a time
 Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -45,29 +49,78 @@ def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]
         images: Number of images.
     """
     found = [
-        [
-            {
-                "category": each.category,
-                "truth": each.truth_image[each.truth_counts[area]].tolist(),
-                **_encode_detections(each, area),
-            }
-            for each in matches
-            if each.truth_counts[area].any()
-        ]
+        [{**head, **_to_lists(_drop_tail(detections))} for head, detections in _iter_categories(matches, area)]
         for area in range(len(AREA_RANGES))
     ]
     return {"images": images, "areas": found}
 
 
-def _encode_detections(matches: CategoryMatches, area: int) -> dict[str, list[int]]:
-    matched, counts = matches.matched[area], ~matches.ignored[area]
+def mixable_map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]:
+    """Return the facts for `mix_map_facts`; arguments as of `map_facts`."""
+    found = []
+    for head, detections in _iter_categories(matches, 0):
+        scores = detections[-1]
+        steps = np.concatenate([scores[:1], -np.diff(scores)])
+        found.append({**head, **_to_lists(detections), "scores": steps.tolist()})
+    return {"images": images, "areas": [found]}
+
+
+def mix_map_facts(records: Sequence[Mapping[str, Any]], sources: Counts) -> dict[str, Any]:
+    """Return the facts about a set of images, each with the detections of one of several engines, for all boxes.
+
+    They are those of `map_facts` for these detections, with scores rounded to float32.
+
+    Args:
+        records: Facts of `mixable_map_facts`, of all engines on the same images.
+        sources: Place in `records` of the engine of each image.
+
+    Raises:
+        ValueError: The records are of different boxes.
+    """
+    mixed = []
+    for parts in zip(*(record["areas"][0] for record in records), strict=True):
+        head = {name: parts[0][name] for name in ("category", "truth")}
+        if any({name: part[name] for name in head} != head for part in parts):
+            raise ValueError("records of different boxes")
+        columns = [_from_lists(part) for part in parts]
+        joined = np.concatenate([each[:, sources[each[0]] == k] for k, each in enumerate(columns)], axis=1)
+        ranked = joined[:, np.lexsort((joined[0], -joined[-1]))]
+        mixed.append({**head, **_to_lists(_drop_tail(ranked))})
+    return {"images": len(sources), "areas": [mixed]}
+
+
+def _iter_categories(matches: Sequence[CategoryMatches], area: int) -> Iterator[tuple[dict[str, Any], Counts]]:
+    """Yield for each category with a box its category and boxes, and the detections that count, best first.
+
+    The rows of the detections are image, hits, misses, and a whole number that has the order of the scores.
+    """
     bits = 1 << np.arange(len(IOU_THRESHOLDS))
-    hits, misses = bits @ (matched & counts), bits @ (~matched & counts)
-    order = np.argsort(-matches.scores, kind="mergesort")
-    last = np.flatnonzero(hits[order]).max(initial=-1)
-    ranked = order[: last + 1]
-    kept = ranked[(hits[ranked] | misses[ranked]) > 0]
-    return {"image": matches.image[kept].tolist(), "hits": hits[kept].tolist(), "misses": misses[kept].tolist()}
+    for each in matches:
+        if not each.truth_counts[area].any():
+            continue
+        matched, counts = each.matched[area], ~each.ignored[area]
+        hits, misses = bits @ (matched & counts), bits @ (~matched & counts)
+        order = np.argsort(-each.scores, kind="mergesort")
+        kept = order[(hits[order] | misses[order]) > 0]
+        patterns = each.scores[kept].astype(np.float32).view(np.int32).astype(np.int64)
+        ranks = np.where(patterns < 0, -(patterns & np.iinfo(np.int32).max), patterns)
+        head = {"category": each.category, "truth": each.truth_image[each.truth_counts[area]].tolist()}
+        yield head, np.stack([each.image[kept], hits[kept], misses[kept], ranks])
+
+
+def _drop_tail(detections: Counts) -> Counts:
+    """Return the detections up to the last hit."""
+    return detections[:, : np.flatnonzero(detections[1]).max(initial=-1) + 1]
+
+
+def _to_lists(detections: Counts) -> dict[str, list[int]]:
+    return {name: row.tolist() for name, row in zip(DETECTION_FACTS, detections[:-1], strict=True)}
+
+
+def _from_lists(facts: Mapping[str, Any]) -> Counts:
+    """Return the detections of a category of `mixable_map_facts`, in the form of `_iter_categories`."""
+    steps = np.array(facts["scores"], np.int64)
+    return np.array([*(facts[name] for name in DETECTION_FACTS), 2 * steps[:1] - np.cumsum(steps)], np.int64)
 
 
 def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Values:
@@ -110,6 +163,8 @@ def _rank_detections(categories: Sequence[Mapping[str, Any]], images: int) -> _R
         return np.array([value for category in categories for value in category[name]], np.int64)
 
     sizes = np.array([len(category["image"]) for category in categories], np.int64)
+    if any(max(category["truth"], default=0) >= images for category in categories):
+        raise ValueError("a box of an image that there is not")
     truth = [np.bincount(category["truth"], minlength=images) for category in categories]
     return _RankedDetections(
         image=joined("image"),

@@ -13,7 +13,7 @@ from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, format_output_shapes
 from harness.accuracy.data.detector_layout import suggest_decoder
 from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec
-from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts
+from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, mixable_map_facts
 from harness.accuracy.metrics.base import LabelledImages
 from harness.accuracy.metrics.box_matching import CategoryMatches, interpolate_precision, match_boxes
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, encode_evidence
@@ -105,7 +105,12 @@ class CocoMAP(LabelledImages):
         matches = match_boxes(self._labels, self._detect(infer))
         figures = _coco_figures(matches)
         note = self._suggest_layout() if figures.get(self.metric, 1.0) < NEGLIGIBLE_SCORE else ""
-        return Accuracy(metrics=figures, evidence=encode_evidence("map", map_facts(matches, len(self))), note=note)
+        return Accuracy(
+            metrics=figures,
+            evidence=encode_evidence("map", map_facts(matches, len(self))),
+            mixable=encode_evidence("map", mixable_map_facts(matches, len(self))),
+            note=note,
+        )
 
     def _suggest_layout(self) -> str:
         """Return which decoder and preprocessing detectors with such outputs have, where others are used."""

@@ -86,6 +86,7 @@ def decode_accuracy(score: Mapping[str, Any]) -> Accuracy:
         metrics=dict(score["metrics"]),
         per_item=tuple(score.get("per_item", ())),
         evidence=score.get("evidence", ""),
+        mixable=score.get("mixable", ""),
         note=score.get("note", ""),
     )
 
@@ -176,14 +177,15 @@ def check_consistency(accuracy: Accuracy, metric: str) -> str:
     """
     said = accuracy.metrics[metric]
     recomputed = recompute_metric(accuracy.evidence, metric, _unit_weights)
-    again = said if recomputed is None or math.isnan(recomputed[0][0]) else float(recomputed[0][0])
-    if not _nearly_equal(said, again):
-        return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
+    for known in (recomputed, recompute_metric(accuracy.mixable, metric, _unit_weights)):
+        again = said if known is None or math.isnan(known[0][0]) else float(known[0][0])
+        if not _nearly_equal(said, again):
+            return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
     if accuracy.per_item:
         # An evaluator that is made of another one may keep single images of the other's metric.
-        known = accuracy.metrics.values() if recomputed is not None else (said,)
+        figures = accuracy.metrics.values() if recomputed is not None else (said,)
         mean = float(_weighted_means(accuracy.per_item, _unit_weights)[0][0])
-        if not any(_nearly_equal(mean, figure) for figure in known):
+        if not any(_nearly_equal(mean, figure) for figure in figures):
             return f"{metric} is {said:.6g}, but by its own per_item it is {mean:.6g}"
     return ""
 
@@ -252,7 +254,11 @@ def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Dra
     Raises:
         ValueError: The evidence is damaged.
     """
-    facts = decode_evidence(evidence)
+    return resample_metric(decode_evidence(evidence), metric, drawing)
+
+
+def resample_metric(facts: Mapping[str, Any], metric: str, drawing: WeightsFactory) -> Draws | None:
+    """Return a metric by the facts of `decode_evidence`; see `recompute_metric`."""
     kind = facts.get("kind")
     try:
         if kind == "map" and metric in MAP_METRICS:
@@ -260,7 +266,7 @@ def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Dra
         if kind == "miou" and metric == "miou":
             return _miou(facts["areas"], drawing(len(facts["areas"]))), len(facts["areas"])
         return _weighted_means(facts[metric], drawing) if kind == "mean" and facts.get(metric) else None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"the evidence of a score is damaged: {error!r}") from error
 
 
@@ -271,7 +277,8 @@ def _fits_in_memory(images: int) -> int:
 
 
 def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:
-    return drawing(len(values)) @ np.asarray(values, np.float64) / len(values), len(values)
+    weights = drawing(len(values))
+    return weights @ np.asarray(values, np.float64) / weights.sum(axis=1), len(values)
 
 
 def decode_evidence(evidence: str) -> dict[str, Any]:

@@ -70,7 +70,8 @@ class MeanIoU(LabelledImages):
                     f"but the model has {classes} outputs"
                 )
             areas.append(_class_areas(_map_to_image(found, item, self.images.size), mask))
-        return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=encode_evidence("miou", {"areas": areas}))
+        evidence = encode_evidence("miou", {"areas": areas})
+        return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=evidence, mixable=evidence)
 
     def _pixel_classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
         """Return the class of each pixel of the output, and the number of classes if it is known."""

@@ -251,7 +251,7 @@ def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
     for number, value in enumerate(per_item):
         if not math.isfinite(value):
             raise EvaluationFailed(f"per_item[{number}] is {value}: give a figure for every item, or for none")
-    return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
+    return replace(accuracy, metrics=metrics, per_item=per_item, note=str(accuracy.note))
 
 
 def _remember_outputs(infer: Infer, known: _KnownOutputs, keep: bool) -> Infer:

@@ -293,6 +293,10 @@ def test_results_with_unknown_keys_of_the_experiment_are_readable(folder):
         ({"per_item": [1.0] * 80 + [0.0] * 20}, r"aa: top1 is 0.7, but by its own per_item it is 0.8"),
         ({"evidence": "damaged"}, "aa: the evidence of a score is damaged"),
         (
+            {"per_item": [], "mixable": encode_evidence("mean", {"top1": [1, 0]})},
+            "aa: top1 is 0.7, but by its own evidence it is 0.5",
+        ),
+        (
             {"metrics": {"top1": 0.79}, "per_item": [], "evidence": encode_evidence("mean", {"top1": [1, 0]})},
             "aa: top1 is 0.79, but by its own evidence it is 0.5",
         ),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from harness.accuracy.data.subsets import select_rows
+from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy
 from harness.search_loop.objective import Goal
-from harness.task_setup.accuracy import StagedBound
+from harness.task_setup.accuracy import CrossFittingRecords, StagedBound
 from harness.timing.workers.in_process import _remember_outputs
 
 
@@ -81,3 +82,15 @@ def test_inputs_that_are_views_of_a_buffer_are_not_mistaken_for_those_before() -
         for view in (buffer.view(), buffer.T):
             view.flags.writeable = False
             np.testing.assert_array_equal(remembering({"x": view})["y"], view + 1)
+
+
+def test_records_of_images_are_kept_of_candidates_that_keep_the_bound_without_some_images() -> None:
+    def scored(right: list[int]) -> Accuracy:
+        text = encode_evidence("miou", {"areas": [[0, n, 100, n] for n in right]})
+        return Accuracy(metrics={"miou": sum(right) / len(right) / 100}, evidence=text, mixable=text)
+
+    reference, lucky, worse = scored([80] * 20), scored([40, 80, 80, 80, 80] * 4), scored([70] * 20)
+    goal = Goal(metric="miou", reference=0.8, max_drop=0.01)
+    records = CrossFittingRecords(goal=goal, reference=reference)
+    assert [records.select(each) for each in (reference, lucky, worse)] == ["", lucky.mixable, ""]
+    assert records.select(scored([80] * 10)) == "", "other images than those of the float model"

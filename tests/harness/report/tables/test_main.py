@@ -10,6 +10,8 @@ import pytest
 from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_task
 from stored import read_records, replace_text, write_records
 
+from harness.accuracy.metrics.intervals import encode_evidence
+from harness.records import Measured, Proposal, TrialResult
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.load.task_files import read_graph
@@ -18,6 +20,7 @@ from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.tables.catalog import SPECS
 from harness.results_dir.io import write_json
+from harness.results_dir.journal import Journal
 from harness.search_loop.objective import Goal
 
 BOUND = {"metric": "top1", "reference": 0.8}
@@ -55,6 +58,30 @@ def edit_picks(folder, change) -> None:
         body["picks"] = [new for pick in body["picks"] if (new := change(pick)) is not None]
 
     edit_json(folder / TASK / "rows.json", edit)
+
+
+@pytest.mark.parametrize(
+    ("record", "halves", "expected"),
+    [
+        (encode_evidence("miou", {"areas": [[0, 79, 100, 79]] * 20}), False, "loses 0.0100 [0.0100, 0.0100] of miou"),
+        ("damaged", False, None),
+        (encode_evidence("miou", {"areas": [[0, 79, 100, 79]] * 20}), True, None),
+    ],
+)
+def test_the_cross_fitted_loss_of_a_choice_by_a_metric_over_all_images(folder, record, halves, expected):
+    rename_metric(folder, "miou")
+    goal = Goal(metric="miou", reference=0.8, max_drop=0.02)
+    edit_json(folder / TASK / "task.json", goal=asdict(goal), **({"halves": True} if halves else {}))
+    own = encode_evidence("miou", {"areas": [[0, 80, 100, 80]] * 20})
+    edit_json(folder / TASK / "accuracy.json", lambda body: body["sha of float main"].update(mixable=own))
+    path = folder / TASK / "runs" / "random-0.jsonl"
+    path.unlink()
+    outcome = Measured(samples_ms=(4.0,) * 7, build_s=1.0, measure_s=1.0, metrics={"miou": 0.79}, mixable=record)
+    with Journal(path, {}) as journal:
+        journal.append(Proposal(number=0, choices=(1,), digest="aa", origin="searcher"))
+        journal.append(TrialResult(number=0, outcome=outcome, elapsed_s=1.0))
+    lines = [line for line in main_note(folder).splitlines() if line.startswith("Cross-fitted")]
+    assert [expected in line for line in lines] == ([] if expected is None else [True])
 
 
 @pytest.mark.parametrize(

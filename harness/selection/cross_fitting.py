@@ -1,0 +1,155 @@
+"""Cross-fitted loss of a search's choice: what the choice loses on samples that did not take part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.accuracy.metrics.average_precision import mix_map_facts
+from harness.accuracy.metrics.intervals import (
+    Draws,
+    Estimate,
+    decode_evidence,
+    drop_estimate,
+    encode_evidence,
+    recompute_metric,
+    resample_metric,
+)
+from harness.api import Accuracy
+from harness.records import Measured, Outcome
+from harness.search_loop.objective import LOSS_ROUND_OFF
+
+FOLDS = 5
+MIN_SAMPLES = 4 * FOLDS
+MAX_SAMPLES = 1000
+"""Largest number of samples for which records of mAP and mIoU are kept: 500 bytes an image, for each placement."""
+MIXABLE_MAP_METRICS = ("map", "map50", "map75")
+Values = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+_Facts = Mapping[str, Any]
+
+
+def choose_cross_fitted(latencies_ms: Sequence[float], losses: Values, bound: float) -> list[int | None]:
+    """Return for each fold the fastest placement whose loss on the other folds keeps the bound, or None.
+
+    Args:
+        losses: On the folds other than each: placements x folds.
+        bound: Largest allowed loss.
+    """
+    order = np.argsort(latencies_ms, kind="stable")
+    kept = losses <= bound + LOSS_ROUND_OFF
+    return [next((int(i) for i in order if kept[i, fold]), None) for fold in range(losses.shape[1])]
+
+
+def losses_on_other_folds(
+    reference: Accuracy, found: Accuracy, metric: str, *, higher_is_better: bool
+) -> Values | None:
+    """Return the loss of a metric on the samples outside of each fold.
+
+    Sample i belongs to fold i modulo `FOLDS`.
+
+    Returns:
+        None without records of single samples, and for fewer than `MIN_SAMPLES` or more than `MAX_SAMPLES` samples.
+
+    Raises:
+        ValueError: A record is damaged.
+    """
+    expected, values = (_other_folds(_read_facts(each, metric), metric) for each in (reference, found))
+    if expected is not None and expected[1] > MAX_SAMPLES:
+        return None
+    return _losses(expected, values, higher_is_better=higher_is_better)
+
+
+def cross_fitted_drop(
+    outcomes: Iterable[Outcome], reference: Accuracy, metric: str, bound: float, *, higher_is_better: bool
+) -> Estimate | None:
+    """Return the loss of the choice by the bound, each sample scored with the choice of the other folds.
+
+    This estimates the loss of the whole procedure, not of one file; no engine runs for it (Stone 1974,
+    "Cross-validatory choice and assessment of statistical predictions").
+
+    Args:
+        outcomes: Of a search that scored on all samples, the float model among them or not.
+        reference: Of the float model on the same samples; it is chosen where no placement keeps the bound.
+
+    Returns:
+        None without records of single samples, for fewer than `MIN_SAMPLES` samples, or if a record is missing.
+
+    Raises:
+        ValueError: A record is damaged.
+    """
+    own = _read_facts(reference, metric)
+    expected = _other_folds(own, metric)
+    if expected is None:
+        return None
+    latencies_ms, losses, records = list[float](), list[Values](), [own]
+    for outcome in outcomes:
+        if not isinstance(outcome, Measured) or metric not in outcome.metrics:
+            continue
+        same = not outcome.per_item and outcome.metrics[metric] == reference.metrics[metric]
+        facts = _read_facts(outcome, metric) or (own if same else {})
+        lost = _losses(expected, _other_folds(facts, metric), higher_is_better=higher_is_better)
+        if lost is not None:
+            latencies_ms.append(float(np.median(outcome.samples_ms)))
+            losses.append(lost)
+            records.append(facts)
+        elif _loss(reference, outcome, metric, higher_is_better=higher_is_better) <= bound:
+            return None  # without its record the choice is not known
+    if not losses:
+        return None
+    chosen = choose_cross_fitted(latencies_ms, np.array(losses), bound)
+    picks = np.array([0 if pick is None else pick + 1 for pick in chosen])
+    sources = picks[np.arange(expected[1]) % FOLDS]
+    first, second = (_mixed_score(records, each, metric) for each in (np.zeros_like(sources), sources))
+    return drop_estimate(first, second, metric, higher_is_better=higher_is_better)
+
+
+def _read_facts(record: Accuracy | Measured, metric: str) -> _Facts:
+    """Return the facts about each sample, such that samples of several engines can be combined; empty without any."""
+    if record.per_item:
+        return {"kind": "mean", metric: record.per_item}
+    facts = decode_evidence(record.mixable)
+    return {} if facts.get("kind") == "map" and metric not in MIXABLE_MAP_METRICS else facts
+
+
+def _other_folds(facts: _Facts, metric: str) -> Draws | None:
+    """Return the metric outside of each fold, and the number of samples; None if there are too few."""
+
+    def weights(samples: int) -> Counts:
+        rows: Counts = (np.arange(samples) % FOLDS != np.arange(FOLDS)[:, None]).astype(np.int64)
+        return rows
+
+    found = resample_metric(facts, metric, weights)
+    return None if found is None or found[1] < MIN_SAMPLES else found
+
+
+def _loss(reference: Accuracy, found: Measured, metric: str, *, higher_is_better: bool) -> float:
+    lost = reference.metrics[metric] - found.metrics[metric]
+    return lost if higher_is_better else -lost
+
+
+def _losses(expected: Draws | None, found: Draws | None, *, higher_is_better: bool) -> Values | None:
+    if expected is None or found is None or expected[1] != found[1]:
+        return None
+    return expected[0] - found[0] if higher_is_better else found[0] - expected[0]
+
+
+def _mixed_score(records: Sequence[_Facts], sources: Counts, metric: str) -> Accuracy:
+    """Return the accuracy if each sample is scored with the record that `sources` names."""
+    used, places = np.unique(sources, return_inverse=True)
+    parts = [records[i] for i in used]
+    kind = parts[0]["kind"]
+    try:
+        if kind == "map":
+            facts: _Facts = mix_map_facts(parts, places)
+        else:
+            name = "areas" if kind == "miou" else metric
+            facts = {name: [parts[part][name][i] for i, part in enumerate(places)]}
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
+        raise ValueError(f"the record of a score is damaged: {error!r}") from error
+    evidence = encode_evidence(kind, facts)
+    found = recompute_metric(evidence, metric, lambda samples: np.ones((1, samples), np.int64))
+    return Accuracy(metrics={} if found is None else {metric: float(found[0][0])}, evidence=evidence)
