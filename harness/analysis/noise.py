@@ -60,7 +60,9 @@ class NestedDesign:
     def __post_init__(self) -> None:
         for name in ("processes", "builds", "readings"):
             if getattr(self, name) < 2:
-                raise UserError(f"--{name}: at least 2, or there is no variance to see, but got {getattr(self, name)}")
+                raise UserError(
+                    f"--{name}: at least 2, because a variance needs two values, but got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,7 @@ def measure_noise(
                 outcome = _measure_process(engines, candidate, design, np.random.default_rng(process), step)
             if isinstance(outcome, Failed):
                 failed.append(outcome)
-                observer.say(f"a process does not count; {outcome.stage}: {outcome.reason}")
+                observer.say(f"a process is left out; {outcome.stage}: {outcome.reason}")
             else:
                 found.append(outcome)
     if len(found) < 2:

@@ -98,7 +98,7 @@ def _run_strategy(
             proposals.put(choices)
             value = answers.get()
             if value is None:
-                raise StopCriterionReached("the search is over")
+                raise StopCriterionReached("the search has ended")
             return dict(zip(parameters, choices, strict=True)) | {"time": value}
 
     try:

@@ -94,7 +94,7 @@ class RayPool:
         if len(self._workers) < self._count:
             self._observer.say(
                 f"{len(self._workers)} of {self._count} workers: the cluster has no room for more that are like the "
-                "first; others take part when they come"
+                "first; more join when the cluster has room"
             )
 
     def environment(self) -> Mapping[str, Any]:
@@ -172,7 +172,7 @@ class RayPool:
         deadline_s = time.monotonic() + limit_s
         while not ray.wait([reference], timeout=RAY_POLL_INTERVAL_S)[0]:
             if self.closed:
-                raise WorkerLost("the run is being ended")
+                raise WorkerLost("the run is ending")
             if time.monotonic() > deadline_s:
                 more_s = _new_lock_wait_s(worker)
                 if not more_s:

@@ -88,7 +88,7 @@ class Objective(ConfigSection):
     @model_validator(mode="after")
     def _check_max_latency(self) -> Objective:
         if (self.minimize == "accuracy") != (self.max_latency is not None):
-            raise ValueError("'minimize: accuracy' and 'max_latency' need each other")
+            raise ValueError("'minimize: accuracy' and 'max_latency' must be given together")
         return self
 
     @property

@@ -74,7 +74,7 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     if row is None or not row.choices:
         raise UserError(f"{where}: this row has no placement of our space ({line['method']}): explain another one")
     if not row.timed:
-        raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
+        raise UserError(f"{where}: this device only emulates {line['precision']}, so its latency is not measured")
     spec = next((spec for spec in plan_tasks(experiment) if spec.name == task_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no task {task_results.name!r}")

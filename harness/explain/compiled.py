@@ -18,8 +18,8 @@ from harness.runtimes.rtx_compile.compiler import Compilation
 from harness.runtimes.rtx_compile.layer_log import Kernel
 
 SCOPE_NOTE = (
-    "What holds for TensorRT: refusals of the parser should (it is NVIDIA's ONNX parser; unverified). Refusals of the "
-    "builder and the kernels hold for TensorRT-RTX alone; a successful build proves neither speed nor kernels at run "
+    "For TensorRT, refusals of the parser should be the same (it is NVIDIA's ONNX parser; unverified). Refusals of the "
+    "builder and the kernels hold only for TensorRT-RTX; a successful build proves neither speed nor kernels at run "
     "time."
 )
 LAYERS_TITLE = "Layers"

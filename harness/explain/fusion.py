@@ -185,9 +185,9 @@ def _unfused_reason(name: str, asked: QDQGraph, precision: dict[str, str]) -> st
     if in_float:
         return f"{in_float[0]} behind it runs in {precision[in_float[0]]}"
     if source.startswith("input "):
-        return f"{source} arrives in float, so something has to quantize it"
+        return f"{source} is float, so a layer of its own quantizes it"
     others = [user for user in users if not precision.get(user)]
     if others:
         operators = ", ".join(dict.fromkeys(asked.operators.get(user, user) for user in others))
-        return f"no quantized kernel takes it in: read by {operators}"
-    return f"behind {source}, whose kernel does not quantize its own output"
+        return f"no quantized kernel includes it; it is read by {operators}"
+    return f"behind {source}, whose kernel does not write a quantized output"

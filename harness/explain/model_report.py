@@ -30,8 +30,8 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 _NO_DIMS: Mapping[str, int] = MappingProxyType({})
 DEFAULT_TIMING_RUNS = 50
 FINDING_TITLES = {
-    "float": "Linear operators that were to run quantized and do not",
-    "pair": "Q or DQ that run by themselves",
+    "float": "Linear operators that are quantized in the file and run in float",
+    "pair": "Q or DQ nodes that run as separate layers",
     "reformat": "Layers that only change layout or type",
 }
 

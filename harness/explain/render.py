@@ -62,7 +62,7 @@ def attribution_lines(found: AttributionReport) -> Iterator[str]:
         "itself, rebuilt and timed in turns with its variants."
     )
     yield ""
-    yield "## What each pattern gives"
+    yield "## Gain of each pattern"
     yield from _effect_table(found.patterns, found, "pattern")
     if found.patterns:
         yield ""
@@ -147,7 +147,7 @@ def _minimal_lines(found: AttributionReport) -> Iterator[str]:
 def _fusion_lines(fates: Sequence[EdgeFusion]) -> Iterator[str]:
     counts = Counter(fate.fate for fate in fates)
     if set(counts) <= {"unknown"}:
-        yield "The runtime does not report it."
+        yield "The runtime does not report fusion."
         return
     yield (
         f"Of {len(fates)} quantized edges {counts['fused']} were fused into their consumers, {counts['alone']} stayed "

@@ -48,7 +48,7 @@ class ModelSequenceSpace(Space):
             ValueError: No model has this number.
         """
         if len(placement.choices) != 1 or not 0 <= placement.choices[0] < len(self.found):
-            raise ValueError(f"{len(self.found)} models were brought, and none is number {placement.choices}")
+            raise ValueError(f"{len(self.found)} models were delivered, and none is number {placement.choices}")
         return placement
 
     def resolve(self, placement: Placement) -> Resolved:
@@ -145,6 +145,7 @@ class ExternalSearcherAdapter:
         path = external_model_path(self._folder, digest)
         if not path.exists():
             raise BuildFailed(
-                "an external searcher's model is kept only while it may be the best; it cannot be built a second time"
+                "the model of an external searcher is stored only while it may be the best, so it cannot "
+                "be built a second time"
             )
         return path

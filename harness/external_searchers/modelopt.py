@@ -122,4 +122,4 @@ class ModelOptAutotune:
     def _stderr_tail(self) -> str:
         status = self._process.wait()
         said = self._log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:500]
-        return f"ended with status {status}; its last words: {said or 'none'}"
+        return f"ended with status {status}; its last output: {said or 'none'}"

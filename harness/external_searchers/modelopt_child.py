@@ -38,7 +38,7 @@ class _Benchmark:
         _send_message(self._connection, {"model": str(model)})
         answer = self._connection.readline()
         if not answer:
-            raise SystemExit("the driver is gone")
+            raise SystemExit("the driver has ended")
         latency_ms: float | None = json.loads(answer)["latency_ms"]
         return float("inf") if latency_ms is None else latency_ms
 

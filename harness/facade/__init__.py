@@ -125,7 +125,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
                 answers=lambda found: observer.say(ship_answer(found, folder, observer)),
             )
         except KeyboardInterrupt:
-            observer.say(f"interrupted; {folder} keeps what was found, and the same call continues it")
+            observer.say(f"interrupted; {folder} has the results so far, and the same call continues the run")
         except SearcherFailures:
             _write_report(folder, observer)
             raise

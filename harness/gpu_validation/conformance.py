@@ -101,7 +101,7 @@ class BenchmarkerContract:
             copy = {name: array.copy() for name, array in first.items()}
             probe.infer({name: -array for name, array in self._feeds.items()})
         same = all(np.array_equal(first[name], copy[name]) for name in copy)
-        return same, "an inference leaves the results of the one before as they are"
+        return same, "an inference does not change the results of the previous one"
 
     def check_wrong_inputs(self) -> tuple[bool, str]:
         """Run an engine on an input of an unknown name; return whether it raises `MeasureFailed`, and its message."""
@@ -110,7 +110,7 @@ class BenchmarkerContract:
                 probe.infer({"unknown": self._feeds["x"]})
             except MeasureFailed as error:
                 return True, str(error)
-        return False, "an unknown input was taken"
+        return False, "an unknown input was accepted"
 
     def check_damaged_file(self) -> tuple[bool, str]:
         path = self._work / "damaged.onnx"

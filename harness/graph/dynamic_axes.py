@@ -109,7 +109,7 @@ def transfer_changes(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic
     replace_field(result.graph.initializer, made.iter_constants(nodes))
     if made.late:
         names = ", ".join(repr(node.input[0]) for node in made.late.values())
-        logger.warning("%s: constant at fixed shapes alone, so at other sizes it keeps that scale", names)
+        logger.warning("%s: constant only at fixed shapes, so at other sizes it keeps that scale", names)
     del result.graph.value_info[:]  # runtimes infer it, and that of changed tensors would be wrong
     return result
 
@@ -136,7 +136,7 @@ class _ChangeTransfer:
             if node != self._before[name] and name not in theirs:
                 slot = next((i for i, t in enumerate(node.input) if t not in self._before[name].input), 0)
                 edge = f"edge {self._before[name].input[slot]!r} -> input {slot} of {name!r}"
-                raise TransferError(f"{edge}: the node is there at fixed shapes alone")
+                raise TransferError(f"{edge}: the node exists only at fixed shapes")
         changed = [self._transfer_node(node) for node in self._dynamic.node]
         self._check_added_nodes(changed)
         added = [*self._added, *self.late.values()]
@@ -215,12 +215,10 @@ class _ChangeTransfer:
         maker = next((node for node in self._added if new in node.output), None)
         computed = any(old in node.output for node in self._dynamic.node)
         if maker is None or maker.op_type != "DequantizeLinear" or len(maker.input) < 3 or not computed:
-            raise TransferError(f"{edge}: the tensor is a constant at fixed shapes alone")
+            raise TransferError(f"{edge}: the tensor is a constant only at fixed shapes")
         stored, *grid = maker.input
         if grid[0] not in self._new or len(self._new[grid[0]].dims):
-            raise TransferError(
-                f"{edge}: the tensor is a constant at fixed shapes alone, with a scale for each channel"
-            )
+            raise TransferError(f"{edge}: the tensor is a constant only at fixed shapes, with a scale for each channel")
         self.late[stored] = onnx.NodeProto(
             op_type="QuantizeLinear", name=f"{stored}.q", input=[old, *grid], output=[stored]
         )
@@ -230,7 +228,7 @@ class _ChangeTransfer:
         for node in self._added:
             for slot, name in enumerate(node.input):
                 if name in self._old and name in self._new and name not in self._there:
-                    raise TransferError(f"tensor {name!r}, which is quantized, is a constant at fixed shapes alone")
+                    raise TransferError(f"tensor {name!r}, which is quantized, is a constant only at fixed shapes")
                 if name not in made:
                     raise TransferError(f"edge {name!r} -> input {slot} of {node.op_type}: the tensor is not there")
 

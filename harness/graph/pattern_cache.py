@@ -204,7 +204,9 @@ def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> 
         if other.device and origin.device and other.device != origin.device:
             unlike.append(f"device {other.device!r} instead of {origin.device!r}")
         if unlike:
-            said.append(f"the pattern cache has schemes measured with {', '.join(unlike)}: good starts at best")
+            said.append(
+                f"the pattern cache has schemes measured with {', '.join(unlike)}: use them only as initial placements"
+            )
     return tuple(said)
 
 

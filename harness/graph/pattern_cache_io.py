@@ -35,7 +35,7 @@ def read_cache(path: Path) -> PatternCache:
     """Read a cache file.
 
     Raises:
-        UserError: It cannot be read, is too large, or is no pattern cache of ours; the text says where.
+        UserError: It cannot be read, is too large, or is not a pattern cache of qdq-bench; the text says where.
     """
     body = read_plain_yaml(path, _MAX_BYTES)
     if "pattern_schemes" in body:
@@ -46,7 +46,7 @@ def read_cache(path: Path) -> PatternCache:
     try:
         return _CacheRecord.model_validate(body).to_cache()
     except ValidationError as error:
-        raise to_user_error(_CacheRecord, f"{path}: no pattern cache of ours", error) from error
+        raise to_user_error(_CacheRecord, f"{path}: not a pattern cache of qdq-bench", error) from error
 
 
 def write_cache(cache: PatternCache, path: Path) -> None:
@@ -72,7 +72,7 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise UserError(f"{path}: {size} bytes, but at most {max_bytes} are read; this is no file of ours")
+            raise UserError(f"{path}: {size} bytes, but at most {max_bytes} are read; not written by qdq-bench")
         text = path.read_bytes().decode("utf-8")
         _reject_aliases_and_nesting(yaml.parse(text, Loader=_Loader), path)
         body = yaml.load(text, Loader=_Loader)
@@ -82,8 +82,8 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(body, dict):
         raise UserError(
-            f"{path}: a mapping of keys, but {describe_type(body)}: this is no file of ours: "
-            "name another, or move it away"
+            f"{path}: a mapping of keys, but {describe_type(body)}: not written by qdq-bench: "
+            "name another file, or move this one away"
         )
     return body
 

@@ -157,7 +157,7 @@ def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) 
     largest = max(budgets)
     for run in running.task.spec.runs:
         if run.name not in found.states:
-            yield _empty_choice(run, largest, f"{ACCURACY_ONLY_VERDICT}: no search without a speed")
+            yield _empty_choice(run, largest, f"{ACCURACY_ONLY_VERDICT}: no search, because latency is not measured")
             continue
         for budget in budgets:
             there, leaders = found.states[run.name][budget], found.incumbents[run.name][budget]

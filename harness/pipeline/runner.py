@@ -129,7 +129,7 @@ def run_experiment(
         open_execution_target(experiment.executor, experiment.limits, known, observer) as site,
     ):
         if grown:
-            observer.say(f"{grown}: going on with what is there")
+            observer.say(f"{grown}: continuing from the existing results")
         if experiment.transfer:  # all searches end before placements are transferred
             run_concurrently([partial(run, spec, site, searching=True) for spec in tasks], experiment.executor.tasks)
             tasks = tuple(spec for spec in tasks if spec.name not in chain(*stopped.values()))
@@ -188,7 +188,7 @@ def _raise_searcher_failures(tasks: Iterable[TaskSpec], out: Path) -> None:
         named = broken[:MAX_BROKEN_SHOWN] + (
             [f"and {len(broken) - MAX_BROKEN_SHOWN} more"] if len(broken) > MAX_BROKEN_SHOWN else []
         )
-        raise SearcherFailures("\n".join(named) + "; all other work is done: fix it and give the same command again")
+        raise SearcherFailures("\n".join(named) + "; all other work is done: fix it and run the same command again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,7 +242,7 @@ class RuntimeChecker:
     def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
         """Return the check with the operator that differs; a suspect model without such an operator is not wrong."""
         if found.is_wrong and sum(bool(each.model) for each in self._record.values()) >= MAX_REPORTS:
-            return replace(found, reason=f"its operator was not looked for: see the first {MAX_REPORTS} wrong results")
+            return replace(found, reason=f"its operator was not located: see the first {MAX_REPORTS} wrong results")
         suspect = SuspectModel(
             path=self._truncated_model(path),
             feeds=self._feeds,
@@ -257,7 +257,7 @@ class RuntimeChecker:
         if isinstance(fault, Failed):
             return replace(found, reason=f"no operator was found: {fault.reason}")
         if fault is None:
-            return replace(found, reason="no operator was found that shows it by itself") if found.is_wrong else found
+            return replace(found, reason="no single operator reproduces it") if found.is_wrong else found
         file = self._plan.folder / REPORT_FOLDER_NAME / f"{digest}.onnx"
         with explain_write_errors(file):
             write_report(fault, file, self._engines.describe(benchmarker))

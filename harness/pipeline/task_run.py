@@ -91,7 +91,7 @@ class TaskRun:
             kept = archive_existing(journal)
             clear_termination(journal)
             self.observer.say(
-                f"{named} failed and now proposes something else: it starts anew (old journal: {kept.name})"
+                f"{named} failed and now has other proposals, so it starts again (old journal: {kept.name})"
             )
             ending = self._run_search_loop(run, workers, retry_failed)
         if ending.reason:

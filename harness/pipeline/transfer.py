@@ -105,7 +105,7 @@ def _transfer_by_patterns(task: Task, folder: Path) -> TransferredPlacement:
     if not (folder / PATTERN_CACHE_NAME).exists():
         return f"{folder.name} learned nothing"
     known = propose_placements(read_cache(folder / PATTERN_CACHE_NAME), task.space, _measurement_origin(task), limit=1)
-    return known[0] if known else f"{folder.name} knows none of its patterns"
+    return known[0] if known else f"{folder.name} contains none of its patterns"
 
 
 def _measurement_origin(task: Task) -> MeasurementOrigin:

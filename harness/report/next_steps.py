@@ -171,7 +171,7 @@ def _search_steps(task: TaskResults) -> Iterator[str]:
     if not task.searches or any(search.evaluations >= budget for search in task.searches):
         yield f"a larger budget than {budget} evaluations; existing results are kept"
     elif broken := [search for search in ended if search.end is not None and search.end.failed]:
-        yield f"a searcher that does not fail: {_names(broken)} did"
+        yield f"another searcher: {_names(broken)} failed"
     elif ended:
         yield f"another searcher, or a larger space (sharing: region): {_names(ended)} had nothing more to propose"
 

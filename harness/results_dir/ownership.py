@@ -100,7 +100,7 @@ def _acquire_lock(lock: FileIO, folder: Path, action: str) -> None:
         owner = lock.read(1000).decode(errors="replace").strip() or "unknown"
         raise UserError(f"{folder}: process {owner} is {action}; wait for it, or use another --out") from error
     except OSError as error:
-        logger.warning("%s: this file system has no locks (%s); start no second run here", folder, error)
+        logger.warning("%s: this file system has no locks (%s); do not start a second run here", folder, error)
         return
     with suppress(OSError):  # a full disk is reported when results are written
         lock.truncate(0)

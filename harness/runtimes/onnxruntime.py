@@ -251,7 +251,7 @@ class ONNXRuntimeBenchmarker:
         wanted, missing = PROVIDER_NAMES[self._provider][0], io.StringIO()
         with redirect_stdout(missing):  # it prints what it cannot load
             self._ort.preload_dlls()
-        why = missing.getvalue().partition("\n")[0] or "it gave way to the CPU"
+        why = missing.getvalue().partition("\n")[0] or "it fell back to the CPU"
         builder = GraphBuilder("probe")
         builder.output(builder.op("Relu", builder.input("x", (1, 4))))
         self._ort.set_default_logger_severity(FATAL)

@@ -34,7 +34,7 @@ def read_profile(trace: str) -> tuple[Layer, ...]:
     for event in events:
         found[event["name"].removesuffix("_kernel_time")].append(event)
     if not found:
-        raise MeasureFailed("ONNX Runtime counted nothing: sample the engine before asking for its layers")
+        raise MeasureFailed("ONNX Runtime recorded no inference: sample the engine before reading its layers")
     return tuple(
         Layer(
             name=name,

@@ -101,4 +101,4 @@ class _ReplayProbe:
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Raise, because a recording has no engine."""
-        raise EvaluationFailed("a replay has recorded latencies only, no outputs that could be scored")
+        raise EvaluationFailed("a replay has only recorded latencies, no outputs to score")

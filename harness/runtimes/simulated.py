@@ -180,7 +180,7 @@ class _SimulatedProbe:
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Raise, because a simulation has no model."""
-        raise EvaluationFailed("the simulated benchmarker has latencies only, no outputs that could be scored")
+        raise EvaluationFailed("the simulated benchmarker has only latencies, no outputs to score")
 
 
 def _hash_to_unit_interval(

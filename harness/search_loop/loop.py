@@ -1,7 +1,7 @@
 """Loop of one search: ask, build, sample, score, journal, tell. Resuming replays the journal.
 
 The journal's lines are an input of the loop: where the next proposal is already there with its outcome, the recorded
-outcome is reported instead of measured. A searcher that proposes something else than it did before is refused, so a
+outcome is reported instead of measured. A searcher whose proposals differ from the recorded ones is refused, so a
 resumed run is the run it would have been.
 
 Several proposals may await their outcomes at once. Outcomes are journaled as they come and passed to `tell` in ask
@@ -144,7 +144,7 @@ def _termination_reason(
 
 
 class ReplayMismatch(FingerprintMismatch):
-    """A searcher proposes something else than it did before."""
+    """The proposals of a searcher differ from the recorded ones."""
 
 
 def run_search(
@@ -214,7 +214,7 @@ class _SearchLoop:
                 self._ask(placement, origin)
 
     def _propose(self, free: int) -> Sequence[_Proposal]:
-        """Return the next proposals; empty if the search is over or waits for an outcome."""
+        """Return the next proposals; empty if the search has ended or waits for an outcome."""
         if self._searcher.failure is not None:
             return []
         recorded = self._journaled_outcome(self._asked)

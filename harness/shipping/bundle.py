@@ -207,7 +207,7 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
     except (IndexError, ValueError):
         found = None
     if not isinstance(found, dict):
-        raise UserError(f"{python}: ran no script: is it a Python program?")
+        raise UserError(f"{python}: cannot run a script: is it a Python program?")
     return found
 
 

@@ -295,7 +295,7 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
 def _check_rule(placement: str, path: Path) -> None:
     """Raise `UserError` with the remedy if a placement is not the name of a rule."""
     if placement in (*PTQ_TOOLS, *BASELINE_TOOLS):
-        raise UserError(f"--placement {placement}: a tool and no rule; run the tool, or `qdq ptq` for ModelOpt's")
+        raise UserError(f"--placement {placement}: a tool, not a rule; run the tool, or `qdq ptq` for ModelOpt's")
     if (path / "experiment.yaml").is_file():
         raise UserError(
             f"--placement {placement}: a results folder without a folder to deploy, so there is no placement"

@@ -93,7 +93,7 @@ def _limits(facts: Facts) -> Iterator[str]:
     if facts["calibration"]["data"] == "random data":
         yield "The ranges are those of random data: calibrate with data of your own before use."
     if facts["dynamic_file"] is None:
-        yield "The file takes the input shapes in deploy.py alone."
+        yield "The file accepts only the input shapes in deploy.py."
 
 
 def _files(facts: Facts) -> Iterator[str]:

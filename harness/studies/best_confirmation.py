@@ -21,7 +21,7 @@ from harness.timing.turn_log import TurnMatrix
 from search.space import Placement
 
 FASTEST_PER_COMPARISON = 16
-LOST_ROW_REASON = "it was measured once and failed in the confirmation, so its only reading may have been a lucky one"
+LOST_ROW_REASON = "it was measured once and failed in the confirmation, so its only reading may be low by chance"
 CONFIRMATION_SCHEDULE = TurnSchedule(builds=1, rounds=20, samples=3)
 PACE_TOLERANCE = 0.15  # deviation of the float model's latency from that before the table that is not reported
 

@@ -56,7 +56,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         for name, searcher in searchers.items()
     }
     if any(Path(table).parent.resolve() == out.resolve() for table in study.tables):
-        raise UserError(f"{out}: the folder has the tables, and {FILE} would be taken for one; use another --out")
+        raise UserError(f"{out}: the folder has the tables, and {FILE} would be read as one; use another --out")
     most = study.max_evaluations * sum((searchers[name].seeds or study.seeds) for _, name in keys)
     if most > MAX_EVALUATIONS:
         raise UserError(f"{most} evaluations are more than one folder takes; use fewer seeds or tables at a time")

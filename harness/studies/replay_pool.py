@@ -123,7 +123,7 @@ def _replay_unordered(batches: Sequence[ReplayBatch], workers: int) -> Iterator[
                 yield waiting[done]
         except BrokenProcessPool as error:
             raise UserError(
-                "a worker died, possibly for lack of memory; finished searches are saved: run the same command again, "
+                "a worker ended, possibly for lack of memory; finished searches are saved: run the same command again, "
                 "with --workers 1"
             ) from error
         finally:

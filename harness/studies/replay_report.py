@@ -148,7 +148,7 @@ def _format_notes(replayed: Sequence[ReplayedSearches]) -> Iterator[str]:
     for found in replayed:
         yield (
             f"{found.searcher}: {found.evaluations} evaluations in {found.wall_s:.2f} s "
-            f"({found.evaluations / found.wall_s:.0f} a second), which stand for {found.build_s / 3600:.2f} h of "
+            f"({found.evaluations / found.wall_s:.0f} a second), in place of {found.build_s / 3600:.2f} h of "
             "builds and measurements"
         )
 

@@ -24,7 +24,7 @@ MAX_EVALUATIONS_PER_SEARCH = 5_000  # ten thousand random searches of them take 
 
 def _check_rising(budgets: tuple[int, ...]) -> tuple[int, ...]:
     if list(budgets) != sorted(set(budgets)):
-        raise ValueError(f"budgets rise, and none comes twice, but got {list(budgets)}")
+        raise ValueError(f"budgets must increase, but got {list(budgets)}")
     return budgets
 
 
@@ -100,6 +100,6 @@ def _resolve_table_files(path: Path, tables: tuple[str, ...]) -> list[str]:
         names = sorted(glob(text, root_dir=path.parent, recursive=True)) if "*" in text else [text]
         there = [path.parent / name for name in names]
         if not there:
-            raise UserError(f"{path}: tables: nothing is there for {text!r}; 'qdq record MODEL --out FILE' makes one")
+            raise UserError(f"{path}: tables: no file matches {text!r}; 'qdq record MODEL --out FILE' makes one")
         found += [str(file) for file in there]
     return found

@@ -43,13 +43,13 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
         raise UserError(
             f"objective.{key}: {_format_bound(bound)} asks for {metric_name(metric)} of "
             f"{most - absolute_bound(bound, most):g} dB of model {model!r}; at 0 dB the error is as large as the "
-            f"outputs, so it bounds nothing: the float model has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
+            f"outputs, so it has no effect: the float model has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
         )
     if bound is None or metric not in UNIT_INTERVAL_METRICS or absolute_bound(bound, 1.0) < 1.0:
         return
     raise UserError(
         f"objective.{key}: {_format_bound(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it "
-        "bounds nothing; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
+        "has no effect; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
     )
 
 
@@ -69,7 +69,7 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
         return ""
     return (
         f"one image of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses one "
-        "breaks it; use more images, or a looser bound"
+        "exceeds it; use more images, or a looser bound"
     )
 
 
@@ -121,7 +121,7 @@ def bound_status(
 def _describe_bound(objective: Objective, metric: str, higher_is_better: bool) -> str:
     bound, name = objective.max_drop, metric_name(metric)
     if bound is None:
-        return f"none; {name} is scored and rules nothing out"
+        return f"none; {name} is scored without a bound"
     if metric in METRIC_CAPS and not isinstance(bound, str):
         return (
             f"{name} has to be {METRIC_CAPS[metric] - bound:g} dB or more, for the float model's own counts as "

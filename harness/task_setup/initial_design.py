@@ -231,7 +231,7 @@ class InitialDesign:
             self._read_pattern_cache(start), self.space, self._origin(), int(start.params.get("limit", 1))
         )
         if not found:
-            self.observer.say(f"{self.model.source}: {start.name}: the pattern cache knows none of its patterns")
+            self.observer.say(f"{self.model.source}: {start.name}: the pattern cache contains none of its patterns")
         yield from _number_names(start, found)
 
     def _predicted_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
@@ -245,7 +245,7 @@ class InitialDesign:
         units = read_prior(resolve_path(start.params["path"], start.base_dir))
         found = nested_prior_placements(units, self.space, int(start.params.get("limit", 1)))
         if not found:
-            self.observer.say(f"{self.model.source}: {start.name}: nothing in it gained that this model has")
+            self.observer.say(f"{self.model.source}: {start.name}: no unit with a gain exists in this model")
         yield from _number_names(start, found)
 
 

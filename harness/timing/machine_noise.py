@@ -130,7 +130,7 @@ def describe_disturbance(before: MachineSnapshot, after: MachineSnapshot) -> str
     if before.waited_s is not None and after.waited_s is not None and spent_s > 0:
         share = (after.waited_s - before.waited_s) / spent_s
         if share > MAX_WAIT_SHARE:
-            return f"waited for a core {share:.0%} of the time: something else runs on this machine"
+            return f"waited for a core {share:.0%} of the time: another program runs on this machine"
     return _describe_other_load(before, after, spent_s)
 
 
@@ -144,7 +144,7 @@ def _describe_other_load(before: MachineSnapshot, after: MachineSnapshot, spent_
         return f"the hypervisor took {stolen_s / total_s:.0%} of the cores' time: other guests run on this host"
     others_s = busy_s - own_s
     if others_s > MAX_OTHER_LOAD_SHARE * total_s + CPU_TIME_RESOLUTION_S:
-        return f"other processes kept {others_s / total_s:.0%} of its cores busy: something else runs on this machine"
+        return f"other processes kept {others_s / total_s:.0%} of its cores busy: another program runs on this machine"
     return ""
 
 

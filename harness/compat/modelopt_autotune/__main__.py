@@ -246,7 +246,7 @@ def _select_float_baseline(backend: PluginSpec, float_file: Path, job: AutotuneJ
         found = select_float_baseline(backend, float_file, job.output_dir, open_worker, job.observer)
     except FingerprintMismatch as error:
         raise UserError(
-            str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move away what is there")
+            str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move the existing files away")
         ) from error
     finally:
         shutil.rmtree(job.output_dir / "work", ignore_errors=True)

@@ -209,7 +209,7 @@ class QDQAutotunerBase:
             if not measured:
                 raise AutotunerError(
                     f"the float model has no latency (got {latency_ms}): was init_benchmark_instance() called, and "
-                    "does the backend take the model? The log says why"
+                    "can the backend load the model? The log contains the reason"
                 )
             self._set_baseline(latency_ms)
             session.record(session.space.float_placement(), latency_ms)

@@ -159,8 +159,8 @@ class Delivery:
             lines.insert(0, ship_tuned_model(tuned, session.task, runtime, confirmed, out, self._job.observer))
         if wrong:
             lines.append(
-                f"{wrong} of the fastest models are left out: {benchmark.describe().get('name')} computes something "
-                f"else than their files say (see {self._job.output_dir / CHECK_FILE_NAME})"
+                f"{wrong} of the fastest models are left out: {benchmark.describe().get('name')} computes other "
+                f"results than their files describe (see {self._job.output_dir / CHECK_FILE_NAME})"
             )
         for line in lines:
             self._job.observer.say(line)
@@ -229,7 +229,7 @@ class Delivery:
             won, speedup = select_winner(contest, self._context.benchmark.open_fresh_engines, self._job.observer)
         except UserError as error:  # several engines at once may need more memory than one
             self._job.observer.say(
-                f"No final selection of the fastest {len(rivals)}, the lowest reading chooses: {error}"
+                f"No final selection of the fastest {len(rivals)}, the model with the lowest reading is used: {error}"
             )
             return best if any(best.choices) else next(iter(rivals.values()))
         return rivals[won] if won and (speedup > 1 or any(best.choices)) else best
@@ -322,6 +322,6 @@ def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Itera
         yield "Its accuracy was not measured: qdq run does, with the evaluator fidelity if there are no labels"
     if result.read is not None and result.read > interval.high:
         yield (
-            f"The reading of the search was {result.read:.3f}x: the best of many readings is low by luck, so only the "
-            "fresh builds count"
+            f"The reading of the search was {result.read:.3f}x: the lowest of many readings is low by chance, so only "
+            "the fresh builds count"
         )

@@ -145,7 +145,7 @@ def ineffective_flags(options: argparse.Namespace, taken: Collection[str], *, ty
     if options.timing_cache != get_parser().get_default("timing_cache") and "timing_cache_file" not in taken:
         yield f"--timing_cache {options.timing_cache}: this backend has no timing cache"
     if options.calibration_samples is not None and options.calibration_data is None:
-        yield "--calibration_samples: there is no --calibration_data to take samples of"
+        yield "--calibration_samples: needs --calibration_data"
     if typed and options.default_dq_dtype != "float32":
         yield f"--default_dq_dtype {options.default_dq_dtype}: all types of this model are known"
     if options.timing_runs is not None and options.timing_runs < MIN_TIMING_RUNS:

@@ -154,7 +154,7 @@ def _create_autotuner(model: Any, job: AutotuneJob) -> QDQAutotuner:
     autotuner.initialize(job.config, cache)
     if job.state.exists():
         autotuner.load_state(str(job.state))
-        job.observer.say(f"going on with {job.state}: {len(autotuner.session.measured)} models are measured")
+        job.observer.say(f"resuming from {job.state}: {len(autotuner.session.measured)} models are measured")
         for sentence in autotuner.changes:
             job.observer.say(sentence)
     return autotuner
@@ -224,8 +224,8 @@ class AutotuneRun:
             ended = run_search(task, SyncExecutor(self._measure), journal, lambda event: None)
         if ended.failure is not None:
             raise UserError(
-                f"searcher {self._job.config.searcher!r}: {ended.failure.reason}; give the same command again when it "
-                f"is mended\n{ended.failure.log_tail}"
+                f"searcher {self._job.config.searcher!r}: {ended.failure.reason}; fix it, then run the same "
+                f"command again\n{ended.failure.log_tail}"
             )
 
     def _measure(self, candidate: Candidate, _: Interval | None = None) -> Outcome:

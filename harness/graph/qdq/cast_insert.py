@@ -45,7 +45,7 @@ def require_all_nodes(edges: Iterable[Edge], cast: Model) -> None:
     lost = sorted({edge.consumer for edge in edges if edge.consumer} - there)
     if lost:
         named = ", ".join(map(repr, lost[:3])) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-        raise UserError(f"{cast.source}: casting it took node {named} away; use precision: f32")
+        raise UserError(f"{cast.source}: the cast removed node {named}; use precision: f32")
 
 
 class CastInserter(Inserter):

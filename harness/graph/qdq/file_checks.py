@@ -26,14 +26,14 @@ CHECKED_DIALECTS = {dialect.name: dialect for dialect in (TENSORRT, TENSORRT_RTX
 FP8_CAPABILITY = (8, 9)
 _UNKNOWN_TYPES = frozenset({TensorProto.INT16, TensorProto.UINT16})
 _PRECISION_NAMES = {TensorProto.INT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8"}
-_UINT8_TEXT = "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
+_UINT8_TEXT = "is UINT8; TensorRT accepts only INT8: quantize in dialect tensorrt, or symmetric and signed"
 _UINT8_WARNING = "is UINT8 and read as INT8: values above 127 steps are cut off"
 Level = Literal["refused", "warning", "no effect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QDQProblem:
-    """A reason why TensorRT does not take a file, or computes something else than it asks for.
+    """A reason why TensorRT refuses a file, or computes other results than it describes.
 
     Attributes:
         node: Name of the node.
@@ -93,15 +93,15 @@ def _pair_problem(node: Any, graph: QDQGraph, capability: tuple[int, int], diale
     if kind == TensorProto.INT32:
         return "int32", "refused", "is INT32, the form of quantized biases; TensorRT wants biases in float"
     if kind in _UNKNOWN_TYPES:
-        return "int16", "refused", "has 16 bits; TensorRT takes INT8 and FP8"
+        return "int16", "refused", "has 16 bits; TensorRT accepts INT8 and FP8"
     if kind == TensorProto.FLOAT8E5M2:
-        return "e5m2", "refused", "is FP8 of the form E5M2; TensorRT takes E4M3 alone"
+        return "e5m2", "refused", "is FP8 of the form E5M2; TensorRT accepts only E4M3"
     if kind == TensorProto.FLOAT8E4M3FN and capability < FP8_CAPABILITY:
         need, have = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, capability))
         text = f"is FP8, which needs compute capability {need} (Ada, Hopper or later); this GPU has {have}"
         return "fp8", "refused", text
     if shifted:
-        text = "has a zero point that is not 0; TensorRT takes symmetric quantization alone: calibrate symmetric"
+        text = "has a zero point that is not 0; TensorRT accepts only symmetric quantization: calibrate symmetric"
         return "zero point", "refused", text
     if node.input[1] in graph.constants and not (graph.values(node.input[1]) > 0).all():
         return "scale", "refused", "has a scale that is not positive"

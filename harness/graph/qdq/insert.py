@@ -75,7 +75,7 @@ class Inserter:
     ) -> None:
         marked = [name for node in model.nodes for name in node.outputs if NAME_PREFIX in name]
         if marked:
-            raise UserError(f"{model.source}: tensor {marked[0]!r} says that Q/DQ pairs are inserted already")
+            raise UserError(f"{model.source}: tensor {marked[0]!r} shows that Q/DQ pairs are already inserted")
         dialect = choices.adapt_dialect(dialect)
         self._model = model
         self._dialect = dialect

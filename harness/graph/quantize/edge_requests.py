@@ -85,7 +85,7 @@ class EdgeRequests:
             read[reader] |= slot
             made[maker] |= tensor
         if sum(map(int.bit_count, read)) < len(resolved):
-            raise UserError(f"{self._model.source}: the placement asks for one edge twice")
+            raise UserError(f"{self._model.source}: the placement contains one edge twice")
         return NodeRequests(read, made)
 
     def _request_target(self, edge: Edge, precision: str) -> _RequestTarget:

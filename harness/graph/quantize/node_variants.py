@@ -161,7 +161,7 @@ class VariantEncoder:
         places = [(mark.place, mark.precision) for mark in marks if mark.kind == kind]
         found = dict(places)
         if len(found) < len(places):
-            raise UserError(f"{self._model.source}: the placement asks for one edge twice")
+            raise UserError(f"{self._model.source}: the placement contains one edge twice")
         return found
 
     def _quantized_constant(

@@ -249,7 +249,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     ),
     PlacementRule(
         "bare product",
-        "The runtime makes garbage of a matrix times weights without a bias of its own.",
+        "The runtime computes wrong results for a matrix times weights without a bias of its own.",
         _is_bare_product,
         lambda dialect, precision: precision == "int8" and not dialect.bare_products,
     ),
@@ -291,7 +291,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     ),
     PlacementRule(
         "fusion",
-        "No pair lies between Conv, BatchNormalization and activation.",
+        "No pair is inserted between Conv, BatchNormalization and activation.",
         lambda s: follows_convolution(s.model, s.dialect, s.node, s.tensor),
         _splits_convolutions,
     ),

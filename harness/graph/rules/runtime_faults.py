@@ -82,7 +82,7 @@ def _is_cubic(model: Model, node: Node) -> bool:
 
 RUNTIME_FAULTS: Mapping[str, RuntimeFault] = {
     "batched reduction": RuntimeFault(
-        "The runtime gets a mean or sum over the rows of several matrices wrong.",
+        "The runtime computes a mean or sum over the rows of several matrices wrongly.",
         frozenset({"GlobalAveragePool", "ReduceMean", "ReduceSum"}),
         _reduces_batch,
     ),
@@ -97,7 +97,7 @@ RUNTIME_FAULTS: Mapping[str, RuntimeFault] = {
         _has_large_epsilon,
     ),
     "softmax of one": RuntimeFault(
-        "The runtime gets 0 for a Softmax over an axis of length 1.", frozenset({"Softmax"}), _is_softmax_of_one
+        "The runtime computes 0 for a Softmax over an axis of length 1.", frozenset({"Softmax"}), _is_softmax_of_one
     ),
     "cubic resize": RuntimeFault(
         "The runtime cannot resize integers with mode cubic.", frozenset({"Resize"}), _is_cubic

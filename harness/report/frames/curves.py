@@ -49,7 +49,7 @@ def curve_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     """Return the speedup of the incumbent over the float model after each evaluation of every search.
 
     The search's own readings define the incumbent, and `TaskResults.latencies_ms` its latency. So one placement has the
-    same speedup in all searches, and a curve falls where a lucky reading displaced a better placement.
+    same speedup in all searches, and a curve falls where a reading that is low by chance displaced a better placement.
     """
     curves = [
         pd.DataFrame({"task": task.name, **curve._asdict()}) for task in tasks for curve in iter_speedup_curves(task)

@@ -64,7 +64,7 @@ FIXED = TableSpec(
         f'is one; "{NO_SHIPPABLE_ROW}": no baseline keeps it, or none could be scored. "1/2 not to ship": the '
         "choices of 1 of 2 seeds exceed the bound or could not be scored.\n"
         "The best fixed row was selected by its confirmed figure, the searcher's choice before the confirmation, so "
-        "the luck of the confirmation favours the fixed row. Geometric mean over tasks: Student's t interval over them "
+        "chance in the confirmation favours the fixed row. Geometric mean over tasks: Student's t interval over them "
         "[95 %], none below three. Ties by their intervals alone: the ratio itself is slower by more than the "
         "noise floor; ties by the noise floor alone: the interval excludes 1."
     ),

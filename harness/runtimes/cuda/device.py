@@ -67,7 +67,7 @@ class CudaRuntime:
             self.api.cudaGetLastError()  # or a later launch, of TensorRT for instance, would take it for its own
             text = f"{function}: {_format_error(self.api, status)}"
             if int(status) in STICKY_ERROR_CODES:
-                raise WorkerUnusable(f"CUDA: {text}; this process can use the GPU no more")
+                raise WorkerUnusable(f"CUDA: {text}; this process cannot use the GPU any more")
             raise MeasureFailed(f"CUDA: {text}")
         return None if not results else results[0] if len(results) == 1 else results
 

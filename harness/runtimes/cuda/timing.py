@@ -239,5 +239,5 @@ def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:
         MeasureFailed: A cold L2 cache is wanted and the device does not tell its size.
     """
     if cold_l2 and not l2_bytes:
-        raise MeasureFailed("cold_l2: this device does not tell the size of its L2 cache")
+        raise MeasureFailed("cold_l2: this device does not report the size of its L2 cache")
     return L2_FLUSH_FACTOR * l2_bytes if cold_l2 else 0

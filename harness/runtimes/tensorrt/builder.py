@@ -93,8 +93,8 @@ def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
     if engine is None:
         raise BuildFailed(
             f"{source}: TensorRT {library.version} cannot load this engine ({library.drain_messages()}); "
-            "engines serve the "
-            "TensorRT and the kind of GPU that they were built with alone: build it again here"
+            "an engine "
+            "runs only with the TensorRT version and the kind of GPU that built it: build it again here"
         )
     return engine
 

@@ -62,7 +62,7 @@ def parse_version(text: str) -> str:
     """
     found = re.search(r"TensorRT v(\d{4,6})\b", text)
     if found is None:
-        raise BuildFailed(f"trtexec does not tell its version: {' '.join(text.split())[:200]!r}")
+        raise BuildFailed(f"trtexec does not report its version: {' '.join(text.split())[:200]!r}")
     number = int(found[1])
     if number < 10_000:  # 8 and older: v8601
         return f"{number // 1000}.{number // 100 % 10}.{number % 100}"

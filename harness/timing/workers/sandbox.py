@@ -192,7 +192,7 @@ class Sandbox(Engines):
         handle = args[0]
         if not self._is_alive(handle):
             stage = "measure" if method in ("open", "sample") else method
-            reason = f"{stage}: the engine died with an earlier worker; build it again"
+            reason = f"{stage}: the engine ended with an earlier worker; build it again"
             if handle < self._first_kept_handle:
                 raise WorkerKilled(reason)
             return Failed(stage="crash", reason=reason)

@@ -121,7 +121,7 @@ class ThreadedExecutor:
 
     def __exit__(self, *_: object) -> None:
         running = bool(self._unfinished)
-        self._stop(UserError("the run is being ended"))
+        self._stop(UserError("the run is ending"))
         deadline_s = time.monotonic() + POOL_SHUTDOWN_LIMIT_S
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline_s:
             if running:  # closing its engines ends a trial, whose outcome is not needed any more

@@ -154,5 +154,5 @@ def test_nothing_that_works_is_a_mistake_with_its_reason(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["processes", "builds", "readings"])
 def test_a_level_that_is_not_repeated_is_refused_by_its_option(name: str) -> None:
-    with pytest.raises(UserError, match=f"--{name}: at least 2, or there is no variance to see, but got 1"):
+    with pytest.raises(UserError, match=f"--{name}: at least 2, because a variance needs two values, but got 1"):
         NestedDesign(**{name: 1})

@@ -53,5 +53,5 @@ def test_a_quantized_model_is_refused_with_what_it_is_good_for(
     for command in (("regions", "quantized.onnx"), ("autotune", "-m", "quantized.onnx", "--backend", "simulated")):
         assert qdq(*command) == 2
         text = capsys.readouterr().err
-        assert "says that this model is quantized already; give the float model" in text
+        assert "shows that this model is already quantized; give the float model" in text
         assert "--qdq_baseline FILE" in text

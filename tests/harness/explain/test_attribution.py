@@ -118,7 +118,7 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
     assert "carries gain" in text
     assert "pairs (" in text
     assert "keep it" in text
-    assert "The runtime does not report it." in text
+    assert "The runtime does not report fusion." in text
     path = next((done / TASK / "explain").glob("*.json"))
     again = read_attribution(path)
     assert again.row == found.row

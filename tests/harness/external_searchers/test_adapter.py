@@ -82,7 +82,7 @@ def test_only_models_that_were_among_the_best_are_kept(opened, tmp_path):
             tell(peer, placement, latency_ms)
             kept.append(external_model_path(tmp_path / "models", candidate.digest).exists())
         assert kept == [True, True, False, True]
-        with pytest.raises(BuildFailed, match="kept only while it may be the best"):
+        with pytest.raises(BuildFailed, match="stored only while it may be the best"):
             peer.candidate(Placement((2,))).source()
 
 
@@ -111,5 +111,5 @@ def test_an_external_searcher_that_breaks_gives_its_reason_as_a_failed_build_and
 
 def test_a_number_that_no_model_has_is_refused(opened):
     peer, _ = opened("a")
-    with pytest.raises(ValueError, match=r"0 models were brought, and none is number \(0,\)"):
+    with pytest.raises(ValueError, match=r"0 models were delivered, and none is number \(0,\)"):
         peer.space.validate(Placement((0,)))

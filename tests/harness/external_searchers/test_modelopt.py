@@ -71,7 +71,7 @@ def test_its_own_words_say_why_it_broke(tmp_path):
 def test_a_child_that_is_gone_is_a_failure_and_no_hang(model, tmp_path):
     with ModelOptAutotune(task(model, tmp_path / "work")) as peer:
         os.kill(peer._process.pid, 9)
-        with pytest.raises(BuildFailed, match=r"modelopt: ended with status -9; its last words: "):
+        with pytest.raises(BuildFailed, match=r"modelopt: ended with status -9; its last output: "):
             peer.ask()
         peer.tell(1.0)
 

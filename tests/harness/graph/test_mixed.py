@@ -145,5 +145,5 @@ def test_the_opset_is_that_of_the_newest_precision() -> None:
 
 def test_one_edge_has_one_precision() -> None:
     twice = (edge("stem", 0, "fp8"), edge("stem", 0, "int8"))
-    with pytest.raises(UserError, match="block: the placement asks for one edge twice"):
+    with pytest.raises(UserError, match="block: the placement contains one edge twice"):
         Inserter(block(), OPENVINO, ranges()).insert(twice)

@@ -167,7 +167,7 @@ def test_schemes_from_elsewhere_are_named_and_come_after_our_own():
     (said,) = describe_foreign_schemes(cache(scheme(1), scheme(2, origin=AWAY)), HOME)
     assert said == (
         "the pattern cache has schemes measured with backend 'tensorrt' instead of 'openvino', precision 'fp8' instead "
-        "of 'int8', device 'that GPU' instead of 'this CPU': good starts at best"
+        "of 'int8', device 'that GPU' instead of 'this CPU': use them only as initial placements"
     )
 
 
@@ -187,13 +187,13 @@ PATTERN = {"signature": SIGNATURE, "size": 3, "schemes": [SCHEME]}
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("- 1", "a mapping of keys, but got list: this is no file of ours: name another, or move it away"),
+        ("- 1", "a mapping of keys, but got list: not written by qdq-bench: name another file, or move this one away"),
         ("a: [1", "not valid YAML: while parsing a flow sequence"),
         ("a: &x [1]\nb: [*x, *x]", "line 2: aliases (*name) are not allowed here"),
         ("a: " + "[" * 5000, "line 1: nested more than 16 levels deep"),
         ("a: !!python/object/apply:os.system [id]", "not valid YAML: could not determine a constructor"),
         ("\x00", "not valid YAML"),
-        ({**HEAD, "patterns": [], "extra": 1}, "no pattern cache of ours: extra: unknown key"),
+        ({**HEAD, "patterns": [], "extra": 1}, "not a pattern cache of qdq-bench: extra: unknown key"),
         ({**HEAD, "patterns": [], "schema": 2}, "schema: Input should be 1"),
         ({"patterns": []}, "kind: this key is required"),
         ({"minimum_distance": 4, "pattern_schemes": []}, "a pattern cache of ModelOpt"),

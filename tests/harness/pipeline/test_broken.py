@@ -156,7 +156,7 @@ def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran: tuple[Path
     assert "Traceback" not in said
     last = said[said.rindex("qdq: ") :]
     assert f"qdq: {TASK} Asks-1 failed at 4 of 8: KeyError: 'a bug in ask' (traceback: {folder}" in last
-    assert last.endswith("and 2 more; all other work is done: fix it and give the same command again\n")
+    assert last.endswith("and 2 more; all other work is done: fix it and run the same command again\n")
     results = load(folder / "out")
     assert results.complete
     table = main_frame(results).set_index("method")
@@ -228,7 +228,7 @@ def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, 
     marks("other")
     status, said = again(copy)
     assert status == 2
-    assert f"{TASK} Asks-1 failed and now proposes something else: it starts anew (old journal: Asks-1.1.jsonl)" in said
+    assert f"{TASK} Asks-1 failed and now has other proposals, so it starts again (old journal: Asks-1.1.jsonl)" in said
     assert read_text(journal(copy, "Asks").with_name("Asks-1.1.jsonl")) == before
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert [search.searcher for search in load(copy / "out").tasks[0].searches].count("Asks") == 1
@@ -243,7 +243,7 @@ def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[
     assert end is not None
     assert end.reason.startswith("failed at 4 of 8")
     (ran[0] / "interrupted").unlink()
-    assert "it starts anew (old journal: Asks-1.1.jsonl)" in again(copy)[1]
+    assert "it starts again (old journal: Asks-1.1.jsonl)" in again(copy)[1]
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert read_termination(journal(copy, "Asks")) is None
 

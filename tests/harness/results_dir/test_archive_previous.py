@@ -108,7 +108,7 @@ def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureF
     (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
     before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
-    assert "seeds: 1 added: going on with what is there" in capsys.readouterr().err
+    assert "seeds: 1 added: continuing from the existing results" in capsys.readouterr().err
     assert read_text(copy / "out" / TASK / "runs" / "random-0.jsonl") == before
     assert has_lines(copy / "out" / TASK / "runs" / "random-1.jsonl")
     assert not (copy / "out" / f"{TASK}.1").exists(), "nothing that was measured became another thing"
@@ -129,7 +129,7 @@ def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
     before = read_text(journal)
     (copy / "small.yaml").write_text(EXPERIMENT.replace("[12]", "[12, 15]"))
     assert qdq(*command) == 0
-    assert "budget 12 -> 12, 15: going on with what is there" in capsys.readouterr().err
+    assert "budget 12 -> 12, 15: continuing from the existing results" in capsys.readouterr().err
     assert read_text(journal).startswith(before), "nothing is measured twice"
     assert len({entry.proposal.digest for entry in read_journal(journal)}) == 15
     rows, picks = read_finalists(task)

@@ -296,7 +296,7 @@ def test_the_folder_of_the_tables_takes_no_study(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path), *SEARCHERS, *ORDER])
-    assert "the folder has the tables, and walks.parquet would be taken for one" in " ".join(
+    assert "the folder has the tables, and walks.parquet would be read as one" in " ".join(
         capsys.readouterr().err.split()
     )
 
@@ -396,8 +396,8 @@ def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables: list[st
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (STUDY.replace("[5, 12]", "[12, 5]"), [], "budgets: budgets rise, and none comes twice, but got"),
-        (STUDY.replace("[5, 12]", "[5, 5]"), [], "budgets: budgets rise, and none comes twice, but got"),
+        (STUDY.replace("[5, 12]", "[12, 5]"), [], "budgets: budgets must increase, but got"),
+        (STUDY.replace("[5, 12]", "[5, 5]"), [], "budgets: budgets must increase, but got"),
         (STUDY.replace("[5, 12]", "[5, 5001]"), [], "budgets.1: Input should be less than or equal to 5000"),
         (STUDY.replace("seeds: 4", "seeds: 10001"), [], "seeds: Input should be less than or equal to 10000"),
         (STUDY, ["--seeds", "3", "--cold"], "leave out --seeds, --cold, or change the file"),
@@ -407,7 +407,7 @@ def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables: list[st
         (
             STUDY.replace("*.parquet", "none/*.parquet"),
             [],
-            "tables: nothing is there for 'none/*.parquet'; 'qdq record",
+            "tables: no file matches 'none/*.parquet'; 'qdq record",
         ),
         (STUDY.replace("*.parquet", "none.parquet"), [], "none.parquet: cannot be read: No such file"),
         ("- a list", [], "is a mapping of keys, but got list"),

@@ -101,4 +101,7 @@ def test_a_table_of_another_model_is_refused_before_anything_is_timed(
     with pytest.raises(SystemExit) as stopped:
         main(["run", str(file), "--out", str(tmp_path / "out")])
     assert stopped.value.code == 2
-    assert "backend 'replay' answers for another model than zoo:resnet18: see 'qdq record'" in capsys.readouterr().err
+    assert (
+        "backend 'replay' has recordings of another model than zoo:resnet18: see 'qdq record'"
+        in capsys.readouterr().err
+    )

@@ -352,7 +352,7 @@ def test_the_commands_run_from_the_shell(model: Path, tmp_path: Path, capsys: py
         (["--param", "seed"], "--param seed: NAME=VALUE, for instance --param threads=1"),
         (["--param", "sede=1"], "has no parameter 'sede'; did you mean 'seed'"),
         (["--backend", "simulate"], "no benchmarker is called 'simulate'; did you mean 'simulated'"),
-        (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has latencies only"),
+        (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has only latencies"),
     ],
 )
 def test_mistakes_end_with_one_message(

@@ -173,7 +173,7 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
     marked = read_json(task / "task.json")["cache_remarks"]
     assert marked == [
         "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated': "
-        "good starts at best"
+        "use them only as initial placements"
     ]
     assert f"Initial placements of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
 

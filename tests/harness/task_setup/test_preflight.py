@@ -109,7 +109,7 @@ def test_evaluators_that_cannot_work_are_refused_at_once(folder: Path, evaluator
     [
         (
             {"top1_drop": 1},
-            "objective.top1_drop: 1 lets top-1 of model 'net' drop to 0, so it bounds nothing; 0.01 is ",
+            "objective.top1_drop: 1 lets top-1 of model 'net' drop to 0, so it has no effect; 0.01 is ",
         ),
         ({"max_drop": 5}, "objective.max_drop: 5 lets top-1"),
         ({"max_drop": "100%"}, "objective.max_drop: 100% lets top-1"),
@@ -128,7 +128,7 @@ def test_a_decibel_is_a_bound(folder: Path) -> None:
 def test_one_image_that_is_more_than_the_bound_is_said(folder: Path, bound: Any, shown: str | None) -> None:
     """Also of a share of the float model's figure, which is 1 at most."""
     said = (
-        f"model 'net': evaluator: one image of 24 is 0.0417, more than the bound {shown}: a row that loses one breaks "
+        f"model 'net': evaluator: one image of 24 is 0.0417, more than the bound {shown}: a row that loses one exceeds "
         "it; use more images, or a looser bound"
     )
     assert checked(folder, top1(), IMAGES, top1_drop=bound) == (() if shown is None else (said,))
@@ -183,7 +183,7 @@ def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> 
     scale, zero = quantized.const(np.float32(0.1)), quantized.const(np.uint8(0))
     quantized.output(quantized.op("DequantizeLinear", quantized.op("QuantizeLinear", x, scale, zero), scale, zero))
     quantized.save(folder / "net.onnx")
-    with pytest.raises(UserError, match=r"net\.onnx: QuantizeLinear '.*' says that this model is quantized"):
+    with pytest.raises(UserError, match=r"net\.onnx: QuantizeLinear '.*' shows that this model is already quantized"):
         models()
     (folder / "net.onnx").write_bytes(b"hello")
     assert checked(folder) == (), "a run goes on with what else there is"
@@ -338,7 +338,7 @@ OF_THE_CAP = f"for the float model's own counts as {MAX_SQNR_DB:g}; INT8 has 20 
         ("{max_drop: 0.07}", "miou", "bound: miou may drop by at most 0.07 (7 points)"),
         ("{top5_drop: 1%}", "top5", "bound: top5 may drop by at most 1% of the float model's own"),
         ("{max_drop: 85}", "fidelity", f"bound: SQNR has to be 35 dB or more, {OF_THE_CAP}"),
-        ("{}", "top1", "bound: none; top-1 is scored and rules nothing out"),
+        ("{}", "top1", "bound: none; top-1 is scored without a bound"),
     ],
 )
 def test_the_bound_is_said_as_it_is_understood(objective: str, evaluator: str, said: str) -> None:

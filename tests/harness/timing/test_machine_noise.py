@@ -117,4 +117,4 @@ def test_disturbances_are_described(after: dict[str, float], expected: str) -> N
     before, later = MachineSnapshot(at_s=10.0, **quiet), MachineSnapshot(at_s=12.0, **{**quiet, **after})
     found = describe_disturbance(before, later)
     assert found.partition(": ")[0] == expected
-    assert (": something else runs on this machine" in found) is expected.startswith(("waited", "other"))
+    assert (": another program runs on this machine" in found) is expected.startswith(("waited", "other"))

@@ -24,13 +24,13 @@ from harness.graph.qdq.import_placement import map_to_float_tensors
 _logger = logging.getLogger(__name__)
 _MAX_STATE_BYTES = 256 << 20
 _CONFIG_CHANGES = {
-    "calibration_data": "models that are written have the scales of the present data",
-    "calibration_samples": "models that are written have the scales of the present samples",
+    "calibration_data": "written models have the scales of the new data",
+    "calibration_samples": "written models have the scales of the new samples",
     **dict.fromkeys(
         ("calibration_method", "weight_method", "depthwise", "symmetric"),
-        "models that are written have the present scales; earlier measurements count",
+        "written models have the new scales; earlier measurements are kept",
     ),
-    "searcher": "measurements of the other searcher count",
+    "searcher": "measurements of the other searcher are kept",
 }
 
 

@@ -58,7 +58,7 @@ def test_an_interrupted_run_goes_on_to_where_it_would_have_come(folder, tune):
     assert "run the same command again" in tune("-s", "5", out="parts", code=130)
     assert (folder / "parts/autotuner_state.yaml").exists()
     tune.runtime.stop_after = None
-    assert "going on with parts/autotuner_state.yaml" in tune("-s", "5", out="parts")
+    assert "resuming from parts/autotuner_state.yaml" in tune("-s", "5", out="parts")
     assert digests(tune.runtime) == expected
     assert (folder / "parts/optimized_final.onnx").read_bytes() == (folder / "whole/optimized_final.onnx").read_bytes()
 
@@ -136,7 +136,7 @@ def test_a_warm_start_measures_what_the_cache_has_and_says_where_it_comes_from(f
     (folder / "away.yaml").write_text(cache.read_text().replace("backend: simulated", "backend: tensorrt"))
     make_small(5).save(folder / "deeper.onnx")
     said = tune("-m", "deeper.onnx", "--max_evals", "6", "--pattern_cache", "away.yaml", out="third")
-    assert "backend 'tensorrt' instead of 'simulated': good starts at best" in said
+    assert "backend 'tensorrt' instead of 'simulated': use them only as initial placements" in said
     assert (folder / "third/logs/start_pattern_cache_0.log").exists()
     assert "backend 'tensorrt' instead of 'simulated'" in (folder / "third/logs/final.log").read_text()
     merged = read_cache(folder / "third/autotuner_state_pattern_cache.yaml")
@@ -156,8 +156,8 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, tune):
     tune.runtime.generous = True
     tune("--max_evals", "4", "--calibration_data", "data.npz", "--searcher", "auto")
     said = tune("--max_evals", "4", "--searcher", "tpe")
-    assert "calibration_data was data.npz and is None: models that are written have the scales of the present" in said
-    assert "searcher was auto and is tpe: measurements of the other searcher count" in said
+    assert "calibration_data was data.npz and is None: written models have the scales of the new" in said
+    assert "searcher was auto and is tpe: measurements of the other searcher are kept" in said
 
 
 def test_the_fastest_meet_before_one_is_delivered(folder, tune, confirmed):
@@ -186,7 +186,7 @@ def test_a_selection_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading
     monkeypatch.setattr(delivery, "select_winner", refused)
     tune.runtime.generous = True
     said = tune("--max_evals", "12")
-    assert "No final selection of the fastest 4, the lowest reading chooses: the baseline failed" in said
+    assert "No final selection of the fastest 4, the model with the lowest reading is used: the baseline failed" in said
     fastest = max(tune.runtime.measured[:12], key=lambda candidate: len(candidate.edges))
     assert edges_in(confirmed()) == list(fastest.edges)
 

@@ -70,7 +70,7 @@ def test_the_same_points_of_the_cast_model(precision: str, kind: int, tmp_path: 
 def test_a_node_that_casting_took_away_is_named(tmp_path: Path) -> None:
     model = net(tmp_path / "net.onnx")
     kept = load_proto(model.proto, source="net", sha256="")
-    with pytest.raises(UserError, match=r"net: casting it took node 'gone' away; use precision: f32"):
+    with pytest.raises(UserError, match=r"net: the cast removed node 'gone'; use precision: f32"):
         map_edges_to_cast_model(((Edge("x", "gone", 0), "int8"),), kept)
 
 

@@ -437,7 +437,7 @@ def test_an_inserter_that_has_made_other_placements_makes_what_a_fresh_one_makes
 def test_an_edge_is_asked_for_once(other: str) -> None:
     model, ranges = ready("attention")
     for wanted, _ in (edge(model, "q"), edge(model, "q", 1), (Edge("features", "", 0), "int8")):
-        with pytest.raises(UserError, match="attention: the placement asks for one edge twice"):
+        with pytest.raises(UserError, match="attention: the placement contains one edge twice"):
             Inserter(model, OPENVINO, ranges).insert(((wanted, "int8"), (wanted, other)))
 
 
@@ -547,5 +547,5 @@ def test_a_missing_or_infinite_range_names_its_tensor() -> None:
 def test_a_model_with_inserted_pairs_is_refused() -> None:
     model, ranges = ready("conv")
     quantized = load_proto(Inserter(model, OPENVINO, ranges).insert((edge(model, "stem"),)), source="q", sha256="0")
-    with pytest.raises(UserError, match=r"q: tensor 'x@qdq\.int8\.q' says that Q/DQ pairs are inserted already"):
+    with pytest.raises(UserError, match=r"q: tensor 'x@qdq\.int8\.q' shows that Q/DQ pairs are already inserted"):
         Inserter(quantized, OPENVINO, ranges)

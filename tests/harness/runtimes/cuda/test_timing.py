@@ -76,7 +76,7 @@ def test_a_cold_cache_is_made_outside_of_the_readings() -> None:
         assert timer.read(4).gpu_ms == pytest.approx([KERNEL_MS] * 4)
     assert api.calls.count("cudaMemsetAsync") >= 4
     assert flush_bytes(2**20, False) == 0
-    with pytest.raises(MeasureFailed, match=r"does not tell the size of its L2 cache"):
+    with pytest.raises(MeasureFailed, match=r"does not report the size of its L2 cache"):
         flush_bytes(0, True)
 
 
@@ -174,7 +174,7 @@ def test_errors_have_cudas_own_words_and_release_what_was_made() -> None:
 def test_an_error_that_leaves_no_usable_device_ends_the_process() -> None:
     api = FakeCuda()
     api.failing["cudaStreamSynchronize"] = Status.cudaErrorIllegalAddress
-    with pytest.raises(SystemExit, match=r"this process can use the GPU no more"):
+    with pytest.raises(SystemExit, match=r"this process cannot use the GPU any more"):
         CudaRuntime(api).call("cudaStreamSynchronize", 0)
 
 

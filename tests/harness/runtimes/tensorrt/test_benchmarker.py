@@ -243,7 +243,7 @@ def test_refusals_have_tensorrts_words_and_the_nodes(trt: FakeTensorRT, tmp_path
     with pytest.raises(BuildFailed, match=r"builds no engine: .*Could not find any implementation for node Conv_0"):
         made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.cuda.failing["cudaDeviceSynchronize"] = Status.cudaErrorIllegalAddress
-    with pytest.raises(SystemExit, match=r"cudaErrorIllegalAddress .* this process can use the GPU no more"):
+    with pytest.raises(SystemExit, match=r"cudaErrorIllegalAddress .* this process cannot use the GPU any more"):
         made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
     with pytest.raises(BuildFailed, match=r"broken\.onnx: no ONNX model"):

@@ -50,11 +50,11 @@ def zero_of(kind: int, value: int = 0) -> TensorProto:
 @pytest.mark.parametrize(
     ("zero", "scale", "message"),
     [
-        (zero_of(TensorProto.UINT8), 0.5, r"QuantizeLinear 'quantize_x' is UINT8; TensorRT takes INT8 alone"),
+        (zero_of(TensorProto.UINT8), 0.5, r"QuantizeLinear 'quantize_x' is UINT8; TensorRT accepts only INT8"),
         (None, 0.5, r"QuantizeLinear 'quantize_x' is UINT8"),
-        (zero_of(TensorProto.INT8, 3), 0.5, "has a zero point that is not 0; TensorRT takes symmetric"),
+        (zero_of(TensorProto.INT8, 3), 0.5, "has a zero point that is not 0; TensorRT accepts only symmetric"),
         (zero_of(TensorProto.FLOAT8E4M3FN), 0.5, r"is FP8, which needs compute capability 8.9 .* this GPU has 8.0"),
-        (zero_of(TensorProto.FLOAT8E5M2), 0.5, "E5M2; TensorRT takes E4M3 alone"),
+        (zero_of(TensorProto.FLOAT8E5M2), 0.5, "E5M2; TensorRT accepts only E4M3"),
         (zero_of(TensorProto.INT8), 0.0, "has a scale that is not positive"),
     ],
 )

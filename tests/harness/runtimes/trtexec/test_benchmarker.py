@@ -250,7 +250,7 @@ def test_damaged_times_are_a_failed_measurement(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(MeasureFailed, match=message):
             read_times(file, 200)
-    with pytest.raises(BuildFailed, match=r"does not tell its version: 'hello'"):
+    with pytest.raises(BuildFailed, match=r"does not report its version: 'hello'"):
         parse_version("hello")
 
 
