@@ -165,12 +165,13 @@ def decode_line(text: str | bytes) -> JournalLine:
             raw = json.dumps(json.loads(raw), ensure_ascii=False).encode(errors="replace")
         return _LINE.validate_json(raw)
     except ValidationError as error:
-        problem = _first_problem(error, skipped=1)
+        problem = first_problem(error, skipped=1)
         start = raw[:80].decode(errors="replace")
         raise ValueError(f"not a journal line of schema {SCHEMA_VERSION} ({problem}): {start!r}") from error
 
 
-def _first_problem(error: ValidationError, skipped: int = 0) -> str:
+def first_problem(error: ValidationError, skipped: int = 0) -> str:
+    """Return the place, without its first `skipped` parts, and the text of the first mistake that pydantic found."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc'][skipped:]))}: {first['msg']}".removeprefix(": ")
 
@@ -189,5 +190,5 @@ def from_json(cls: type[T], body: Any) -> T:
     try:
         record: T = _adapter(cls).validate_python(body)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise ValueError(f"not a record of {cls.__name__} ({_first_problem(error)})") from error
+        raise ValueError(f"not a record of {cls.__name__} ({first_problem(error)})") from error
     return record

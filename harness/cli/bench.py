@@ -30,12 +30,9 @@ def bench_tasks(as_json: JsonOption = False) -> None:
 
 def bench_run(
     searcher: Annotated[
-        list[str],
-        typer.Argument(metavar="SEARCHER...", help="Names (see qdq list), or module:Class.", show_default=False),
+        list[str], typer.Argument(metavar="SEARCHER...", help="Names (see qdq list), or module:Class.")
     ],
-    out: Annotated[
-        Path, typer.Option(help="Folder of the submission; an existing one is extended.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option(help="Folder of the submission; an existing one is extended.")],
     tier: TierOption = "lite",
     seeds: Annotated[
         int | None, count_option("Number of searches on each task. [default: that of the tier]", most=10_000)
@@ -79,7 +76,7 @@ def bench_run(
 
 
 def bench_check(
-    folder: Annotated[Path, typer.Argument(help="Folder of a submission.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder of a submission.")],
     searches: Annotated[int, count_option("Number of searches of each searcher to repeat.", most=10_000)] = 3,
     seed: Annotated[int, typer.Option(help="Random seed for the choice of these searches.")] = 0,
     as_json: JsonOption = False,
@@ -107,10 +104,7 @@ def bench_check(
 
 def bench_score(
     experiment: Annotated[
-        Path,
-        typer.Argument(
-            help="Experiment file with the models, their calibration data and evaluators.", show_default=False
-        ),
+        Path, typer.Argument(help="Experiment file with the models, their calibration data and evaluators.")
     ],
     table: Annotated[
         list[Path], typer.Argument(metavar="TABLE...", help="Parquet files of qdq record, or names of tasks.")
@@ -147,8 +141,8 @@ def _table_file(given: Path) -> Path:
 
 
 def bench_surrogate(
-    table: Annotated[Path, typer.Argument(help="Parquet file of qdq record, or name of a task.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="ONNX file to write.", show_default=False)],
+    table: Annotated[Path, typer.Argument(help="Parquet file of qdq record, or name of a task.")],
+    out: Annotated[Path, typer.Option(help="ONNX file to write.")],
     as_json: JsonOption = False,
 ) -> None:
     """Train a model that predicts the latency of any placement from a table, and show its error on held-out ones.
@@ -164,9 +158,7 @@ def bench_surrogate(
 
 def bench_leaderboard(
     folder: SubmissionsArgument,
-    out: Annotated[
-        Path, typer.Option(help="Markdown page to write; plots are written to the same folder.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option(help="Markdown page to write; plots are written to the same folder.")],
     tier: TierOption = "lite",
     html: Annotated[bool, typer.Option("--html", help="Also write an HTML page that contains the plots.")] = False,
     as_json: JsonOption = False,
@@ -188,7 +180,7 @@ def bench_leaderboard(
 
 
 def bench_export(
-    out: Annotated[Path, typer.Argument(help="Folder for the files.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder for the files.")],
     form: Annotated[
         Literal["t4", "croissant"],
         typer.Option("--format", help="t4: tables in the format of Kernel Tuner; croissant: metadata of all tables."),

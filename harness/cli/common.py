@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,17 +20,16 @@ from harness.paths import RelativePathMissing, plugins_trusted
 from harness.text import printable, printable_lines
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from harness.config.sections import PluginSpec
     from harness.task_setup.study_task import StudyTask
 
-ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.", show_default=False)]
+ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.")]
 StudyArgument = Annotated[
-    str,
-    typer.Argument(
-        help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one task.", show_default=False
-    ),
+    str, typer.Argument(help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one task.")
 ]
-ResultsArgument = Annotated[Path, typer.Argument(help="Results folder of an experiment.", show_default=False)]
+ResultsArgument = Annotated[Path, typer.Argument(help="Results folder of an experiment.")]
 ShapeOption = Annotated[
     list[str] | None, typer.Option("--shape", help="Shape of an input as NAME:1x3x224x224; repeat for each input.")
 ]
@@ -45,16 +44,10 @@ ParamOption = Annotated[
     typer.Option("--param", help="Parameter of the backend as NAME=VALUE, such as threads=2; repeat for each."),
 ]
 TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target", help="GPU architecture for NVIDIA's compiler (rtx_compile) [default: sm89].", show_default=False
-    ),
+    str | None, typer.Option("--target", help="GPU architecture for NVIDIA's compiler (rtx_compile) [default: sm89].")
 ]
 StudyBackendOption = Annotated[
-    str | None,
-    typer.Option(
-        "--backend", help="Runtime, see `qdq list` [default: that of the file, or openvino].", show_default=False
-    ),
+    str | None, typer.Option("--backend", help="Runtime, see `qdq list` [default: that of the file, or openvino].")
 ]
 BaseOption = Annotated[
     Path | None,
@@ -155,15 +148,10 @@ def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> dic
     Raises:
         UserError: A value is malformed, or a symbol has two sizes.
     """
+    from harness.graph.passes.dimension_sizes import parse_named_shapes
     from harness.graph.passes.static_shapes import parse_dims
 
-    sizes = {}
-    for text in shapes or ():
-        name, colon, shape = text.rpartition(":")
-        if not colon:
-            raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
-        sizes[name] = shape
-    return {"shapes": sizes, "dims": parse_dims(dims or ())}
+    return {"shapes": parse_named_shapes("--shape", shapes or ()), "dims": parse_dims(dims or ())}
 
 
 def short_path(path: Path) -> Path:
@@ -178,6 +166,18 @@ def short_path(path: Path) -> Path:
 def echo(text: str, *, err: bool = False) -> None:
     """Print text on standard output or standard error; control characters in untrusted names are escaped."""
     typer.echo(printable_lines(text), err=err)
+
+
+def frame_values(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a frame as JSON values, with None for missing ones."""
+    values: list[dict[str, Any]] = json.loads(frame.to_json(orient="records"))
+    return values
+
+
+def print_remarks(remarks: Iterable[str]) -> None:
+    """Print remarks on standard error, a line each."""
+    for remark in remarks:
+        echo(remark, err=True)
 
 
 def print_rich_or_text(text: str, drawing: RenderableType) -> None:

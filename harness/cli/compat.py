@@ -17,6 +17,7 @@ from harness.cli.common import (
     count_option,
     echo,
     print_json,
+    print_remarks,
     print_table,
     replace_change_advice,
     short_path,
@@ -65,8 +66,7 @@ def autotune(context: typer.Context) -> None:
         if options.wait is not None:
             os.environ[WAIT_VARIABLE] = f"{options.wait}"
         config = command_experiment(options)
-        for remark in check_experiment(config):
-            echo(remark, err=True)
+        print_remarks(check_experiment(config))
         with replace_change_advice("--output_dir"):
             run_and_report(config, Path(options.output_dir), anytime=True, as_json=options.json)
         return
@@ -78,8 +78,7 @@ def autotune(context: typer.Context) -> None:
 
 
 def quantize(
-    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.", show_default=False)],
-    as_json: JsonOption = False,
+    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.")], as_json: JsonOption = False
 ) -> None:
     """Quantize a model by a spec file of TAO's static PTQ, with ModelOpt or with a precision for each layer.
 
@@ -119,7 +118,7 @@ def ptq(context: typer.Context) -> None:
     from harness.compat.tao_specs.ptq import get_parser, run_ptq
 
     if not HELP_OPTIONS.isdisjoint(context.args):
-        get_parser("qdq ptq").print_help()
+        get_parser().print_help()
         return
     done = run_ptq(context.args)
     if isinstance(done, list):
@@ -139,11 +138,9 @@ def _print_quantized(path: Path, done: QuantizationResult, *, as_json: bool) -> 
 
 
 def calib_data(
-    images: Annotated[Path, typer.Argument(help="Folder of images.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .npy file to write.", show_default=False)],
-    preprocess: Annotated[
-        str, typer.Option(help="Preprocessing of the deployed model; see qdq list.", show_default=False)
-    ],
+    images: Annotated[Path, typer.Argument(help="Folder of images.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .npy file to write.")],
+    preprocess: Annotated[str, typer.Option(help="Preprocessing of the deployed model; see qdq list.")],
     samples: Annotated[int, count_option("Maximum number of images; use 500 or more.")] = 512,
     size: Annotated[
         str | None,
@@ -167,7 +164,7 @@ def calib_data(
 
 
 def gen_trt_engine(
-    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'gen_trt_engine'.", show_default=False)],
+    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'gen_trt_engine'.")],
     backend: Annotated[
         str, typer.Option(help="Runtime of the engine: tensorrt, or without TensorRT openvino or onnxruntime.")
     ] = "tensorrt",

@@ -47,7 +47,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def validate_gpu(
-    out: Annotated[Path, typer.Argument(help="Folder of the results.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder of the results.")],
     check: Annotated[
         bool, typer.Option("--check", help="List the steps and the missing software and devices, without a run.")
     ] = False,
@@ -81,11 +81,10 @@ def validate_gpu(
 
 
 def tools(
-    action: Annotated[str, typer.Argument(help="Action: install or list.", show_default=False)] = "list",
-    name: Annotated[str, typer.Argument(help="With install: name of the tool.", show_default=False)] = "",
+    action: Annotated[str, typer.Argument(help="Action: install or list.")] = "list",
+    name: Annotated[str, typer.Argument(help="With install: name of the tool.")] = "",
     index_url: Annotated[
-        str | None,
-        typer.Option(help="URL of an additional package index, such as PyTorch's for CPUs.", show_default=False),
+        str | None, typer.Option(help="URL of an additional package index, such as PyTorch's for CPUs.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

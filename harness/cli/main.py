@@ -161,7 +161,6 @@ WaitOption = Annotated[
         callback=_limit_wait,
         is_eager=True,
         help="Longest wait for other timing runs on this machine [default: no limit; environment: QDQ_WAIT].",
-        show_default=False,
     ),
 ]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,10 +22,12 @@ from harness.cli.common import (
     echo,
     explain_relative_paths,
     parse_sizes,
+    print_json,
     short_path,
 )
 from harness.errors import UserError
 from harness.paths import check_path
+from harness.text import printable
 
 if TYPE_CHECKING:
     from harness.explain.compiled import CompiledReport
@@ -48,8 +49,7 @@ def regions(
     ] = False,
     as_json: JsonOption = False,
     html: Annotated[
-        Path | None,
-        typer.Option(help="HTML page to write, with the graph and regions coloured by pattern.", show_default=False),
+        Path | None, typer.Option(help="HTML page to write, with the graph and regions coloured by pattern.")
     ] = None,
 ) -> None:
     """Show the regions and patterns into which a model is divided, and the insertion points for Q/DQ pairs.
@@ -63,7 +63,7 @@ def regions(
     if html is not None:
         _write_page(html, found.html())
     if as_json:
-        echo(json.dumps(found.data(), indent=1))
+        print_json(found.data())
     elif html is None:
         echo("\n".join(found.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))
 
@@ -77,12 +77,8 @@ def _write_page(path: Path, text: str) -> None:
 
 
 def explain(
-    model: Annotated[
-        str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH; or a results folder.", show_default=False)
-    ],
-    row: Annotated[
-        str | None, typer.Argument(help="With a results folder: row of its main table.", show_default=False)
-    ] = None,
+    model: Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH; or a results folder.")],
+    row: Annotated[str | None, typer.Argument(help="With a results folder: row of its main table.")] = None,
     backend: Annotated[
         str,
         typer.Option(
@@ -93,17 +89,14 @@ def explain(
     shape: ShapeOption = None,
     dim: DimOption = None,
     against: Annotated[
-        str | None,
-        typer.Option(help="Second model; also show the layers that run differently in it.", show_default=False),
+        str | None, typer.Option(help="Second model; also show the layers that run differently in it.")
     ] = None,
     base: BaseOption = None,
     top: Annotated[int, count_option("Maximum length of each list.")] = 10,
     runs: Annotated[int, count_option("Number of inferences over which times are averaged.")] = 50,
     target: TargetOption = None,
     as_json: JsonOption = False,
-    html: Annotated[
-        Path | None, typer.Option(help="HTML page to write, only for the backend rtx_compile.", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML page to write, only for the backend rtx_compile.")] = None,
 ) -> None:
     """Show how a runtime executes a Q/DQ model: quantized layers, and pairs that are not fused with the reasons.
 
@@ -136,15 +129,14 @@ def explain(
         raise UserError("--html is for backend rtx_compile; qdq regions --html draws the graph of any model")
     found = explain_model(model, spec, runs, **sizes)
     if against is None:
-        echo(json.dumps(report_data(found), indent=1) if as_json else _to_text(report_lines(found, top)))
+        _print_report(report_data(found), report_lines(found, top), as_json=as_json)
         return
     other = explain_model(against, spec, runs, **sizes)
     changes = compare_reports(found, other)
-    if as_json:
-        rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
-        echo(json.dumps({"before": report_data(found), "after": report_data(other), "changes": rows}, indent=1))
-        return
-    echo(_to_text([*report_lines(other, top), "", *change_lines(found, other, changes, top)]))
+    rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
+    values = {"before": report_data(found), "after": report_data(other), "changes": rows}
+    lines = [*report_lines(other, top), "", *change_lines(found, other, changes, top)]
+    _print_report(values, lines, as_json=as_json)
 
 
 def _explain_compiled(reports: Sequence[CompiledReport], top: int, *, as_json: bool, html: Path | None) -> None:
@@ -154,11 +146,9 @@ def _explain_compiled(reports: Sequence[CompiledReport], top: int, *, as_json: b
     before, after = reports[0], reports[-1]
     if html is not None:
         _write_page(html, after.html())
-    if as_json:
-        echo(json.dumps(after.data() if len(reports) == 1 else [report.data() for report in reports], indent=1))
-        return
-    echo(_to_text(after.lines(top)))
-    for change in compare_reports(before, after):
+    values = after.data() if len(reports) == 1 else [report.data() for report in reports]
+    _print_report(values, after.lines(top), as_json=as_json)
+    for change in () if as_json else compare_reports(before, after):
         echo(f"  {change.name}: {change.before or 'absent'} -> {change.after or 'absent'}")
 
 
@@ -180,15 +170,17 @@ def check(
 
     check_path(Path(model))
     found = check_file(model, dialect, target or "sm89", **parse_sizes(shape, dim))
-    echo(json.dumps(found.data(), indent=1) if as_json else _to_text(found.lines()))
+    _print_report(found.data(), found.lines(), as_json=as_json)
     if found.is_refused:
         raise typer.Exit(1)
 
 
-def _to_text(lines: Iterable[str]) -> str:
-    from harness.text import printable
-
-    return "\n".join(map(printable, lines))
+def _print_report(values: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print a report as JSON values or as lines."""
+    if as_json:
+        print_json(values)
+    else:
+        echo("\n".join(map(printable, lines)))
 
 
 def _explain_row(folder: Path, row: str | None, base: Path, *, as_json: bool) -> None:
@@ -204,8 +196,8 @@ def _explain_row(folder: Path, row: str | None, base: Path, *, as_json: bool) ->
 
 
 def zoo(
-    name: Annotated[str, typer.Argument(help="Name of a model of the zoo; see qdq list.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of a model of the zoo; see qdq list.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.")],
 ) -> None:
     """Write a model of the zoo, which code makes without a download, to an ONNX file.
 

@@ -22,6 +22,7 @@ from harness.cli.common import (
     explain_relative_paths,
     parse_sizes,
     print_json,
+    print_remarks,
     replace_change_advice,
     short_path,
 )
@@ -36,12 +37,9 @@ DEFAULT_SAMPLES = 48
 DEFAULT_BUILDS = 5
 
 CalibrationOption = Annotated[
-    Path | None,
-    typer.Option(help="Calibration data: a .npy or .npz file, or a folder of images.", show_default=False),
+    Path | None, typer.Option(help="Calibration data: a .npy or .npz file, or a folder of images.")
 ]
-PreprocessOption = Annotated[
-    str | None, typer.Option(help="Preprocessing of images; see qdq list.", show_default=False)
-]
+PreprocessOption = Annotated[str | None, typer.Option(help="Preprocessing of images; see qdq list.")]
 MethodOption = Annotated[
     str, typer.Option(help="Range estimator of activations: minmax, mean, percentile, entropy, mse, l2.")
 ]
@@ -52,15 +50,14 @@ BackendOption = Annotated[
 ]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="Quantized precision: int8, fp8, fp8e5m2, mixed.")]
 SamplesOption = Annotated[int, count_option("Maximum number of calibration samples.")]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.", show_default=False)]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", help="ONNX file to write.")]
 
 
 def insert(
     model: ModelArgument,
     output: OutputOption,
     placement: Annotated[
-        str,
-        typer.Option(help="Name of a rule (all, linear, movers, ...), folder to deploy (ship/NAME), or Q/DQ file."),
+        str, typer.Option(help="Name of a rule (all, linear, movers, ...), folder to deploy (ship/NAME), or Q/DQ file.")
     ] = "linear",
     backend: BackendOption = "openvino",
     param: ParamOption = None,
@@ -82,7 +79,7 @@ def insert(
 
 
 def import_placement(
-    file: Annotated[Path, typer.Argument(help="Q/DQ file that another tool made from the model.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="Q/DQ file that another tool made from the model.")],
     model: ModelArgument,
     output: OutputOption,
     ranges: Annotated[bool, typer.Option("--ranges", help="Use the ranges of the file's Q/DQ pairs too.")] = False,
@@ -143,23 +140,19 @@ def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_js
 
 
 def apply(
-    result: Annotated[
-        Path, typer.Argument(help="Folder to deploy of an earlier run (RESULTS/ship/NAME).", show_default=False)
-    ],
-    model: Annotated[Path, typer.Argument(help="ONNX file of the retrained float model.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="New results folder.", show_default=False)],
+    result: Annotated[Path, typer.Argument(help="Folder to deploy of an earlier run (RESULTS/ship/NAME).")],
+    model: Annotated[Path, typer.Argument(help="ONNX file of the retrained float model.")],
+    out: Annotated[Path, typer.Option(help="New results folder.")],
     calibration: CalibrationOption = None,
     preprocess: PreprocessOption = None,
-    method: Annotated[
-        str | None, typer.Option(help="Range estimator [default: that of the earlier run].", show_default=False)
-    ] = None,
+    method: Annotated[str | None, typer.Option(help="Range estimator [default: that of the earlier run].")] = None,
     samples: Annotated[
         int | None, count_option("Maximum number of calibration samples [default: that of the earlier run].")
     ] = None,
     builds: Annotated[
         int | None,
-        typer.Option(
-            min=3, max=1000, help="Number of fresh builds for the comparison with float [default: as the earlier run]."
+        count_option(
+            "Number of fresh builds for the comparison with float [default: as the earlier run].", least=3, most=1_000
         ),
     ] = None,
     base: BaseOption = None,
@@ -184,8 +177,7 @@ def apply(
     changes = calibration_config(calibration, preprocess, samples, method, start)
     with explain_relative_paths(start):
         config = apply_experiment(short_path(find_bundle(result)), model, changes, start, builds=builds)
-        for remark in check_experiment(config):
-            echo(remark, err=True)
+        print_remarks(check_experiment(config))
         check_structure(config)
     with replace_change_advice():
         run_and_report(config, out, as_json=as_json)
@@ -198,18 +190,14 @@ def apply(
 
 
 def export_recipe(
-    result: Annotated[Path, typer.Argument(help="Folder to deploy (RESULTS/ship/NAME).", show_default=False)],
-    tool: Annotated[
-        str,
-        typer.Option("--for", help="Tool: ort, modelopt, nncf, olive, tao or ultralytics.", show_default=False),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Script or spec file to write.", show_default=False)],
+    result: Annotated[Path, typer.Argument(help="Folder to deploy (RESULTS/ship/NAME).")],
+    tool: Annotated[str, typer.Option("--for", help="Tool: ort, modelopt, nncf, olive, tao or ultralytics.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Script or spec file to write.")],
     measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Measure the cost of inputs that the tool cannot leave in float."),
+        bool, typer.Option("--measure", help="Measure the cost of inputs that the tool cannot leave in float.")
     ] = False,
     builds: Annotated[
-        int, typer.Option(min=2, max=1000, help="With --measure: number of fresh processes of each file.")
+        int, count_option("With --measure: number of fresh processes of each file.", least=2, most=1_000)
     ] = DEFAULT_BUILDS,
     as_json: JsonOption = False,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from harness.cli.common import (
     ResultsArgument,
     count_option,
     echo,
+    frame_values,
     print_json,
     print_rich_or_text,
     short_path,
@@ -112,8 +112,7 @@ def show_report(
     answers = [line for main in mains for line in describe_answers(results, main)]
     steps = [line for main in mains for line in describe_next_steps(results, main)]
     if as_json:
-        frames = {table.name: table.raw for table in tables}
-        values = {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}
+        values = {table.name: frame_values(table.raw) for table in tables}
         compared = {} if original is None else {"comparison": _comparison_values(*_comparison(original, folder))}
         print_json({"answers": answers, "next_steps": steps, "tables": values, **compared})
         return
@@ -134,7 +133,7 @@ def show_report(
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
+    first: Annotated[Path, typer.Argument(help="Results folder.")],
     second: Annotated[
         Path, typer.Argument(help="Results folder of another machine, another version, or after a change.")
     ],
@@ -167,12 +166,12 @@ def _comparison(first: Path, second: Path) -> tuple[ReportTable, list[str]]:
 
 
 def _comparison_values(table: ReportTable, lines: list[str]) -> dict[str, Any]:
-    return {"rows": json.loads(table.raw.to_json(orient="records")), "differences": lines}
+    return {"rows": frame_values(table.raw), "differences": lines}
 
 
 def trace(
     folder: ResultsArgument,
-    cell: Annotated[str, typer.Argument(help="Cell as ROW:COLUMN, such as auto:speedup.", show_default=False)],
+    cell: Annotated[str, typer.Argument(help="Cell as ROW:COLUMN, such as auto:speedup.")],
     table: Annotated[str, typer.Option(help="Table, by the name of its file in `report` without suffix.")] = "main",
     last: Annotated[int, count_option("Number of turns or trials to show from each source, the last ones.")] = 5,
     raw: Annotated[bool, typer.Option("--raw", help="Show every sample of every turn and trial.")] = False,

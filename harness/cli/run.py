@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,9 +15,11 @@ from harness.cli.common import (
     ResultsArgument,
     TargetOption,
     add_to_sys_path,
+    count_option,
     echo,
     explain_relative_paths,
     print_json,
+    print_remarks,
     replace_change_advice,
     short_path,
 )
@@ -33,7 +34,7 @@ BROKEN_BOUND_WORD = "BROKEN"  # no recorded value differs if only the bound on a
 
 
 def run(
-    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).", show_default=False)],
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
     out: Annotated[Path | None, typer.Option(help="Results folder [default: results/NAME of the experiment].")] = None,
     accept_changes: Annotated[
         bool,
@@ -81,7 +82,7 @@ def run(
     config = load_experiment(experiment)
     add_to_sys_path(config.base_dir)
     with prefix_file(experiment):
-        _print_remarks(check_experiment(config))
+        print_remarks(check_experiment(config))
     folder = out or Path("results") / config.experiment
     if check:
         _show_plan(experiment, config, folder, accept_changes)
@@ -149,14 +150,12 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
     from harness.task_setup.preflight import check_models
 
     with prefix_file(file):
-        _print_remarks(check_models(config))
+        print_remarks(check_models(config))
     if extension := check_ownership(folder, config, accept_changes):
         echo(f"{folder}: {extension}: would continue from the existing results")
     for task in plan_tasks(config):
         echo(f"{task.name}: {', '.join(search.name for search in task.runs)}")
-    for line in bound_lines(config):
-        echo(line)
-    echo(describe_workload(config))
+    echo("\n".join([*bound_lines(config), describe_workload(config)]))
 
 
 def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
@@ -168,11 +167,6 @@ def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
         for line in compile_tasks(config, target or DEFAULT_TARGET):
             echo(line)
     echo(SCOPE_NOTE)
-
-
-def _print_remarks(remarks: Iterable[str]) -> None:
-    for remark in remarks:
-        echo(remark, err=True)
 
 
 def reproduce(
@@ -201,7 +195,7 @@ def reproduce(
     config = load_experiment(file, (base or Path.cwd()).resolve())
     add_to_sys_path(config.base_dir)
     with explain_relative_paths(config.base_dir), prefix_file(file):
-        _print_remarks(check_experiment(config))
+        print_remarks(check_experiment(config))
 
     def show() -> None:
         show_report(again, ship=True, original=folder, as_json=as_json)
@@ -214,34 +208,28 @@ def verify(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Exported model (RESULTS/TASK/models/NAME.onnx), results folder, or folder to deploy (ship/NAME).",
-            show_default=False,
+            help="Exported model (RESULTS/TASK/models/NAME.onnx), results folder, or folder to deploy (ship/NAME)."
         ),
     ],
-    row: Annotated[
-        str | None, typer.Argument(help="With a results folder: row of its main table.", show_default=False)
-    ] = None,
+    row: Annotated[str | None, typer.Argument(help="With a results folder: row of its main table.")] = None,
     results: Annotated[
-        Path | None, typer.Option(help="Results folder of an exported model that is outside of it.", show_default=False)
+        Path | None, typer.Option(help="Results folder of an exported model that is outside of it.")
     ] = None,
     base: BaseOption = None,
     runtime_python: Annotated[
         Path | None,
         typer.Option(
-            help="With a folder to deploy: Python program of another environment, which is compared with this one.",
-            show_default=False,
+            help="With a folder to deploy: Python program of another environment, which is compared with this one."
         ),
     ] = None,
     builds: Annotated[
-        int,
-        typer.Option(min=3, max=1000, help="With --runtime-python: number of fresh processes of each environment."),
+        int, count_option("With --runtime-python: number of fresh processes of each environment.", least=3, most=1_000)
     ] = 5,
     max_drop: Annotated[
         str | None,
         typer.Option(
             help="Largest allowed loss of the metric: absolute (0.01) or relative to the float model ('1%') [default: "
-            "the bound of the experiment].",
-            show_default=False,
+            "the bound of the experiment]."
         ),
     ] = None,
     as_json: JsonOption = False,

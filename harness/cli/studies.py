@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -19,6 +18,7 @@ from harness.cli.common import (
     add_to_sys_path,
     count_option,
     echo,
+    frame_values,
     print_json,
     print_table,
     replace_change_advice,
@@ -41,12 +41,11 @@ def sensitivity(
     shape: ShapeOption = None,
     dim: DimOption = None,
     precision: Annotated[
-        str | None, typer.Option(help="Quantized precision: int8, fp8 or mixed [default: int8].", show_default=False)
+        str | None, typer.Option(help="Quantized precision: int8, fp8 or mixed [default: int8].")
     ] = None,
     samples: Annotated[int, count_option("Number of samples on which outputs are compared with float.")] = 8,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Output folder [default: sensitivity-MODEL-BACKEND-PRECISION].", show_default=False),
+        Path | None, typer.Option(help="Output folder [default: sensitivity-MODEL-BACKEND-PRECISION].")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,8 +70,7 @@ def sensitivity(
 def recover(
     model: StudyArgument,
     placement: Annotated[
-        str,
-        typer.Option(help="Placement: linear, all, a PTQ tool (which is run), a Q/DQ file, or a folder to deploy."),
+        str, typer.Option(help="Placement: linear, all, a PTQ tool (which is run), a Q/DQ file, or a folder to deploy.")
     ] = "linear",
     float_node: Annotated[
         list[str] | None, typer.Option(help="Name or wildcard of nodes that stay float; repeat for each.")
@@ -98,9 +96,7 @@ def recover(
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder [default: recover-MODEL].", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder [default: recover-MODEL].")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score a placement with several choices of ranges and scales, without and with steps that recover accuracy.
@@ -143,9 +139,7 @@ def agreement(
     samples: Annotated[int, count_option("Number of samples on which each placement is scored.")] = 200,
     backend: StudyBackendOption = None,
     param: ParamOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder [default: agreement-MODEL].", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder [default: agreement-MODEL].")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the rank correlation of label-free figures with the metric, over random placements of a labelled model.
@@ -168,8 +162,7 @@ def record(
         int | None,
         typer.Option(
             help="Number N of choices to vary, those with the largest effect; at most 2^N placements are measured "
-            "[default: 11, or that of a finished table].",
-            show_default=False,
+            "[default: 11, or that of a finished table]."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output file [default: MODEL-BACKEND-PRECISION.parquet].")] = None,
@@ -215,9 +208,7 @@ def record(
 
 
 def replay(
-    recorded: Annotated[
-        Path, typer.Argument(metavar="TABLE", help="Table of qdq record, or name of a task.", show_default=False)
-    ],
+    recorded: Annotated[Path, typer.Argument(metavar="TABLE", help="Table of qdq record, or name of a task.")],
     searcher: Annotated[list[str] | None, typer.Option(help="Searcher, see qdq list; repeat to compare.")] = None,
     seeds: Annotated[int, count_option("Number of searches of each searcher.", most=10_000)] = 100,
     budget: Annotated[int, count_option("Number of evaluations of each search.", most=5_000)] = 100,
@@ -247,14 +238,9 @@ def replay(
 
 def study(
     what: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="STUDY.yaml|TABLE...", help="A study file, or Parquet files of qdq record.", show_default=False
-        ),
+        list[Path], typer.Argument(metavar="STUDY.yaml|TABLE...", help="A study file, or Parquet files of qdq record.")
     ],
-    out: Annotated[
-        Path, typer.Option(help="Folder for the tables, the plots and the search paths.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option(help="Folder for the tables, the plots and the search paths.")],
     searcher: Annotated[
         list[str] | None,
         typer.Option(help="Searcher, see qdq list; repeat for each. [default: all but exhaustive and optuna]"),
@@ -264,8 +250,7 @@ def study(
         count_option("Number of evaluations of a search; repeat to compare. [default: 10 to 200]", most=5_000),
     ] = None,
     seeds: Annotated[
-        int | None,
-        count_option("Number of searches of each searcher on each table. [default: 100]", most=10_000),
+        int | None, count_option("Number of searches of each searcher on each table. [default: 100]", most=10_000)
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Start searches without initial placements.")] = False,
     workers: Annotated[
@@ -294,7 +279,7 @@ def study(
     with TerminalProgress() as terminal:
         found = study_budgets(planned, out, terminal, workers=workers or count_cores())
     if as_json:
-        print_json({table.name: json.loads(table.raw.to_json(orient="records")) for table in found})
+        print_json({table.name: frame_values(table.raw) for table in found})
         return
     for table in found:
         echo(f"{render_markdown(table)}\n\n{render_note_markdown(table)}\n")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.accuracy.data.arrays import array_names
-from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError, parse_shapes
+from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.yaml_loader import dump_yaml, parse_params
 from harness.errors import MAX_COUNT, UserError
+from harness.graph.passes.dimension_sizes import parse_named_shapes
 from harness.graph.passes.static_shapes import parse_dims
 from harness.shipping.placements import file_entry
 from harness.task_setup.study_task import model_label
@@ -60,7 +61,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         calibration["samples"] = options.calibration_samples or MAX_COUNT
     model: dict[str, Any] = {
         "use": options.onnx_path,
-        "shapes": parse_shapes(options),
+        "shapes": parse_named_shapes("--shape", options.shape or ()),
         "dims": parse_dims(options.dim or ()),
         "calibration": calibration,
     }

@@ -14,9 +14,7 @@ _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
 #: Placements of PTQ tools, made for each model; the last one has INT8 activations for every dialect of the backend.
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
 #: Tools whose models are baselines alone: a file of another form, or pairs that are no placement of the dialect.
-BASELINE_TOOLS = (
-    "ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_control", "quark_ptq", "quark_adaquant"
-)  # fmt: skip
+BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_control", "quark_ptq", "quark_adaquant")
 #: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
 #: pattern cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
 FILE_SOURCES = ("import", "placement", "pattern_cache", "sensitivity")

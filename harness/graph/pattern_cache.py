@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from search.api import Observation, Score
 from search.space import FLOAT, Placement, PointKind, Space
@@ -33,6 +33,11 @@ class MeasurementOrigin:
     backend: str
     precision: str
     device: str = ""
+
+    @classmethod
+    def of_backend(cls, facts: Mapping[str, Any], precision: str) -> MeasurementOrigin:
+        """Return the origin of measurements with a benchmarker, given by its description."""
+        return cls(backend=facts["name"], precision=precision, device=str(facts.get("device", "")))
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -109,5 +109,4 @@ def _transfer_by_patterns(task: Task, folder: Path) -> TransferredPlacement:
 
 
 def _measurement_origin(task: Task) -> MeasurementOrigin:
-    facts = task.facts
-    return MeasurementOrigin(backend=facts["name"], precision=task.spec.precision, device=str(facts.get("device", "")))
+    return MeasurementOrigin.of_backend(task.facts, task.spec.precision)

@@ -157,10 +157,8 @@ def write_report(
     Raises:
         UserError: The folder is no results folder or damaged, or the report cannot be written.
     """
-    (digest, inputs), results = (
-        _input_digests(folder),
-        load_results(folder),
-    )  # a run may write meanwhile, so digest first
+    digest, inputs = _input_digests(folder)  # first, because a run may write meanwhile
+    results = load_results(folder)
     out, observer = folder / "report", observer or NullProgress()
     cache = PlotCache(out, inputs)
     with explain_write_errors(out):

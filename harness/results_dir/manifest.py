@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
+from harness.records import first_problem
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.results_dir.lines import compress_lines
 from harness.results_dir.termination import TASK_ERROR_FILE
@@ -152,8 +153,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         _StoredManifest.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})") from error
+        raise UserError(f"{path}: damaged ({first_problem(error)})") from error
     return body
 
 

@@ -50,7 +50,7 @@ def _figures(facts: Facts) -> Iterator[str]:
         ("file, MB", _number(base["file_mb"]), _number(own["file_mb"])),
         ("load and first run, ms", _number(base.get("load_ms"), 0), _number(own.get("load_ms"), 0)),
         ("peak memory, MB", _number(base.get("peak_memory_mb"), 0), _number(own.get("peak_memory_mb"), 0)),
-    ]  # fmt: skip
+    ]
     if facts["metric"] is not None:
         scores = (_number(facts[key], 4) for key in ("float_score", "score"))
         rows.insert(2, (metric_name(facts["metric"]), *scores))

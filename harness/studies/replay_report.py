@@ -48,9 +48,9 @@ class ReplayRequest:
     model: str | None = None
 
 
-def table_lines(table: BenchmarkTable, bound: MetricBound | None = None) -> list[str]:
+def table_lines(table: BenchmarkTable) -> list[str]:
     """Return lines about a table: its model and machine, its optimum, and its difficulty."""
-    facts, landscape = table.metadata, Landscape(table, bound)
+    facts, landscape = table.metadata, Landscape(table)
     backend, hard, (drift, drift_se) = facts.backend, measure_difficulty(landscape), estimate_drift(landscape)
     space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
     quantized = [f"{d.name}={d.choices[c]}" for d, c in zip(space.dimensions, best.choices, strict=True) if c]

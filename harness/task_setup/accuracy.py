@@ -151,7 +151,7 @@ class StagedBound:
             return None
         within = probability_within(
             self.reference, found, metric, goal.max_drop, higher_is_better=goal.higher_is_better
-        )  # fmt: skip
+        )
         if within is None or within >= MAX_FALSE_REJECTION:
             return None
         loss = self.reference.metrics[metric] - found.metrics[metric]

@@ -219,10 +219,7 @@ class InitialDesign:
         return read_cache(resolve_path(start.params["path"], start.base_dir))
 
     def _origin(self) -> MeasurementOrigin:
-        facts = self.facts
-        return MeasurementOrigin(
-            backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", ""))
-        )
+        return MeasurementOrigin.of_backend(self.facts, self.spec.precision)
 
     def _pattern_cache_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
         for sentence in self.foreign_origin_notes((start,)):

@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.graph.io.digests import digest_file
 from harness.paths import hide_paths
 from harness.progress import Observer, ProgressTask
-from harness.records import MAIN_BENCHMARKER, Failed
+from harness.records import MAIN_BENCHMARKER, Failed, first_problem
 from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_finalists
 from harness.results_dir.io import read_json, write_json
 from harness.timing.workers.engines import Engines, ScoringCallback
@@ -164,8 +164,7 @@ def _read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         _SCORES.validate_python(found)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise UserError(f"{path}: damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})") from error
+        raise UserError(f"{path}: damaged ({first_problem(error)})") from error
     return found
 
 

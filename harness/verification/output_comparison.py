@@ -107,9 +107,9 @@ class OutputCheck:
         return f"{said}; {self.reason}" if self.reason else said
 
 
-def not_checked(reason: str, runtime: str = "") -> OutputCheck:
+def not_checked(reason: str) -> OutputCheck:
     """Return a record that says why a model was not compared."""
-    return OutputCheck(verdict="not checked", runtime=runtime, reason=reason)
+    return OutputCheck(verdict="not checked", reason=reason)
 
 
 def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits them

@@ -26,7 +26,6 @@ from harness.compat.modelopt_autotune.settings import (
     get_parser,
     ineffective_flags,
     parse_arguments,
-    parse_shapes,
     select_mode_preset,
 )
 from harness.compat.modelopt_autotune.workflows import run_job
@@ -34,6 +33,7 @@ from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.config.yaml_loader import parse_params
 from harness.errors import UserError
 from harness.graph.load import save_to_folder
+from harness.graph.passes.dimension_sizes import parse_named_shapes
 from harness.graph.passes.static_shapes import parse_dims
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
@@ -108,7 +108,7 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
 def _run_command(options: argparse.Namespace, preset: dict[str, int], job: AutotuneJob) -> None:
     backend = _select_backend(options)
     target = _describe_target(backend)
-    say, shapes = job.observer.say, parse_shapes(options)
+    say, shapes = job.observer.say, parse_named_shapes("--shape", options.shape or ())
     say(f"searched for {target}")
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
         spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes, dims=parse_dims(options.dim or ()))

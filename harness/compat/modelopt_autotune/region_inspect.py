@@ -12,9 +12,10 @@ from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.insertion_points import has_quantizable_operations
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
 from harness.compat.modelopt_autotune.regions import Region
-from harness.compat.modelopt_autotune.settings import add_sizes, parse_shapes
+from harness.compat.modelopt_autotune.settings import add_sizes
 from harness.errors import MAX_COUNT, UserError
 from harness.graph.partition.summary import TreeOptions
+from harness.graph.passes.dimension_sizes import parse_named_shapes
 from harness.graph.passes.static_shapes import parse_dims
 from harness.text import printable_lines
 
@@ -72,7 +73,7 @@ def main(given: Sequence[str] | None = None) -> int:
             max_sequence_size=options.max_sequence_size,
             include_all_regions=options.include_all_regions,
             verbose=options.verbose,
-            shapes=parse_shapes(options),
+            shapes=parse_named_shapes("--shape", options.shape or ()),
             dims=parse_dims(options.dim or ()),
         )
     except UserError as error:

@@ -16,7 +16,7 @@ from harness.errors import MAX_COUNT, UserError
 __all__ = [
     "MIN_TIMING_RUNS", "MODE_PRESETS", "REGION_FLAGS", "AutotunerError", "AutotunerNotInitializedError", "Config",
     "InvalidSchemeError", "add_sizes", "check_counts", "get_parser", "ineffective_flags",
-    "parse_arguments", "parse_dq_dtype", "parse_shapes", "select_mode_preset",
+    "parse_arguments", "parse_dq_dtype", "select_mode_preset",
 ]  # fmt: skip
 
 QUANT_TYPES = ("int8", "fp8")
@@ -152,21 +152,6 @@ def ineffective_flags(options: argparse.Namespace, taken: Collection[str], *, ty
         yield f"--timing_runs {options.timing_runs}: {MIN_TIMING_RUNS} are timed, the fewest that have a median"
     if options.mode != "default" and all(getattr(options, name) is not None for name in _PRESET_KEYS):
         yield f"--mode {options.mode}: each of its figures is given by a flag of its own"
-
-
-def parse_shapes(options: argparse.Namespace) -> dict[str, str]:
-    """Return the static shapes by input name.
-
-    Raises:
-        AutotunerError: One is not of the form NAME:SHAPE.
-    """
-    found = {}
-    for text in options.shape or ():
-        name, colon, shape = text.rpartition(":")
-        if not colon:
-            raise AutotunerError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
-        found[name] = shape
-    return found
 
 
 def parse_arguments(given: Sequence[str], prog: str) -> argparse.Namespace:

@@ -27,10 +27,12 @@ from harness.compat.tao_specs.quantize import (
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.errors import UserError, suggest_names
 from harness.graph.load import ModelSignature
+from harness.graph.passes.dimension_sizes import parse_named_shapes
 from harness.graph.passes.static_shapes import parse_dims
 from harness.paths import resolve_path
 
 logger = logging.getLogger(__name__)
+PROGRAM = "qdq ptq"
 
 #: Calibration methods by mode, the default first (docstring of `modelopt.onnx.quantization.quantize`).
 CALIBRATION_METHODS: Mapping[str, tuple[str, ...]] = {
@@ -52,20 +54,20 @@ FORWARDED_OPTIONS = (
 LIST_OPTIONS = ("op_types_to_quantize", "op_types_to_exclude", "nodes_to_quantize", "nodes_to_exclude")
 
 
-def run_ptq(given: Sequence[str], prog: str = "qdq ptq") -> QuantizationResult | list[str]:
+def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
     """Quantize by a command line; with `--show-defaults` return lines of text instead.
 
     Raises:
         UserError: An option cannot be used, or ModelOpt fails.
     """
-    options, unknown = get_parser(prog).parse_known_args(given)
+    options, unknown = get_parser().parse_known_args(given)
     if unknown:
         remedy = option_remedy(unknown[0])
-        raise UserError(f"{unknown[0]}: no option of {prog}; {remedy or f'{prog} --help shows all'}")
+        raise UserError(f"{unknown[0]}: no option of {PROGRAM}; {remedy or f'{PROGRAM} --help shows all'}")
     if options.show_defaults:
         return describe_defaults()
     if options.onnx_path is None:
-        raise UserError(f"--onnx_path: the float model is needed; '{prog} --help' shows all options")
+        raise UserError(f"--onnx_path: the float model is needed; '{PROGRAM} --help' shows all options")
     path, declared = open_onnx_file(options.onnx_path, Path.cwd(), "--onnx_path")
     refuse_quantized(declared, options.onnx_path)
     arguments = _modelopt_arguments(options, declared)
@@ -80,7 +82,7 @@ def run_ptq(given: Sequence[str], prog: str = "qdq ptq") -> QuantizationResult |
     data = open_calibration_data(dataset, Path.cwd(), "--calibration_data")
     types = static_inputs(
         declared,
-        _parse_shapes(options.calibration_shapes),
+        parse_named_shapes("--calibration_shapes", _split_lists([options.calibration_shapes or ""])),
         parse_dims(options.dim or ()),
         samples=sample_shapes(data, tuple(declared.inputs)),
         names=CLI_OPTION_NAMES,
@@ -90,12 +92,12 @@ def run_ptq(given: Sequence[str], prog: str = "qdq ptq") -> QuantizationResult |
     return quantization_result(target, calibrated_on)
 
 
-def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
+def get_parser() -> argparse.ArgumentParser:
     """Return the parser; lists take spaces or commas."""
     parser = argparse.ArgumentParser(
-        prog=prog,
+        prog=PROGRAM,
         description="Quantize an ONNX model with NVIDIA ModelOpt.",
-        epilog=f"Example: {prog} --onnx_path model.onnx --calibration_data calib.npy --output_path model-int8.onnx",
+        epilog=f"Example: {PROGRAM} --onnx_path model.onnx --calibration_data calib.npy --output_path model-int8.onnx",
     )
     add = parser.add_argument
     add("--onnx_path", help="float model (.onnx)")
@@ -179,16 +181,6 @@ def _calibration_providers(options: argparse.Namespace) -> list[str]:
 
 def _split_lists(values: Sequence[str]) -> list[str]:
     return [part for value in values for part in value.split(",") if part]
-
-
-def _parse_shapes(text: str | None) -> dict[str, str]:
-    found = {}
-    for part in filter(None, (text or "").split(",")):
-        name, colon, shape = part.rpartition(":")
-        if not colon:
-            raise UserError(f"--calibration_shapes: NAME:1x3x256x256, with commas between inputs, but got {part!r}")
-        found[name] = shape
-    return found
 
 
 def _output_path(options: argparse.Namespace, path: Path) -> Path:

@@ -35,7 +35,6 @@ from search.heuristics import HEURISTIC_RULES
 from search.space import Edge, Placement, Space
 
 Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 FILE_NAME = "latency_predictor.json"
 _LINEAR_KINDS = ("depthwise", "grouped", "pointwise", "conv", "matmul", "product")

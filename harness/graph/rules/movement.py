@@ -20,9 +20,9 @@ _NEUTRAL_OPERANDS: Mapping[str, tuple[float, tuple[int, ...]]] = {
 }  # fmt: skip
 """By operator: the constant that changes nothing, and the inputs where it does so."""
 _FLOATS_BY_WIDTH = ("float16", "float", "double")
-_REDUCTION_OPS = frozenset({
-    "GlobalAveragePool", "GlobalMaxPool", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"
-})  # fmt: skip
+_REDUCTION_OPS = frozenset(
+    {"GlobalAveragePool", "GlobalMaxPool", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"}
+)
 
 
 def is_value_preserving(node: Node, dialect: Dialect) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from harness.records import first_problem
+
 
 class _ReportedRecord(BaseModel):
     """JSON object; keys that no report reads are not checked."""
@@ -110,5 +112,4 @@ def validate_record(schema: type[BaseModel], body: Mapping[str, Any]) -> None:
     try:
         schema.model_validate(dict(body))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise ValueError(first_problem(error)) from error

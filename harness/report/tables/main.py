@@ -111,7 +111,7 @@ FINALISTS = TableSpec(
     timed=True,
     shows_selection=True,
     source="aligned rows",
-)  # fmt: skip
+)
 RUNNER_UP_NOTE = (
     "METHOD #2: the second best placement of a search, by the final selection, or by the search's own samples without "
     "one (of a Pareto front: by the area that it dominates)."
@@ -230,9 +230,7 @@ def _version_note(tasks: Sequence[TaskResults]) -> Iterator[str]:
 
 def _score_notes(tasks: Sequence[TaskResults]) -> Iterator[str]:
     if halves := [task.name for task in tasks if task.facts.get("halves")]:
-        yield (
-            f"Searches used one half of the evaluator's data, scores and drops the other half: {', '.join(halves)}."
-        )  # fmt: skip
+        yield f"Searches used one half of the evaluator's data, scores and drops the other half: {', '.join(halves)}."
     scores = []
     for task in tasks:
         if (estimate := float_estimate(task)) is not None:

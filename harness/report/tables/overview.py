@@ -30,9 +30,7 @@ SEVERAL_SEEDS_NOTE = (
     "fastest. The main table has the best seed of each searcher, selected before the confirmation; rows are beyond the "
     "bound by that seed."
 )
-WITHOUT_SEARCH_NOTE = (
-    "{figure} [95 % interval]. Bold: the fastest of a model; underlined: not distinguishable from it."
-)  # fmt: skip
+WITHOUT_SEARCH_NOTE = "{figure} [95 % interval]. Bold: the fastest of a model; underlined: not distinguishable from it."
 MEAN_NOTE = (
     " Geometric mean: of methods with a figure for every model of the device; its interval applies to these models, "
     "not to others."

@@ -140,11 +140,11 @@ def _score_rows(task: TaskResults, uses: Mapping[str, Any]) -> Iterator[dict[str
 def _latency_ratios(curves: Iterable[Curve], last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the latency of the incumbent over that of the float model: [seed, evaluation]; 1 before the first."""
     whole = [
-        np.concatenate([
-            np.ones(curve.evaluations[0] - 1), curve.values, np.full(last - curve.evaluations[-1], curve.values[-1])
-        ])
+        np.concatenate(
+            [np.ones(curve.evaluations[0] - 1), curve.values, np.full(last - curve.evaluations[-1], curve.values[-1])]
+        )
         for curve in sorted(curves, key=lambda curve: curve.seed)
-    ]  # fmt: skip
+    ]
     return 1 / np.array(whole)
 
 

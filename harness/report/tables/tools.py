@@ -186,9 +186,7 @@ def _figures(task: TaskResults, row: Mapping[Any, Any]) -> dict[str, float | Non
     within = None
     if task.allowed is not None and name != FLOAT_ROW and all("metrics" in record for record in records):
         reference, own = map(decode_accuracy, records)
-        within = probability_within(
-            reference, own, metric, task.allowed, higher_is_better=task.higher_is_better
-        )  # fmt: skip
+        within = probability_within(reference, own, metric, task.allowed, higher_is_better=task.higher_is_better)
     return {
         "file_score": task.file_scores.get(name, {}).get("metrics", {}).get(metric),
         "within": within,

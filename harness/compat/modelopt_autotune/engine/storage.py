@@ -20,6 +20,7 @@ from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSch
 from harness.graph import pattern_cache as engine
 from harness.graph.pattern_cache_io import read_cache, read_plain_yaml, write_cache, write_plain_yaml
 from harness.graph.qdq.import_placement import map_to_float_tensors
+from harness.records import first_problem
 
 _logger = logging.getLogger(__name__)
 _MAX_STATE_BYTES = 256 << 20
@@ -312,8 +313,6 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
     try:
         return AutotuneState.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise AutotunerError(f"{path}: damaged ({place}: {first['msg']}); {remedy}") from error
+        raise AutotunerError(f"{path}: damaged ({first_problem(error)}); {remedy}") from error
     except (AttributeError, TypeError, InvalidSchemeError) as error:  # of the schemes
         raise AutotunerError(f"{path}: damaged ({error}); {remedy}") from error
