@@ -31,8 +31,6 @@ class Candidate:
             the first 16 hexadecimal digits of the file's SHA-256.
         edges: Quantized edges; empty for the float model and for models of other tools.
         source: Returns the path of the ONNX file, writing it first if needed. Replay and simulation never call it.
-        numerics: Contents of the Q/DQ pairs, where they differ from the default; one digest with different numerics is
-            one placement in different files.
         shape: Label of the shape that this candidate is built at, if the task has several; simulations depend on it.
         alone: The file is built as it is, also in a task with several shapes.
     """
@@ -40,7 +38,6 @@ class Candidate:
     digest: str
     edges: Resolved
     source: Callable[[], Path]
-    numerics: str = ""
     shape: str = ""
     alone: bool = False
 

@@ -168,7 +168,8 @@ def load_plugin(kind: str, use: str) -> Callable[..., Any]:
     except UserError as error:
         module = sys.modules.get(point.module)
         if isinstance(error.__cause__, AttributeError) and module is not None:
-            raise UserError(f"{error} ({_module_location(module)})") from error
+            place = getattr(module, "__file__", None) or ", ".join(getattr(module, "__path__", ())) or "part of Python"
+            raise UserError(f"{error} ({place})") from error
         if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != point.module:
             raise
         raise UserError(
@@ -191,10 +192,6 @@ def _require_contract(kind: str, use: str, loaded: object) -> None:
         wanted = CONTRACT_PARAMETERS[kind]
         if not inspect.isfunction(loaded) or not {*wanted} <= inspect.signature(loaded).parameters.keys():
             raise UserError(f"{label} is no function with the parameters {', '.join(wanted)}")
-
-
-def _module_location(module: Any) -> str:
-    return getattr(module, "__file__", None) or ", ".join(getattr(module, "__path__", ())) or "part of Python"
 
 
 def plugin_signature(kind: str, use: str) -> inspect.Signature:

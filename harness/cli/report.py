@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from harness.cli.common import (
     print_rich_or_text,
     short_path,
 )
+from harness.registry import without_module
 
 if TYPE_CHECKING:
     from harness.report.report_table import ReportTable
@@ -51,12 +50,8 @@ def _import_pandas_alone() -> None:
     pandas always imports an installed pyarrow. Without it, pandas cannot read Parquet in this process, which reads
     none.
     """
-    if {"pandas", "pyarrow"}.isdisjoint(sys.modules):
-        sys.modules["pyarrow"] = None  # type: ignore[assignment]  # an import raises ImportError
-        try:
-            importlib.import_module("pandas")
-        finally:
-            del sys.modules["pyarrow"]
+    with without_module("pyarrow"):
+        import pandas  # noqa: F401
 
 
 @contextmanager

@@ -133,11 +133,6 @@ def load(folder: Path | str) -> Frames:
     )
 
 
-def render(folder: Path) -> str:
-    """Write the report and return the main, budget and cost tables as Markdown; see `write_report`."""
-    return report_text(*write_report(folder))
-
-
 @fast_small_frames
 def write_report(
     folder: Path, *, task_plots: bool | None = None, observer: Observer | None = None

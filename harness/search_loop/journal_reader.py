@@ -76,15 +76,6 @@ def evaluations_until_result(entries: Iterable[JournalEntry], digests: Collectio
     return found
 
 
-def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:
-    """Yield each evaluation that became the incumbent, in order."""
-    best: Evaluation | None = None
-    for trial in iter_evaluations(entries, goal):
-        if is_new_incumbent(trial, best):
-            best = trial
-            yield trial
-
-
 def is_new_incumbent(trial: Evaluation, best: Evaluation | None) -> bool:
     """Return whether an evaluation keeps the bounds and has a lower objective than the incumbent, or is the first."""
     return is_feasible(trial.score) and (best is None or trial.score.objective < best.score.objective)
@@ -96,13 +87,11 @@ class MetricUsage:
 
     Attributes:
         measured: Evaluations with a measured metric.
-        proxied: Evaluations with a proxy metric.
         agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 for the same order;
             None if fewer than three have both, or all values are equal.
     """
 
     measured: int
-    proxied: int
     agreement: float | None
 
 
@@ -159,7 +148,7 @@ class _SearchTally:
         self._count = count
         self._excluded = excluded
         self._best: list[Evaluation] = []
-        self._measured, self._proxied = 0, 0
+        self._measured = 0
         self._proxy_metric_pairs: list[tuple[float, float]] = []
         self._elapsed_s = 0.0
         self._failed: Failed | None = None
@@ -187,7 +176,7 @@ class _SearchTally:
         agreement = _rank_correlation(self._proxy_metric_pairs)
         return BudgetState(
             best=tuple(best),
-            metric_usage=MetricUsage(measured=self._measured, proxied=self._proxied, agreement=agreement),
+            metric_usage=MetricUsage(measured=self._measured, agreement=agreement),
             minutes=self._elapsed_s / 60,
             last_failure=self._failed,
         )
@@ -195,7 +184,6 @@ class _SearchTally:
     def _count_metric_use(self, trial: Evaluation) -> None:
         proxy = trial.score.metrics.get(PROXY)
         value = trial.score.metrics.get(self._goal.metric or "")
-        self._proxied += proxy is not None
         self._measured += value is not None
         if proxy is not None and value is not None:
             self._proxy_metric_pairs.append((proxy, -self._goal.loss(value)))

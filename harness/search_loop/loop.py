@@ -117,32 +117,6 @@ class SearchLoopResult:
     failure: Failed | None = None
 
 
-def _termination_reason(
-    failure: Failed | None,
-    spent: bool,
-    duplicates_in_a_row: int,
-    known: dict[str, TrialResult],
-    stopped_at: float | None,
-) -> str:
-    """See `SearchLoopResult`.
-
-    Args:
-        known: Outcomes by digest.
-        stopped_at: Probability at which the search stopped, or None.
-    """
-    if failure is not None:
-        return failure.reason
-    if spent:
-        return ""
-    if stopped_at is not None:
-        return f"further gain below {WORTHWHILE_GAIN:.1%} with {stopped_at:.0%} probability"
-    if duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
-        return f"it proposed only placements that were proposed before, {MAX_CONSECUTIVE_DUPLICATES} in a row"
-    last = next(reversed(known.values())).outcome if known else None
-    after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
-    return f"it had nothing more to propose{after}"
-
-
 class ReplayMismatch(FingerprintMismatch):
     """The proposals of a searcher differ from the recorded ones."""
 
@@ -153,7 +127,7 @@ def run_search(
     """Run a search until its budget is spent, or its searcher has nothing left or breaks.
 
     Raises:
-        Strayed: The journal's next proposal is not the one that the searcher makes now.
+        ReplayMismatch: The journal's next proposal is not the one that the searcher makes now.
         UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given); or
             as the searcher raised it.
     """
@@ -203,9 +177,22 @@ class _SearchLoop:
         """Return how the search ended."""
         left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
         known = self._seen | {entry.proposal.digest: entry.result for entry in left if entry.result}
-        spent = len(known) >= self._task.evaluations or self._is_out_of_time()
-        reason = _termination_reason(self._searcher.failure, spent, self._duplicates_in_a_row, known, self._stopped_at)
+        reason = self._termination_reason(known)
         return SearchLoopResult(evaluations=len(known), reason=reason, failure=self._searcher.failure)
+
+    def _termination_reason(self, known: dict[str, TrialResult]) -> str:
+        """See `SearchLoopResult`; `known` are the outcomes by digest."""
+        if self._searcher.failure is not None:
+            return self._searcher.failure.reason
+        if len(known) >= self._task.evaluations or self._is_out_of_time():
+            return ""
+        if self._stopped_at is not None:
+            return f"further gain below {WORTHWHILE_GAIN:.1%} with {self._stopped_at:.0%} probability"
+        if self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
+            return f"it proposed only placements that were proposed before, {MAX_CONSECUTIVE_DUPLICATES} in a row"
+        last = next(reversed(known.values())).outcome if known else None
+        after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
+        return f"it had nothing more to propose{after}"
 
     def fill_window(self) -> None:
         """Ask for as many proposals as may be under way."""
@@ -333,16 +320,17 @@ class _SearchLoop:
         if asked.duplicate_of is None and asked.origin != RETRY_ORIGIN:
             self._forecast.tell(latency_ms)
         self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
-        trial = TrialEvent(
-            asked=asked,
-            outcome=result.outcome,
-            evaluations=len(self._seen),
-            best_ms=self._best.value if self._best else None,
-            resumed=resumed,
-            best_is_float=self._best_is_float,
-            expected_gain=self._forecast.expected_gain,
+        self._watch(
+            TrialEvent(
+                asked=asked,
+                outcome=result.outcome,
+                evaluations=len(self._seen),
+                best_ms=self._best.value if self._best else None,
+                resumed=resumed,
+                best_is_float=self._best_is_float,
+                expected_gain=self._forecast.expected_gain,
+            )
         )
-        self._watch(trial)
 
     def await_outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
         """Return the outcome of a proposal, and whether it was known before; wait for it if needed."""

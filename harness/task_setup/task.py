@@ -169,7 +169,7 @@ class Task:
             with explain_write_errors(folder):
                 return self.inserter.write(resolved, folder, name=digest)
 
-        return Candidate(digest=digest, edges=resolved, source=source, numerics=self.choices.text)
+        return Candidate(digest=digest, edges=resolved, source=source)
 
 
 def compose_task(

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from incumbents import iter_incumbents
 
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.results_dir.journal import RETRY_ORIGIN, Journal, read_journal
-from harness.search_loop.journal_reader import iter_incumbents
 from harness.search_loop.loop import InitialPlacement, SearchTask, run_search
 from harness.search_loop.objective import Goal
 from search.api import Failure, Observation, Score

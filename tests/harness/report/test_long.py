@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from incumbents import iter_incumbents
 from long_results import TASK, write_long_results
 
 from harness.report.frames.curves import curve_frame
 from harness.report.load.results import load
 from harness.report.plots.result_plots import median_band
 from harness.results_dir.journal import Journal, read_journal
-from harness.search_loop.journal_reader import iter_incumbents, state_at_budgets
+from harness.search_loop.journal_reader import state_at_budgets
 from harness.search_loop.objective import Goal
 
 pytestmark = pytest.mark.slow
@@ -26,8 +27,8 @@ EVALUATIONS = 50_000
 REPORT = """
 import json, sys
 from pathlib import Path
-from harness.report.render import render
-text = render(Path(sys.argv[1]))
+from harness.report.render import report_text, write_report
+text = report_text(*write_report(Path(sys.argv[1])))
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(json.dumps({"text": text, "mib": int(peak.split()[1]) / 2**10}))
 """

@@ -18,7 +18,7 @@ from harness.accuracy.metrics.intervals import encode_evidence
 from harness.cli.report import show_report
 from harness.errors import UserError
 from harness.report.load.results import load as load_results
-from harness.report.render import render, report_renderable, report_text, write_tables
+from harness.report.render import report_renderable, report_text, write_report, write_tables
 from harness.report.report_table import ReportTable, render_markdown, write_table
 from harness.results_dir.termination import clear_task_error, write_task_error
 from harness.search_loop.objective import Goal
@@ -89,7 +89,7 @@ def test_tables_are_exactly_these(folder):
 
 
 def test_text_has_main_budget_and_cost_and_files_have_all(folder):
-    text = render(folder)
+    text = report_text(*write_report(folder))
     assert all(words in text for words in ("| verdict", "3 evaluations", "harness"))
     assert "random #2" not in text
     assert "UNFINISHED" not in text
@@ -258,10 +258,10 @@ def test_a_damaged_file_is_named(folder, name):
 
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no results here .*qdq run"):
-        render(tmp_path / "nowhere")
+        write_report(tmp_path / "nowhere")
     (tmp_path / "experiment.yaml").write_text("- a\n- list\n")
     with pytest.raises(UserError, match="mapping"):
-        render(tmp_path)
+        write_report(tmp_path)
 
 
 @pytest.mark.parametrize(("schema", "named"), [(0, "0"), (7, "7"), (None, "unknown")])
@@ -366,13 +366,13 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
 def test_a_batch_and_file_size_are_shown_and_stored_for_a_clone_without_models(with_models, monkeypatch):
     monkeypatch.setattr(harness.report.render, "draw_plots", lambda *_, **__: [])
     edit_json(with_models / TASK / "task.json", inputs={"x": [1, 3, 8, 8]})
-    render(with_models)
+    write_report(with_models)
     rows = read_table(with_models, "decision")
     assert {row["batch"] for row in rows} == {"1"}
     sizes = [float(row["file MB"]) for row in rows if row["row"] in ("FP32", "all operators")]
     assert len(sizes) == 2
     before = (with_models / "report" / "decision.md").read_bytes()
     shutil.rmtree(with_models / TASK / "models")
-    render(with_models)
+    write_report(with_models)
     assert (with_models / "report" / "decision.md").read_bytes() == before
     assert "File MB" in read_note(with_models, "decision")

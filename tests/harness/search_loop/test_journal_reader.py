@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from incumbents import iter_incumbents
 
 from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
-from harness.search_loop.journal_reader import iter_counted, iter_evaluations, iter_incumbents, state_at_budgets
+from harness.search_loop.journal_reader import iter_counted, iter_evaluations, state_at_budgets
 from harness.search_loop.objective import Goal
 from search.pareto import front_numbers
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from incumbents import iter_incumbents
 
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.results_dir.journal import Journal, read_journal
-from harness.search_loop.journal_reader import iter_incumbents, state_at_budgets
+from harness.search_loop.journal_reader import state_at_budgets
 from harness.search_loop.loop import InitialPlacement, SearchLoopResult, SearchTask, run_search
 from harness.search_loop.objective import Goal
 from harness.timing.workers.trial_pool import SyncExecutor

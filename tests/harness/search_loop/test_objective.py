@@ -291,7 +291,7 @@ def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trus
     scored = [outcome(5.0, map=value, **{PROXY: proxy}) for value, proxy in ((0.5, 40.0), (0.3, 9.0), (0.4, 12.0))]
     told = entries(*scored, outcome(6.0, **{PROXY: 3.0}), Failed(stage="build", reason="no"))
     found = state_at_budgets(told, GOAL, [9])[9].metric_usage
-    assert (found.measured, found.proxied, found.agreement) == (3, 4, pytest.approx(1.0))
+    assert (found.measured, found.agreement) == (3, pytest.approx(1.0))
     assert state_at_budgets(entries(outcome(5.0)), Goal(), [1])[1].metric_usage.agreement is None
 
 

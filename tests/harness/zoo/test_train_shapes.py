@@ -23,7 +23,7 @@ def torch() -> Any:
 
 @pytest.fixture(scope="module")
 def train_shapes(torch: Any) -> Any:
-    return importlib.import_module("harness.zoo.train_shapes")
+    return importlib.import_module("train_shapes")
 
 
 def test_overlaps_of_equal_shifted_and_apart(torch: Any, train_shapes: Any) -> None:

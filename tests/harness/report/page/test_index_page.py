@@ -12,7 +12,7 @@ from harness.report.load.results import load
 from harness.report.load.task_files import AttributionReport, PartEffect, write_attribution
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.page.index_page import render_index
-from harness.report.render import render
+from harness.report.render import write_report
 from harness.report.tables.catalog import build_tables
 from harness.statistics import Interval
 
@@ -121,7 +121,7 @@ def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
     data = read_page_data(page_of(folder).read_text())
     pareto = next(chart for chart in data[0]["charts"] if chart["title"].startswith("Latency against"))
     assert pareto["data"][2]["customdata"][0][1] == pytest.approx(8.0)
-    render(folder)
+    write_report(folder)
 
 
 def test_hostile_names_are_only_text(folder, browser):

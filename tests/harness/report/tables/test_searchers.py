@@ -17,7 +17,7 @@ from harness.report.load.results import load
 from harness.report.page.graph_snapshots import load_task_graph
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_plots
-from harness.report.render import render, write_tables
+from harness.report.render import write_report, write_tables
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.notes import early_end_notes
 from harness.report.tables.paired_choices import ablation_frame
@@ -281,17 +281,17 @@ def test_many_transfer_maps_are_drawn_only_if_asked_for(study, monkeypatch):
 
 
 def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
-    render(with_models)
+    write_report(with_models)
     page = (with_models / "report" / "index.html").read_text()
     kept = (with_models / TASK / "graph.json").read_bytes()
     shutil.rmtree(with_models / TASK / "models")
-    render(with_models)
+    write_report(with_models)
     assert (with_models / "report" / "index.html").read_text() == page
     assert (with_models / TASK / "graph.json").read_bytes() == kept
     body = json.loads(kept)
     body["rows"]["all"] = "of another file"
     write_json(with_models / TASK / "graph.json", body)
-    render(with_models)
+    write_report(with_models)
     (data,) = read_page_data((with_models / "report" / "index.html").read_text())
     assert "all" not in data["graph"]["marks"]
 
@@ -300,18 +300,18 @@ def test_graphs_are_read_again_only_if_a_model_is_another(with_models, monkeypat
     module = importlib.import_module("harness.report.page.graph_snapshots")
     read = []
     monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
-    render(with_models)
+    write_report(with_models)
     assert read == [TASK]
     monkeypatch.undo()
-    render(with_models)
+    write_report(with_models)
     monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
     shutil.rmtree(with_models / "report")
-    render(with_models)
+    write_report(with_models)
     assert read == [TASK], "the stored graph is that of the models"
     body = json.loads((with_models / TASK / "graph.json").read_text())
     body["rows"]["all"] = "of another file"
     write_json(with_models / TASK / "graph.json", body)
-    render(with_models)
+    write_report(with_models)
     assert read == [TASK, TASK]
 
 

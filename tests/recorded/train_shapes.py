@@ -1,4 +1,4 @@
-"""Trains the detector of the zoo on the made-up shapes and exports it: `python -m harness.zoo.train_shapes`.
+"""Train the detector of the zoo on the made-up shapes and export it: `python tests/recorded/train_shapes.py`.
 
 A small anchor-free detector in the manner of YOLOX (Ge et al. 2021, arXiv:2107.08430): CSP blocks with SiLU, a neck
 that goes up once and down once, decoupled heads at strides 8 and 16. Cells are assigned to shapes as in TOOD (Feng et
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from harness.zoo.detector import TRAINED_MODEL_PATH
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, ShapesSplit, draw_split
 
 STRIDES = (8, 16)
@@ -234,9 +235,9 @@ def export(model: Tensor, path: Path) -> None:
 
 
 def main() -> None:
-    """Train and write `shapes_detector.onnx` next to this module, or to the path of `-o`."""
+    """Train and write the `shapes_detector.onnx` of the zoo, or the file of `-o`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).with_name("shapes_detector.onnx"))
+    parser.add_argument("-o", "--output", type=Path, default=TRAINED_MODEL_PATH)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--images", type=int, default=6000)
     arguments = parser.parse_args()

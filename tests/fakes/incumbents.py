@@ -1,0 +1,16 @@
+"""Incumbents of a journal, in order."""
+
+from collections.abc import Iterable, Iterator
+
+from harness.results_dir.journal import JournalEntry
+from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_evaluations
+from harness.search_loop.objective import Goal
+
+
+def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:
+    """Yield each evaluation that became the incumbent, in order."""
+    best: Evaluation | None = None
+    for trial in iter_evaluations(entries, goal):
+        if is_new_incumbent(trial, best):
+            best = trial
+            yield trial
