@@ -84,6 +84,22 @@ class Probe(Protocol):
 
 
 @runtime_checkable
+class InfersConcurrently(Protocol):
+    """Probe that can run several inferences at the same time, for scoring while nothing is timed.
+
+    Attributes:
+        concurrency: Number of inferences for which this process has cores.
+    """
+
+    @property
+    def concurrency(self) -> int: ...
+
+    def concurrently(self, count: int) -> AbstractContextManager[Infer]:
+        """Return an `infer` for `count` threads; its outputs are those of `Probe.infer` bit for bit."""
+        ...
+
+
+@runtime_checkable
 class ReportsConditions(Protocol):
     """Probe that reads the state of its device."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class RemoteEngines(Engines):
 
     def __init__(self, pool: RayPool, spec: WorkerSpec, limits: Limits, writer: Any = None) -> None:
         self._pool = pool
-        self._spec = spec
+        self._spec = replace(spec, concurrent_scoring=False)  # other workers may share the machine
         self._limits = limits
         self._writer = writer
         self._load = TASK_LOAD if writer is None else SEARCH_LOAD

@@ -6,20 +6,21 @@ import io
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from harness.api import Array, Artifact, Candidate, Capabilities, Layer
+from harness.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
 from harness.runtimes.onnxruntime_common import parse_dtype, read_profile, run_session
 from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, translate_errors
 from harness.timing.provenance import (
+    count_cores,
     describe_environment,
     machine_lacks_vnni,
     machine_processor_label,
@@ -165,7 +166,10 @@ class ONNXRuntimeBenchmarker:
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
         """
-        yield _ONNXRuntimeProbe(artifact.engine, self._ort, self._errors, "cpu" if self._provider == "cpu" else "cuda")
+        if self._provider == "cpu":
+            yield _CPUProbe(artifact.engine, self._ort, self._errors, self._threads)
+        else:
+            yield _ONNXRuntimeProbe(artifact.engine, self._ort, self._errors, "cuda")
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """Return the layers of an engine made with `profile`, with mean times; sample it first.
@@ -293,6 +297,18 @@ class _ONNXRuntimeProbe:
         """Return the outputs by name; floating-point ones as float32."""
         with translate_errors(MeasureFailed, "ONNX Runtime", self._errors):
             return run_session(self._session, feeds)
+
+
+class _CPUProbe(_ONNXRuntimeProbe):
+    """Probe of a session on the CPU, whose runs use the thread that calls them ("Thread management": thread-safe)."""
+
+    def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], threads: int) -> None:
+        super().__init__(session, ort, errors, "cpu")
+        self.concurrency = count_cores() if threads == 1 else 1  # more threads are one pool, which all runs share
+
+    def concurrently(self, count: int) -> AbstractContextManager[Infer]:
+        """See `harness.api.InfersConcurrently`."""
+        return nullcontext(self.infer)
 
 
 def _check_option(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:

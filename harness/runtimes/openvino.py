@@ -6,21 +6,22 @@ import io
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator
 
-from harness.api import Array, Artifact, Candidate, Capabilities, Layer
+from harness.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.timing.host_clock import require_static_shapes, time_calls, to_float32, translate_errors
-from harness.timing.provenance import machine_lacks_vnni, machine_processor_label, validate_threads
+from harness.timing.provenance import count_cores, machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.timing.sampling import make_fixed_inputs
 
 PRECISIONS = ("auto", "f32", "bf16")
@@ -153,7 +154,16 @@ class OpenVINOBenchmarker:
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
         """
-        yield _OpenVINOProbe(artifact.engine, self._ov, self._streams)
+        yield _OpenVINOProbe(
+            artifact.engine, self._ov, self._streams, count_cores() // self._threads, self._copy_with_streams
+        )
+
+    def _copy_with_streams(self, compiled: Any, streams: int) -> Any:
+        """Return a copy of an engine with several streams, each with the threads of the engine."""
+        exported = io.BytesIO()
+        compiled.export_model(exported)
+        options = {**self._options, **engine_properties(self._threads * streams, self._float, streams)}
+        return self._core.import_model(exported.getvalue(), "CPU", options)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """Return the layers of an engine in order of execution, from the plug-in's execution graph.
@@ -182,10 +192,17 @@ class OpenVINOBenchmarker:
 
 
 class _OpenVINOProbe:
-    """Compiled model with requests of their own for evaluation, which never touches the inputs that are timed."""
+    """Compiled model with requests of their own for evaluation, which never touches the inputs that are timed.
 
-    def __init__(self, compiled: Any, ov: Any, streams: int) -> None:
+    Args:
+        cores: Number of inferences with the threads of the engine for which this process has cores.
+        copy: Returns a copy of the engine with a number of streams.
+    """
+
+    def __init__(self, compiled: Any, ov: Any, streams: int, cores: int, copy: Callable[[Any, int], Any]) -> None:
         self._compiled = compiled
+        self.concurrency = cores if streams == 1 else 1
+        self._copy = copy
         self._streams = streams
         self._ends_ns: list[int] = []
         self._queue: Any = [compiled.create_infer_request()]
@@ -225,9 +242,32 @@ class _OpenVINOProbe:
         """Return the outputs by the model's names of them; floating-point ones as float32."""
         if self._scored is None:
             self._scored = self._compiled.create_infer_request()
+        return self._run(self._scored, feeds)
+
+    @contextmanager
+    def concurrently(self, count: int) -> Iterator[Infer]:
+        """See `harness.api.InfersConcurrently`: a stream runs one inference at a time, so the engine is copied."""
+        with translate_errors(MeasureFailed, "OpenVINO", COMPILE_ERRORS):
+            engine = self._copy(self._compiled, count)
+        requests: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(count):
+            requests.put(engine.create_infer_request())
+
+        def infer(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+            request = requests.get()
+            try:
+                return self._run(request, feeds)
+            finally:
+                requests.put(request)
+
+        yield infer
+
+    def _run(self, request: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Run a request of the engine or of its copy, which has the same outputs in the same order."""
         with translate_errors(MeasureFailed, "OpenVINO", FEED_ERRORS):
-            results = self._scored.infer(dict(feeds))
-        return {name: to_float32(results[port]) for port in self._compiled.outputs for name in _output_names(port)}
+            results = request.infer(dict(feeds)).values()
+        named = zip(self._compiled.outputs, results, strict=True)
+        return {name: to_float32(array) for port, array in named for name in _output_names(port)}
 
 
 def _output_names(port: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
+from harness.timing.workers.inference import infer_all
 
 MAX_CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
 
@@ -113,12 +115,17 @@ class PreparedImages:
         Raises:
             EvaluationFailed: An output has NaN or infinite values.
         """
-        batch = self._shape[0]
-        for start in range(0, len(self.data), batch):
-            items = [self._prepare_image(i) for i in range(start, min(start + batch, len(self.data)))]
-            feeds = {self._input_name: make_batch([item.tensor for item in items], batch)}
-            outputs = require_finite(infer(feeds), f"image {self.data.sample_name(start)!r}")
-            for k, item in enumerate(items):
+        batch, waiting = self._shape[0], deque[list[Prepared]]()
+
+        def batches() -> Iterator[dict[str, Array]]:
+            for start in range(0, len(self.data), batch):
+                items = [self._prepare_image(i) for i in range(start, min(start + batch, len(self.data)))]
+                waiting.append(items)
+                yield {self._input_name: make_batch([item.tensor for item in items], batch)}
+
+        for index, found in enumerate(infer_all(infer, batches())):
+            outputs = require_finite(found, f"image {self.data.sample_name(index * batch)!r}")
+            for k, item in enumerate(waiting.popleft()):
                 # An output of a batch of one may lack a batch axis (boxes from a graph with NMS).
                 yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
 
@@ -168,9 +175,9 @@ class PreparedArrays:
             EvaluationFailed: An output has NaN or infinite values.
         """
         size = self._batches.size
-        for index, feeds in enumerate(self._batches):
+        for index, found in enumerate(infer_all(infer, self._batches)):
             start = index * size
-            outputs = require_finite(infer(feeds), self.data.sample_name(start))
+            outputs = require_finite(found, self.data.sample_name(start))
             for k in range(min(size, len(self.data) - start)):
                 yield None, outputs if size == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
 

@@ -22,6 +22,7 @@ from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.api import Accuracy, Array, Infer
 from harness.errors import UserError
 from harness.random_inputs import random_feeds
+from harness.timing.workers.inference import infer_all
 
 FIGURES_VERSION = 2
 """Version of what the figures mean: those of the worst output and part; before, means over outputs."""
@@ -107,7 +108,7 @@ class Fidelity:
         Raises:
             EvaluationFailed: The float model itself gives NaN or infinite values.
         """
-        samples = [dict(require_finite(infer(feeds), f"sample {i}")) for i, feeds in enumerate(self.feeds())]
+        samples = [dict(require_finite(o, f"sample {i}")) for i, o in enumerate(infer_all(infer, self.feeds()))]
         arrays: dict[str, Array] = {
             f"{i}/{name}": array for i, sample in enumerate(samples) for name, array in sample.items()
         }
@@ -135,8 +136,8 @@ class Fidelity:
 
     def _output_pairs(self, reference: Any, infer: Infer) -> Iterator[tuple[dict[str, Array], Mapping[str, Array]]]:
         """Yield the float model's outputs and the engine's for each batch."""
-        for i, feeds in enumerate(self.feeds()):
-            outputs, prefix = require_finite(infer(feeds), f"sample {i}"), f"{i}/"
+        for i, found in enumerate(infer_all(infer, self.feeds())):
+            outputs, prefix = require_finite(found, f"sample {i}"), f"{i}/"
             yield {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}, outputs
 
 

@@ -43,7 +43,7 @@ from harness.progress import NullProgress, Observer
 from harness.random_inputs import InputTypes
 from harness.task_setup.model_loader import complete_evaluator
 from harness.timing.workers.engines import ScoringCallback
-from harness.timing.workers.in_process import with_progress
+from harness.timing.workers.inference import open_infer, with_progress
 from harness.verification.accuracy_store import scoring_progress
 
 logger = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ def _score(target: EvaluationTarget, use: PluginSpec, on_progress: ScoringCallba
         runtime = registry.create_plugin("benchmarker", target.backend.use, target.backend.params)
         candidate = Candidate(digest=target.file.stem, edges=(), source=lambda: target.file)
         artifact = runtime.build(candidate, target.file.parent)
-    with runtime.open(artifact) as probe:
-        accuracy = evaluator.score(with_progress(probe.infer, evaluator, on_progress))
+    with runtime.open(artifact) as probe, open_infer(probe, evaluator, 0.0) as infer:
+        accuracy = evaluator.score(with_progress(infer, evaluator, on_progress))
         float_model = not target.precisions and isinstance(evaluator, NeedsPreparation)
         if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < MIN_FLOAT_METRIC:
             evaluator.prepare(probe.infer)  # type: ignore[attr-defined]

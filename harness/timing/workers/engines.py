@@ -46,6 +46,7 @@ class WorkerSpec:
         reference: Float model against which candidates may be timed.
         workdir: Folder for scratch files and the worker's log.
         adapt: Returns a benchmarker to use in place of each, such as one of several shapes; it is sent to processes.
+        concurrent_scoring: Evaluators may use all cores, because nothing of this machine is timed at the same time.
     """
 
     benchmarkers: Mapping[str, PluginSpec]
@@ -53,6 +54,7 @@ class WorkerSpec:
     evaluators: Mapping[str, PluginSpec] = field(default_factory=dict)
     reference: Path | None = None
     adapt: Callable[[Benchmarker], Benchmarker] | None = None
+    concurrent_scoring: bool = True
 
 
 class Engines(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,5 +89,6 @@ class LocalTarget(ExecutionTarget):
 
             yield lane
             return
-        with ThreadedExecutor(lambda: self.open(spec), self._executor.workers, self._policy) as pool:
+        worker = replace(spec, concurrent_scoring=self._executor.timing == "exclusive")
+        with ThreadedExecutor(lambda: self.open(worker), self._executor.workers, self._policy) as pool:
             yield pool.open_queue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import json
 import math
@@ -12,12 +11,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from harness import registry
 from harness.api import (
@@ -44,15 +41,11 @@ from harness.timing.machine_noise import MachineMonitor
 from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
 from harness.timing.sampling import Samples, sample_engine, warm_up
 from harness.timing.workers.engines import FIRST_STAGE_EVALUATOR, BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.timing.workers.inference import KnownOutputs, open_infer, remember_outputs, with_progress
 from search.space import edges_digest
 
 T = TypeVar("T")
-_KnownOutputs = dict[object, tuple[Mapping[str, Array], Mapping[str, Array]]]
-"""Inputs, which stay where they are, and outputs by `_feeds_key`."""
 MAX_LOG_LINES = 40
-MAX_KEPT_BYTES = 256 * 2**20
-"""Of the outputs of an engine between two stages of its scoring."""
-PROGRESS_INTERVAL_S = 0.5
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _STAGES = {"open": "measure", "sample": "measure", "prepare": "evaluate", "infer": "evaluate"}
 
@@ -63,8 +56,9 @@ class _OpenEngine:
     artifact: Artifact
     workdir: Path
     opened: ExitStack
+    build_s: float
     probe: Probe | None = None
-    outputs: _KnownOutputs = field(default_factory=dict)
+    outputs: KnownOutputs = field(default_factory=dict)
 
 
 class Scorer:
@@ -78,7 +72,8 @@ class Scorer:
         self._plugins = plugins
         self._evaluators: dict[str, Evaluator] = {}
 
-    def _evaluator(self, name: str) -> Evaluator:
+    def evaluator(self, name: str) -> Evaluator:
+        """Return an evaluator by name."""
         if name not in self._evaluators:
             plugin = self._plugins[name]
             self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
@@ -86,13 +81,13 @@ class Scorer:
 
     def prepare(self, infer: Infer, name: str, on_progress: ScoringCallback | None) -> None:
         """Run the `prepare` of an evaluator that has one."""
-        evaluator = self._evaluator(name)
+        evaluator = self.evaluator(name)
         if isinstance(evaluator, NeedsPreparation):
             evaluator.prepare(with_progress(infer, evaluator, on_progress))
 
     def evaluate(self, infer: Infer, name: str, on_progress: ScoringCallback | None) -> Accuracy:
         """Return the score of an engine, all figures finite; raise `EvaluationFailed` if there is none."""
-        evaluator = self._evaluator(name)
+        evaluator = self.evaluator(name)
         return _checked(evaluator.score(with_progress(infer, evaluator, on_progress)), evaluator)
 
 
@@ -165,7 +160,9 @@ class InProcess(Engines):
         build_s = time.perf_counter() - started_s
         if artifact.info.get("recorded"):  # a replay reports the build time of the recorded engine
             build_s = float(artifact.info["build_s"])
-        self._engines[handle] = _OpenEngine(benchmarker=plugin, artifact=artifact, workdir=workdir, opened=ExitStack())
+        self._engines[handle] = _OpenEngine(
+            benchmarker=plugin, artifact=artifact, workdir=workdir, opened=ExitStack(), build_s=build_s
+        )
         return BuiltEngine(handle=handle, build_s=build_s, info=_to_json_values(artifact.info))
 
     def _open(self, handle: int, level_ms: float | None) -> None:
@@ -209,15 +206,22 @@ class InProcess(Engines):
         return engine.probe
 
     def _prepare(self, handle: int, name: str, on_progress: ScoringCallback | None) -> None:
-        infer = _remember_outputs(self._probe(handle).infer, self._engines[handle].outputs, keep=True)
-        self._scorer.prepare(infer, name, on_progress)
+        with self._open_infer(handle, name) as infer:
+            infer = remember_outputs(infer, self._engines[handle].outputs, keep=True)
+            self._scorer.prepare(infer, name, on_progress)
 
     def _evaluate(self, handle: int, name: str, on_progress: ScoringCallback | None) -> Accuracy:
         outputs = self._engines[handle].outputs
-        infer: Infer = self._probe(handle).infer
-        if outputs or name == FIRST_STAGE_EVALUATOR:
-            infer = _remember_outputs(infer, outputs, keep=name == FIRST_STAGE_EVALUATOR)
-        return self._scorer.evaluate(infer, name, on_progress)
+        with self._open_infer(handle, name) as infer:
+            if outputs or name == FIRST_STAGE_EVALUATOR:
+                infer = remember_outputs(infer, outputs, keep=name == FIRST_STAGE_EVALUATOR)
+            return self._scorer.evaluate(infer, name, on_progress)
+
+    def _open_infer(self, handle: int, name: str) -> AbstractContextManager[Infer]:
+        probe, evaluator = self._probe(handle), self._scorer.evaluator(name)
+        if self._spec.concurrent_scoring:
+            return open_infer(probe, evaluator, self._engines[handle].build_s)
+        return nullcontext(probe.infer)
 
     def _infer(self, handle: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return dict(self._probe(handle).infer(feeds))
@@ -252,62 +256,6 @@ def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
         if not math.isfinite(value):
             raise EvaluationFailed(f"per_item[{number}] is {value}: give a figure for every item, or for none")
     return replace(accuracy, metrics=metrics, per_item=per_item, note=str(accuracy.note))
-
-
-def _remember_outputs(infer: Infer, known: _KnownOutputs, keep: bool) -> Infer:
-    """Wrap `infer` to return the known outputs of an engine for the same inputs, and to `keep` those of this scoring.
-
-    Inputs of `prepare` and images of the first stage are among those of the whole scoring, which follows on the same
-    engine.
-    """
-
-    def remembering(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        key = _feeds_key(feeds)
-        if key in known:
-            return known[key][1]
-        outputs = infer(feeds)
-        if keep and sum(array.nbytes for array in outputs.values()) * (len(known) + 1) <= MAX_KEPT_BYTES:
-            known[key] = dict(feeds), {name: np.array(array) for name, array in outputs.items()}
-        return outputs
-
-    return remembering
-
-
-def _feeds_key(feeds: Mapping[str, Array]) -> object:
-    """Return the places of inputs that cannot change, which evaluators keep and give again, else a digest of them."""
-    if all(map(_is_frozen, feeds.values())):
-        places = {name: array.__array_interface__ for name, array in feeds.items()}
-        return tuple((name, at["data"][0], at["shape"], at["typestr"]) for name, at in sorted(places.items()))
-    return hashlib.blake2b(b"".join(np.ascontiguousarray(feeds[name]).tobytes() for name in sorted(feeds))).digest()
-
-
-def _is_frozen(array: Array) -> bool:
-    """Return whether neither an array nor the one that it is a view of can be written to; its elements are in order."""
-    owner = array if array.base is None else array.base
-    return (
-        array.flags.c_contiguous
-        and isinstance(owner, np.ndarray)
-        and not (array.flags.writeable or owner.flags.writeable)
-    )
-
-
-def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:
-    """Wrap `infer` to report scoring progress if a callback is given and the evaluator has `inferences`."""
-    total = getattr(evaluator, "inferences", None)
-    if on_progress is None or not isinstance(total, int):
-        return infer
-    done, reported_s = 0, time.monotonic()
-
-    def counting(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        nonlocal done, reported_s
-        outputs = infer(feeds)
-        done, now_s = min(done + 1, total), time.monotonic()
-        if now_s - reported_s >= PROGRESS_INTERVAL_S:
-            reported_s = now_s
-            on_progress(done, total)
-        return outputs
-
-    return counting
 
 
 def as_outcome(stage: str, work: Callable[[], T]) -> T | Failed:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from harness.accuracy.metrics.classification import Top1
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.api import Accuracy, Candidate
+from harness.api import Accuracy, Artifact, Candidate
 from harness.config.sections import Limits, PluginSpec
 from harness.records import Failed
-from harness.timing.workers import in_process
+from harness.registry import register_object
+from harness.timing.workers import inference
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.in_process import InProcess
 from harness.timing.workers.sandbox import Sandbox
@@ -121,7 +127,7 @@ def test_words_on_the_way_do_not_put_off_the_end(tmp_path: Path) -> None:
 def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_process, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(inference, "PROGRESS_INTERVAL_S", 0.0)
     told: list[tuple[int, int]] = []
     with InProcess(spec(tmp_path, infer_s=0.0)) as engines:
         built = engines.build(candidate(tmp_path))
@@ -141,3 +147,57 @@ def test_the_evaluators_here_say_how_often_they_run_the_engine(tmp_path: Path) -
     pairs = Top1(data, "shapes", "x", (2, 3, 4, 4), base=tmp_path)
     assert (len(pairs), pairs.inferences) == (5, 3)
     assert Fidelity(tmp_path / "r.npz", {"x": ("float", (1, 5))}, samples=6).inferences == 6
+
+
+class Busy:
+    """Benchmarker that counts how many inferences run at the same time."""
+
+    concurrency, running, most, lock = 4, 0, 0, threading.Lock()
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        return Artifact(engine=None)
+
+    def open(self, artifact: Artifact) -> Any:
+        return nullcontext(self)
+
+    def sample(self, n: int) -> list[float]:
+        return [1e6] * n
+
+    def concurrently(self, count: int) -> Any:
+        return nullcontext(self.infer)
+
+    def infer(self, feeds: Any) -> Any:
+        with Busy.lock:
+            Busy.running += 1
+            Busy.most = max(Busy.most, Busy.running)
+        time.sleep(0.02)
+        with Busy.lock:
+            Busy.running -= 1
+        return {"y": feeds["x"] * 2}
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_images_are_scored_at_the_same_time_only_where_nothing_is_timed(concurrent: bool, tmp_path: Path) -> None:
+    Busy.most = 0
+    x = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=x.argmax(axis=1))
+    data = {"use": "npz", "path": str(tmp_path / "data.npz"), "labels": "y"}
+    params = {"data": data, "inputs": {"x": ("float", (1, 2))}}
+    worker = WorkerSpec(
+        benchmarkers={"main": PluginSpec(use=register_object(Busy))},
+        evaluators={"main": PluginSpec(use="top1", params=params)},
+        workdir=tmp_path,
+        concurrent_scoring=concurrent,
+    )
+    told: list[int] = []
+    with InProcess(worker) as engines:
+        built = engines.build(candidate(tmp_path))
+        assert isinstance(built, BuiltEngine)
+        found = engines.evaluate(built.handle, watch=lambda done, _: told.append(done))
+    assert isinstance(found, Accuracy)
+    assert found.metrics["top1"] == 1.0
+    assert Busy.most == (4 if concurrent else 1)
+    assert told == sorted(told)

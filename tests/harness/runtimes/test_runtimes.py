@@ -13,10 +13,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness import registry
-from harness.api import Benchmarker, Candidate
+from harness import registry, zoo
+from harness.api import Benchmarker, Candidate, InfersConcurrently
 from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
 from harness.timing.provenance import count_cores
+from harness.timing.workers.inference import ConcurrentInfer, infer_all
 
 NAMES = ("openvino", "onnxruntime", "onnxruntime_web")
 
@@ -226,3 +231,34 @@ def test_a_real_model_gives_the_same_answers_on_both(tmp_path: Path) -> None:
     assert set(answers[0]) == set(answers[1])
     for output, values in answers[0].items():
         np.testing.assert_allclose(values, answers[1][output], rtol=1e-2, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def quantized_detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The zoo's detector with a pair at every point, whose kernels are those of integers."""
+    folder = tmp_path_factory.mktemp("quantized")
+    model = load(zoo.write_model("shapes_detector", folder / "float.onnx"))
+    space = build_space(model, OPENVINO)
+    ranges = {edge.tensor: (-3.0, 3.0) for dimension in space.dimensions for edge in dimension.edges}
+    return Inserter(model, OPENVINO, ranges).export(space.resolve(space.quantize_all()), folder / "all.onnx")
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
+def test_inferences_at_the_same_time_have_the_results_of_single_ones(
+    name: str, quantized_detector: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"harness.runtimes.{name}.count_cores", lambda: 2)
+    made = registry.create_plugin("benchmarker", name, {"precision": "f32"} if name == "openvino" else {})
+    rng = np.random.default_rng(0)
+    images = [{"images": rng.normal(size=(1, 3, 128, 128)).astype(np.float32)} for _ in range(12)]
+    with made.open(made.build(candidate(quantized_detector), tmp_path)) as probe:
+        single = [probe.infer(feeds) for feeds in images]
+        assert isinstance(probe, InfersConcurrently)
+        assert probe.concurrency == 2
+        with probe.concurrently(2) as infer:
+            several = list(infer_all(ConcurrentInfer(infer, 2), images))
+    assert [outputs.keys() for outputs in several] == [outputs.keys() for outputs in single]
+    for one, other in zip(single, several, strict=True):
+        for output in one:
+            np.testing.assert_array_equal(one[output], other[output])
+    assert not np.array_equal(*(next(iter(outputs.values())) for outputs in several[:2]))

@@ -12,7 +12,7 @@ from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy
 from harness.search_loop.objective import Goal
 from harness.task_setup.accuracy import CrossFittingRecords, StagedBound
-from harness.timing.workers.in_process import _remember_outputs
+from harness.timing.workers.inference import remember_outputs
 
 
 def accuracies(losses: float, images: int, seed: int) -> tuple[Accuracy, Accuracy]:
@@ -66,8 +66,8 @@ def test_outputs_of_the_first_stage_are_reused_for_the_same_inputs(writeable: bo
     images = [{"x": np.full(4, value, np.float32)} for value in range(8)]
     for feeds in images:
         feeds["x"].flags.writeable = writeable  # evaluators keep what cannot change
-    first = [_remember_outputs(infer, known, keep=True)(feeds) for feeds in images[::4]]
-    whole = [_remember_outputs(infer, known, keep=False)(feeds) for feeds in images]
+    first = [remember_outputs(infer, known, keep=True)(feeds) for feeds in images[::4]]
+    whole = [remember_outputs(infer, known, keep=False)(feeds) for feeds in images]
     assert calls == [0, 4, 1, 2, 3, 5, 6, 7]
     np.testing.assert_array_equal(first[1]["y"], whole[4]["y"])
     assert len(known) == 2
@@ -75,7 +75,7 @@ def test_outputs_of_the_first_stage_are_reused_for_the_same_inputs(writeable: bo
 
 def test_inputs_that_are_views_of_a_buffer_are_not_mistaken_for_those_before() -> None:
     known: dict[Any, Any] = {}
-    remembering = _remember_outputs(lambda feeds: {"y": feeds["x"] + 1}, known, keep=True)
+    remembering = remember_outputs(lambda feeds: {"y": feeds["x"] + 1}, known, keep=True)
     buffer = np.zeros((2, 2), np.float32)
     for value in (0, 1):
         buffer[:] = [[value, 2], [3, 4]]

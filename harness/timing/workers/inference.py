@@ -1,0 +1,135 @@
+"""Inference of an engine as evaluators call it: several at the same time, with known outputs, and with progress."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.api import Array, Evaluator, Infer, InfersConcurrently, Probe
+from harness.timing.workers.engines import ScoringCallback
+
+MAX_CONCURRENCY = 8
+"""Largest number of inferences at the same time; each has activations of its own in memory."""
+MAX_KEPT_BYTES = 256 * 2**20
+"""Of the outputs of an engine between two stages of its scoring."""
+PROGRESS_INTERVAL_S = 0.5
+KnownOutputs = dict[object, tuple[Mapping[str, Array], Mapping[str, Array]]]
+"""Inputs, which stay where they are, and outputs by `_feeds_key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrentInfer:
+    """An `Infer` that several threads may call at the same time."""
+
+    infer: Infer
+    threads: int
+
+    def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """See `harness.api.Infer`."""
+        return self.infer(feeds)
+
+
+def infer_all(infer: Infer, inputs: Iterable[Mapping[str, Array]]) -> Iterator[Mapping[str, Array]]:
+    """Yield the outputs for each of several inputs, in order; several inferences run at the same time if they can."""
+    if not isinstance(infer, ConcurrentInfer):
+        yield from map(infer, inputs)
+        return
+    pending: deque[Future[Mapping[str, Array]]] = deque()
+    with ThreadPoolExecutor(infer.threads) as pool:
+        try:
+            for feeds in inputs:
+                pending.append(pool.submit(infer, feeds))
+                if len(pending) > infer.threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+@contextmanager
+def open_infer(probe: Probe, evaluator: Evaluator, build_s: float) -> Iterator[Infer]:
+    """Return the inference of an engine for an evaluator, with several at the same time where that saves time.
+
+    Args:
+        build_s: Seconds that the engine took to build; preparing it for several inferences may take as long.
+    """
+    count = getattr(evaluator, "inferences", None)
+    if isinstance(probe, InfersConcurrently) and isinstance(count, int):
+        threads = min(probe.concurrency, MAX_CONCURRENCY)
+        if threads > 1 and count * min(probe.sample(2)) / 1000 * (1 - 1 / threads) > build_s:
+            with probe.concurrently(threads) as infer:
+                yield ConcurrentInfer(infer, threads)
+            return
+    yield probe.infer
+
+
+def remember_outputs(infer: Infer, known: KnownOutputs, keep: bool) -> Infer:
+    """Wrap `infer` to return the known outputs of an engine for the same inputs, and to `keep` those of this scoring.
+
+    Inputs of `prepare` and images of the first stage are among those of the whole scoring, which follows on the same
+    engine.
+    """
+
+    def remembering(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        key = _feeds_key(feeds)
+        if key in known:
+            return known[key][1]
+        outputs = infer(feeds)
+        if keep and sum(array.nbytes for array in outputs.values()) * (len(known) + 1) <= MAX_KEPT_BYTES:
+            known[key] = dict(feeds), {name: np.array(array) for name, array in outputs.items()}
+        return outputs
+
+    return _wrap_infer(infer, remembering)
+
+
+def _feeds_key(feeds: Mapping[str, Array]) -> object:
+    """Return the places of inputs that cannot change, which evaluators keep and give again, else a digest of them."""
+    if all(map(_is_frozen, feeds.values())):
+        places = {name: array.__array_interface__ for name, array in feeds.items()}
+        return tuple((name, at["data"][0], at["shape"], at["typestr"]) for name, at in sorted(places.items()))
+    return hashlib.blake2b(b"".join(np.ascontiguousarray(feeds[name]).tobytes() for name in sorted(feeds))).digest()
+
+
+def _is_frozen(array: Array) -> bool:
+    """Return whether neither an array nor the one that it is a view of can be written to; its elements are in order."""
+    owner = array if array.base is None else array.base
+    return (
+        array.flags.c_contiguous
+        and isinstance(owner, np.ndarray)
+        and not (array.flags.writeable or owner.flags.writeable)
+    )
+
+
+def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:
+    """Wrap `infer` to report scoring progress if a callback is given and the evaluator has `inferences`."""
+    total = getattr(evaluator, "inferences", None)
+    if on_progress is None or not isinstance(total, int):
+        return infer
+    done, reported_s, lock = 0, time.monotonic(), threading.Lock()
+
+    def counting(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        nonlocal done, reported_s
+        outputs = infer(feeds)
+        with lock:
+            done, now_s = min(done + 1, total), time.monotonic()
+            if now_s - reported_s >= PROGRESS_INTERVAL_S:
+                reported_s = now_s
+                on_progress(done, total)
+        return outputs
+
+    return _wrap_infer(infer, counting)
+
+
+def _wrap_infer(infer: Infer, wrapped: Infer) -> Infer:
+    """Return a function around `infer` with the same number of threads; the function must be thread-safe."""
+    return ConcurrentInfer(wrapped, infer.threads) if isinstance(infer, ConcurrentInfer) else wrapped
