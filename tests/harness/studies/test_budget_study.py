@@ -34,8 +34,8 @@ ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
 
 @pytest.fixture(autouse=True)
 def few_random_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five hundred random searches instead of ten thousand; plots only in the test that reads them."""
-    monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 500)
+    """Two hundred random searches instead of ten thousand; plots only in the test that reads them."""
+    monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 200)
     if request.function is not test_every_searcher_has_its_line_on_every_table:
         monkeypatch.setattr(budget_study, "_draw_plots", lambda *_: None)
 
@@ -302,13 +302,15 @@ def test_the_folder_of_the_tables_takes_no_study(
 
 
 def test_no_worker_outlives_a_command_that_was_killed(tables: list[str], tmp_path: Path) -> None:
-    endless = ["--searcher", "auto", "--seeds", "1000", "--budget", "60", "--workers", "2"]
+    endless = ["--searcher", "annealing", "--seeds", "5000", "--budget", "60", "--workers", "2"]
     command = [sys.executable, "-m", "harness.cli.main", "study", *tables, "--out", str(tmp_path / "out"), *endless]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
         kept = tmp_path / "out" / "walks"
-        assert within(60, lambda: kept.is_dir() and any(kept.iterdir())), "no worker has done anything"
-        workers = psutil.Process(study.pid).children(recursive=True)
-        study.kill()
+        try:
+            assert within(60, lambda: kept.is_dir() and any(kept.iterdir())), "no worker has done anything"
+            workers = psutil.Process(study.pid).children(recursive=True)
+        finally:
+            study.kill()  # leaving the block waits for its end
     assert len(workers) >= 2
     assert within(30, lambda: not any(alive(worker) for worker in workers)), workers
 
