@@ -77,8 +77,9 @@ def test_a_search_goes_on_behind_them_and_its_finalists_are_chosen(folder: Path)
         assert journal.elapsed_s == (EVALUATIONS - 1) / 2
         assert journal.entries[EVALUATIONS - 1].proposal.number == EVALUATIONS - 1
     goal = Goal(metric="top1", reference=0.8, max_drop=0.02)
-    found = state_at_budgets(read_journal(path), goal, [100, EVALUATIONS])
+    entries = list(read_journal(path))
+    found = state_at_budgets(entries, goal, [100, EVALUATIONS])
     assert found[100].best[0].evaluations <= 100
-    last = list(iter_incumbents(read_journal(path), goal))[-1]
+    last = list(iter_incumbents(entries, goal))[-1]
     assert found[EVALUATIONS].best[0].digest == last.digest
     assert found[EVALUATIONS].metric_usage.measured == EVALUATIONS - EVALUATIONS // 997

@@ -79,13 +79,18 @@ def run(folder: Path, name: str, objective: str, searcher: str = "random") -> Pa
     return folder / name / "net-bench-int8"
 
 
-def test_data_that_changed_under_their_name_are_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz"):
+@pytest.fixture(scope="module")
+def bounded(folder: Path) -> Path:
+    return run(folder, "bounded", "{max_drop: 0.5}").parent
+
+
+def test_data_that_changed_under_their_name_are_refused(
+    folder: Path, bounded: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz", "bounded.yaml"):
         shutil.copy(folder / file, tmp_path)
-    file = tmp_path / "mended.yaml"
-    file.write_text(EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.5}").replace("SEARCHER", "random"))
-    command = ("run", str(file), "--out", str(tmp_path / "out"))
-    assert qdq(*command) == 0
+    shutil.copytree(bounded, tmp_path / "out")
+    command = ("run", str(tmp_path / "bounded.yaml"), "--out", str(tmp_path / "out"))
     rows = np.random.default_rng(9).normal(size=(40, 3, 8, 8)).astype(np.float32)
     np.savez(tmp_path / "labelled.npz", x=rows)
     assert qdq(*command) == 2
@@ -94,12 +99,8 @@ def test_data_that_changed_under_their_name_are_refused(folder: Path, tmp_path: 
     assert (tmp_path / "out" / "net-bench-int8.1").is_dir()
 
 
-def test_results_of_before_data_were_noted_go_on(folder: Path, tmp_path: Path) -> None:
-    for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz"):
-        shutil.copy(folder / file, tmp_path)
-    file = tmp_path / "old.yaml"
-    file.write_text(EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.5}").replace("SEARCHER", "random"))
-    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
+def test_results_of_before_data_were_noted_go_on(folder: Path, bounded: Path, tmp_path: Path) -> None:
+    shutil.copytree(bounded, tmp_path / "out")
     task = tmp_path / "out" / "net-bench-int8"
     unpack(task)
     facts = read_json(task / "task.json")
@@ -110,7 +111,7 @@ def test_results_of_before_data_were_noted_go_on(folder: Path, tmp_path: Path) -
         del header["fingerprint"]["data"]
         write_records(path, (header, *rest))
     before = (task / "accuracy.json").read_bytes()
-    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
+    assert qdq("run", str(folder / "bounded.yaml"), "--out", str(tmp_path / "out")) == 0
     assert (task / "accuracy.json").read_bytes() == before, "nothing is scored a second time"
 
 

@@ -5,6 +5,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import search.algorithms
+from search.acquisition import SurrogateModel
 from search.algorithms.annealing import AnnealingSearcher
 from search.algorithms.bandit_portfolio import PortfolioSearcher
 from search.algorithms.block_coordinate import PerPatternSearcher
@@ -17,7 +18,7 @@ from search.algorithms.nsga2 import NSGA2Searcher
 from search.algorithms.optuna_bridge import OptunaSearcher, TPESearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
-from search.algorithms.surrogate import SurrogateSearcher
+from search.algorithms.surrogate import ExtraTrees, SurrogateSearcher
 from search.testing import IncumbentContract, SearcherContract
 
 
@@ -88,8 +89,9 @@ class TestSurrogate(SearcherContract):
 
 class TestSurrogateForest(SearcherContract):
     def make(self, space, seed):
-        # few candidates, for forests are slow
-        return SurrogateSearcher(space, seed=seed, model="forest", startup=4, candidates=10, parents=2)
+        searcher = SurrogateSearcher(space, seed=seed, model="forest", startup=4, candidates=10, parents=2)
+        searcher._advisor = SurrogateModel(space, lambda: ExtraTrees(seed, trees=6))  # 40 would take most of the suite
+        return searcher
 
 
 class TestAuto(SearcherContract):
