@@ -22,6 +22,7 @@ class _Backend(_ReportedRecord):
     dialect: str = ""
     options: dict[str, Any] = {}
     float_params: dict[str, dict[str, Any]] = {}
+    note: str = ""
 
 
 class TaskFacts(_ReportedRecord):
@@ -36,6 +37,9 @@ class TaskFacts(_ReportedRecord):
     higher_is_better: bool = True
     inputs: dict[str, list[Any]] = {}
     calibration: dict[str, Any] = {}
+    calibration_remarks: list[str] = []
+    cache_remarks: list[str] = []
+    tool_methods: dict[str, str] = {}
 
 
 class _Processor(_ReportedRecord):

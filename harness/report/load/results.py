@@ -9,13 +9,12 @@ from typing import Any
 
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy, drop_estimate
 from harness.errors import UserError
-from harness.records import Failed
+from harness.records import Failed, from_json
 from harness.report.load.record_schemas import RecoveryRecord, validate_record
 from harness.report.load.stored_experiment import (
     StoredExperiment,
     read_builds,
     read_environment,
-    read_goal,
     read_metric_scores,
     read_or_explain,
     read_stored_experiment,
@@ -103,7 +102,7 @@ class TaskResults:
     @property
     def goal(self) -> Goal:
         """Objective and bounds of the searches."""
-        return read_goal(self.facts)
+        return from_json(Goal, self.facts["goal"])
 
     @property
     def budget(self) -> int:
@@ -125,23 +124,22 @@ class TaskResults:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Remarks on the activations of the calibration data."""
-        return _strings(self.facts.get("calibration_remarks"))
+        return tuple(self.facts.get("calibration_remarks", ()))
 
     @property
     def cache_remarks(self) -> tuple[str, ...]:
         """Remarks on schemes of pattern caches that were measured elsewhere."""
-        return _strings(self.facts.get("cache_remarks"))
+        return tuple(self.facts.get("cache_remarks", ()))
 
     @property
     def tool_methods(self) -> Mapping[str, str]:
         """Calibration method of each PTQ tool that does not have that of the experiment."""
-        found = self.facts.get("tool_methods")
-        return {str(name): str(method) for name, method in found.items()} if isinstance(found, dict) else {}
+        return dict(self.facts.get("tool_methods", {}))
 
     @property
     def note(self) -> str:
         """Note of the backend on its figures, or ""."""
-        return " ".join(_strings([self.facts["backend"].get("note", "")]))
+        return str(self.facts["backend"].get("note", ""))
 
     @property
     def higher_is_better(self) -> bool:
@@ -249,7 +247,7 @@ def load(folder: Path) -> Results:
 
 def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
     facts = read_task_facts(folder)
-    goal = read_or_explain(folder / "task.json", lambda: read_goal(facts))
+    goal = read_or_explain(folder / "task.json", lambda: from_json(Goal, facts["goal"]))
     rows, picks = read_or_explain(folder / "rows.json", lambda: read_finalists(folder))
     events = read_events(folder)
     lost = {(event.row, event.build) for event in events if isinstance(event, RowFailure)}
@@ -344,7 +342,3 @@ def _picks_are_current(searches: Iterable[SearchLog], picks: Iterable[Choice]) -
     for pick in picks:
         most[pick.method, pick.seed] = max(pick.budget or 0, most.get((pick.method, pick.seed), 0))
     return all(s.evaluations <= most.get((s.searcher, s.seed), s.evaluations) for s in searches)
-
-
-def _strings(found: object) -> tuple[str, ...]:
-    return tuple(str(text) for text in found) if isinstance(found, list) else ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +17,10 @@ from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
-from harness.records import SCHEMA_VERSION, from_json
+from harness.records import SCHEMA_VERSION
 from harness.report.load.record_schemas import Environment, TaskFacts, validate_record
 from harness.results_dir.io import read_json, read_limited
 from harness.results_dir.lines import has_lines, read_lines
-from harness.search_loop.objective import Goal
 from harness.verification.accuracy_store import read_scores
 
 T = TypeVar("T")
@@ -186,12 +185,6 @@ def read_builds(path: Path) -> int | None:
     plan = header.get("plan") if isinstance(header, dict) else None
     builds = plan.get("builds") if isinstance(plan, dict) else None
     return builds if isinstance(builds, int) else None
-
-
-def read_goal(facts: Mapping[str, Any]) -> Goal:
-    """Return the objective of a task without keys that are no longer known."""
-    known = {field.name for field in fields(Goal)}
-    return from_json(Goal, {key: value for key, value in dict(facts["goal"]).items() if key in known})
 
 
 def read_or_explain(path: Path, reader: Callable[[], T]) -> T:
