@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
+from harness.records import first_problem
 from harness.results_dir.io import file_sha256, read_json
 
 SHIP_FOLDER = "ship"
@@ -64,9 +65,8 @@ def read_bundle(folder: Path) -> dict[str, Any]:
     try:
         StoredFacts.model_validate(found)
     except ValidationError as error:
-        details = error.errors()[0]
-        key = ".".join(map(str, details["loc"]))
-        raise UserError(f"{folder / FACTS_FILE}: {key}: {details['msg']}; qdq run writes the folder again") from error
+        problem = first_problem(error)
+        raise UserError(f"{folder / FACTS_FILE}: {problem}; qdq run writes the folder again") from error
     if found["file"] not in _recorded_digests(folder):  # a model that nothing was compared with
         raise UserError(f"{folder / FACTS_FILE}: {MANIFEST_FILE} lists no {found['file']}; qdq run writes it again")
     return found

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from harness.errors import UserError, suggest_names
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import write_without_output_transpose
 from harness.zoo import cnn, detector, transformer
 
-_BUILDERS: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = MappingProxyType(
-    {
-        "resnet18": (cnn.resnet18, "ResNet-18, BatchNormalization unfolded; images 1x3x224x224"),
-        "resnet50": (cnn.resnet50, "ResNet-50, BatchNormalization unfolded; images 1x3x224x224"),
-        "mobilenetv2": (cnn.mobilenetv2, "MobileNetV2, inverted residuals with ReLU6; images 1x3x224x224"),
-        "vit_tiny": (transformer.vit_tiny, "ViT-Tiny, 12 layers, 192 wide, 3 heads; images 1x3x224x224"),
-        "encoder6": (transformer.encoder6, "transformer encoder, 6 layers, 256 wide, decomposed; x 1x128x256"),
-        "encoder48": (transformer.encoder48, "transformer encoder, 48 layers, 64 wide, decomposed; x 1x128x64"),
-        "yolo_tiny": (detector.yolo_tiny, "detector, CSP blocks, SiLU, decoupled heads; images 1x3x320x320"),
-        "yolo_tiny_export": (
-            detector.yolo_tiny_export,
-            "the same with one output as Ultralytics exports, 1x84x2100; images 1x3x320x320",
-        ),
-    }
-)
+_BUILDERS: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = {
+    "resnet18": (cnn.resnet18, "ResNet-18, BatchNormalization unfolded; images 1x3x224x224"),
+    "resnet50": (cnn.resnet50, "ResNet-50, BatchNormalization unfolded; images 1x3x224x224"),
+    "mobilenetv2": (cnn.mobilenetv2, "MobileNetV2, inverted residuals with ReLU6; images 1x3x224x224"),
+    "vit_tiny": (transformer.vit_tiny, "ViT-Tiny, 12 layers, 192 wide, 3 heads; images 1x3x224x224"),
+    "encoder6": (transformer.encoder6, "transformer encoder, 6 layers, 256 wide, decomposed; x 1x128x256"),
+    "encoder48": (transformer.encoder48, "transformer encoder, 48 layers, 64 wide, decomposed; x 1x128x64"),
+    "yolo_tiny": (detector.yolo_tiny, "detector, CSP blocks, SiLU, decoupled heads; images 1x3x320x320"),
+    "yolo_tiny_export": (
+        detector.yolo_tiny_export,
+        "the same with one output as Ultralytics exports, 1x84x2100; images 1x3x320x320",
+    ),
+}
 _TRAINED_NAME = "shapes_detector"
 _TRAINED_EXPORT_NAME = "shapes_yolo"
 

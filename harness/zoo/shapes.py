@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,7 @@ MAX_IMAGES = 20_000  # of 49,152 bytes, in memory
 CLASS_NAMES = ("circle", "square", "triangle")
 """Names by class index; the category id of COCO is the index plus one."""
 
-_SPLITS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"train": (1, 6000), "calibration": (2, 64), "evaluation": (3, 200)}
-)
+_SPLITS: Mapping[str, tuple[int, int]] = {"train": (1, 6000), "calibration": (2, 64), "evaluation": (3, 200)}
 _SUPERSAMPLING = 2
 _MAX_OVERLAP = 0.15
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from harness import registry
@@ -30,9 +29,7 @@ logger = logging.getLogger(__name__)
 MIN_OPSET = 17
 DEFAULT_DIALECT = "tensorrt"
 #: Precision of `harness.graph` by dtype of a spec.
-DTYPE_PRECISIONS: Mapping[Dtype, str] = MappingProxyType(
-    {"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8e5m2", "native": "float"}
-)
+DTYPE_PRECISIONS: Mapping[Dtype, str] = {"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8e5m2", "native": "float"}
 EMULATED_PRECISION = "fp8e5m2"  # in ONNX and OpenVINO; in no dialect, because no kernel of TensorRT takes it
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,30 +49,24 @@ RANDOM_BATCH_COUNT = 8
 #: Keys of batches that are mappings, in TAO's data loaders.
 SINGLE_INPUT_KEYS, STEREO_INPUT_KEYS = ("input", "data", "x", "images"), ("images_left", "images_right")
 #: Key of a spec by key of the harness's `data` mapping, for images and for arrays.
-IMAGE_SPEC_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "images": "dataset.test_data_sources.image_dir",
-        "labels": "dataset.test_data_sources.json_file",
-        "classes": "dataset.classes",
-        "count": "dataset.count",
-    }
-)
-ARRAY_SPEC_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "path": "dataset.test_data_sources.arrays",
-        "labels": "dataset.test_data_sources.labels",
-        "classes": "dataset.classes",
-        "count": "dataset.count",
-    }
-)
+IMAGE_SPEC_KEYS: Mapping[str, str] = {
+    "images": "dataset.test_data_sources.image_dir",
+    "labels": "dataset.test_data_sources.json_file",
+    "classes": "dataset.classes",
+    "count": "dataset.count",
+}
+ARRAY_SPEC_KEYS: Mapping[str, str] = {
+    "path": "dataset.test_data_sources.arrays",
+    "labels": "dataset.test_data_sources.labels",
+    "classes": "dataset.classes",
+    "count": "dataset.count",
+}
 DATA_KEY_PATTERN = re.compile(r"(?<![\w/])data\.(\w+)(?![\w./])")
 #: Usual inputs of models with these preprocessings; YOLOX-Nano and -Tiny have 416 x 416.
-DEFAULT_INPUT_SIZES: Mapping[str, Size] = MappingProxyType(
-    {
-        "ultralytics": (640, 640), "rtdetr": (640, 640), "yolox": (640, 640), "nanodet": (320, 320),
-        "torch_imagenet": (224, 224), "tf_imagenet": (224, 224),
-    }
-)  # fmt: skip
+DEFAULT_INPUT_SIZES: Mapping[str, Size] = {
+    "ultralytics": (640, 640), "rtdetr": (640, 640), "yolox": (640, 640), "nanodet": (320, 320),
+    "torch_imagenet": (224, 224), "tf_imagenet": (224, 224),
+}  # fmt: skip
 MODEL_OPTION_NAMES = ShapeOptionNames(key="--model", remedy="its height and width instead, such as --size 640x640")
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from harness.errors import suggest_names
@@ -19,24 +18,20 @@ DEFAULT_LAYERS_WILDCARD = "*"  # as `module_name`: the operators that the backen
 MAX_SUGGESTED_MODULES = 8
 
 #: Operators that ModelOpt 0.47 quantizes by default, by mode (docstring of `modelopt/onnx/quantization/quantize.py`).
-DEFAULT_OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "int8": (
-            "Add", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "Gemm", "GlobalAveragePool",
-            "MatMul", "MaxPool", "Mul",
-        ),
-        "fp8": ("Conv", "Gemm", "MatMul"),
-        "int4": ("Gemm", "MatMul"),
-    }
-)  # fmt: skip
+DEFAULT_OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "int8": (
+        "Add", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "Gemm", "GlobalAveragePool",
+        "MatMul", "MaxPool", "Mul",
+    ),
+    "fp8": ("Conv", "Gemm", "MatMul"),
+    "int4": ("Gemm", "MatMul"),
+}  # fmt: skip
 #: Operators that it leaves float for accuracy (how-to on PTQ of YOLO11, section 3.4).
-FLOAT_BY_DEFAULT: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "activations": ("Softmax", "Sigmoid", "Tanh"),
-        "structure": ("Concat", "Slice", "Reshape", "Transpose"),
-        "arithmetic, unless fused": ("Add", "Sub", "Mul", "Div"),
-    }
-)
+FLOAT_BY_DEFAULT: Mapping[str, tuple[str, ...]] = {
+    "activations": ("Softmax", "Sigmoid", "Tanh"),
+    "structure": ("Concat", "Slice", "Reshape", "Transpose"),
+    "arithmetic, unless fused": ("Add", "Sub", "Mul", "Div"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,28 +51,26 @@ class LayerPreset:
     expect: str = ""
 
 
-PRESETS: Mapping[str, LayerPreset] = MappingProxyType(
-    {
-        # TAO documentation, "ModelOpt ONNX Backend (Static PTQ)", section 9.8.8
-        "classifier": LayerPreset(text="classifiers: the last layer stays native", skip_names=("/classifier/*", "/fc")),
-        "rtdetr": LayerPreset(
-            text="RT-DETR: head, encoder and decoder stay native", skip_names=("/head/*", "/encoder/*", "/decoder/*")
+PRESETS: Mapping[str, LayerPreset] = {
+    # TAO documentation, "ModelOpt ONNX Backend (Static PTQ)", section 9.8.8
+    "classifier": LayerPreset(text="classifiers: the last layer stays native", skip_names=("/classifier/*", "/fc")),
+    "rtdetr": LayerPreset(
+        text="RT-DETR: head, encoder and decoder stay native", skip_names=("/head/*", "/encoder/*", "/decoder/*")
+    ),
+    # How-to on PTQ of YOLO11, section 3.4
+    "extreme_int8": LayerPreset(
+        text="every operator that can be forced to INT8: a stress test",
+        op_types=(
+            "Conv", "MatMul", "MaxPool", "Mul", "Add", "Concat", "Sigmoid", "Softmax", "Split", "Transpose",
+            "Reshape", "Slice", "Resize", "Sub", "Div",
         ),
-        # How-to on PTQ of YOLO11, section 3.4
-        "extreme_int8": LayerPreset(
-            text="every operator that can be forced to INT8: a stress test",
-            op_types=(
-                "Conv", "MatMul", "MaxPool", "Mul", "Add", "Concat", "Sigmoid", "Softmax", "Split", "Transpose",
-                "Reshape", "Slice", "Resize", "Sub", "Div",
-            ),
-            expect=(
-                "extreme INT8 is a stress test, not for deployment: on YOLO11n mAP fell from 0.42 to 0.12 (500 COCO "
-                "images), and TensorRT may fail with an internal error when it builds such a model. Compare it with "
-                "the defaults (qdq evaluate) before you draw conclusions"
-            ),
+        expect=(
+            "extreme INT8 is a stress test, not for deployment: on YOLO11n mAP fell from 0.42 to 0.12 (500 COCO "
+            "images), and TensorRT may fail with an internal error when it builds such a model. Compare it with "
+            "the defaults (qdq evaluate) before you draw conclusions"
         ),
-    }
-)  # fmt: skip
+    ),
+}  # fmt: skip
 
 
 def describe_defaults() -> list[str]:

@@ -29,31 +29,27 @@ from harness.timing.provenance import describe_environment
 
 logger = logging.getLogger(__name__)
 
-MODELOPT_MODES: Mapping[Dtype, str] = MappingProxyType({"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8"})
+MODELOPT_MODES: Mapping[Dtype, str] = {"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8"}
 #: ModelOpt's Q/DQ are symmetric, so the range of minmax is that of max.
-MODELOPT_METHODS: Mapping[str, str] = MappingProxyType({"minmax": "max", "max": "max", "entropy": "entropy"})
+MODELOPT_METHODS: Mapping[str, str] = {"minmax": "max", "max": "max", "entropy": "entropy"}
 #: Keyword arguments of mode int4 (docstring of ModelOpt's `quantize`, `kwargs`).
 INT4_ARGUMENTS = ("awqlite_alpha_step", "awqclip_alpha_step", "awqclip_alpha_min", "awqclip_bsz_col")
-ARGUMENTS_SET_BY_SPEC: Mapping[str, str] = MappingProxyType(
-    {
-        "onnx_path": "model_path",
-        "output_path": "results_dir",
-        "quantize_mode": "layers (their dtype)",
-        "calibration_method": "algorithm",
-        "calibration_eps": "device",
-        "calibration_data": "dataset.calibration_data",
-        "calibration_data_reader": "dataset.calibration_data",
-        "nodes_to_exclude": "skip_names",
-    }
-)
+ARGUMENTS_SET_BY_SPEC: Mapping[str, str] = {
+    "onnx_path": "model_path",
+    "output_path": "results_dir",
+    "quantize_mode": "layers (their dtype)",
+    "calibration_method": "algorithm",
+    "calibration_eps": "device",
+    "calibration_data": "dataset.calibration_data",
+    "calibration_data_reader": "dataset.calibration_data",
+    "nodes_to_exclude": "skip_names",
+}
 #: Rejected arguments, by name or by prefix before "_", and the alternative.
-REFUSED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
-    {
-        "autotune": "'qdq autotune' searches placements; its options are those without the prefix autotune_",
-        "keep_intermediate_files": "their folder is removed; use 'python -m modelopt.onnx.quantization'",
-        "trust_calibration_data": "pickled data are never read; write them by numpy.savez",
-    }
-)
+REFUSED_ARGUMENTS: Mapping[str, str] = {
+    "autotune": "'qdq autotune' searches placements; its options are those without the prefix autotune_",
+    "keep_intermediate_files": "their folder is removed; use 'python -m modelopt.onnx.quantization'",
+    "trust_calibration_data": "pickled data are never read; write them by numpy.savez",
+}
 #: Arguments that name code: plug-in libraries, and whether a model's repository may run its own.
 CODE_ARGUMENTS = ("trt_plugins", "trust_remote_code")
 
