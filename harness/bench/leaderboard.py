@@ -15,13 +15,7 @@ from harness.bench.submission import SearcherRecord, read_submission, table_land
 from harness.bench.tasks import TierName, describe_block, read_catalogue
 from harness.errors import UserError
 from harness.report.report_table import ReportTable, format_interval, pluralize
-from harness.report.statistics import (
-    FriedmanRanks,
-    compare_with,
-    compute_ranks,
-    score_against_random,
-    smallest_p_value,
-)
+from harness.report.statistics import FriedmanRanks, compare_with, compute_ranks, score_against_random, smallest_p_value
 from harness.studies.path_cache import PathCache
 from harness.studies.recorded_landscape import Floats
 from harness.studies.replay import initial_placements, read_paths

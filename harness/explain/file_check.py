@@ -15,13 +15,7 @@ from harness.explain.model_report import open_static_file
 from harness.graph.io.model_reader import refuse_damage
 from harness.graph.qdq.file_checks import CHECKED_DIALECTS, QDQProblem, find_qdq_problems
 from harness.graph.qdq.qdq_graph import read_qdq_graph
-from harness.runtimes.rtx_compile.compiler import (
-    DEFAULT_TARGET,
-    TARGETS,
-    Compilation,
-    compile_file,
-    require_target,
-)
+from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET, TARGETS, Compilation, compile_file, require_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

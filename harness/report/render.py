@@ -24,12 +24,7 @@ from harness.report.load.task_files import GRAPH_FILE, exported, read_graph, siz
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_cache import PlotCache
 from harness.report.plots.plot_files import MAX_TASKS_WITH_PLOTS, draw_plots
-from harness.report.report_table import (
-    ReportTable,
-    drop_repeated_lines,
-    render_plain_text,
-    write_table,
-)
+from harness.report.report_table import ReportTable, drop_repeated_lines, render_plain_text, write_table
 from harness.report.tables.budget import budget_frame, target_frame
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.cost import cost_frame

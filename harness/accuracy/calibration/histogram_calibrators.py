@@ -31,12 +31,7 @@ from typing import Any, ClassVar
 import numpy as np
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from harness.accuracy.calibration.range_estimators import (
-    RangeBounds,
-    SentinelObserver,
-    join_ranges,
-    min_and_max,
-)
+from harness.accuracy.calibration.range_estimators import RangeBounds, SentinelObserver, join_ranges, min_and_max
 from harness.api import Array
 from harness.errors import UserError
 from harness.graph.segmented_run import open_reference_session

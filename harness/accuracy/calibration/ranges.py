@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harness.accuracy.calibration.usable_ranges import (
-    EMPTY_RANGE,
-    Ranges,
-    SentinelRange,
-    is_finite,
-)
+from harness.accuracy.calibration.usable_ranges import EMPTY_RANGE, Ranges, SentinelRange, is_finite
 from harness.api import Array
 from harness.errors import UserError
 from harness.graph.io.files import copy_model

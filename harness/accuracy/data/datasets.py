@@ -36,13 +36,7 @@ from harness.accuracy.data.arrays import ArrayDataset, SubsetSelector, open_arra
 from harness.accuracy.data.labels import LabelFile, order_coco_categories, read_labels, select_coco_images
 from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, open_picture, require_mask_files
 from harness.accuracy.data.preprocess import RgbImage
-from harness.accuracy.data.subsets import (
-    SUBSET_KEYS,
-    canonical_json,
-    read_int_key,
-    read_text_key,
-    select_rows,
-)
+from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json, read_int_key, read_text_key, select_rows
 from harness.config.sections import duplicates
 from harness.errors import UserError, suggest_names
 from harness.paths import resolve_path

@@ -12,12 +12,7 @@ import onnx
 
 from harness.errors import UserError
 from harness.graph.io.digests import ir_weights, may_have_external_data
-from harness.graph.io.model_reader import (
-    ExternalTensors,
-    distinct_files,
-    read_external_tensors,
-    rename_external_files,
-)
+from harness.graph.io.model_reader import ExternalTensors, distinct_files, read_external_tensors, rename_external_files
 from harness.graph.protos import copy_message
 
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
