@@ -23,7 +23,7 @@ from harness.report.load.results import load as load_results
 from harness.report.load.task_files import GRAPH_FILE, exported, read_graph, sizes_of, write_graph
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_cache import PlotCache
-from harness.report.plots.plot_files import MAX_TASKS_WITH_PLOTS, draw_plots
+from harness.report.plots.plot_files import draw_plots
 from harness.report.report_table import ReportTable, drop_repeated_lines, render_plain_text, write_table
 from harness.report.tables.budget import budget_frame, target_frame
 from harness.report.tables.catalog import build_tables
@@ -39,6 +39,8 @@ from harness.results_dir.io import explain_write_errors, file_sha256, write_json
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
 from harness.text import printable
 
+MAX_TASKS_WITH_PLOTS = 20
+"""Number of tasks up to which the plots that the page draws itself are written as files too, unless asked for."""
 PRINTED_TABLES = ("summary", "main", "budget", "cost")
 TASK_FOLDER_FILES = ("task.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
 RECORD_GLOBS = ("*", "runs/*", "explain/*")

@@ -29,8 +29,6 @@ from harness.report.tables.searchers import rank_searchers
 from harness.report.tables.transfer import transfer_frame
 from harness.text import safe_file_name
 
-MAX_TASKS_WITH_PLOTS = 20
-"""Number of tasks up to which the plots that the page draws itself are written as files too, unless asked for."""
 MAX_TRANSFER_MAPS = 20  # more are drawn only if all plots are asked for; the table has their figures
 
 

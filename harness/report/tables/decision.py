@@ -17,7 +17,7 @@ from harness.report.load.stored_experiment import StoredExperiment
 from harness.report.load.task_files import sizes_of
 from harness.report.report_table import ReportTable
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, number_column, text_column
-from harness.report.tables.main import DECISION_COLUMNS, DECISION_NOTE
+from harness.report.tables.main import DECISION_NOTE, FIGURES, PAIRS
 from harness.results_dir.artifacts import FLOAT_ROW
 
 BEST_FOUND = "best found"
@@ -43,7 +43,9 @@ DECISION = TableSpec(
     group_by=("model", "backend", "role"),
     spread_by="quantized",
     spread=(
-        *DECISION_COLUMNS,
+        text_column("precision"),
+        *FIGURES,
+        PAIRS,
         number_column("file MB", "megabytes", "{:.1f}"),
         Column("decision", _format_decision, text=True),
     ),

@@ -62,7 +62,6 @@ FIGURES = (
 UNMARKED_FIGURES = tuple(replace(column, marked=False) for column in FIGURES)
 PAIRS = number_column("Q/DQ pairs", "pairs")
 VERDICT = Column("verdict", _format_verdict, text=True)
-DECISION_COLUMNS = (text_column("precision"), *FIGURES, PAIRS)
 
 MAIN = TableSpec(
     name="main",
