@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,14 +17,12 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
 from harness.errors import MAX_COUNT, CandidateError, UserError, suggest_names
+from harness.param_checks import check_values
 from harness.paths import TRUST_VARIABLE, plugins_trusted
 
 T = TypeVar("T")
 MAX_SEARCHER_COUNT = 100_000  # of placements, attempts or models, for which each proposal may pay
-_YAML_TERMS = {"a valid array": "a list", "an object": "a mapping"}
 ENTRY_POINT_PATTERN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 ENTRY_POINT_GROUPS: Mapping[str, str] = {
@@ -51,9 +48,6 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "range estimator": ("collect", "ranges"),
     "recovery step": ("apply",),
 }
-#: Attributes of a class with the names of parameters that name code, or files to write: files and arguments, and
-#: programs, of which a name on PATH needs no trust.
-CODE_ATTRIBUTE, PROGRAM_ATTRIBUTE = "code_params", "program_params"
 #: Parameters of a function that is named as `package.module:function`.
 CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "decoder": ("outputs", "prepared", "size"),
@@ -262,63 +256,8 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Colle
         if missing and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             raise UserError(f"{label} needs the parameter {name!r}")
     factory = load_plugin(kind, use)
-    _require_trusted_code(label, factory, params)
-    annotations = _annotations(factory)
-    for name, value in params.items():
-        _check_counts(f"{label}: {name}", name, value, MAX_SEARCHER_COUNT if kind == "searcher" else MAX_COUNT)
-        if name in annotations:
-            _check_type(f"{label}: {name}", annotations[name], value)
+    check_values(label, factory, params, MAX_SEARCHER_COUNT if kind == "searcher" else MAX_COUNT)
     return factory
-
-
-def _require_trusted_code(label: str, factory: object, params: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a parameter that names code or a file to write, unless plug-ins are trusted."""
-    programs = [name for name in getattr(factory, PROGRAM_ATTRIBUTE, ()) if "/" in str(params.get(name) or "")]
-    for name in (*programs, *(name for name in getattr(factory, CODE_ATTRIBUTE, ()) if params.get(name))):
-        if not plugins_trusted():
-            raise UserError(
-                f"{label}: {name} would run code of {params[name]!r} or write to it; if you trust it, give "
-                f"--trust-plugins or set {TRUST_VARIABLE}=1"
-            )
-
-
-def _check_counts(path: str, name: str, value: Any, most: int) -> None:
-    """Raise `UserError` for a number in parameters above `most`, except for seeds and numbers of bytes."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in entries:
-        _check_counts(f"{path}.{key}", str(key), inner, most)
-    if isinstance(value, int) and abs(value) > most and not re.search("seed|bytes", name):
-        raise UserError(f"{path}: at most {most:,}, but got {value}")
-
-
-def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(factory, eval_str=True).parameters
-    except (AttributeError, NameError, SyntaxError, TypeError, ValueError):  # names imported for type checkers only
-        return {}
-    return {p.name: p.annotation for p in parameters.values() if p.annotation is not p.empty}
-
-
-def _check_type(path: str, annotation: Any, value: Any) -> None:
-    """Check a value as JSON, so that a list is accepted for any sequence, but text for no number."""
-    try:
-        _type_adapter(annotation).validate_json(json.dumps(value, default=str, skipkeys=True), strict=True)
-    except PydanticUserError:  # pydantic has no check for this annotation
-        return
-    except ValidationError as error:
-        first = error.errors()[0]
-        for part in first["loc"]:  # besides keys, these are names of the alternatives of a union
-            inner = dict(enumerate(value)) if isinstance(value, list) else value
-            if isinstance(inner, dict) and part in inner:
-                path, value = f"{path}.{part}", inner[part]
-        expected = str(first["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
-        expected = _YAML_TERMS.get(expected, expected)
-        raise UserError(f"{path}: {expected}, but got {value!r}") from error
-
-
-@functools.cache  # takes longer than the making of most plug-ins
-def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation)
 
 
 def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapping[str, Any] | None = None) -> Any:
