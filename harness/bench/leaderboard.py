@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
 from harness.bench.submission import SearcherRecord, read_submission, table_landscape
 from harness.bench.tasks import TierName, describe_block, read_catalogue
 from harness.errors import UserError
 from harness.report.report_table import ReportTable, format_interval, pluralize
 from harness.report.statistics import FriedmanRanks, compare_with, compute_ranks, score_against_random, smallest_p_value
+from harness.studies.budget_tables import mean_interval
 from harness.studies.path_cache import PathCache
 from harness.studies.recorded_landscape import Floats
 from harness.studies.replay import initial_placements, read_paths
@@ -164,9 +164,7 @@ def _score(tasks: Sequence[TaskSearches], searcher: str) -> str:
         score_against_random(task.latency_ms[searcher], task.random_ms, task.optimum_ms, task.initial_count).mean()
         for task in tasks
     ]
-    values = _over_blocks(tasks, each)
-    half = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 2 else np.inf
-    return format_interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half))
+    return format_interval(*mean_interval(_over_blocks(tasks, each)))
 
 
 def _reached_targets(tasks: Sequence[TaskSearches], searcher: str) -> Floats:

@@ -164,7 +164,7 @@ def _mean_line(searcher: Any, figures: Mapping[str, tuple[str, Floats]]) -> _Lin
     """Return the line of a searcher: the mean over tables of each figure, given by name with its column's title."""
     line, cells = {"searcher": searcher}, {"searcher": searcher}
     for name, (title, values) in figures.items():
-        mean, low, high = _mean_interval(values, MIN_BLOCKS)
+        mean, low, high = mean_interval(values)
         line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
         cells[title] = format_interval(mean, low, high)
     return line, cells
@@ -214,7 +214,7 @@ def _score_lines(blocks: Sequence[TableResult]) -> Iterator[_Line]:
         random_ms = block.random_ms.mean(axis=0)
         for name, latency_ms in _latencies(block).items():
             scores = score_against_random(latency_ms, random_ms, block.optimum_ms, block.initial_count)
-            mean, low, high = _mean_interval(scores, 2)
+            mean, low, high = mean_interval(scores, 2)
             line = {"table": block.name, "searcher": name}
             yield {**line, "score": mean, "low": low, "high": high}, {**line, "score": format_interval(mean, low, high)}
 
@@ -279,7 +279,7 @@ def _describe_limits(blocks: int) -> str:
     return few if blocks < MIN_BLOCKS else "with its 95 % interval over tables"
 
 
-def _mean_interval(values: Floats, least: int) -> tuple[float | None, float | None, float | None]:
+def mean_interval(values: Floats, least: int = MIN_BLOCKS) -> tuple[float | None, float | None, float | None]:
     """Return the mean with Student's 95 % interval: none of them if a value is missing, no limits below `least`."""
     if np.isnan(values).any():
         return None, None, None
