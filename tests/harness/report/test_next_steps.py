@@ -160,4 +160,4 @@ def test_a_search_that_ended_by_itself_needs_no_larger_budget(folder: Path) -> N
     broken = Failed(stage="search", reason="no")
     for seed in (0, 1):
         write_termination(folder / TASK / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: no", broken)
-    assert "- a searcher that does not fail: random-0, random-1" in remedies(folder)
+    assert "- another searcher: random-0, random-1 failed" in remedies(folder)
