@@ -148,8 +148,7 @@ def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> dic
     Raises:
         UserError: A value is malformed, or a symbol has two sizes.
     """
-    from harness.graph.passes.dimension_sizes import parse_named_shapes
-    from harness.graph.passes.static_shapes import parse_dims
+    from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 
     return {"shapes": parse_named_shapes("--shape", shapes or ()), "dims": parse_dims(dims or ())}
 

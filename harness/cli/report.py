@@ -19,7 +19,6 @@ from harness.cli.common import (
     print_rich_or_text,
     short_path,
 )
-from harness.registry import without_module
 
 if TYPE_CHECKING:
     from harness.report.report_table import ReportTable
@@ -50,6 +49,8 @@ def _import_pandas_alone() -> None:
     pandas always imports an installed pyarrow. Without it, pandas cannot read Parquet in this process, which reads
     none.
     """
+    from harness.registry import without_module
+
     with without_module("pyarrow"):
         import pandas  # noqa: F401
 

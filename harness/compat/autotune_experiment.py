@@ -12,8 +12,7 @@ from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerErr
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.yaml_loader import dump_yaml, parse_params
 from harness.errors import MAX_COUNT, UserError
-from harness.graph.passes.dimension_sizes import parse_named_shapes
-from harness.graph.passes.static_shapes import parse_dims
+from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.shipping.placements import file_entry
 from harness.task_setup.study_task import model_label
 

@@ -33,8 +33,7 @@ from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.config.yaml_loader import parse_params
 from harness.errors import UserError
 from harness.graph.load import save_to_folder
-from harness.graph.passes.dimension_sizes import parse_named_shapes
-from harness.graph.passes.static_shapes import parse_dims
+from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
 from harness.paths import WAIT_VARIABLE, resolve_path

@@ -15,8 +15,7 @@ from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import add_sizes
 from harness.errors import MAX_COUNT, UserError
 from harness.graph.partition.summary import TreeOptions
-from harness.graph.passes.dimension_sizes import parse_named_shapes
-from harness.graph.passes.static_shapes import parse_dims
+from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.text import printable_lines
 
 __all__ = ["inspect_region_search", "main"]

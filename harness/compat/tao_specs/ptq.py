@@ -27,8 +27,7 @@ from harness.compat.tao_specs.quantize import (
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.errors import UserError, suggest_names
 from harness.graph.load import ModelSignature
-from harness.graph.passes.dimension_sizes import parse_named_shapes
-from harness.graph.passes.static_shapes import parse_dims
+from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.paths import resolve_path
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx
@@ -79,21 +79,6 @@ class ResolvedShapes:
     default_sizes: Mapping[str, int]
     missing: MissingSizes
     known: Mapping[str, int]
-
-
-def parse_named_shapes(option: str, texts: Iterable[str]) -> dict[str, str]:
-    """Return shapes as text by input name from the values of an option, each NAME:SHAPE.
-
-    Raises:
-        UserError: One is not of this form.
-    """
-    found = {}
-    for text in texts:
-        name, colon, shape = text.rpartition(":")
-        if not colon:
-            raise UserError(f"{option} {text}: NAME:SHAPE, for instance {option} images:1x3x224x224")
-        found[name] = shape
-    return found
 
 
 def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:

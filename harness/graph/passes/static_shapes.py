@@ -194,6 +194,21 @@ def format_size_options(dims: Mapping[str, int], shapes: Mapping[str, str]) -> s
     return " ".join([*flags, *(f"--shape {_shell_quote(f'{name}:{shape}')}" for name, shape in shapes.items())])
 
 
+def parse_named_shapes(option: str, texts: Iterable[str]) -> dict[str, str]:
+    """Return shapes as text by input name from the values of an option, each NAME:SHAPE.
+
+    Raises:
+        UserError: One is not of this form.
+    """
+    found = {}
+    for text in texts:
+        name, colon, shape = text.rpartition(":")
+        if not colon:
+            raise UserError(f"{option} {text}: NAME:SHAPE, for instance {option} images:1x3x224x224")
+        found[name] = shape
+    return found
+
+
 def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     """Return sizes by symbol from options of the command line, each SYMBOL=SIZE."""
     dims: dict[str, int] = {}
