@@ -50,6 +50,7 @@ SPACE = Space(
 PLAN = Confirmation()
 FEWER_TURNS = Confirmation(rounds=8)
 """Of the tests: intervals are over builds, so that more turns of each change no coverage."""
+FLAT_EVALUATIONS = 25
 FLOOR_PLAN = Confirmation(builds=3, rounds=4, samples=5)
 SIMULATED = "harness.runtimes.simulated:SimulatedBenchmarker"
 """By its place, not by its name: looking names up takes longer than the rest."""
@@ -107,7 +108,7 @@ class Found:
     samples: int
 
 
-def flat_search(folder: Path, number: int, searcher: str = "random", evaluations: int = 25) -> Found:
+def flat_search(folder: Path, number: int, plan: Confirmation = PLAN) -> Found:
     """A search where nothing is faster than anything else, and the confirmation of its winner."""
     open_engines = engines(folder, number, effect=0.0)
     path = folder / f"{number}.jsonl"
@@ -117,22 +118,22 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
     )
     task = SearchTask(
         space=SPACE,
-        searcher=registry.load_plugin("searcher", searcher)(SPACE, seed=number),  # type: ignore[operator]
+        searcher=registry.load_plugin("searcher", "random")(SPACE, seed=number),  # type: ignore[operator]
         initial_design=seeds,
         candidate=candidate,
-        evaluations=evaluations,
+        evaluations=FLAT_EVALUATIONS,
     )
     with open_engines() as opened, Journal(path, {}) as journal:
         run_search(task, SyncExecutor(make_trial_fn(opened, Sampling())), journal, lambda _: None)
     entries = tuple(read_journal(path))
     outcomes = [entry.result.outcome for entry in entries if entry.result is not None]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]
-    winner = state_at_budgets(entries, Goal(), [evaluations])[evaluations].best[0]
+    winner = state_at_budgets(entries, Goal(), [FLAT_EVALUATIONS])[FLAT_EVALUATIONS].best[0]
     own = next(
         m for e, m in zip((e for e in entries if e.result), measured, strict=True) if e.proposal.digest == winner.digest
     )
     float_ms, best_ms = median_ci(measured[0].samples_ms), median_ci(own.samples_ms)
-    row = confirmed(open_engines, Placement(winner.choices)).rows["0"]
+    row = confirmed(open_engines, Placement(winner.choices), plan=plan).rows["0"]
     return Found(
         verdict=row.verdict,
         naive=best_ms.high < float_ms.low,
@@ -186,7 +187,7 @@ def test_intervals_cover(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("flat")
-    return [flat_search(folder, number) for number in range(60)]
+    return [flat_search(folder, number, FEWER_TURNS) for number in range(60)]
 
 
 @pytest.mark.slow

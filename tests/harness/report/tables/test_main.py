@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
-from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_task
+from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_one_table, write_task
 from stored import read_records, replace_text, write_records
 
 from harness.accuracy.metrics.intervals import encode_evidence
@@ -34,7 +34,7 @@ def raw_main(folder) -> pd.DataFrame:
 
 
 def main_note(folder) -> str:
-    raw_main(folder)
+    write_one_table(folder, "main")
     return read_note(folder, "main")
 
 
@@ -252,6 +252,7 @@ def test_a_noisy_machine_is_the_first_note_below_tables_of_latencies(folder):
 def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
     write_confirmation(folder / TASK, CONFIRMED_MS, disturbed="waited for a core 50% of the time")
     assert main_note(folder).startswith(f"Noisy machine, {TASK}: 100% of the turns were disturbed")
+    write_one_table(folder, "precision")
     decisions = {row["decision"] for row in read_table(folder, "precision")}
     shipped = {text for text in decisions if text.startswith("ship")}
     assert shipped
@@ -322,10 +323,10 @@ def test_accuracy_only_is_defined_if_a_row_has_it(folder):
 
 
 def test_the_second_best_is_defined_if_there_is_one(folder):
-    raw_main(folder)
+    write_one_table(folder, "finalists")
     assert "METHOD #2" in read_note(folder, "finalists")
     edit_picks(folder, lambda pick: pick if pick["rank"] == 0 else None)
-    raw_main(folder)
+    write_one_table(folder, "finalists")
     assert "METHOD #2" not in read_note(folder, "finalists")
 
 
@@ -385,7 +386,7 @@ def test_every_baseline_has_a_decision(folder):
         ]
 
     edit_json(folder / TASK / "rows.json", add_rows)
-    raw_main(folder)
+    write_one_table(folder, "decision")
     assert [row["row"] for row in read_table(folder, "decision")] == [
         "FP32", "BF16", "default PTQ, ort_static", "all operators", "linear operators", "movers", "best found",
     ]  # fmt: skip
@@ -396,6 +397,7 @@ def test_precisions_are_side_by_side(folder):
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("precision:\n- int8", "precision:\n- int8\n- fp8"))
     assert "UNFINISHED" not in main_note(folder)
+    write_one_table(folder, "decision")
     rows = read_table(folder, "decision")
     rules = ["all operators", "linear operators"]
     assert [row["row"] for row in rows] == ["FP32", "BF16", "default PTQ, ort_static", *rules, "best found"]
@@ -456,7 +458,7 @@ def test_the_smallest_loss_is_the_best_if_the_loss_was_minimised(folder):
 
 
 def test_the_decision_note_defines_the_best_found(folder):
-    raw_main(folder)
+    write_one_table(folder, "decision")
     note = read_note(folder, "decision")
     assert "Best found: among the searchers whose choice keeps the bound" in note
     assert "If no searcher's choice keeps the bound" not in note

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
-from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_task
+from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_one_table, write_task
 
 import harness.report.render
 from harness.report.load.results import load
@@ -44,8 +44,8 @@ def models(folder):
 
 
 def shown(folder) -> dict[str, dict[str, str]]:
-    """Write the tables; return the rows of the overview by model."""
-    write_tables(load(folder), folder / "report")
+    """Write the table; return the rows of the overview by model."""
+    write_one_table(folder, "overview")
     return {row["model"]: row for row in read_table(folder, "overview")}
 
 

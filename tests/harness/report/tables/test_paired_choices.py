@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from small_results import TASK, edit_json, read_note, read_table, write_choices, write_confirmation
+from small_results import TASK, edit_json, read_note, read_table, write_choices, write_confirmation, write_one_table
 from stored import read_records, write_records
 
 from harness.report.load.results import load
@@ -48,8 +48,8 @@ def fixed(tmp_path):
 
 
 def shown(folder) -> dict[tuple[str, str], dict[str, str]]:
-    """Write the tables; return the rows of the fixed table by task and searcher."""
-    write_tables(load(folder), folder / "report")
+    """Write the table; return the rows of the fixed table by task and searcher."""
+    write_one_table(folder, "fixed")
     return {(row["task"], row["searcher"]): row for row in read_table(folder, "fixed")}
 
 
