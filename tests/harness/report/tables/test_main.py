@@ -313,7 +313,9 @@ def test_an_experiment_without_accuracy_has_no_note_on_drops(folder):
     assert "Drop: loss" in main_note(folder)
     (folder / TASK / "accuracy.json").unlink()
     edit_json(folder / TASK / "task.json", metric=None, goal=asdict(Goal()))
-    assert "Drop:" not in main_note(folder)
+    raw_main(folder)  # with the tables of accuracy, which are left out
+    assert "Drop:" not in read_note(folder, "main")
+    assert not (folder / "report" / "volume.md").exists()
 
 
 def test_accuracy_only_is_defined_if_a_row_has_it(folder):
