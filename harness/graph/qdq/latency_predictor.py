@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ COLUMNS = (
     *(f"{state}/tensor/{volume}" for state in _TENSOR_STATES for volume in _VOLUMES[1:]),
 )
 """Names of the features."""
+FIRST_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType({"openvino": ("movers",)})
+"""Rules by runtime that are proposed without a prediction: the optimum, or nearly, of most recorded tables."""
 _VIEW_OPS = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 _CLIPPING_OPS = frozenset({"Clip", "Relu"})
 _MAX_STEPS = 40
@@ -235,7 +238,7 @@ def choose_portfolio(predicted: Floats, count: int, chosen: Sequence[int] = ()) 
 
 
 def propose_fast_placements(model: Model, space: Space, facts: Mapping[str, Any], count: int) -> list[Placement]:
-    """Return at most `count` placements, the fastest predicted ones, chosen to complement "all" and each other.
+    """Return at most `count` placements: `FIRST_RULES`, then the fastest predicted ones that complement them and "all".
 
     Args:
         model: The float model.
@@ -262,8 +265,12 @@ def propose_fast_placements(model: Model, space: Space, facts: Mapping[str, Any]
     float_digest = space.digest(space.float_placement())
     candidates = {space.digest(each): each for each in (*starts, first, *found)}
     candidates.pop(float_digest, None)
-    listed = list(candidates.values())
-    return [listed[i] for i in choose_portfolio(predict(listed), count, [0])]
+    listed, digests = list(candidates.values()), list(candidates)
+    rules = FIRST_RULES.get(runtime_key(facts).partition("/")[0], ())
+    ruled = [digests.index(space.digest(HEURISTIC_RULES[name](space, "int8"))) for name in rules]
+    first_rows = [row for row in dict.fromkeys(ruled) if row > 0][:count]
+    predicted_rows = choose_portfolio(predict(listed), count - len(first_rows), [0, *first_rows])
+    return [listed[row] for row in (*first_rows, *predicted_rows)]
 
 
 def _descend(space: Space, start: Placement, predict: Callable[[Sequence[Placement]], Floats]) -> Placement:

@@ -8,6 +8,7 @@ from harness.graph.load import load
 from harness.graph.qdq.latency_predictor import COLUMNS, PlacementFeatures, choose_portfolio, propose_fast_placements
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
+from search.heuristics import HEURISTIC_RULES
 from search.space import Placement
 
 XEON = "Intel(R) Xeon(R) Processor (AVX512-VNNI)"
@@ -54,6 +55,8 @@ def test_proposals_are_different_and_neither_float_nor_everything(model, runtime
     plain = {space.digest(space.float_placement()), space.digest(space.quantize_all())}
     assert 1 <= len(found) == len(set(found)) <= 4
     assert plain.isdisjoint(found)
+    if runtime == "openvino":
+        assert found[0] == space.digest(HEURISTIC_RULES["movers"](space, None)), "the optimum of most tables"
 
 
 @pytest.mark.parametrize(
