@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -201,3 +202,18 @@ def test_images_are_scored_at_the_same_time_only_where_nothing_is_timed(concurre
     assert found.metrics["top1"] == 1.0
     assert Busy.most == (4 if concurrent else 1)
     assert told == sorted(told)
+
+
+class Differing(Busy):
+    """Benchmarker with a copy of its engine that computes something else."""
+
+    def concurrently(self, count: int) -> Any:
+        return nullcontext(lambda feeds: {"y": -feeds["x"]})
+
+
+def test_a_copy_that_differs_from_the_timed_engine_is_not_scored() -> None:
+    samples = np.random.default_rng(0).normal(size=(12, 1, 2)).astype(np.float32)
+    evaluator: Any = types.SimpleNamespace(inferences=len(samples))
+    with inference.open_infer(Differing(), evaluator, 0.0) as infer:
+        found = [outputs["y"] for outputs in inference.infer_all(infer, ({"x": each} for each in samples))]
+    np.testing.assert_array_equal(found, 2 * samples)
