@@ -209,6 +209,6 @@ def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
     model = open_model(spec, work)
     if model.sha256 != table.metadata.model_sha256:
         raise UserError(
-            f"{table.path} is of another model: it was recorded from {table.metadata.source} "
+            f"{table.path} is of another model: it was recorded of {table.metadata.source} "
             f"({table.metadata.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
         )
