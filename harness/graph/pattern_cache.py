@@ -209,9 +209,7 @@ def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> 
         if other.device and origin.device and other.device != origin.device:
             unlike.append(f"device {other.device!r} instead of {origin.device!r}")
         if unlike:
-            said.append(
-                f"the pattern cache has schemes measured with {', '.join(unlike)}: use them only as initial placements"
-            )
+            said.append(f"the pattern cache has schemes measured with {', '.join(unlike)}, so they may be slow here")
     return tuple(said)
 
 

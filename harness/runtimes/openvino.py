@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import time
 from collections import Counter
@@ -20,10 +21,11 @@ from pydantic import BeforeValidator
 from harness.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
-from harness.timing.host_clock import require_static_shapes, time_calls, to_float32, translate_errors
+from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
 from harness.timing.provenance import count_cores, machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.timing.sampling import make_fixed_inputs
 
+logger = logging.getLogger(__name__)
 PRECISIONS = ("auto", "f32", "bf16")
 Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(normalize_float_precision)]
 NON_LAYER_TYPES = ("Const", "Input", "Output")
@@ -252,7 +254,8 @@ class _OpenVINOProbe:
         """
         try:
             engine = self._copy(self._compiled, count)
-        except COMPILE_ERRORS:
+        except COMPILE_ERRORS as error:
+            logger.info("images are scored one after the other: the engine cannot be copied: %s", one_line_error(error))
             engine, count = self._compiled, 1
         requests: SimpleQueue[Any] = SimpleQueue()
         for _ in range(count):

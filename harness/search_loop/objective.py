@@ -230,7 +230,10 @@ class AccuracyGate:
             if isinstance(accuracy, Failed):
                 return accuracy
             metrics, per_item = {**metrics, **accuracy.metrics}, accuracy.per_item
-            mixable = self.records.select(accuracy) if self.records else ""
+            try:
+                mixable = self.records.select(accuracy) if self.records else ""
+            except ValueError as error:  # of an evaluator that is a plug-in
+                return Failed(stage="evaluate", reason=str(error))
         elif loss is not None:
             metrics[PREDICTED_METRIC] = (
                 self.goal.reference - loss if self.goal.higher_is_better else self.goal.reference + loss

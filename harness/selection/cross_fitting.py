@@ -12,7 +12,7 @@ from harness.accuracy.metrics.average_precision import mix_map_facts
 from harness.accuracy.metrics.intervals import (
     Draws,
     Estimate,
-    decode_evidence,
+    decode_mixable,
     drop_estimate,
     encode_evidence,
     recompute_metric,
@@ -26,7 +26,6 @@ FOLDS = 5
 MIN_SAMPLES = 4 * FOLDS
 MAX_SAMPLES = 1000
 """Largest number of samples for which records of mAP and mIoU are kept: 500 bytes an image, for each placement."""
-MIXABLE_MAP_METRICS = ("map", "map50", "map75")
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 _Facts = Mapping[str, Any]
@@ -96,7 +95,7 @@ def cross_fitted_drop(
             latencies_ms.append(float(np.median(outcome.samples_ms)))
             losses.append(lost)
             records.append(facts)
-        elif _loss(reference, outcome, metric, higher_is_better=higher_is_better) <= bound:
+        elif _loss(reference, outcome, metric, higher_is_better=higher_is_better) <= bound + LOSS_ROUND_OFF:
             return None  # without its record the choice is not known
     if not losses:
         return None
@@ -111,8 +110,7 @@ def _read_facts(record: Accuracy | Measured, metric: str) -> _Facts:
     """Return the facts about each sample, such that samples of several engines can be combined; empty without any."""
     if record.per_item:
         return {"kind": "mean", metric: record.per_item}
-    facts = decode_evidence(record.mixable)
-    return {} if facts.get("kind") == "map" and metric not in MIXABLE_MAP_METRICS else facts
+    return decode_mixable(record.mixable, metric)
 
 
 def _other_folds(facts: _Facts, metric: str) -> Draws | None:

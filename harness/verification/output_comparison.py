@@ -29,7 +29,7 @@ CHECK_FILE_NAME = "runtime_check.json"
 MARGIN_DB = 6.0
 """Rounding ties that fall the other way put an engine as far from the file as the file is from the float model."""
 SUSPECT_DB = 1.5
-"""Difference from which an operator is searched. Of ten right rows that were 0.7 to 2.2 dB further none had one."""
+"""Difference from which an operator is searched for. Of ten right rows that were 0.7 to 2.2 dB further none had one."""
 MIN_FILE_SQNR_DB = 3.0
 """Below, the file itself has lost the output: an engine is wrong only where an operator is found that is."""
 MAX_REQUIRED_SQNR_DB = 80.0
@@ -59,7 +59,7 @@ class OutputCheck:
         file_db: File against float model; None for a float model, which is its own file.
         noise_db: The float model in the runtime against the float model in ONNX Runtime.
         reason: Why nothing was compared, or what else has to be said.
-        operator: The first operator whose result differs while its inputs agree; "" where it was not searched or not
+        operator: The first operator whose result differs while its inputs agree; "" where none was searched for or
             found.
         model: Path, within the task's folder, of a small model that shows the fault; "" where there is none.
         seconds: Wall-clock of the check.

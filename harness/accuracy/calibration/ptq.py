@@ -306,4 +306,4 @@ def _failure_reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str
     if file.exists():
         return file.read_text(encoding="utf-8")[:1000]
     last = done.stdout.strip().rpartition("\n")[2][:500]
-    return f"ended with code {done.returncode} and no model; its last words: {last or 'none'}"
+    return f"ended with code {done.returncode} and no model; its last output: {last or 'none'}"

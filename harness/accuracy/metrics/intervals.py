@@ -177,7 +177,8 @@ def check_consistency(accuracy: Accuracy, metric: str) -> str:
     """
     said = accuracy.metrics[metric]
     recomputed = recompute_metric(accuracy.evidence, metric, _unit_weights)
-    for known in (recomputed, recompute_metric(accuracy.mixable, metric, _unit_weights)):
+    facts = decode_mixable(accuracy.mixable, metric)
+    for known in (recomputed, resample_metric(facts, metric, _unit_weights)):
         again = said if known is None or math.isnan(known[0][0]) else float(known[0][0])
         if not _nearly_equal(said, again):
             return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
@@ -279,6 +280,13 @@ def _fits_in_memory(images: int) -> int:
 def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:
     weights = drawing(len(values))
     return weights @ np.asarray(values, np.float64) / weights.sum(axis=1), len(values)
+
+
+def decode_mixable(mixable: str, metric: str) -> dict[str, Any]:
+    """Return the facts of `Accuracy.mixable`, or nothing if they do not determine the metric: mAP of small boxes."""
+    facts = decode_evidence(mixable)
+    area, _ = MAP_METRICS.get(metric, (0, ()))
+    return {} if facts.get("kind") == "map" and area else facts
 
 
 def decode_evidence(evidence: str) -> dict[str, Any]:

@@ -267,8 +267,8 @@ def propose_fast_placements(model: Model, space: Space, facts: Mapping[str, Any]
     candidates.pop(float_digest, None)
     listed, digests = list(candidates.values()), list(candidates)
     rules = FIRST_RULES.get(runtime_key(facts).partition("/")[0], ())
-    ruled = [digests.index(space.digest(HEURISTIC_RULES[name](space, "int8"))) for name in rules]
-    first_rows = [row for row in dict.fromkeys(ruled) if row > 0][:count]
+    ruled = dict.fromkeys(space.digest(HEURISTIC_RULES[name](space, "int8")) for name in rules)
+    first_rows = [digests.index(digest) for digest in ruled if digest in digests[1:]][:count]
     predicted_rows = choose_portfolio(predict(listed), count - len(first_rows), [0, *first_rows])
     return [listed[row] for row in (*first_rows, *predicted_rows)]
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from harness.api import Array, Evaluator, Infer, InfersConcurrently, Probe
 from harness.timing.workers.engines import ScoringCallback
+from harness.timing.workers.locks import is_timing
+
+logger = logging.getLogger(__name__)
 
 MAX_CONCURRENCY = 8
 """Largest number of inferences at the same time; each has activations of its own in memory."""
@@ -27,18 +33,22 @@ KnownOutputs = dict[object, tuple[Mapping[str, Array], Mapping[str, Array]]]
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentInfer:
-    """An `Infer` that several threads may call at the same time."""
+    """Inference of an engine, and one that several threads may call at the same time, for `infer_all`."""
 
-    infer: Infer
+    alone: Infer
+    together: Infer
     threads: int
 
     def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """See `harness.api.Infer`."""
-        return self.infer(feeds)
+        return self.alone(feeds)
 
 
 def infer_all(infer: Infer, inputs: Iterable[Mapping[str, Array]]) -> Iterator[Mapping[str, Array]]:
-    """Yield the outputs for each of several inputs, in order; several inferences run at the same time if they can."""
+    """Yield the outputs for each of several inputs, in order; several inferences run at the same time if they can.
+
+    They run one after the other while any run of this machine times on these cores.
+    """
     if not isinstance(infer, ConcurrentInfer):
         yield from map(infer, inputs)
         return
@@ -46,7 +56,9 @@ def infer_all(infer: Infer, inputs: Iterable[Mapping[str, Array]]) -> Iterator[M
     with ThreadPoolExecutor(infer.threads) as pool:
         try:
             for feeds in inputs:
-                pending.append(pool.submit(infer, feeds))
+                while pending and is_timing():
+                    yield pending.popleft().result()
+                pending.append(pool.submit(infer.together, feeds))
                 if len(pending) > infer.threads:
                     yield pending.popleft().result()
             while pending:
@@ -67,33 +79,43 @@ def open_infer(probe: Probe, evaluator: Evaluator, build_s: float) -> Iterator[I
     if isinstance(probe, InfersConcurrently) and isinstance(count, int):
         threads = min(probe.concurrency, MAX_CONCURRENCY)
         if threads > 1 and count * min(probe.sample(2)) / 1000 * (1 - 1 / threads) > build_s:
-            with probe.concurrently(threads) as infer:
-                yield ConcurrentInfer(_check_copy(infer, probe.infer), threads)
+            with ExitStack() as opened:
+                yield ConcurrentInfer(probe.infer, _open_lazily(probe, threads, opened), threads)
             return
     yield probe.infer
 
 
-def _check_copy(infer: Infer, timed: Infer) -> Infer:
-    """Wrap `infer`, which may run a copy of the timed engine, to be used only if its first outputs are the engine's."""
+def _open_lazily(probe: Any, threads: int, opened: ExitStack) -> Infer:
+    """Return an inference for several threads that may run a copy of the engine, made at the first call.
+
+    The copy is not used if its outputs for the first inputs are not those of the engine that was timed.
+    """
     lock = threading.Lock()
-    is_equal: bool | None = None
+    chosen: Infer | None = None
 
-    def checked(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        nonlocal is_equal
-        if not is_equal:
+    def one_at_a_time(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        with lock:
+            return dict(probe.infer(feeds))
+
+    def infer(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        nonlocal chosen
+        if chosen is None:
             with lock:
-                if is_equal is None:
-                    outputs, copied = timed(feeds), infer(feeds)
-                    is_equal = outputs.keys() == copied.keys() and all(
-                        np.array_equal(array, copied[name], equal_nan=array.dtype.kind == "f")
-                        for name, array in outputs.items()
-                    )
-                    return outputs
-                if not is_equal:
-                    return timed(feeds)
-        return infer(feeds)
+                if chosen is None:
+                    copy, outputs = opened.enter_context(probe.concurrently(threads)), probe.infer(feeds)
+                    chosen = copy if _are_equal(outputs, copy(feeds)) else one_at_a_time
+                    if chosen is one_at_a_time:
+                        logger.warning("inferences run one after the other: a copy of the engine has other outputs")
+                    return outputs  # type: ignore[no-any-return]
+        return chosen(feeds)
 
-    return checked
+    return infer
+
+
+def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    return one.keys() == other.keys() and all(
+        np.array_equal(array, other[name], equal_nan=array.dtype.kind == "f") for name, array in one.items()
+    )
 
 
 def remember_outputs(infer: Infer, known: KnownOutputs, keep: bool) -> Infer:
@@ -103,7 +125,7 @@ def remember_outputs(infer: Infer, known: KnownOutputs, keep: bool) -> Infer:
     engine.
     """
 
-    def remembering(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+    def remembering(infer: Infer, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         key = _feeds_key(feeds)
         if key in known:
             return known[key][1]
@@ -140,7 +162,7 @@ def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallba
         return infer
     done, reported_s, lock = 0, time.monotonic(), threading.Lock()
 
-    def counting(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+    def counting(infer: Infer, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         nonlocal done, reported_s
         outputs = infer(feeds)
         with lock:
@@ -153,6 +175,8 @@ def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallba
     return _wrap_infer(infer, counting)
 
 
-def _wrap_infer(infer: Infer, wrapped: Infer) -> Infer:
-    """Return a function around `infer` with the same number of threads; the function must be thread-safe."""
-    return ConcurrentInfer(wrapped, infer.threads) if isinstance(infer, ConcurrentInfer) else wrapped
+def _wrap_infer(infer: Infer, wrapper: Callable[[Infer, Mapping[str, Array]], Mapping[str, Array]]) -> Infer:
+    """Return an inference that calls a thread-safe function with the one that it wraps."""
+    if isinstance(infer, ConcurrentInfer):
+        return replace(infer, alone=partial(wrapper, infer.alone), together=partial(wrapper, infer.together))
+    return partial(wrapper, infer)

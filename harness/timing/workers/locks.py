@@ -34,10 +34,24 @@ def timing_lock(folder: Path | None = None) -> Iterator[None]:
     The kernel releases the lock of a process that dies. Processes whose cores overlap without being equal do not
     exclude each other. The lock file is in the system's folder for temporary files by default.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    devices = f"{cores} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-    with _hold_lock(f"stopwatch-{_digest(devices)}", folder):
+    with _hold_lock(_timing_lock_name(), folder):
         yield
+
+
+def is_timing(folder: Path | None = None) -> bool:
+    """Return whether the lock for timing is held at this moment, by this process or another one."""
+    path = (folder or Path(tempfile.gettempdir())) / f"qdq-{_timing_lock_name()}"
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # nothing was timed since the machine started
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 @contextmanager
@@ -118,6 +132,12 @@ def _wait_limit_s() -> float:
     if not limit_s >= 0:
         raise UserError(f"{WAIT_VARIABLE}: a number of seconds from 0, but got {text!r}")
     return limit_s
+
+
+def _timing_lock_name() -> str:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    devices = f"{cores} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    return f"stopwatch-{_digest(devices)}"
 
 
 def _digest(text: str) -> str:

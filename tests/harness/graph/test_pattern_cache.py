@@ -167,7 +167,7 @@ def test_schemes_from_elsewhere_are_named_and_come_after_our_own():
     (said,) = describe_foreign_schemes(cache(scheme(1), scheme(2, origin=AWAY)), HOME)
     assert said == (
         "the pattern cache has schemes measured with backend 'tensorrt' instead of 'openvino', precision 'fp8' instead "
-        "of 'int8', device 'that GPU' instead of 'this CPU': use them only as initial placements"
+        "of 'int8', device 'that GPU' instead of 'this CPU', so they may be slow here"
     )
 
 

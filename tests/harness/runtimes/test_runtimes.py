@@ -256,7 +256,7 @@ def test_inferences_at_the_same_time_have_the_results_of_single_ones(
         assert isinstance(probe, InfersConcurrently)
         assert probe.concurrency == 2
         with probe.concurrently(2) as infer:
-            several = list(infer_all(ConcurrentInfer(infer, 2), images))
+            several = list(infer_all(ConcurrentInfer(probe.infer, infer, 2), images))
     assert [outputs.keys() for outputs in several] == [outputs.keys() for outputs in single]
     for one, other in zip(single, several, strict=True):
         for output in one:

@@ -213,6 +213,17 @@ def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(
     assert slow.diary == []
 
 
+def test_a_damaged_record_of_an_evaluator_makes_the_candidate_fail() -> None:
+    class Records:
+        def select(self, found: Accuracy) -> str:
+            raise ValueError("the evidence of a score is damaged")
+
+    gate = AccuracyGate(goal=GOAL, evaluator="search", records=Records())
+    found = gate.evaluate_accuracy(Evaluators(), 0, outcome(5.0), INCUMBENT)  # type: ignore[arg-type]
+    assert isinstance(found, Failed)
+    assert (found.stage, "damaged" in found.reason) == ("evaluate", True)
+
+
 def test_a_candidate_that_the_proxy_rules_out_is_not_scored() -> None:
     witnesses = known((30.0, 0.499), (12.0, 0.40), (11.0, 0.42), (10.0, 0.38))
     engines = Evaluators(proxy=9.0)

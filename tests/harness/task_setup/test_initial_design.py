@@ -172,8 +172,8 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
     task = run(written(folder, "cached.yaml", initial), folder / "cached")
     marked = read_json(task / "task.json")["cache_remarks"]
     assert marked == [
-        "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated': "
-        "use them only as initial placements"
+        "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated', "
+        "so they may be slow here"
     ]
     assert f"Initial placements of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
 

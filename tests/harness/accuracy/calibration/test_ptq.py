@@ -242,7 +242,7 @@ def _text(path: Path) -> str:
 
 def test_a_tool_that_dies_is_said(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(BuildFailed, match="ort_static: ended with code 1 and no model; its last words: none"):
+    with pytest.raises(BuildFailed, match="ort_static: ended with code 1 and no model; its last output: none"):
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime")
 
 

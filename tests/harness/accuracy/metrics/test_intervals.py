@@ -15,7 +15,7 @@ from pycocotools.cocoeval import COCOeval
 
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.metrics import intervals
-from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, resampled_map
+from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, mixable_map_facts, resampled_map
 from harness.accuracy.metrics.box_matching import match_boxes
 from harness.accuracy.metrics.detection import coco_metrics
 from harness.accuracy.metrics.intervals import (
@@ -129,8 +129,9 @@ def detector(seed: int, *, noise: float = 0.0) -> Accuracy:
     labels, found = scene(seed, images=40)
     rng = np.random.default_rng(9)
     moved = [dataclasses.replace(f, boxes=f.boxes + rng.normal(0, noise, f.boxes.shape)) for f in found]
-    facts = map_facts(match_boxes(labels, moved), len(moved))
-    return Accuracy(metrics=coco_metrics(labels, moved), evidence=encode_evidence("map", facts))
+    matches = match_boxes(labels, moved)
+    evidence, mixable = (encode_evidence("map", f(matches, len(moved))) for f in (map_facts, mixable_map_facts))
+    return Accuracy(metrics=coco_metrics(labels, moved), evidence=evidence, mixable=mixable)
 
 
 def test_the_drop_of_map_has_a_paired_interval_from_stored_records() -> None:
@@ -241,7 +242,8 @@ def test_a_figure_is_what_its_own_record_of_images_says() -> None:
     assert check_consistency(forged, "map").startswith(
         f"map is {forged.metrics['map']:.6g}, but by its own evidence it is "
     )
-    assert check_consistency(dataclasses.replace(forged, evidence=""), "map") == "", "nothing is known of single images"
+    unknown = dataclasses.replace(forged, evidence="", mixable="")
+    assert check_consistency(unknown, "map") == "", "nothing is known of single images"
     assert check_consistency(hits(np.array([1.0, 0.0])), "top1") == ""
 
 

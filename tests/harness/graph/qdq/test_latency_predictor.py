@@ -59,6 +59,18 @@ def test_proposals_are_different_and_neither_float_nor_everything(model, runtime
         assert found[0] == space.digest(HEURISTIC_RULES["movers"](space, None)), "the optimum of most tables"
 
 
+def test_a_model_that_no_rule_quantizes_has_proposals(tmp_path):
+    builder = GraphBuilder("gates", seed=1)
+    x, y = (builder.input(name, (1, 4, 8, 8)) for name in "xy")
+    builder.output(builder.op("Mul", builder.op("Sigmoid", x), builder.op("Mul", x, y)))
+    model = load(builder.save(tmp_path / "gates.onnx"), source="gates")
+    space = build_space(model, OPENVINO)
+    facts = {"name": "openvino", "device": XEON, "float_precision": "f32"}
+    plain = space.digest(space.float_placement())
+    assert space.digest(HEURISTIC_RULES["movers"](space, None)) == plain
+    assert plain not in [space.digest(each) for each in propose_fast_placements(model, space, facts, 4)]
+
+
 @pytest.mark.parametrize(
     ("facts", "dialect", "precisions"),
     [
