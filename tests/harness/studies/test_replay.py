@@ -143,7 +143,7 @@ def test_a_table_of_another_model_is_refused(make_table: MakeTable, tmp_path: Pa
     builder.output(builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 1))
     builder.save(tmp_path / "net.onnx")
     with pytest.raises(
-        UserError, match=r"of another model: it was recorded from made-up\.onnx \(000000000000\), but .*net"
+        UserError, match=r"of another model: it was recorded of made-up\.onnx \(000000000000\), but .*net"
     ):
         check_table(make_table(dimensions=2), ModelSpec(use=str(tmp_path / "net.onnx")), tmp_path)
 
