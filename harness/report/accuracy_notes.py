@@ -12,7 +12,7 @@ from harness.report.class_losses import worst_class
 from harness.report.load.display_names import metric_name
 from harness.report.load.results import TaskResults
 from harness.report.report_table import MISSING_CELL, format_interval
-from harness.results_dir.artifacts import FLOAT_ROW, recovered_row
+from harness.results_dir.artifacts import FLOAT_ROW, RECOVERED_PREFIX, recovered_row
 from harness.results_dir.journal import read_journal
 from harness.selection.cross_fitting import FOLDS, cross_fitted_drop
 
@@ -29,12 +29,18 @@ def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
 
 
 def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
-    """Yield for each search that chose on all samples the loss of its choice on samples that did not take part."""
+    """Yield for each search that chose on all samples the loss of its choice on samples that did not take part.
+
+    A search whose row is a recovered model has none: the journal has no scores of the models that recovery made.
+    """
     score = task.scores.get(FLOAT_ROW, {})
     if task.allowed is None or task.facts.get("halves") or task.score(FLOAT_ROW) is None or task.metric is None:
         return
     reference = decode_accuracy(score)
+    recovered = {f"{pick.method}-{pick.seed}" for pick in task.picks if pick.row.startswith(RECOVERED_PREFIX)}
     for search in task.searches:
+        if search.name in recovered:
+            continue
         outcomes = (entry.result.outcome for entry in read_journal(search.path) if entry.result is not None)
         try:
             estimate = cross_fitted_drop(

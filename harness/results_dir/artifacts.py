@@ -20,11 +20,12 @@ DYNAMIC_MODEL_SUFFIX = ".dynamic.onnx"  # of the form of an exported model that 
 RECOVERY_FILE = "recovery.json"
 #: Verdict in tables if the device only emulates a row's precision.
 ACCURACY_ONLY_VERDICT = "accuracy only"
+RECOVERED_PREFIX = "recovered-"
 
 
 def recovered_row(sha256: str) -> str:
     """Return the row of a recovered model, whose placement has a row of its own."""
-    return f"recovered-{sha256[:12]}"
+    return f"{RECOVERED_PREFIX}{sha256[:12]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,7 @@ class AccuracyGate:
         evaluator: Name of the evaluator that the search scores with.
         proxy: Name of the evaluator of the proxy, a `harness.accuracy.metrics.fidelity.Fidelity`; None: there is none.
         first: Decides by the evaluator `FIRST_STAGE_EVALUATOR` whether the others are scored; None: all are.
-        records: Selects what is kept of single images; None: nothing.
+        records: Selector of the records of single images that the journal keeps; None: none are kept.
     """
 
     goal: Goal = field(default_factory=Goal)

@@ -102,11 +102,12 @@ def _open_lazily(probe: Any, threads: int, opened: ExitStack) -> Infer:
         if chosen is None:
             with lock:
                 if chosen is None:
-                    copy, outputs = opened.enter_context(probe.concurrently(threads)), probe.infer(feeds)
+                    outputs: Mapping[str, Array] = probe.infer(feeds)
+                    copy = opened.enter_context(probe.concurrently(threads))
                     chosen = copy if _are_equal(outputs, copy(feeds)) else one_at_a_time
                     if chosen is one_at_a_time:
                         logger.warning("inferences run one after the other: a copy of the engine has other outputs")
-                    return outputs  # type: ignore[no-any-return]
+                    return outputs
         return chosen(feeds)
 
     return infer

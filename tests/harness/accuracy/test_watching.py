@@ -195,15 +195,15 @@ def test_images_are_scored_at_the_same_time_only_where_nothing_is_timed(concurre
         workdir=tmp_path,
         concurrent_scoring=concurrent,
     )
-    told: list[int] = []
+    reported: list[int] = []
     with InProcess(worker) as engines:
         built = engines.build(candidate(tmp_path))
         assert isinstance(built, BuiltEngine)
-        found = engines.evaluate(built.handle, watch=lambda done, _: told.append(done))
+        found = engines.evaluate(built.handle, watch=lambda done, _: reported.append(done))
     assert isinstance(found, Accuracy)
     assert found.metrics["top1"] == 1.0
     assert (Busy.most > 1) == concurrent
-    assert told == sorted(told)
+    assert reported == sorted(reported)
 
 
 class Differing(Busy):

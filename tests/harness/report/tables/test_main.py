@@ -19,6 +19,7 @@ from harness.report.next_steps import describe_next_steps
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.tables.catalog import SPECS
+from harness.results_dir.artifacts import recovered_row
 from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
 from harness.search_loop.objective import Goal
@@ -46,6 +47,9 @@ def edit_scores(folder, change) -> None:
     edit_json(folder / TASK / "accuracy.json", edit)
 
 
+MIOU_RECORD = encode_evidence("miou", {"areas": [[0, 79, 100, 79]] * 20})
+
+
 def rename_metric(folder, name: str, *replacements: tuple[str, str]) -> None:
     edit_json(folder / TASK / "task.json", metric=name, goal=asdict(Goal()))
     path = folder / TASK / "accuracy.json"
@@ -61,14 +65,15 @@ def edit_picks(folder, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "halves", "expected"),
+    ("record", "halves", "recovered", "expected"),
     [
-        (encode_evidence("miou", {"areas": [[0, 79, 100, 79]] * 20}), False, "loses 0.0100 [0.0100, 0.0100] of miou"),
-        ("damaged", False, None),
-        (encode_evidence("miou", {"areas": [[0, 79, 100, 79]] * 20}), True, None),
+        (MIOU_RECORD, False, False, "loses 0.0100 [0.0100, 0.0100] of miou"),
+        ("damaged", False, False, None),
+        (MIOU_RECORD, True, False, None),
+        (MIOU_RECORD, False, True, None),
     ],
 )
-def test_the_cross_fitted_loss_of_a_choice_by_a_metric_over_all_images(folder, record, halves, expected):
+def test_the_cross_fitted_loss_of_a_choice_by_a_metric_over_all_images(folder, record, halves, recovered, expected):
     rename_metric(folder, "miou")
     goal = Goal(metric="miou", reference=0.8, max_drop=0.02)
     edit_json(folder / TASK / "task.json", goal=asdict(goal), **({"halves": True} if halves else {}))
@@ -80,6 +85,8 @@ def test_the_cross_fitted_loss_of_a_choice_by_a_metric_over_all_images(folder, r
     with Journal(path, {}) as journal:
         journal.append(Proposal(number=0, choices=(1,), digest="aa", origin="searcher"))
         journal.append(TrialResult(number=0, outcome=outcome, elapsed_s=1.0))
+    if recovered:
+        edit_picks(folder, lambda pick: pick | ({"row": recovered_row("a" * 64)} if pick["method"] == "random" else {}))
     lines = [line for line in main_note(folder).splitlines() if line.startswith("Cross-fitted")]
     assert [expected in line for line in lines] == ([] if expected is None else [True])
 
