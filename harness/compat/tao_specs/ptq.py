@@ -81,7 +81,11 @@ def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
     data = open_calibration_data(dataset, Path.cwd(), "--calibration_data")
     types = static_inputs(
         declared,
-        parse_named_shapes("--calibration_shapes", _split_lists([options.calibration_shapes or ""])),
+        parse_named_shapes(
+            "--calibration_shapes",
+            _split_lists([options.calibration_shapes or ""]),
+            "input0:1x3x256x256,input1:1x3x128x128",
+        ),
         parse_dims(options.dim or ()),
         samples=sample_shapes(data, tuple(declared.inputs)),
         names=CLI_OPTION_NAMES,

@@ -194,7 +194,7 @@ def format_size_options(dims: Mapping[str, int], shapes: Mapping[str, str]) -> s
     return " ".join([*flags, *(f"--shape {_shell_quote(f'{name}:{shape}')}" for name, shape in shapes.items())])
 
 
-def parse_named_shapes(option: str, texts: Iterable[str]) -> dict[str, str]:
+def parse_named_shapes(option: str, texts: Iterable[str], example: str = "images:1x3x224x224") -> dict[str, str]:
     """Return shapes as text by input name from the values of an option, each NAME:SHAPE.
 
     Raises:
@@ -204,7 +204,7 @@ def parse_named_shapes(option: str, texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, colon, shape = text.rpartition(":")
         if not colon:
-            raise UserError(f"{option} {text}: NAME:SHAPE, for instance {option} images:1x3x224x224")
+            raise UserError(f"{option} {text}: NAME:SHAPE, for instance {option} {example}")
         found[name] = shape
     return found
 
