@@ -122,7 +122,8 @@ def run_and_report(
     def deliver(found: EarlyAnswer) -> None:
         nonlocal answer
         answer = ship_answer(found, short_path(folder), terminal)
-        after = f"after {time.monotonic() - started_s:.0f} s and {found.evaluations} evaluations"
+        spent = f" and {found.evaluations} evaluations" if found.evaluations else ""
+        after = f"after {time.monotonic() - started_s:.0f} s{spent}"
         terminal.say(f"{after}: {answer}; the search continues, Ctrl-C keeps this file")
 
     with report_afterwards(lambda: show_report(folder, ship=True, as_json=as_json)), progress as terminal:

@@ -1,5 +1,6 @@
 """Early answers: confirmations of the incumbent on fresh builds while its search runs.
 
+The initial placements are timed together with the noise floor, so that the first answer needs no comparison of its own.
 An interrupted run delivers its last early answer; a complete run decides by final selection and confirmation.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.config.sections import TurnSchedule
+from harness.config.experiment import Experiment
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer
@@ -22,18 +23,20 @@ from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.io import explain_write_errors
 from harness.runtimes.shape_set import ShapeSet
 from harness.search_loop.loop import TrialEvent
+from harness.selection.confirmation import NOISE_FLOOR_SCHEDULE
 from harness.selection.paired_timing import PairedComparison, run_comparison
 from harness.task_setup.task import Task
 from harness.timing.confirmation import ConfirmationSummary, TimedRow, summarize_turns
-from harness.timing.turn_log import TurnEvent
+from harness.timing.turn_log import TWIN, TurnEvent
 from harness.timing.workers.engines import Engines
 from search.space import Placement
 
-SCHEDULE = TurnSchedule(builds=3, rounds=8, samples=3)
 MIN_GAIN = 0.02
 """Smallest relative gain of a reading over that of the last answer that triggers a confirmation."""
 MAX_SHARE = 0.2
 """Largest share of a search's time that is spent on answers after the first."""
+MAX_INITIAL_ROWS = 4
+"""Largest number of initial placements that are timed together with the noise floor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,60 @@ class EarlyAnswer:
 AnswerSink = Callable[[EarlyAnswer], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialTiming:
+    """Noise floor, and the initial placements that were timed with it.
+
+    Attributes:
+        noise_floor: Relative noise floor; smaller gains are ignored.
+        rows: Timed placements; None: the run makes no early answers.
+        events: Turns of the baseline and the placements; empty if the noise floor was read from an earlier run.
+    """
+
+    noise_floor: float
+    rows: tuple[TimedRow, ...] | None
+    events: tuple[TurnEvent, ...]
+
+    @property
+    def share(self) -> float:
+        """Return the share of the turns that were not the baseline's or its twin's."""
+        timed = len(self.rows or ()) if self.events else 0
+        return timed / (timed + 2)
+
+
+def make_initial_rows(experiment: Experiment, task: Task) -> tuple[TimedRow, ...] | None:
+    """Return the first different quantized placements of the initial design as rows to time.
+
+    Returns:
+        At most `MAX_INITIAL_ROWS`; None if the run makes no early answers, which need latency as objective, candidates
+        that can be timed, and one trial at a time.
+    """
+    executor = experiment.executor
+    serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
+    if not serial or experiment.objective.minimize != "latency" or task.accuracy_only:
+        return None
+    candidates = {each.digest: each for each in map(task.candidate, (seed.placement for seed in task.initial_design))}
+    quantized = [each for each in candidates.values() if each.edges]
+    return tuple(_timed_row(task, each) for each in quantized[:MAX_INITIAL_ROWS])
+
+
+def _timed_row(task: Task, candidate: Candidate) -> TimedRow:
+    """Return the row of a candidate whose file is the one to deliver, written when it is first built."""
+    return TimedRow(name=candidate.digest, candidate=replace(candidate, source=lambda: _answer_file(task, candidate)))
+
+
+def _answer_file(task: Task, candidate: Candidate) -> Path:
+    """Return the file to time and deliver; the model of an external searcher already is a file."""
+    if not candidate.edges:
+        return candidate.source()
+    file = task.work / "answers" / f"{candidate.digest}.onnx"
+    if not file.exists():
+        with explain_write_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            task.inserter.export(candidate.edges, file)
+    return file
+
+
 class EarlyAnswers:
     """Confirmation of the incumbent after the initial design, and again after each clear improvement.
 
@@ -82,7 +139,7 @@ class EarlyAnswers:
         engines: Open engines, idle between two trials.
         open_engines: Function that opens engines in a fresh process.
         checker: Comparison of engines with their files; None if the benchmarker runs no model.
-        noise_floor: Relative noise floor measured before the searches; smaller gains are ignored.
+        initial: Noise floor measured before the searches, and the initial placements that were timed with it.
         metric: Name of the bounded metric, or None.
         shapes: Shapes at which placements are timed, or None for the shape of the search.
         sink: Function that receives each answer that is better than the last.
@@ -96,7 +153,7 @@ class EarlyAnswers:
         open_engines: Callable[[], AbstractContextManager[Engines]],
         *,
         checker: RuntimeChecker | None,
-        noise_floor: float,
+        initial: InitialTiming,
         metric: str | None,
         shapes: ShapeSet | None,
         sink: AnswerSink,
@@ -105,7 +162,8 @@ class EarlyAnswers:
         self._task, self._engines, self._open_engines = task, engines, open_engines
         self._checker, self._metric = checker, metric
         self._shapes = {} if shapes is None else {shape.label: shape.inputs for shape in shapes.shapes}
-        self._noise_floor = noise_floor
+        self._noise_floor, self._initial_events = initial.noise_floor, initial.events
+        self._initial = {row.name: row.candidate for row in initial.rows or ()} if initial.events else {}
         self._sink, self._observer = sink, observer
         self._started_s, self._spent_s = time.monotonic(), 0.0
         self._incumbents: dict[str, tuple[float, Candidate | None]] = {}
@@ -117,6 +175,22 @@ class EarlyAnswers:
     def note(self) -> str:
         """Return the confirmed speedup as text for the progress line, or "" before the first answer."""
         return "" if self._best is None else f"confirmed {self._best.speedup:.2f}x"
+
+    def answer_initial(self, method: str) -> None:
+        """Deliver the fastest initial placement before the search, unless a bound needs its accuracy first.
+
+        Args:
+            method: Name of the searcher that starts from it.
+        """
+        if self._metric is not None or not self._initial:
+            return
+        rows = summarize_turns(self._initial_events, baseline=FLOAT_ROW).rows
+        faster = [name for name in self._initial if name in rows and rows[name].recommended]
+        for name in sorted(faster, key=lambda name: rows[name].speedup.value, reverse=True):
+            self._tried.add(name)
+            self._confirm(method, self._initial[name], 0, rows[name].latency_ms.value)
+            if self._best is not None:
+                return
 
     def consider(
         self, method: str, trial: TrialEvent, make_candidate: Callable[[Placement], Candidate], *, initial: bool
@@ -152,18 +226,11 @@ class EarlyAnswers:
         return self._spent_s <= MAX_SHARE * (time.monotonic() - self._started_s)
 
     def _confirm(self, method: str, candidate: Candidate, evaluations: int, reading_ms: float) -> None:
-        digest = candidate.digest
-        file = self._write(candidate)
-        candidate = replace(candidate, source=lambda: file)
-        if self._checker is not None and self._checker.check(candidate, name=digest).is_wrong:
+        row = _timed_row(self._task, candidate)
+        digest, file = row.name, row.candidate.source()
+        if self._checker is not None and self._checker.check(row.candidate, name=digest).is_wrong:
             return
-        comparison = PairedComparison(
-            name="early answer",
-            baseline=TimedRow(name=FLOAT_ROW, candidate=self._task.candidate(self._task.space.float_placement())),
-            rows=(TimedRow(name=digest, candidate=candidate),),
-            schedule=SCHEDULE,
-        )
-        events = run_comparison(comparison, self._open_engines, self._observer)
+        events = self._time(row)
         summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=self._noise_floor)
         if digest not in summary.rows or not summary.rows[digest].recommended:
             if self._best is None:
@@ -186,12 +253,14 @@ class EarlyAnswers:
             self._best, self._answered_ms = answer, reading_ms
             self._sink(answer)
 
-    def _write(self, candidate: Candidate) -> Path:
-        """Write the file to time and deliver; the model of an external searcher already is a file."""
-        if not candidate.edges:
-            return candidate.source()
-        file = self._task.work / "answers" / f"{candidate.digest}.onnx"
-        with explain_write_errors(file):
-            file.parent.mkdir(exist_ok=True)
-            self._task.inserter.export(candidate.edges, file)
-        return file
+    def _time(self, row: TimedRow) -> Sequence[TurnEvent]:
+        """Return the turns of a row and the baseline, timed now unless the row was timed with the noise floor."""
+        if row.name in self._initial:
+            return [event for event in self._initial_events if event.row in {row.name, FLOAT_ROW, TWIN}]
+        comparison = PairedComparison(
+            name="early answer",
+            baseline=TimedRow(name=FLOAT_ROW, candidate=self._task.candidate(self._task.space.float_placement())),
+            rows=(row,),
+            schedule=NOISE_FLOOR_SCHEDULE,
+        )
+        return run_comparison(comparison, self._open_engines, self._observer)

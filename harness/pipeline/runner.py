@@ -41,7 +41,7 @@ from harness.cluster import open_execution_target
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
-from harness.pipeline.early_answer import AnswerSink, EarlyAnswers
+from harness.pipeline.early_answer import AnswerSink, EarlyAnswers, InitialTiming, make_initial_rows
 from harness.pipeline.export import export_finalists
 from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
@@ -233,8 +233,13 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     )
     with site.open(worker) as engines, _open_runtime_checker(task, engines, folder, experiment, observer) as checker:
         clock.start("noise floor")
-        noise_floor = measure_noise_floor(site.open, worker, task.model_file, engines.describe(), folder, observer)
+        rows = make_initial_rows(experiment, task) if place.sink is not None else None
+        noise_floor, events = measure_noise_floor(
+            site.open, worker, task.model_file, engines.describe(), folder, observer, rows or ()
+        )
+        initial = InitialTiming(noise_floor=noise_floor, rows=rows, events=events)
         clock.start("set-up")
+        clock.split("noise floor", "early answer", initial.share)
         book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
         goal = scoring.goal(book, task.model_file, folder)
         running = TaskRun(
@@ -253,8 +258,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
                 clock, experiment.confirmation, len(experiment.baselines) + len(benchmarkers) - 1, len(spec.runs)
             ),
         )
-        if place.sink is not None:
-            running = replace(running, answers=_make_answers(running, lambda: site.open(worker), place.sink))
+        running = replace(running, answers=_make_answers(running, initial, lambda: site.open(worker), place.sink))
         record_or_check(
             folder / "task.json",
             running.task_facts(),
@@ -271,6 +275,8 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         if goal.metric is not None and (place.retry_failed or any(map(running.is_unfinished, runs))):
             scoring.prepare_evaluators(book, task.model_file)
         clock.write("search")
+        if running.answers is not None and runs:
+            running.answers.answer_initial(runs[0].searcher.name)
         with site.workers(worker, engines, task.inserter, task.candidate(task.space.float_placement())) as workers:
             searches = [partial(running.run_search, run, workers, place.retry_failed) for run in runs]
             run_concurrently(searches, experiment.executor.searches)
@@ -315,20 +321,20 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
 
 
 def _make_answers(
-    running: TaskRun, open_engines: Callable[[], AbstractContextManager[Engines]], sink: AnswerSink
+    running: TaskRun,
+    initial: InitialTiming,
+    open_engines: Callable[[], AbstractContextManager[Engines]],
+    sink: AnswerSink | None,
 ) -> EarlyAnswers | None:
-    """Return the source of early answers, or None if trials run at the same time or latency is not minimised."""
-    executor, goal = running.experiment.executor, running.judge.goal
-    serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
-    if not serial or goal.minimize != "latency" or running.task.accuracy_only:
+    if sink is None or initial.rows is None:
         return None
     return EarlyAnswers(
         running.task,
         running.engines,
         open_engines,
         checker=running.checker,
-        noise_floor=running.noise_floor,
-        metric=goal.metric,
+        initial=initial,
+        metric=running.judge.goal.metric,
         shapes=running.shapes,
         sink=sink,
         observer=running.observer,

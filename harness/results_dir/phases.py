@@ -40,6 +40,12 @@ class PhaseClock:
         self._seconds[self._phase] = round(self._seconds.get(self._phase, 0.0) + now_s - self._since_s, 3)
         self._phase, self._since_s = phase, now_s
 
+    def split(self, phase: str, into: str, share: float) -> None:
+        """Move a share of the time of an earlier phase to another phase."""
+        moved_s = share * self.seconds_of(phase)
+        self._seconds[phase] = round(self.seconds_of(phase) - moved_s, 3)
+        self._seconds[into] = round(self.seconds_of(into) + moved_s, 3)
+
     def write(self, phase: str) -> None:
         """End the current phase, write the file and start another phase."""
         self.start(phase)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,24 +26,25 @@ from harness.results_dir.io import read_json, write_json
 from harness.results_dir.lines import read_lines, stored_path
 from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
 from harness.timing.confirmation import MAX_GROUP_ROWS, TimedRow, summarize_turns
-from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, encode_turn_event
+from harness.timing.turn_log import TWIN, Turn, TurnEvent, decode_turn_event, encode_turn_event
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import edges_digest
 
 CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floor.json"
-NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=12, samples=3)
+NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=8, samples=3)
 NOISY_TURN_SD = 0.02  # turns that scatter by more justify the cost of timing every candidate in turns with the baseline
 
 
-def measure_noise_floor(
+def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
     open_engines: SpecEngineFactory,
     worker: WorkerSpec,
     model_file: Path,
     backend: Mapping[str, Any],
     folder: Path,
     observer: Observer,
-) -> float:
+    rows: Sequence[TimedRow] = (),
+) -> tuple[float, tuple[TurnEvent, ...]]:
     """Return the gain of the rebuilt baseline over itself, measured once before the searches and then read.
 
     The gain is relative, so 0.02 is a speedup of 1.02; see `harness.statistics.noise_floor_from_ratios`.
@@ -55,6 +56,10 @@ def measure_noise_floor(
         backend: Facts of the benchmarker.
         folder: Folder of the task.
         observer: Receiver of the progress.
+        rows: Candidates that are timed in the same builds and rounds.
+
+    Returns:
+        The noise floor, and the turns of the baseline and the candidates; no turns if the floor was read.
 
     Raises:
         UserError: The baseline fails, or the floor was measured with another model, runtime or device.
@@ -62,12 +67,12 @@ def measure_noise_floor(
     path = folder / NOISE_FLOOR_FILE_NAME
     basis = {"model_sha256": digest_file(model_file), "backend": dict(backend)}
     if (record := read_matching_record(path, basis)) is not None:
-        return float(record["noise_floor"])
+        return float(record["noise_floor"]), ()
     float_model = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
     comparison = PairedComparison(
-        name="A/A check",
+        name="A/A check and initial placements" if rows else "A/A check",
         baseline=TimedRow(name=FLOAT_ROW, candidate=float_model),
-        rows=(),
+        rows=tuple(rows),
         schedule=NOISE_FLOOR_SCHEDULE,
     )
     events = run_comparison(comparison, lambda: open_engines(worker), observer)
@@ -77,11 +82,16 @@ def measure_noise_floor(
         "noise floor of the tables also covers the confirmation)"
     )
     warn_if_disturbed(comparison.name, events, observer)
+    own = {FLOAT_ROW, TWIN}
     write_json(
         path,
-        {"noise_floor": noise_floor, **basis, "events": [json.loads(encode_turn_event(event)) for event in events]},
+        {
+            "noise_floor": noise_floor,
+            **basis,
+            "events": [json.loads(encode_turn_event(e)) for e in events if e.row in own],
+        },
     )
-    return noise_floor
+    return noise_floor, events
 
 
 def read_noise_floor(folder: Path) -> float:

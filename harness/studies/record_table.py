@@ -108,7 +108,7 @@ def record(  # noqa: PLR0913 - which placements, and how they are found
         opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
             facts = engines.describe()
-            machine["noise_floor"] = measure_noise_floor(opened, worker, task.model_file, facts, folder, observer)
+            machine["noise_floor"], _ = measure_noise_floor(opened, worker, task.model_file, facts, folder, observer)
             level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.interleave)
             if worker.evaluators:
                 AccuracyStore(folder, engines, observer).require_float_score(task.model_file)

@@ -35,13 +35,15 @@ from harness.results_dir.fingerprint import read_matching_record
 from harness.results_dir.io import explain_write_errors, write_json
 from harness.task_setup.model_loader import evaluator_spec
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns
-from harness.timing.turn_log import encode_turn_event
+from harness.timing.turn_log import TurnEvent, encode_turn_event
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
 from harness.timing.workers.sandbox import Sandbox
 from search.space import edges_digest
 
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
+CLEAR_RATIO = 1.2
+"""Ratio of the second fastest latency to the fastest from which one build decides; rebuilds change it by less."""
 CAST_FOLDER_NAME = "cast"
 """Folder of cast models in the scratch folder of a task."""
 
@@ -170,19 +172,23 @@ def _measure_precisions(
         name: TimedRow(name=name, candidate=_file_candidate(file), benchmarker=name) for name, file in files.items()
     }
     worker = WorkerSpec(benchmarkers={**offered, MAIN_BENCHMARKER: offered[first]}, workdir=folder / "work")
+    events: list[TurnEvent] = []
     with observer.work(
         f"float at {', '.join(offered)}", BASELINE_SCHEDULE.builds * BASELINE_SCHEDULE.rounds * (len(offered) + 1)
     ) as step:
-        events = []
-        for event in confirm(
-            [rows[precision] for precision in others],
-            rows[first],
-            open_engines=lambda: open_engines(worker),
-            schedule=BASELINE_SCHEDULE,
-            rng=np.random.default_rng(0),
-        ):
-            events.append(event)
-            step.advance()
+        for builds in range(1, BASELINE_SCHEDULE.builds + 1):
+            for event in confirm(
+                [rows[precision] for precision in others],
+                rows[first],
+                open_engines=lambda: open_engines(worker),
+                schedule=BASELINE_SCHEDULE.model_copy(update={"builds": builds}),
+                rng=np.random.default_rng(0),
+                done=tuple(events),
+            ):
+                events.append(event)
+                step.advance()
+            if _is_clear(events, first):
+                break
     latency_ms = {name: row.latency_ms.value for name, row in summarize_turns(events, baseline=first).rows.items()}
     fastest = min(latency_ms, key=lambda name: latency_ms[name])
     shown = ", ".join(f"{name} {value:.3f} ms" for name, value in latency_ms.items())
@@ -192,6 +198,13 @@ def _measure_precisions(
         "latency_ms": latency_ms,
         "events": [json.loads(encode_turn_event(event)) for event in events],
     }
+
+
+def _is_clear(events: Sequence[TurnEvent], baseline: str) -> bool:
+    """Return whether one precision is faster than each other one by at least `CLEAR_RATIO`."""
+    rows = summarize_turns(events, baseline=baseline).rows.values()
+    fastest, *others = sorted(row.latency_ms.value for row in rows)
+    return all(latency_ms >= CLEAR_RATIO * fastest for latency_ms in others)
 
 
 def _file_candidate(file: Path) -> Candidate:

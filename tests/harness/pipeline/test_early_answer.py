@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -10,10 +11,13 @@ import pytest
 from harness.cli.run import run_and_report
 from harness.config.experiment import Experiment, parse_experiment
 from harness.graph.builder import GraphBuilder
-from harness.pipeline.early_answer import EarlyAnswer
+from harness.pipeline.early_answer import EarlyAnswer, EarlyAnswers
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
+from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
+from harness.selection.paired_timing import PairedComparison, run_comparison
+from harness.timing.turn_log import TurnEvent
 
 YAML = """
 experiment: early
@@ -36,7 +40,20 @@ def experiment(folder: Path, more: str = "") -> Experiment:
     return parse_experiment(YAML.format(model=builder.save(folder / "net.onnx")) + more, "test", folder)
 
 
-def test_the_first_answer_follows_the_initial_design_and_later_ones_are_better(tmp_path: Path) -> None:
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which each comparison of an early answer appends the digest of its row."""
+    digests: list[str] = []
+
+    def record(comparison: PairedComparison, *arguments: Any) -> tuple[TurnEvent, ...]:
+        digests.extend(row.name for row in comparison.rows)
+        return run_comparison(comparison, *arguments)
+
+    monkeypatch.setattr("harness.pipeline.early_answer.run_comparison", record)
+    return digests
+
+
+def test_the_first_answer_precedes_the_search_and_later_ones_are_better(tmp_path: Path, compared: list[str]) -> None:
     answers: list[EarlyAnswer] = []
     files: list[bytes] = []
 
@@ -45,7 +62,9 @@ def test_the_first_answer_follows_the_initial_design_and_later_ones_are_better(t
         files.append(answer.file.read_bytes())
 
     run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=keep)
-    assert answers[0].evaluations == 2
+    assert answers[0].evaluations == 0
+    assert answers[0].digest not in compared, "it was timed with the noise floor"
+    assert {answer.digest for answer in answers[1:]} <= set(compared)
     speedups = [answer.speedup for answer in answers]
     assert speedups == sorted(speedups)
     assert speedups[0] > 1.05
@@ -54,6 +73,23 @@ def test_the_first_answer_follows_the_initial_design_and_later_ones_are_better(t
         assert answer.pairs > 0
         assert any(node.op_type == "QuantizeLinear" for node in made.graph.node)
         assert answer.summary.rows[answer.digest].verdict == "faster"
+        assert set(answer.summary.rows) == {answer.digest, "float"}
+    (floor,) = (tmp_path / "out").glob("*/noise_floor.json")
+    assert {event["row"] for event in read_json(floor)["events"]} == {"float", "A/A twin"}
+
+
+def test_under_a_bound_the_first_answer_follows_its_score(
+    tmp_path: Path, compared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[EarlyAnswer] = []
+
+    def bounded(*arguments: Any, **options: Any) -> EarlyAnswers:
+        return EarlyAnswers(*arguments, **{**options, "metric": "top1"})
+
+    monkeypatch.setattr("harness.pipeline.runner.EarlyAnswers", bounded)
+    run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    assert answers[0].evaluations == 2
+    assert answers[0].digest not in compared
 
 
 def test_an_interrupted_run_keeps_the_confirmed_file(

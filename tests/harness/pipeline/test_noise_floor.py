@@ -55,7 +55,7 @@ def noise_floor(
     worker = WorkerSpec(benchmarkers={"main": use}, workdir=model.parent / "work")
     facts = {**FACTS, "version": version}
     opened = partial(open_engines, limits=experiment.limits)
-    return measure_noise_floor(opened, worker, model, facts, model.parent, observer), observer.said
+    return measure_noise_floor(opened, worker, model, facts, model.parent, observer)[0], observer.said
 
 
 def test_a_disturbed_floor_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

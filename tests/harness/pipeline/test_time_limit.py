@@ -28,7 +28,7 @@ budget: {evaluations: [60], task_minutes: 0.00001}
 """
 
 
-def limit(spent_s: float, floor_s: float = 18.0) -> TimeLimit:
+def limit(spent_s: float, floor_s: float = 12.0) -> TimeLimit:
     clock: Any = SimpleNamespace(elapsed_s=spent_s, seconds_of=lambda phase: floor_s)
     return TimeLimit(seconds=300.0, clock=clock)
 
@@ -42,7 +42,7 @@ def test_searches_share_the_first_half_and_recovery_ends_before_the_confirmation
 
 def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
     whole = Confirmation(builds=5, rounds=20)
-    assert limit(200).shorten(whole, rows=2) == whole, "18 s / 36 turns / 2 rows, so 3 rows x 100 turns take 75 s"
+    assert limit(200).shorten(whole, rows=2) == whole, "12 s / 24 turns / 2 rows, so 3 rows x 100 turns take 75 s"
     shorter = limit(270).shorten(whole, rows=2)
     assert (shorter.builds, shorter.rounds) == (3, 13)
     assert limit(400).shorten(whole, rows=2, begun=shorter) == shorter, "another plan would start anew"
@@ -51,7 +51,7 @@ def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
 
 
 def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Any = SimpleNamespace(seconds_of=lambda phase: 72.0)  # 1 s a turn
+    clock: Any = SimpleNamespace(seconds_of=lambda phase: 48.0)  # 1 s a turn
     later_s = seconds_after_searches(clock, Confirmation(builds=3, rounds=2, candidates=4), baselines=2, searches=1)
     assert later_s == 8 * 6 + 24 * 4 + 5 * 6, "race of 4 and 2 candidates, then 3 rows and 2 builds of the float model"
     left = TimeLeft(evaluations=10, replayed=4, later_s=later_s, since_s=0.0)

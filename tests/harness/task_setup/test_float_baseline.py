@@ -7,7 +7,7 @@ import pytest
 from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
 from harness.progress import NullProgress
-from harness.results_dir.io import write_json
+from harness.results_dir.io import read_json, write_json
 from harness.task_setup.float_baseline import select_float_baseline
 from harness.timing.workers.sandbox import open_engines
 
@@ -42,6 +42,18 @@ def test_the_faster_one_is_the_baseline_and_stays_it(choose, tmp_path):
     written = (tmp_path / "task" / "float.json").read_bytes()
     assert choose() == first
     assert (tmp_path / "task" / "float.json").read_bytes() == written
+
+
+@pytest.mark.parametrize(("f32_ms", "builds"), [(10.0, 1), (5.2, 3)])
+def test_a_clear_difference_needs_one_build(choose, tmp_path, monkeypatch, f32_ms, builds):
+    import plug_in_with_two
+
+    offered = {"f32": {"base_ms": f32_ms, "noise": 0.001}, "bf16": {"base_ms": 5.0, "noise": 0.001}}
+    monkeypatch.setattr(plug_in_with_two.Two, "offered", offered)
+    choose()
+    record = read_json(tmp_path / "task" / "float.json")
+    assert record["fastest"] == "bf16"
+    assert {event["build"] for event in record["events"]} == set(range(builds))
 
 
 def test_the_choice_for_another_model_is_refused(choose, tmp_path):
