@@ -88,7 +88,7 @@ def show_report(
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
-    from harness.report.tables.summary import summary_table
+    from harness.report.tables.overview import summary_table
     from harness.terminal_progress import TerminalProgress
 
     folder, task_plots = short_path(folder), False if ship else task_plots

@@ -22,8 +22,7 @@ from harness.report.load.results import Results, TaskResults
 from harness.report.load.results import load as load_results
 from harness.report.load.task_files import GRAPH_FILE, exported, read_graph, sizes_of, write_graph
 from harness.report.page.index_page import render_index
-from harness.report.plots.plot_cache import PlotCache
-from harness.report.plots.plot_files import draw_plots
+from harness.report.plots.plot_files import PlotCache, draw_plots
 from harness.report.report_table import ReportTable, drop_repeated_lines, render_plain_text, write_table
 from harness.report.tables.budget import budget_frame, target_frame
 from harness.report.tables.catalog import build_tables
@@ -178,7 +177,7 @@ def _update_graphs(tasks: Sequence[TaskResults], observer: Observer) -> None:
         for task in tasks:
             known = sizes_of(task)
             if any(name not in known and exported(task, row).exists() for name, row in task.rows.items()):
-                from harness.report.page.graph_snapshots import load_task_graph  # imports ONNX
+                from harness.report.page.graph_layout import load_task_graph  # imports ONNX
 
                 graph = load_task_graph(task)
                 if graph is not None:

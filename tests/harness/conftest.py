@@ -34,7 +34,7 @@ def without_pdf(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plots without PDF, whose fonts take longer than the other formats, unless the module has ALL_FORMATS."""
     with pytest.MonkeyPatch.context() as patch:
         if not getattr(request.module, "ALL_FORMATS", False):
-            for module in ("plot_cache", "result_plots"):
+            for module in ("plot_files", "result_plots"):
                 patch.setattr(f"harness.report.plots.{module}.PLOT_FILE_FORMATS", ("png", "svg"))
         yield
 

@@ -10,8 +10,8 @@ from typing import Any
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy, drop_estimate
 from harness.errors import UserError
 from harness.records import Failed, from_json
-from harness.report.load.record_schemas import RecoveryRecord, validate_record
 from harness.report.load.stored_experiment import (
+    RecoveryRecord,
     StoredExperiment,
     read_builds,
     read_environment,
@@ -19,6 +19,7 @@ from harness.report.load.stored_experiment import (
     read_or_explain,
     read_stored_experiment,
     read_task_facts,
+    validate_record,
 )
 from harness.results_dir.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists, recovered_row
 from harness.results_dir.io import read_json

@@ -1,6 +1,7 @@
 """Reader of the stored experiment, and of the facts and scores of its tasks.
 
-Keys are not validated: results stay readable after a key of experiments was renamed or dropped.
+Keys of the experiment are not validated: results stay readable after one was renamed or dropped. Those of the tasks'
+JSON files that a report reads are: the files may come from a stranger, with right checksums.
 """
 
 from __future__ import annotations
@@ -10,18 +11,129 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.accuracy.metrics.intervals import check_consistency, decode_accuracy
 from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
-from harness.records import SCHEMA_VERSION
-from harness.report.load.record_schemas import Environment, TaskFacts, validate_record
+from harness.records import SCHEMA_VERSION, first_problem
 from harness.results_dir.io import read_json, read_limited
 from harness.results_dir.lines import has_lines, read_lines
 from harness.verification.accuracy_store import read_scores
+
+
+class _ReportedRecord(BaseModel):
+    """JSON object; keys that no report reads are not checked."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Backend(_ReportedRecord):
+    name: str
+    device: str | None = None
+    dialect: str = ""
+    options: dict[str, Any] = {}
+    float_params: dict[str, dict[str, Any]] = {}
+    note: str = ""
+
+
+class TaskFacts(_ReportedRecord):
+    """Facts of a task, `task.json`."""
+
+    model: str
+    precision: str
+    calibrated_on: str
+    backend: _Backend
+    goal: dict[str, Any]
+    metric: str | None = None
+    higher_is_better: bool = True
+    inputs: dict[str, list[Any]] = {}
+    calibration: dict[str, Any] = {}
+    calibration_remarks: list[str] = []
+    cache_remarks: list[str] = []
+    tool_methods: dict[str, str] = {}
+
+
+class _Processor(_ReportedRecord):
+    model: str | None = None
+    flags: list[str] = []
+
+
+class Environment(_ReportedRecord):
+    """Environment of a task, `env.json`."""
+
+    cpu: _Processor = _Processor()
+    packages: dict[str, str | None] = {}
+    limits: dict[str, Any] = {}
+    gpus: list[dict[str, Any]] = []
+    git_commit: str | None = None
+
+
+class _Step(_ReportedRecord):
+    step: str
+    before_db: float
+    after_db: float | None
+    kept: bool
+
+    @model_validator(mode="after")
+    def _require_gain(self) -> Self:
+        if self.kept and self.after_db is None:
+            raise ValueError("a step that is kept without after_db")
+        return self
+
+
+class _FloatGroup(_ReportedRecord):
+    nodes: list[str] = Field(min_length=1)
+    alone_db: float
+    at_outputs: bool = False
+
+
+class _FloatNode(_ReportedRecord):
+    """Node of a record before groups of nodes were left float."""
+
+    node: str
+    gain_db: float
+
+
+class _RecoveredPlacement(_ReportedRecord):
+    within: bool
+    label: str = ""
+    sha256: str = ""
+    seconds: float = 0.0
+    steps: list[_Step] = []
+    left_float: list[_FloatGroup | _FloatNode] = []
+    loss: float | None = None
+    loss_before: float | None = None
+
+    @model_validator(mode="after")
+    def _require_description(self) -> Self:
+        if self.loss is not None and not {"label", "sha256", "steps"} <= self.model_fields_set:
+            raise ValueError("label, sha256 or steps is missing")
+        return self
+
+
+class RecoveryRecord(_ReportedRecord):
+    """Recovered placements of a task by digest, `recovery.json`."""
+
+    placements: dict[str, _RecoveredPlacement]
+    estimated_losses: dict[str, float | None] = {}
+
+
+def validate_record(schema: type[BaseModel], body: Mapping[str, Any]) -> None:
+    """Check a decoded JSON object.
+
+    Raises:
+        ValueError: A key that reports read is missing, or has another type.
+    """
+    try:
+        schema.model_validate(dict(body))
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from error
+
 
 T = TypeVar("T")
 REPAIR_HINT = "move it away and repeat qdq run, which makes it again, or restore it"

@@ -1,4 +1,4 @@
-"""Layout of a model's graph: positions and colours of regions and nodes, and facts for the page's script.
+"""Graph of each task: layout of regions and nodes, and the quantized edges of its rows.
 
 The layout is layered by region: consumers are below producers, a region is a box around its parts, and a stack that
 would be far taller than wide continues in the next column. `assets/graph.js` draws it.
@@ -6,15 +6,26 @@ would be far taller than wide continues in the next column. `assets/graph.js` dr
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.config.plan import quantized_precisions
+from harness.errors import UserError
+from harness.graph.io.files import model_files
+from harness.graph.load import load
 from harness.graph.model import Model
-from harness.graph.partition.patterns import Pattern
-from harness.graph.partition.regions import Region, RegionType
+from harness.graph.partition.patterns import Pattern, find_patterns
+from harness.graph.partition.regions import Region, RegionType, discover_regions
+from harness.graph.qdq.import_placement import import_placement
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import BUILTIN_DIALECTS
+from harness.report.load.results import TaskResults
+from harness.report.load.task_files import exported, read_graph
 from harness.report.page.html_document import render_html
+from harness.results_dir.artifacts import FLOAT_ROW
 from search.space import Dimension, Edge
 
 NODE_HEIGHT_PX = 20
@@ -254,3 +265,55 @@ def _place_boxes(box: _Box, left: float, top: float, nodes: list[list[Any]], box
                 nodes[part.number] = [round(v) for v in (x + part.x, y + part.y, part.width)]
             else:
                 todo.append((part, x + part.x, y + part.y))
+
+
+logger = logging.getLogger(__name__)
+
+
+def load_task_graph(task: TaskResults) -> dict[str, Any] | None:
+    """Return `scene` (see `build_scene`), and by row id the quantized edges (`marks`) and file sizes (`bytes`).
+
+    They come from the exported files, else from `graph.json` without rows whose file changed; None without either.
+    """
+    kept = read_graph(task)
+    row = task.rows.get(FLOAT_ROW)
+    path = None if row is None else exported(task, row)
+    if path is None or not path.exists():
+        return kept
+    model = load(path, source=str(task.facts.get("source", task.facts["model"])))
+    root = discover_regions(model)
+    scene = build_scene(model, root, find_patterns(model, root), _task_dimensions(task, model, root))
+    same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
+    before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
+    files = {row.id: exported(task, row) for row in task.rows.values() if exported(task, row).exists()}
+    sizes = {row: sum(part.stat().st_size for part in model_files(file)) for row, file in files.items()}
+    return {
+        "scene": scene,
+        "marks": {**before["marks"], **_marks_by_row(task, model)},
+        "bytes": {**before["bytes"], **sizes},
+    }
+
+
+def _task_dimensions(task: TaskResults, model: Model, root: Region) -> tuple[Dimension, ...]:
+    """Return the insertion points of the task's dialect, if it is built in: a report imports no plug-in."""
+    name = str(task.facts.get("dialect_use"))
+    dialect = BUILTIN_DIALECTS.get(name)
+    if dialect is None:
+        logger.warning("%s: no insertion points on the page: %s is not a dialect of qdq-bench", task.name, name)
+        return ()
+    precisions = quantized_precisions(str(task.facts["precision"]))
+    return build_space(model, dialect, precisions=precisions, root=root).dimensions
+
+
+def _marks_by_row(task: TaskResults, model: Model) -> Mapping[str, list[list[Any]]]:
+    found: dict[str, list[list[Any]]] = {}
+    for row in task.rows.values():
+        path = exported(task, row)
+        if not row.pairs:
+            found[row.id] = []
+        elif path.exists():
+            try:
+                found[row.id] = edge_marks(model, import_placement(path, model))
+            except UserError as error:
+                logger.warning("%s: the Q/DQ edges of %s are not drawn: %s", task.name, row.id, error)
+    return found

@@ -28,7 +28,7 @@ from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import PartEffect, read_attributions
 from harness.report.page.html_document import pack_json, render_html
 from harness.report.page.interactive_charts import build_charts
-from harness.report.plots.plot_cache import PlotFile
+from harness.report.plots.plot_files import PlotFile
 from harness.report.report_table import ReportTable, format_interval, table_json
 from harness.report.tables.budget import budget_frame
 from harness.report.tables.notes import noise_note, partial_note, progress_note
@@ -58,7 +58,7 @@ def render_index(
 
     Args:
         tables: Tables in order, the first one open.
-        read_graph: Returns the graph of a task, see `harness.report.page.graph_snapshots.load_task_graph`, or None.
+        read_graph: Returns the graph of a task, see `harness.report.page.graph_layout.load_task_graph`, or None.
         pictures: Plots that are shown as images.
     """
     main = main_frame(results)

@@ -19,7 +19,6 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, MaxNLocator
 
 from harness.report.frames.curves import pareto_front
-from harness.report.plots.plot_cache import PLOT_FILE_FORMATS
 from harness.statistics import median_ci
 from harness.text import printable_lines
 
@@ -28,6 +27,7 @@ SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E
 SERIES_LINES = ("-", "--", "-.", ":")
 SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
+PLOT_FILE_FORMATS = ("png", "svg", "pdf")
 PLOT_METADATA: Mapping[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 PNG_DPI, MAX_PNG_HEIGHT_PX = 200, 4000  # four bytes a pixel are in memory, more than once
 MAX_CURVE_STEPS = 2000  # more than a plot has dots across

@@ -12,7 +12,7 @@ from harness.report.report_table import ReportTable
 from harness.report.table_spec import TableSpec
 from harness.report.tables.budget import BUDGET, TARGETS, budget_frame, target_frame
 from harness.report.tables.cost import COST, VARIANCE, cost_table
-from harness.report.tables.decision import DECISION, decision_table
+from harness.report.tables.decision import DECISION, SHAPES, decision_table, shape_table
 from harness.report.tables.main import FINALISTS, MAIN, PRECISION, finalist_table, main_table, precision_table
 from harness.report.tables.notes import (
     backend_notes,
@@ -26,7 +26,6 @@ from harness.report.tables.notes import (
 from harness.report.tables.overview import OVERVIEW, overview_frame, overview_table
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
 from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
-from harness.report.tables.shapes import SHAPES, shape_table
 from harness.report.tables.tools import FASTEST, TOOLS, fastest_frame, tool_table
 from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
 

@@ -12,7 +12,7 @@ from harness.accuracy.metrics.average_precision import map_facts
 from harness.accuracy.metrics.box_matching import match_boxes
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy
-from harness.report.class_losses import worst_class
+from harness.report.accuracy_notes import worst_class
 
 
 def accuracy(kind: str, facts: dict[str, Any], metric: str) -> Accuracy:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
-from harness.report.plots.plot_cache import PLOT_FILE_FORMATS, PlotCache
+from harness.report.plots.plot_files import PLOT_FILE_FORMATS, PlotCache
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import describe_files, list_files
 

@@ -6,7 +6,7 @@ import pytest
 from small_results import TASK, edit_json
 
 from harness.report.load.results import load
-from harness.report.page.graph_snapshots import load_task_graph
+from harness.report.page.graph_layout import load_task_graph
 
 
 def points(folder) -> int:

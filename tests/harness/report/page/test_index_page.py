@@ -10,7 +10,7 @@ from stored import read_records, replace_text, write_records
 
 from harness.report.load.results import load
 from harness.report.load.task_files import AttributionReport, PartEffect, write_attribution
-from harness.report.page.graph_snapshots import load_task_graph
+from harness.report.page.graph_layout import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.render import write_report
 from harness.report.tables.catalog import build_tables

@@ -14,7 +14,7 @@ from harness.api import Layer
 from harness.records import Proposal, TrialResult
 from harness.report.frames.curves import hypervolume_frame
 from harness.report.load.results import load
-from harness.report.page.graph_snapshots import load_task_graph
+from harness.report.page.graph_layout import load_task_graph
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_plots
 from harness.report.render import write_report, write_tables
@@ -297,7 +297,7 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
 
 
 def test_graphs_are_read_again_only_if_a_model_is_another(with_models, monkeypatch):
-    module = importlib.import_module("harness.report.page.graph_snapshots")
+    module = importlib.import_module("harness.report.page.graph_layout")
     read = []
     monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
     write_report(with_models)
