@@ -314,7 +314,7 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
 def _check_folder(folder: Path, *, as_json: bool) -> int:
     """Print the damaged files of a results folder, and return the exit status."""
     from harness.results_dir.deploy_folder import SHIP_FOLDER, check_bundle
-    from harness.results_dir.integrity import check_results
+    from harness.results_dir.manifest import check_results
 
     found = check_results(folder)
     bundles = sorted(path for path in folder.glob(f"{SHIP_FOLDER}/*") if path.is_dir())

@@ -57,7 +57,7 @@ def sensitivity(
 
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """
-    from harness.analysis.sensitivity_report import sensitivity_report
+    from harness.analysis.reports import sensitivity_report
     from harness.terminal_progress import TerminalProgress
 
     made = study_of(model, backend, param, shape, dim, precision=precision)
@@ -322,7 +322,7 @@ def noise(
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
     from harness.analysis.noise import NestedDesign
-    from harness.analysis.noise_report import noise_report
+    from harness.analysis.reports import noise_report
     from harness.task_setup.study_task import study_name
     from harness.terminal_progress import TerminalProgress
 

@@ -18,8 +18,14 @@ from harness.config.initial import PTQ_TOOLS
 from harness.config.plan import plan_tasks
 from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import UserError
-from harness.explain.ablation import AblationTimer, AblationTiming, backward_elimination, quantized, without
-from harness.explain.accuracy_ablation import AccuracyAblation
+from harness.explain.ablation import (
+    AblationTimer,
+    AblationTiming,
+    AccuracyAblation,
+    backward_elimination,
+    quantized,
+    without,
+)
 from harness.explain.layers import iter_edge_fusions, read_layers
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions

@@ -35,10 +35,9 @@ from harness.runtimes.cuda.timing import GpuTimer
 from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET, TARGETS, compile_file
 from harness.runtimes.tensorrt.builder import build_plan, load_engine
 from harness.runtimes.tensorrt.inspection import profile_layers
-from harness.runtimes.tensorrt.library import open_library
+from harness.runtimes.tensorrt.library import TimingCache, open_library
 from harness.runtimes.tensorrt.options import BuildOptions
 from harness.runtimes.tensorrt.session import LoadedEngine
-from harness.runtimes.tensorrt.timing_cache import TimingCache
 from search.heuristics import HEURISTIC_RULES
 
 TIMER_BYTES = (2**26, 2**30)

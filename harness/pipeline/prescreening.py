@@ -17,8 +17,7 @@ from harness.errors import CandidateError
 from harness.records import Failed, Measured, Outcome
 from harness.results_dir.fingerprint import facts_digest
 from harness.results_dir.journal import JournalEntry
-from harness.runtimes.rtx_compile.compiler import compile_file
-from harness.runtimes.rtx_compile.layer_log import Kernel
+from harness.runtimes.rtx_compile.compiler import Kernel, compile_file
 from harness.statistics import Interval
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.trial_pool import TrialFn

@@ -41,7 +41,7 @@ from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.results_dir.journal import read_journal
 from harness.search_loop.journal_reader import Evaluation, iter_evaluations
 from harness.search_loop.objective import PREDICTED_METRIC, Goal, is_feasible
-from harness.selection.loss_estimate import MeasuredLoss, estimate_losses
+from harness.selection.cross_fitting import MeasuredLoss, estimate_losses
 from harness.statistics import stderr_from_interval
 from harness.task_setup.methods import WarmStartModel, is_external_searcher
 from harness.task_setup.placed_models import RECOVERY_STEPS, ModelPlacer, list_choices, open_placer
@@ -68,7 +68,7 @@ class Recovery:
     Attributes:
         models: Models within the bound on the images of the search, by the name of the search.
         losses: Estimated loss of the metric by row, for recovered models and for their placements without recovery; see
-            `harness.selection.loss_estimate`.
+            `harness.selection.cross_fitting`.
     """
 
     models: Mapping[str, tuple[WarmStartModel, ...]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.graph.io.files import copy_model
-from harness.graph.qdq.more_edges import write_with_edges
+from harness.graph.qdq.reduce_model import write_with_edges
 from harness.progress import Observer
 from harness.shipping.bundle import generated_script
 from harness.shipping.runtime_comparison import RUNS, run_in_turns, run_script_in

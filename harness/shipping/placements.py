@@ -19,9 +19,8 @@ from harness.config.yaml_loader import dump_yaml
 from harness.errors import UserError, suggest_names
 from harness.graph.io.files import move_model
 from harness.graph.load import save_to_folder
-from harness.graph.qdq.import_placement import compare_import
+from harness.graph.qdq.import_placement import compare_import, transfer_placement
 from harness.graph.qdq.space import build_space
-from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.graph.rules.points import explain_no_points
 from harness.paths import resolve_path

@@ -19,10 +19,9 @@ from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
-from harness.graph.qdq.import_placement import import_placement, import_ranges
+from harness.graph.qdq.import_placement import import_placement, import_ranges, transfer_placement
 from harness.graph.qdq.latency_predictor import propose_fast_placements, runtime_key
 from harness.graph.qdq.qdq_graph import QDQ_OPS, count_pairs, read_qdq_graph
-from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.paths import resolve_path
 from harness.progress import Observer

@@ -14,8 +14,7 @@ from harness.api import Capabilities
 from harness.errors import UserError
 from harness.runtimes.cuda.device import CudaRuntime, Device
 from harness.runtimes.tensorrt import benchmarker as tensorrt
-from harness.runtimes.tensorrt.library import open_library
-from harness.runtimes.tensorrt.timing_cache import TimingCache
+from harness.runtimes.tensorrt.library import TimingCache, open_library
 from harness.runtimes.trtexec import benchmarker as trtexec
 from harness.runtimes.trtexec.flags import find_trtexec
 

@@ -72,10 +72,9 @@ from harness.progress import NullProgress
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load as load_results
 from harness.results_dir.deploy_folder import read_bundle
-from harness.results_dir.integrity import check_results
 from harness.results_dir.io import add_checksum, remove_checksum, write_json
 from harness.results_dir.journal import read_journal
-from harness.results_dir.manifest import close_results, complete_task, describe_files
+from harness.results_dir.manifest import check_results, close_results, complete_task, describe_files
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.shipping.bundle import generated_script
 from harness.studies.path_cache import PathCache, SearchPath, write_part

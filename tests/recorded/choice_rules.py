@@ -24,7 +24,7 @@ from harness.accuracy.metrics.intervals import recompute_metric
 from harness.accuracy.recovery.pipeline import create_steps, recover, split_held_out
 from harness.api import Accuracy
 from harness.progress import NullProgress
-from harness.selection.loss_estimate import MeasuredLoss, estimate_losses
+from harness.selection.cross_fitting import MeasuredLoss, estimate_losses
 from harness.task_setup.accuracy import make_scoring
 from harness.task_setup.model_loader import input_types
 from harness.task_setup.placed_models import RECOVERY_STEPS, list_choices, open_placer

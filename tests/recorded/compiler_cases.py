@@ -18,8 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.explain.compiled import CompiledReport, explain_compilation
-from harness.explain.kernel_reader import GENERATED_KINDS
+from harness.explain.compiled import GENERATED_KINDS, CompiledReport, explain_compilation
 from harness.runtimes.rtx_compile.compiler import compile_file
 
 FILE = Path(__file__).with_name("compiler_verdicts.csv")

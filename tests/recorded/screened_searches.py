@@ -19,8 +19,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.pipeline.prescreening import kernels_digest
 from harness.registry import create_plugin
-from harness.runtimes.rtx_compile.compiler import compile_file
-from harness.runtimes.rtx_compile.layer_log import Kernel
+from harness.runtimes.rtx_compile.compiler import Kernel, compile_file
 from search.api import Failure, Observation, Score
 from search.heuristics import HEURISTIC_RULES
 

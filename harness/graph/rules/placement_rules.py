@@ -13,10 +13,9 @@ from functools import partial
 from typing import NamedTuple
 
 from harness.graph.model import Model, Node, TensorType
-from harness.graph.rules.convolution_fusion import follows_convolution, is_fusible_operand
+from harness.graph.rules.agreements import find_joint_inputs, is_float
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.generated_kernels import find_inner_tensors
-from harness.graph.rules.joint_inputs import find_joint_inputs, is_float
+from harness.graph.rules.kernel_fusion import find_inner_tensors, follows_convolution, is_fusible_operand
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS
 from harness.graph.rules.precision_sensitive import (
     find_parameter_inputs,

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.graph.model import Model, Node
+from harness.graph.rules.agreements import jointly_quantized_inputs
 from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.joint_inputs import jointly_quantized_inputs
 from harness.graph.rules.operator_sets import (
     ACTIVATION_OPS,
     MOVEMENT_OPS,

@@ -17,10 +17,9 @@ from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_d
 from harness.runtimes.cuda.timing import flush_bytes
 from harness.runtimes.tensorrt.builder import SerializedEngine, build_plan, load_engine
 from harness.runtimes.tensorrt.inspection import profile_layers
-from harness.runtimes.tensorrt.library import TensorRTLibrary, open_library
+from harness.runtimes.tensorrt.library import CachePolicy, TensorRTLibrary, TimingCache, open_library, timing_cache_path
 from harness.runtimes.tensorrt.options import Precision, Typing, read_options
 from harness.runtimes.tensorrt.session import EngineProbe, LoadedEngine
-from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, timing_cache_path
 
 ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
 PROFILED_RUNS = 50
@@ -47,7 +46,7 @@ class TensorRTBenchmarker:
         profiles: Shapes of dynamic inputs, `{NAME: {min: 1x3x224x224, opt: ..., max: ...}}`; timed at opt.
         workspace_gb: Scratch memory that kernels may take, in units of 10^9 bytes; None: all there is.
         optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default.
-        timing_cache: Policy, see `harness.runtimes.tensorrt.timing_cache`.
+        timing_cache: Policy, see `harness.runtimes.tensorrt.library`.
         timing_cache_file: Its file; by default one for each TensorRT and kind of GPU in the cache folder.
         cuda_graph: Time the engine as a CUDA graph, without the host's work between kernels.
         cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.

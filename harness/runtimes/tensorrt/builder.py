@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import BuildFailed
-from harness.runtimes.tensorrt.library import TensorRTLibrary
+from harness.runtimes.tensorrt.library import TensorRTLibrary, TimingCache
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile
-from harness.runtimes.tensorrt.timing_cache import TimingCache
 
 TIMING_RUNS_PER_TACTIC = 8
 """Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""

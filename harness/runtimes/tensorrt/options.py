@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.runtimes.cuda.device import Device
-from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
+from harness.runtimes.tensorrt.library import POLICIES, STRONG_TYPING_ONLY_MAJOR, CachePolicy
 from harness.runtimes.tensorrt.model_checks import (
     Structure,
     cast_model,
@@ -22,7 +22,6 @@ from harness.runtimes.tensorrt.model_checks import (
     read_input_shapes,
     read_structure,
 )
-from harness.runtimes.tensorrt.timing_cache import POLICIES, CachePolicy
 
 Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(normalize_float_precision)]
 Typing = Literal["strong", "weak"]
@@ -67,7 +66,7 @@ class BuildOptions:
         workspace_bytes: Scratch memory that kernels may take; None: all of the device's.
         optimization_level: 0 to 5; None: TensorRT's default (3).
         profiles: By input that is dynamic.
-        timing_cache: See `harness.runtimes.tensorrt.timing_cache`.
+        timing_cache: See `harness.runtimes.tensorrt.library`.
         detailed: Record every layer for inspection; not for engines that are timed.
     """
 

@@ -19,10 +19,9 @@ from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
 from harness.paths import cache_dir
 from harness.runtimes.cuda.device import Device, open_device
 from harness.runtimes.tensorrt.inspection import read_layers
-from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
+from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR, CachePolicy, timing_cache_path
 from harness.runtimes.tensorrt.model_checks import read_io_dtypes
 from harness.runtimes.tensorrt.options import Precision, ShapeProfile, Typing, read_options
-from harness.runtimes.tensorrt.timing_cache import CachePolicy, timing_cache_path
 from harness.runtimes.trtexec.flags import (
     build_flags,
     check_extra_flags,

@@ -14,9 +14,8 @@ import pytest
 
 from harness.accuracy.calibration import ptq
 from harness.accuracy.calibration.ptq import MetricRequest, quantize
-from harness.accuracy.tools import catalog, environments
-from harness.accuracy.tools.catalog import TOOLS, PtqTool, unavailable_reason
-from harness.accuracy.tools.environments import environment_python, install_environment
+from harness.accuracy.tools import catalog
+from harness.accuracy.tools.catalog import TOOLS, PtqTool, environment_python, install_environment, unavailable_reason
 from harness.api import Candidate
 from harness.config.sections import PluginSpec
 from harness.errors import BuildFailed, UserError
@@ -116,10 +115,8 @@ def test_an_environment_is_made_once_and_a_failure_leaves_none(tmp_path: Path, m
         called.append([str(part) for part in command])
         return SimpleNamespace(returncode=status)
 
-    monkeypatch.setattr(
-        environments, "venv", SimpleNamespace(create=lambda folder, with_pip: folder.mkdir(parents=True))
-    )
-    monkeypatch.setattr(environments, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(catalog, "venv", SimpleNamespace(create=lambda folder, with_pip: folder.mkdir(parents=True)))
+    monkeypatch.setattr(catalog, "subprocess", SimpleNamespace(run=run))
     with pytest.raises(UserError, match="pip"):
         install_environment("quark", "https://example.org/whl")
     assert environment_python("quark") is None

@@ -16,8 +16,7 @@ from harness.cli.main import main
 from harness.explain.compiled import CompiledReport, explain_compilation
 from harness.explain.model_report import compare_reports
 from harness.runtimes.rtx_compile import plugin
-from harness.runtimes.rtx_compile.compiler import Compilation, Refusal
-from harness.runtimes.rtx_compile.layer_log import Kernel, KernelTensor
+from harness.runtimes.rtx_compile.compiler import Compilation, Kernel, KernelTensor, Refusal
 
 MATMUL = Case(operator="MatMul", pairs=(INT8, INT8), behind="relu+pair")
 PAIRS = ("QuantizeLinear_0", "QuantizeLinear_1")

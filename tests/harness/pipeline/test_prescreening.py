@@ -24,8 +24,7 @@ from harness.progress import NullProgress
 from harness.records import Failed, Measured, Outcome
 from harness.results_dir.journal import JournalEntry, read_journal
 from harness.results_dir.lines import read_lines
-from harness.runtimes.rtx_compile.compiler import Compilation, Refusal
-from harness.runtimes.rtx_compile.layer_log import Kernel, KernelTensor
+from harness.runtimes.rtx_compile.compiler import Compilation, Kernel, KernelTensor, Refusal
 from harness.task_setup import preflight
 from harness.task_setup.preflight import check_experiment
 

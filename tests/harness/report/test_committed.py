@@ -10,7 +10,7 @@ from digests import table_digest
 
 from harness.report.load.results import load
 from harness.report.render import write_tables
-from harness.results_dir.integrity import check_results
+from harness.results_dir.manifest import check_results
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("*/experiment.yaml"))

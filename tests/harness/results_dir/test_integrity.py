@@ -24,10 +24,9 @@ from harness.report.render import current_report, report_text, write_report
 from harness.report.tables.catalog import build_tables
 from harness.results_dir import lines
 from harness.results_dir.artifacts import read_finalists
-from harness.results_dir.integrity import check_results
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
-from harness.results_dir.manifest import MANIFEST_FILE, find_changed_files, read_manifest
+from harness.results_dir.manifest import MANIFEST_FILE, check_results, find_changed_files, read_manifest
 from harness.results_dir.ownership import check_ownership
 
 EXPERIMENT = """

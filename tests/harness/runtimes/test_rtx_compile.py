@@ -14,7 +14,7 @@ from compiler_cases import FP8, INT8, Case, Pair, save
 from harness.cli.main import main
 from harness.errors import BuildFailed, UserError
 from harness.runtimes.rtx_compile import compiler
-from harness.runtimes.rtx_compile.layer_log import read_kernels
+from harness.runtimes.rtx_compile.compiler import read_kernels
 from harness.runtimes.rtx_compile.plugin import RTXCompiler
 
 INSTALLED = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the extra rtx")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.selection.loss_estimate import MeasuredLoss, estimate_losses
+from harness.selection.cross_fitting import MeasuredLoss, estimate_losses
 
 
 def files(losses: list[float], stderr: float, sqnr_db: list[float]) -> list[MeasuredLoss]:

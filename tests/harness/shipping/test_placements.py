@@ -20,11 +20,10 @@ from harness.errors import UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import compare_import, import_ranges
+from harness.graph.qdq.import_placement import compare_import, import_ranges, transfer_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs, read_qdq_graph
 from harness.graph.qdq.space import build_space
-from harness.graph.qdq.transfer_placement import transfer_placement
 from harness.graph.rules.dialects import OPENVINO
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results

@@ -8,7 +8,7 @@ from onnx_models import loaded
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import TENSORRT, TENSORRT_RTX
-from harness.graph.rules.generated_kernels import find_inner_tensors
+from harness.graph.rules.kernel_fusion import find_inner_tensors
 from harness.graph.rules.placement_rules import first_violated_rule
 
 

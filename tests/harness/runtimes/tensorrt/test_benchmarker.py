@@ -29,9 +29,8 @@ from harness.graph.rules.dialects import TENSORRT
 from harness.runtimes.cuda.device import open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 from harness.runtimes.tensorrt.builder import build_plan, load_engine
-from harness.runtimes.tensorrt.library import open_library
+from harness.runtimes.tensorrt.library import TimingCache, open_library
 from harness.runtimes.tensorrt.options import BuildOptions
-from harness.runtimes.tensorrt.timing_cache import TimingCache
 from search.space import Edge
 
 SHAPES_MAP = 0.882

@@ -1,0 +1,124 @@
+"""Operators that a runtime computes in one kernel, so that a pair between them rounds values and saves no traffic.
+
+With a convolution these are BatchNormalization, activation and residual Add. The compiler of TensorRT-RTX generates one
+kernel of everything between two products; where values only move, the operators behind decide. Measured on 1.7 with all
+points of nine models quantized: of 702 edges that this rule names 10 took effect, of 2145 others 2069.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from harness.graph.model import Model, Node
+from harness.graph.rules.agreements import passed_slot
+from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.operator_sets import (
+    ACTIVATION_OPS,
+    ARITHMETIC_OPS,
+    CONVOLUTION_OPS,
+    MOVEMENT_OPS,
+    NORMALIZATION_OPS,
+    SOFTMAX_OPS,
+)
+
+
+def follows_convolution(model: Model, dialect: Dialect, node: Node, tensor: str) -> bool:
+    """Return whether an input is between Conv, BatchNormalization and activation; x * sigmoid(x) is an activation."""
+    source = model.producer_node(tensor)
+    if source is None:
+        return False
+    is_gate = _is_gate(model, node)
+    residual = source.op == "Add" and any(_is_fused_convolution(model, dialect, name) for name in source.inputs)
+    if source.op in CONVOLUTION_OPS or source.op == "BatchNormalization" or residual:
+        return node.op in ACTIVATION_OPS or node.op == "BatchNormalization" or is_gate
+    if not (is_gate and source.op in ACTIVATION_OPS):
+        return False
+    others = (model.producer_node(name) for name in node.inputs if name != tensor)
+    return any(other is not None and other.op in CONVOLUTION_OPS for other in others)
+
+
+def _is_gate(model: Model, node: Node) -> bool:
+    """Return whether a node multiplies x by an activation of x."""
+    if node.op != "Mul" or len(node.inputs) != 2:
+        return False
+    makers = zip(map(model.producer_node, node.inputs), reversed(node.inputs), strict=True)
+    return any(maker and maker.op in ACTIVATION_OPS and maker.inputs[0] == other for maker, other in makers)
+
+
+def is_fusible_operand(model: Model, dialect: Dialect, node: Node, slot: int) -> bool:
+    """Return whether a convolution computes this operand of an Add for it alone; of two operands, the first.
+
+    Behind a MatMul both are legal: an Add of two tensors is no part of its kernel, and ModelOpt quantizes both.
+    """
+    if node.op != "Add":
+        return False
+    fusible = [_is_fused_convolution(model, dialect, name) for name in node.inputs]
+    return slot < len(fusible) and fusible[slot] and not any(fusible[:slot])
+
+
+def _is_fused_convolution(model: Model, dialect: Dialect, tensor: str) -> bool:
+    """Return whether a convolution, with its bias Add if it has one, computes a tensor for one reader alone."""
+    for _ in range(2):
+        node = model.producer_node(tensor)
+        if node is None or len(model.consumers.get(tensor, ())) != 1 or tensor in model.output_names:
+            return False
+        if node.op in dialect.linear_ops:
+            return node.op in CONVOLUTION_OPS
+        activations = [name for name in node.inputs if model.is_activation(name)]
+        if node.op != "Add" or len(activations) != 1:
+            return False
+        tensor = activations[0]
+    return False
+
+
+_GENERATED_OPS = (
+    ACTIVATION_OPS
+    | ARITHMETIC_OPS
+    | NORMALIZATION_OPS
+    | SOFTMAX_OPS
+    | {"Exp", "GlobalAveragePool", "ReduceMax", "ReduceMean", "ReduceSum"}
+)
+_EPILOGUE_SOURCES = frozenset({"Conv", "ConvTranspose", "Gemm"})
+"""Products whose result is written in float, for a generated kernel behind them."""
+_MOVING_OPS = MOVEMENT_OPS | {"Concat", "Dropout", "Identity"}
+
+
+def find_inner_tensors(model: Model) -> frozenset[str]:
+    """Return the tensors that are made and read inside one generated kernel."""
+    sources = _find_sources(model)
+    return frozenset(
+        tensor
+        for tensor, ends in _find_ends(model).items()
+        if tensor not in model.constants
+        and ends <= _GENERATED_OPS | {""}
+        and (
+            (source := sources.get(tensor, "")) in _GENERATED_OPS | _EPILOGUE_SOURCES | {""}
+            or (source == "MatMul" and ends == {"Add"})
+        )
+    )
+
+
+def _find_sources(model: Model) -> Mapping[str, str]:
+    """Return the operator that computes each tensor, in front of those that move it; none for an input."""
+    found: dict[str, str] = {}
+    for node in model.nodes:
+        slot = 0 if node.op in _MOVING_OPS and not node.opaque else passed_slot(model, node)
+        moved = slot is not None and node.op != "MaxPool" and node.inputs[slot] not in model.constants
+        for name in node.outputs:
+            found[name] = found.get(node.inputs[slot], "") if moved and slot is not None else node.op
+    return found
+
+
+def _find_ends(model: Model) -> Mapping[str, frozenset[str]]:
+    """Return the operators that read each tensor, behind those that only move it; "" for an output of the model."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in model.outputs:
+        found[name].add("")
+    for node in reversed(model.nodes):
+        moves = not node.opaque and node.op != "MaxPool"
+        moves &= node.op in _MOVING_OPS or passed_slot(model, node) is not None
+        ends = set().union(*(found[name] for name in node.outputs)) if moves else {node.op}
+        for name in {*node.inputs, *node.captures} - {""}:
+            found[name] |= ends
+    return {name: frozenset(ends) for name, ends in found.items()}
