@@ -46,7 +46,6 @@ def format_incumbent(best_ms: float, float_ms: float, *, interleaved: bool, is_f
     """Describe the incumbent of a search next to the float model.
 
     Args:
-        best_ms: Latency of the incumbent.
         float_ms: Latency of the float model on the same scale.
         interleaved: Candidates are timed in turns with the float model.
         is_float: The incumbent is the float model: a lower reading of it is noise and no gain.

@@ -25,9 +25,7 @@ def random_feeds(types: InputTypes, count: int, seed: int = 0) -> Iterator[dict[
     Floats are standard normal; integers and booleans are 0 or 1, which are valid token ids, masks and indices.
 
     Args:
-        types: Type and shape of each input.
         count: Number of feeds; feed i depends neither on the count nor on the order of the inputs.
-        seed: Seed of the generator.
 
     Raises:
         UserError: An input is neither numeric nor boolean, or too large.

@@ -206,7 +206,6 @@ def require_methods(label: str, made: object, methods: Sequence[str]) -> None:
 
     Args:
         label: Name of the object for messages.
-        made: The object.
         methods: Each with its arguments, for instance "ask(n)".
     """
     for method in methods:

@@ -39,8 +39,6 @@ def agreement_report(
 
     Args:
         study: Model, backend and evaluator.
-        placements: Number of random placements.
-        samples: Number of samples for agreement and SQNR.
         folder: Folder of `agreement.json` and scratch files.
         observer: Receiver of the progress.
 

@@ -121,7 +121,6 @@ def measure_noise(
 
     Args:
         open_engines: Function that opens engines in a fresh process.
-        candidate: The model.
         design: Numbers of processes, builds and readings.
         observer: Receiver of the progress.
 

@@ -36,7 +36,6 @@ def draw_layer_losses(before_db: Mapping[str, float], after_db: Mapping[str, flo
     Args:
         before_db: SQNR in dB by the name of the layer.
         after_db: SQNR in dB of the recovered model, by the name of the layer.
-        title: Title of the plot.
         path: PNG to write.
     """
     with figure_file(path, columns=(1,)) as (axes,):
@@ -54,8 +53,6 @@ def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Pat
 
     Args:
         latency_ms: Latencies as [process, build, reading].
-        found: Components of these readings.
-        title: Title of the plot.
         path: PNG to write.
     """
     processes, builds, readings = latency_ms.shape

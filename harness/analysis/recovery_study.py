@@ -108,7 +108,6 @@ def recovery_report(
 
     Args:
         study: Model, backend, calibration data and evaluator.
-        request: Placement and choices.
         folder: Folder of the written files.
         observer: Receiver of the progress.
 

@@ -32,7 +32,6 @@ class QuantizationUnit:
     """Dimensions that are quantized together, at one precision.
 
     Attributes:
-        name: Name of the pattern or of the dimension.
         role: Role of the dimension with the highest cost, see `search.space.Dimension`.
         dimensions: Indices of the dimensions in the space.
         edges: Number of edges that the dimensions quantize.

@@ -112,7 +112,6 @@ def study_of(
     """Return the study of a model or of an experiment file, from the options of a command.
 
     Args:
-        model: Model or experiment file.
         backend: Option `--backend`.
         param: Options `--param`.
         shape: Options `--shape`.

@@ -169,7 +169,6 @@ def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Calla
     """Return a command that checks its paths and has further options, which only run their callbacks.
 
     Args:
-        command: The command.
         options: Annotations of the options by parameter name.
     """
 

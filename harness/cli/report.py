@@ -79,7 +79,6 @@ def show_report(
     """Write the report of a results folder unless it is up to date; print answers, tables and next steps.
 
     Args:
-        folder: Results folder.
         task_plots: Whether the plots of each task are written; None: only for few tasks.
         ship: Whether this is the end of a run: the folder `ship` with the models to deploy is written, a summary
             replaces the tables, and no plots are written, because the page draws them from the data.

@@ -41,7 +41,6 @@ class RayWorkerHandle:
     """Worker as the driver sees it.
 
     Attributes:
-        actor: Its Ray handle.
         node: Name of its machine.
         environment: See `harness.timing.provenance.describe_environment`.
         load: Sum of `TASK_LOAD` and `SEARCH_LOAD` of the engines that are open on it.
@@ -61,7 +60,6 @@ class RayPool:
     """Workers on the cluster that Ray is connected to.
 
     Args:
-        count: Number of workers.
         resources: Resources that each worker reserves.
         known: Environment of the machine that the results were begun on; None: that of the first worker.
         observer: Receives messages about the workers.

@@ -139,7 +139,6 @@ def load_experiment(path: Path, base_dir: Path | None = None) -> Experiment:
     """Read and check an experiment file.
 
     Args:
-        path: The file.
         base_dir: Folder that relative paths in it start from; None: the folder of the file.
 
     Raises:

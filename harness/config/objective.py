@@ -106,9 +106,7 @@ def check_objective(objective: Objective, metric: str | None, model: str) -> Non
     """Raise `UserError` if a model's evaluator does not fit the objective.
 
     Args:
-        objective: The objective.
         metric: Metric of the evaluator; None: there is no evaluator.
-        model: Name of the model.
     """
     key = objective.drop_key
     if metric is None and objective.uses_accuracy:

@@ -177,7 +177,6 @@ class ShapeSetSpec(ConfigSection):
     Attributes:
         objective: "weighted": mean latency of a request, by the weights. "worst": latency relative to the float model's
             at the shape where that is largest.
-        shapes: The shapes.
     """
 
     objective: Literal["weighted", "worst"] = "weighted"

@@ -23,9 +23,6 @@ def to_user_error(
     """Return a `UserError` with one line for each mistake in a file.
 
     Args:
-        root: Model of the whole file.
-        source: Name of the file.
-        error: Error of the validation.
         extra_keys: Keys of the top level that are read before the validation.
     """
     found = error.errors()

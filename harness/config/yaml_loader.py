@@ -55,7 +55,6 @@ def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
     """Read the YAML text of an experiment and expand `matrix`.
 
     Args:
-        text: The text.
         source: Its name in messages.
 
     Raises:
@@ -68,7 +67,6 @@ def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
     """Read YAML text that is a mapping.
 
     Args:
-        text: The text.
         source: Its name in messages.
         kind: Description of the file for messages, such as "an experiment".
 

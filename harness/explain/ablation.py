@@ -46,10 +46,6 @@ class AblationTimer:
     """Timing of placements in turns with the whole one, on fresh builds like a confirmation.
 
     Attributes:
-        space: Space of the placements.
-        whole: The placement that is explained.
-        candidate: Makes the candidate of a placement.
-        open_engines: Opens fresh engines.
         aa: Gain of the whole placement over its twin in each worker so far.
         whole_ms: Latency of the whole placement by the first readings; None before.
     """
@@ -126,7 +122,6 @@ def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[li
     results must be timed again, together, before they are reported.
 
     Args:
-        bench: Timing of the placements.
         order: The dimensions, least valuable first: chunks of useless ones are left out early.
 
     Returns:
@@ -173,7 +168,6 @@ class AccuracyAblation:
 
     Attributes:
         engines: Engines with the task's evaluator.
-        metric: Metric of the evaluator.
     """
 
     task: Task

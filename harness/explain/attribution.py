@@ -51,7 +51,6 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     """Measure the gain of each pattern and of the points of patterns that matter, and the fewest that keep it.
 
     Args:
-        folder: Results folder.
         where: A row of the main table: its number, method, id, or TASK/METHOD.
         base: Folder that relative paths of the experiment start from.
 

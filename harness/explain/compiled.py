@@ -145,7 +145,6 @@ def explain_compilation(path: Path, compilation: Compilation) -> CompiledReport:
     """Return what a compiler made of a file.
 
     Args:
-        path: The file that was compiled.
         compilation: Its verdict; without kernels the report has no layers.
 
     Raises:

@@ -25,7 +25,6 @@ class FileVerdict:
     Attributes:
         dialect: Dialect whose rules were applied.
         target: Compute capability, as a key of `TARGETS`.
-        problems: Nodes with a problem.
         compilation: Verdict of the compiler; None if it was not asked.
         reason: Why it was not asked; "" if it was.
     """
@@ -97,7 +96,6 @@ def hand_over_lines(path: Path, command: str, shapes: Mapping[str, str] = Mappin
     """Yield what the compiler made of a file, if it is installed, and the command that builds an engine elsewhere.
 
     Args:
-        path: The file.
         command: Builds the engine on a machine with a GPU.
         shapes: Static shapes of dynamic inputs.
     """

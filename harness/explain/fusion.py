@@ -62,7 +62,6 @@ def explain_layers(
     """Return which operators of a file run quantized in an engine, and the deviations with their reasons.
 
     Args:
-        layers: Layers of the engine.
         asked: Q/DQ structure of the file.
         runtime: Name, version and options, as text.
         quantize_outputs: True if the runtime's dialect fuses a linear operator only if its output is quantized.

@@ -102,8 +102,6 @@ def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int
     returned.
 
     Args:
-        benchmarker: A benchmarker that reports layers.
-        candidate: The candidate.
         workdir: Scratch folder.
         runs: Number of inferences.
 
@@ -134,7 +132,6 @@ def read_layers(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tup
 
     Args:
         backend: Backend with the parameters of the engines that are compared; counters are switched on here.
-        candidate: The candidate.
         workdir: Scratch folder.
     """
     params = {name: value for name, value in backend.params.items() if name != "profile"}
@@ -168,7 +165,6 @@ def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer])
     """Yield for each quantized edge if it was fused into its consumer, by the precision of the consumer's layer.
 
     Args:
-        resolved: The quantized edges.
         model: The float model.
         layers: Layers of the quantized engine; those without an origin are ignored.
     """

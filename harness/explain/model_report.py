@@ -135,7 +135,6 @@ def report_lines(found: FusionReport, top: int) -> Iterator[str]:
     """Yield text lines: precisions of the operators, findings with reasons, and the slowest layers.
 
     Args:
-        found: The report.
         top: Maximum length of a list.
     """
     counts = Counter(found.precision.values())

@@ -32,7 +32,6 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
     """Attribute the speed of a row, save it as data, Markdown and plots; return the file of the data and text lines.
 
     Args:
-        folder: Results folder.
         where: Row of the main table, see `harness.explain.attribution.attribute_row`.
         base: Folder that relative paths of the experiment start from.
 

@@ -40,7 +40,6 @@ class GraphBuilderBase:
         """Add a model input.
 
         Args:
-            name: Its name.
             shape: Static sizes; a string or None makes a dimension dynamic.
             dtype: ONNX element type in lower case ("float", "int64", "string").
         """
@@ -159,8 +158,6 @@ class GraphBuilder(GraphBuilderBase):
     """Collects nodes and weights; tensors are named by strings. Same seed and calls, same bytes.
 
     Args:
-        name: Name of the graph.
-        seed: Seed of all weights that the builder draws.
         opset: Version of the default operator set.
     """
 

@@ -59,7 +59,6 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     Args:
         model: The float model at fixed sizes; its original has dynamic axes.
         file: The model with Q/DQ pairs that was made from it.
-        target: File to write.
 
     Returns:
         The file of the original float model, and the declared dimensions of its inputs.

@@ -18,8 +18,6 @@ def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[s
         forest: Fitted forest of scikit-learn; its features are the choices and the number of those that are not 0.
         dimensions: Choices of a placement.
         interval: Factor from the latency to the ends of its interval.
-        props: Metadata of the file.
-        path: The file.
     """
     nodes, targets = _tree_attributes(forest)
     factor = helper.make_tensor("interval", TensorProto.FLOAT, [1], [interval])

@@ -47,7 +47,6 @@ class ModelSignature:
 
     Attributes:
         inputs: Element type by its ONNX name in lower case, and shape of each input that is a tensor.
-        outputs: Shape of each output.
         nodes: Nodes of the main graph in order, without Q/DQ.
         axes: Declared dimensions of each input, with symbols; None: unknown rank.
     """

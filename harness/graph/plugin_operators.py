@@ -48,7 +48,6 @@ def truncate_before_plugins(
 
     Args:
         file: A model whose nodes are in topological order; its external data stay as they are.
-        tensors: Tensors of interest.
         known: See `find_plugin_nodes`.
 
     Returns:
@@ -74,7 +73,6 @@ class PluginSubgraph:
     """The plug-ins of a model and all that depends on them, taken out of its file.
 
     Attributes:
-        proto: The whole model.
         nodes: Nodes that were removed, by index.
         known: See `find_plugin_nodes`.
         source: Name of the model in messages.
@@ -167,8 +165,6 @@ def restore_plugins(
 
     Args:
         cut: Result of `remove_plugins`, with its operators in other types.
-        proto: The original model.
-        plugins: Its plug-in nodes.
     """
     whole = copy_message(cut)
     graph = whole.graph

@@ -29,9 +29,7 @@ def score_tool_files(
     """Score the unscored rows of PTQ tools by a reference execution, and store the scores in `accuracy.json`.
 
     Args:
-        table: Exported rows.
         worker: Worker of the task, whose evaluators are used.
-        limits: Limits of the process that scores.
         observer: Receiver of the progress.
         evaluator: Name of the evaluator, see `AccuracyStore`.
     """

@@ -164,7 +164,6 @@ def _exclude_wrong_results(
 
     Args:
         running: The task with its settings and results folder.
-        recovery: Recovered models.
         look: Whether incumbents that were not compared with their files before are compared now.
     """
     wrong, seen, largest = set[str](), set[str](), max(running.experiment.budget.evaluations)
@@ -329,7 +328,6 @@ def rank_finalists(
     because a placement can be explained.
 
     Args:
-        leaders: Incumbents of one search.
         close: Rows that the race did not eliminate.
         speedups: Speedups in the race, by row.
         losses: Estimated losses by row; empty without a bound. Surviving rows without one come after those with one.

@@ -48,7 +48,6 @@ class Prescreening:
         """Return a trial function that times only candidates that the compiler accepts and whose kernels are new.
 
         Args:
-            trial: Function that builds and times a candidate.
             engines: Engines of the runtime, which `trial` uses.
         """
 

@@ -96,7 +96,6 @@ class RuntimeChecker:
 
     Args:
         plan: Files to compare.
-        engines: Engines of the runtime.
         observer: Receiver of messages about wrong results.
     """
 
@@ -130,9 +129,7 @@ class RuntimeChecker:
         """Compare the outputs of a model in the runtime with those of its file, or return the recorded check.
 
         Args:
-            candidate: The model.
             benchmarker: Name of the runtime among those of the engines.
-            name: Name of the model in messages.
             again: Whether a model that could not be checked is tried once more.
 
         Raises:
@@ -162,7 +159,6 @@ class RuntimeChecker:
         """Check the unchecked rows of a table, and report those that cannot be checked.
 
         Args:
-            table: Exported rows.
             again: Whether rows that could not be checked are tried once more.
 
         Raises:

@@ -37,7 +37,6 @@ def make_shape_set(task: Task, folder: Path, open_engines: SpecEngineFactory, ob
     shapes in turns. The medians are stored in `shapes.json`, so that a resumed run has the same scale.
 
     Args:
-        task: The task.
         folder: Folder of the task's results.
         open_engines: Function that opens engines on the machine of the task.
         observer: Receiver of the progress.

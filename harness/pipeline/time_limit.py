@@ -26,9 +26,6 @@ class TimeLimit:
 
     A step that has begun is finished: a candidate, the recovery of a file, the scores of the finalists. So a task may
     exceed its limit by one step and by the smallest confirmation.
-
-    Attributes:
-        seconds: Limit of the whole task.
     """
 
     seconds: float
@@ -92,7 +89,6 @@ def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int
 
     Args:
         clock: Clock of the task's phases.
-        plan: Schedule of the confirmation.
         baselines: Number of confirmed rows that no search finds, without the float model.
         searches: Number of searches; the race halves their candidates after its first round.
     """

@@ -40,8 +40,6 @@ def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
     """Write the best schemes of the searches of a task as a pattern cache; nothing if none measured the float model.
 
     Args:
-        task: The task.
-        goal: Objective of the searches.
         folder: Folder of the task's results, with the journals.
 
     Raises:
@@ -61,7 +59,6 @@ def transferred_placements(
 
     Args:
         kinds: "backends": the same model on other backends; "models": other models on the same backend.
-        task: Task that receives the placements.
         tasks: All tasks of the experiment, after their searches and the selection of their finalists.
         out: Results folder of the experiment.
     """

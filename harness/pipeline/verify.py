@@ -120,12 +120,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedRow:
-    """Row of a results folder with its file, which several rows may share.
-
-    Attributes:
-        task: Name of the task.
-        row: Id of the row.
-    """
+    """Row of a results folder with its file, which several rows may share."""
 
     task: str
     row: str
@@ -136,7 +131,6 @@ def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
     """Return the exported model of a row.
 
     Args:
-        folder: Results folder.
         where: Name of the row, see `harness.report.trace.find_main_row`.
 
     Raises:

@@ -124,9 +124,7 @@ class ClassLoss:
 
     Attributes:
         label: Index of the class.
-        samples: Number of its samples.
         reference: Figure of the float model.
-        found: Figure of the other engine.
     """
 
     label: int

@@ -30,7 +30,6 @@ class ProvenanceLine:
     """Turn, trial, or values of single images.
 
     Attributes:
-        short: Summary in one line.
         whole: Lines with every reading; empty if `short` has everything.
     """
 

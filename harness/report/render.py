@@ -140,7 +140,6 @@ def write_report(
     is marked UNFINISHED. Plots of tasks whose records are those of the last report are not made again.
 
     Args:
-        folder: The results folder.
         task_plots: Write the plots of each task that the page draws itself as files, too; None: if there are at most
             `MAX_TASKS_WITH_PLOTS` tasks.
         observer: Shows the progress.
@@ -190,7 +189,6 @@ def current_report(folder: Path, *, task_plots: bool | None = None) -> tuple[Res
     """Return what `write_report` would return if its files are up to date, else None.
 
     Args:
-        folder: The results folder.
         task_plots: See `write_report`.
 
     Raises:

@@ -37,7 +37,6 @@ class FriedmanRanks:
         mean: Mean rank by method, best first; rank 1 is the best of a block, ties share their ranks.
         p_value: p of Friedman's test that all methods are equal; None below `MIN_BLOCKS` blocks or three methods.
         critical_difference: Difference of mean ranks that is significant at 5 % (Nemenyi); None as above.
-        unit: Name of a block.
     """
 
     mean: Mapping[str, float]

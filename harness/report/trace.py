@@ -29,8 +29,6 @@ class CellSource:
 
     Attributes:
         row: Number and labels of its row.
-        column: Heading of its column.
-        shown: Text of the cell.
         sources: Readings behind it, with file and line.
     """
 

@@ -123,7 +123,6 @@ class FinalistSet:
     """Exported models of a task as candidates.
 
     Attributes:
-        folder: Folder of the task.
         space: Space of the rows' choices.
     """
 

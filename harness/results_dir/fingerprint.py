@@ -50,13 +50,7 @@ def facts_digest(facts: Any) -> str:
 
 
 def require_same_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raise `FingerprintMismatch`, with each leaf that differs, if a run has other inputs than at its start.
-
-    Args:
-        path: File with the inputs at the start.
-        old: These inputs.
-        new: The inputs now.
-    """
+    """Raise `FingerprintMismatch`, with each leaf that differs, if a run has other inputs than at its start."""
     compared = {key: value for key, value in new.items() if key not in KEYS_ADDED_LATER or old.get(key) is not None}
     changed = [f"  {line}" for line in diff_leaves(old, json.loads(json.dumps(compared)))]
     if changed:
@@ -85,7 +79,6 @@ def read_matching_record(path: Path, basis: Mapping[str, Any]) -> dict[str, Any]
     """Return a record of which the decisive facts are unchanged, or None if there is none yet.
 
     Args:
-        path: File of the record.
         basis: The decisive facts now; raise `FingerprintMismatch` if the record has others.
     """
     if not path.exists():

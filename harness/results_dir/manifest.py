@@ -80,7 +80,6 @@ def complete_task(folder: Path, config: str, complete: bool) -> None:
     autotuner needs minutes to generate its models again.
 
     Args:
-        folder: Folder of the task.
         config: Digest of the configuration.
         complete: Nothing is left to do.
     """
@@ -131,7 +130,6 @@ def close_results(folder: Path, tasks: Iterable[str]) -> None:
     """Complete the manifest of a results folder, last of all files.
 
     Args:
-        folder: The results folder.
         tasks: Names of the tasks of the experiment.
     """
     own = [path for path in sorted(folder.iterdir()) if path.suffix == ".yaml" and path.is_file()]
@@ -173,8 +171,6 @@ def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -
     """Yield each file that is missing or is not the one of a manifest.
 
     Args:
-        folder: Folder of the files.
-        files: Table of its manifest.
         models: Include exported models.
     """
     for name, recorded in files.items():

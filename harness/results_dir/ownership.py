@@ -36,8 +36,6 @@ def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = 
     An experiment that only adds work, such as a larger budget, owns the results of the previous version.
 
     Args:
-        out: The folder.
-        experiment: The experiment.
         accept_changes: Take the folder over from another version of the experiment, whose file is archived.
 
     Yields:
@@ -76,7 +74,6 @@ def exclusive_lock(folder: Path, action: str) -> Iterator[None]:
     This is `flock` itself, because packages for locks fall back to files that a killed process leaves behind.
 
     Args:
-        folder: The folder.
         action: Action of the process, for the message to another one.
 
     Raises:

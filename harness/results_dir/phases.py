@@ -16,7 +16,6 @@ class PhaseClock:
     """Clock of the phases of a task, summed over interruptions; what an interrupted phase took is not counted.
 
     Args:
-        folder: Folder of the task.
         phase: First phase.
     """
 

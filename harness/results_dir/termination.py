@@ -56,7 +56,6 @@ def write_termination(journal: Path, reason: str, failure: Failed | None) -> Ter
     """Record how a search ended before its budget was spent, in place of an earlier record.
 
     Args:
-        journal: Journal of the search.
         reason: One line.
         failure: Exception of the searcher, if it ended the search.
     """

@@ -37,7 +37,6 @@ class TimedShape:
     Attributes:
         label: Name, such as "batch=8".
         share: Share of the requests; the shares of a set add up to 1.
-        inputs: Shape of each input.
         file: The float model at this shape; None: the shape is that of the search.
         float_ms: Latency of the float model at this shape, for the objective "worst".
     """

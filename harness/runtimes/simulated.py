@@ -130,11 +130,7 @@ class SimulatedBenchmarker:
 
 
 class _MachineNoise:
-    """Noise that all engines of one process share: a constant factor, and a drifting speed.
-
-    Args:
-        settings: Properties of the noise.
-    """
+    """Noise that all engines of one process share: a constant factor, and a drifting speed."""
 
     def __init__(self, settings: SimulatedBenchmarker) -> None:
         self._settings = settings

@@ -86,7 +86,6 @@ class MetricUsage:
     """Use of accuracy by a search.
 
     Attributes:
-        measured: Evaluations with a measured metric.
         agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 for the same order;
             None if fewer than three have both, or all values are equal.
     """
@@ -123,7 +122,6 @@ def state_at_budgets(
     """Return the state of a search at each of several budgets.
 
     Args:
-        entries: Entries of its journal.
         goal: Objective of the search.
         budgets: Numbers of evaluations.
         count: Maximum number of best placements.

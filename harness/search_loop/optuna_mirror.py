@@ -49,7 +49,6 @@ def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: 
     Args:
         path: The Optuna journal; several searches share it.
         name: Of the study: task, searcher and seed.
-        space: Space of the search.
         goal: Says by how much a trial breaks the bound.
         fresh: The search begins: a study of this name is left over from earlier results and is replaced.
 

@@ -38,11 +38,7 @@ class LoggedEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredEvaluation(LoggedEvaluation):
-    """Evaluation with a measured metric.
-
-    Attributes:
-        value: Value of the metric.
-    """
+    """Evaluation with a measured metric."""
 
     value: float
 
@@ -52,7 +48,6 @@ class SearchLog:
     """Summary of one search, finished or not; duplicates and retries are not evaluations.
 
     Attributes:
-        path: Journal of the search.
         elapsed_s: Wall-clock after each evaluation, not decreasing; the time of a retry adds to the last evaluation.
         successes: Number of evaluations that worked.
         failures: Number of failed evaluations by stage.

@@ -26,7 +26,6 @@ class SearcherGuard:
 
     Args:
         searcher: Searcher, or the failure of its constructor.
-        space: Space of the search.
 
     Attributes:
         failure: Exception of the searcher with the end of the traceback, or None.

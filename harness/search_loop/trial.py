@@ -55,7 +55,6 @@ def make_trial_fn(
 
     Args:
         judge: Accuracy gate; by default accuracy is not checked.
-        care: Policy against noise.
     """
     return _TrialRunner(engines, sampling, judge or AccuracyGate(), care).attempt
 

@@ -125,8 +125,6 @@ def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer
     """Report a comparison in which other processes disturbed more turns than `disturbance_note` allows.
 
     Args:
-        name: Name of the comparison in the message.
-        events: Timed turns.
         observer: Receiver of the message.
     """
     if note := disturbance_note(TurnMatrix(events).disturbed_share):

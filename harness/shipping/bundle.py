@@ -43,7 +43,6 @@ class Shipment:
         model: File that was timed and scored.
         dynamic_model: File with the same placement and the dynamic axes of the original model, or None.
         float_model: File of the baseline, whose load time and memory are measured for comparison.
-        target: Runtime that the model is deployed on.
         facts: Content of `ship.json`, see `shipment_facts`.
     """
 
@@ -148,7 +147,6 @@ def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
     No command runs the stored `deploy.py`, because it may come from an untrusted source.
 
     Args:
-        folder: Folder of the bundle.
         facts: Content of `ship.json`, see `read_bundle`.
 
     Raises:
@@ -177,7 +175,6 @@ def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Generate and run the script of a bundle in this environment, and return the JSON values that it prints.
 
     Args:
-        folder: Folder of the bundle.
         facts: Content of `ship.json`, see `read_bundle`.
 
     Raises:
@@ -191,8 +188,6 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
     """Run a generated `deploy.py` with `--json` in a Python environment, and return the values that it prints.
 
     Args:
-        python: Python program of the environment.
-        script: The generated script.
         arguments: Further arguments of the script.
 
     Raises:

@@ -121,7 +121,6 @@ def deploy_script(
     Args:
         model: ONNX file with static shapes, in the folder of the script.
         facts: Description of the benchmarker that timed the model.
-        target: Runtime of the script.
         shapes: Shape of each input by the label of the timed shape, if there is a file with dynamic axes.
     """
     graph = read_qdq_graph(model).proto.graph

@@ -57,7 +57,6 @@ def measure_edge_costs(
     Edges that the runtime cannot run quantized, such as computed indices, are left out.
 
     Args:
-        folder: Folder to deploy.
         facts: Content of its `ship.json`, see `harness.results_dir.deploy_folder.read_bundle`.
         edges: Inputs to quantize, see `harness.shipping.recipes.PlacementSummary.inexpressible`.
         observer: Receiver of the progress.

@@ -52,7 +52,6 @@ class InsertedModel:
     Attributes:
         pairs: Number of Q/DQ pairs.
         edges: Number of quantized inputs.
-        dialect: Name of the dialect.
         calibrated_on: Source of the ranges, as text.
         missing: Quantized inputs of another tool's file that the placement lacks; see
             `harness.graph.qdq.import_placement.compare_import`.
@@ -173,7 +172,6 @@ def insert_placement(
     Args:
         model: ONNX file, `zoo:NAME` or `assets:PATH`.
         placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
-        out: File to write.
         observer: Receiver of the progress.
         backend: Benchmarker whose dialect the pairs have; its device may be absent.
         described: `precision`; `ranges`, whether those of a Q/DQ file are used; and keys of the model in an experiment.

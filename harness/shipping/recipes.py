@@ -32,7 +32,6 @@ class PlacementSummary:
         unquantized: All nodes that are not quantized.
         inexpressible: Inputs that the placement leaves in float and a tool may quantize: other inputs of a quantized
             node, and other consumers of a quantized tensor, because a tool has one pair for all consumers.
-        precision: Precision of the pairs.
         symmetric: Whether activations have zero point 0.
         unsigned: Tensors whose pairs are UINT8 with zero point 0, because calibration found no negative values.
         channel_activations: Whether an activation has one scale for each channel.
@@ -198,7 +197,6 @@ def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) 
         folder: Folder to deploy.
         facts: Content of its `ship.json`, see `harness.shipping.bundle.read_bundle`.
         tool: Name in `RECIPES`.
-        out: File to write.
 
     Raises:
         UserError: The tool is unknown, or the placement has no recipe; see `summarize_placement`.

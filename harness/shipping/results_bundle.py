@@ -39,7 +39,6 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
     no folder. If the float model of a task is to be kept, a folder of an earlier run is removed.
 
     Args:
-        results: The results folder.
         main: Main table, see `harness.report.frames.main_frame.main_frame`.
         observer: Receiver of messages.
 
@@ -107,9 +106,6 @@ def confirmation_facts(
     """Return the latencies in ms and the speedup of a row and of the float model in a confirmation.
 
     Args:
-        found: Summary of the confirmation.
-        events: Turns of the confirmation.
-        row: Name of the row.
         base: Name of the float model's row.
         inputs: Shape of each input by the label of the timed shape, for a task with several shapes.
     """

@@ -29,7 +29,6 @@ class TunedModel:
     """Confirmed model.
 
     Attributes:
-        file: Path of the delivered model.
         float_file: Path of the float model at the same static shapes.
         pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
         accuracy: Text about the accuracy of the model.
@@ -73,10 +72,7 @@ def ship_tuned_model(
     A folder of an earlier run is removed if the float model is to be kept.
 
     Args:
-        tuned: The confirmed model.
-        task: Task of the model.
         runtime: Description of the benchmarker.
-        confirmed: Summary and turns of the confirmation.
         out: Folder that contains `ship`.
         observer: Receiver of the progress.
 

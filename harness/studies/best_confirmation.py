@@ -65,8 +65,6 @@ class BestConfirmation:
 
         Args:
             name: Prefix of the logs.
-            digests: Rows to choose from.
-            rows: All rows.
         """
         listed, confirmed = list(digests), dict[str, TableEntry]()
         while latency_ms := median_latencies({digest: confirmed.get(digest, rows[digest]) for digest in listed}):

@@ -74,7 +74,6 @@ def budget_tables(
     """Return all tables of a study.
 
     Args:
-        blocks: The recorded tables.
         ranks: Ranks of the searchers by budget.
         warnings: Lines that are shown below each table.
     """

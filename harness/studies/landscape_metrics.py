@@ -177,7 +177,6 @@ def sensitivity(space: Space, anchors: Sequence[Placement], latency_ms: Mapping[
     """Return the typical change of log latency by one dimension alone: root mean square over anchors and choices.
 
     Args:
-        space: The dimensions.
         anchors: Placements whose neighbours are compared with them.
         latency_ms: Latencies by digest, without failed placements.
 

@@ -41,8 +41,6 @@ class SearchKey:
     """Key of the searches of one searcher on one table.
 
     Attributes:
-        table: Name of the table.
-        searcher: Label of the searcher.
         asked: Digest of the question: searcher, parameters and initial placements.
         made_of: Digest of what else decides the answer: table, code and libraries.
     """

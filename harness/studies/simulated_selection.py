@@ -37,7 +37,6 @@ class SearchPaths:
     """Evaluations of some searches, in order; both arrays are [search, evaluation].
 
     Attributes:
-        seeds: Seed of each search.
         indices: Indices of the placements on the landscape; -1 once a search has nothing left.
         readings_ms: Readings that the search received; infinite for failures and missed bounds.
     """

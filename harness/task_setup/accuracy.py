@@ -186,7 +186,6 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
     """Return the evaluators of a task's models.
 
     Args:
-        objective: Objective of the experiment.
         spec: Entry of the model in the experiment.
         model: The float model.
         work: Scratch folder, for outputs of the float model.

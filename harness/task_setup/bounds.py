@@ -29,7 +29,6 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
     """Raise an error for a bound that every file keeps: a value of 1 probably means one percentage point.
 
     Args:
-        objective: Objective of the experiment.
         metric: Metric of the model's evaluator; None without an evaluator.
         model: Name of the model in messages.
 
@@ -59,7 +58,6 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
     There is no note for a bound of 0, which allows no loss, or for metrics that do not count images.
 
     Args:
-        objective: Objective of the experiment.
         metric: Metric of the model's evaluator.
         images: Number of scored images.
     """
@@ -93,7 +91,6 @@ def bound_status(
     Args:
         bound: Bound in the form of `objective.max_drop`.
         reference: Accuracy of the float model.
-        found: Accuracy of the model.
         results: Results of its task, with the metric and its direction.
     """
     metric = results.metric or ""

@@ -136,10 +136,7 @@ def fully_quantized_symmetric(
 
     Args:
         model: The float model.
-        dialect: Dialect of the runtime.
-        ranges: Range of each activation.
         work: Folder of the written file.
-        space: Space with the points to quantize.
     """
     plain = replace(
         dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()

@@ -49,7 +49,6 @@ def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder
     Args:
         found: Result of `load_imported_models`.
         model: The float model at the shape of the search.
-        folder: Folder for the copies.
 
     Raises:
         UserError: An input of an imported model cannot have the shape.
@@ -309,7 +308,6 @@ def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: 
 
     Args:
         units: Units in order of quantization; those that are not in the space are skipped.
-        space: Space of the placements.
         count: Number of shares: with 4, a quarter, half, three quarters and all of the units.
     """
     places = {dimension.name: index for index, dimension in enumerate(space.dimensions)}

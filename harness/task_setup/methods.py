@@ -75,8 +75,6 @@ class WarmStartModel:
 
     Attributes:
         digest: Name of the row, which is the name of the initial placement instead of a digest.
-        placement_digest: Digest of the placement from which the method starts.
-        path: File of the tool.
     """
 
     digest: str
@@ -106,8 +104,6 @@ def open_search(run: SearchSpec, task: Task, keep: int) -> Iterator[SearchSetup]
     """Yield the searcher of a method with its space and candidates, and close it on exit.
 
     Args:
-        run: Searcher and seed.
-        task: The task.
         keep: Largest number of confirmed placements, which an external searcher must store.
     """
     if is_external_searcher(run.searcher):

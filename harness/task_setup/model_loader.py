@@ -28,7 +28,6 @@ def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model
     Dynamic dimensions without a size get the sizes of the calibration arrays.
 
     Args:
-        spec: Entry of the model in the experiment.
         work: Scratch folder, for models of the zoo.
         min_opset: Opset to which older models are upgraded.
 
@@ -50,7 +49,6 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
 
     Args:
         spec: Entry of the model in the experiment.
-        model: The loaded model.
         work: Scratch folder, for outputs of the float model.
         half: "search" or "report" for one half of the evaluator's data; None: all data.
 
@@ -79,7 +77,6 @@ def complete_evaluator(
     """Return an evaluator with the parameters that the harness knows.
 
     Args:
-        evaluator: Evaluator of the experiment.
         inputs: Element type and shape of each input of the model.
         base: Folder from which relative paths start.
         preprocess: Preprocessing of the model, used if the evaluator has none.

@@ -63,10 +63,6 @@ class ModelPlacer:
 
         The combination of the task is first unless another one gains at least `MIN_GAIN_DB`.
 
-        Args:
-            resolved: Quantized edges with their precisions.
-            held: Held-out samples.
-
         Raises:
             UserError: ONNX Runtime does not run a model.
         """
@@ -117,8 +113,6 @@ def open_placer(
     """Calibrate a task by the estimators of several combinations, in one pass over the data.
 
     Args:
-        task: The task.
-        combinations: Choices of estimators and scales.
         batches: Calibration samples.
         count: Number of batches, for the progress bar.
         observer: Receiver of the progress.

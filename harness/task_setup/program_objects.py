@@ -52,7 +52,6 @@ def save_program_model(model: Any, folder: Path, example_inputs: Any = None) -> 
     Args:
         model: A path, `zoo:NAME` or `assets:PATH`, which is returned; serialized ONNX, an `onnx.ModelProto`, or a
             `torch.nn.Module`.
-        folder: Folder of the file.
         example_inputs: Inputs of a PyTorch module: a tensor, a tuple of them, or a mapping of keyword arguments.
 
     Raises:

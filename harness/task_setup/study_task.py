@@ -121,7 +121,6 @@ def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[T
     """Set up the task of a study with the backend at its fastest float precision; return it and its worker.
 
     Args:
-        study: The study.
         folder: Folder for scratch files, and for the choice of the float precision.
         observer: Receiver of the progress.
 

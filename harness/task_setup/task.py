@@ -274,8 +274,6 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         model: The prepared float model.
         model_file: File of the model; its folder is the scratch folder of the task.
         space: Space of the model; the task has only its points with usable ranges.
-        runtime: Properties of the backend.
-        feeds: Calibration batches.
         observer: Receiver of progress and remarks on the data.
         uncalibrated_abs_max: Limit of every range if plug-in operators prevent a calibration on random data.
         known_ranges: Ranges from files, which replace those of the calibration.

@@ -58,11 +58,7 @@ class MachineSnapshot:
 
 
 class MachineMonitor:
-    """Reader of machine snapshots; finds the files once, because that takes longer than reading them.
-
-    Args:
-        root: Root of the file system.
-    """
+    """Reader of machine snapshots; finds the files once, because that takes longer than reading them."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in _allowed_cores()}

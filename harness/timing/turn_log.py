@@ -27,7 +27,6 @@ class Turn:
         group: Number of the worker within the build; rows are compared with the baseline of their own worker.
         worker: Number of the worker in the sequence of its build and group: if one died or was interrupted, the turns
             of the next replace all of its.
-        round: Number of the turn.
         row: `TimedRow.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
         discarded_ms: Readings of disturbed earlier attempts, which were repeated.

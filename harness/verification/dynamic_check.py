@@ -205,7 +205,6 @@ def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[
 
     Args:
         axes: Declared dimensions by input.
-        searched: Shapes of the search.
     """
     known = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
     seen = [dict(searched)]

@@ -87,7 +87,6 @@ def write_dynamic_rows(
 
     Args:
         model: The float model at fixed sizes; nothing is written if its original has static inputs.
-        table: Exported rows.
         backend: Runtime of the search.
         observer: Receives the number of written files, and why a row was not written.
         shapes: See `write_dynamic_model`.

@@ -45,7 +45,6 @@ class WrongOperator:
         extracted: The model takes recorded values of tensors inside the file, and not the file's inputs.
         feeds: Inputs of that model.
         file: Its outputs in ONNX Runtime without graph optimizations.
-        engine: Its outputs in the runtime.
         checked: Difference between them.
     """
 
@@ -63,13 +62,10 @@ class SuspectModel:
     """A model file, and two ways to run it whose outputs differ.
 
     Attributes:
-        path: The file.
         feeds: Inputs on which they disagree.
-        output: Output at which they disagree.
         most_db: The runtime's own noise at that output.
         proven: True if the output proves a wrong result; else only a few operators that differ by themselves do.
         reference: Runs a file in ONNX Runtime without graph optimizations.
-        engine: Runs a file in the runtime.
         work: Scratch folder.
     """
 

@@ -52,8 +52,6 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
     Args:
         model_path: ONNX file; a "-inferred" file appears next to it temporarily.
         folder: Scratch folder for the augmented model.
-        tensors: Activations to observe.
-        collector: Collector of the values.
 
     Raises:
         UserError: A tensor is not among the float activations of the model.

@@ -56,7 +56,6 @@ class MetricRequest:
     """Metric that a tool has to keep.
 
     Attributes:
-        evaluator: Evaluator with all of its parameters.
         max_drop: See `harness.config.objective.Objective`.
     """
 
@@ -130,7 +129,6 @@ def quantize(
     """Quantize with a tool of `harness.accuracy.tools.catalog`, see `modelopt_ptq`; return the seconds that it took.
 
     Args:
-        tool: Name of the tool.
         model_path: See `modelopt_ptq`.
         output_path: An ONNX file or, by its suffix, an OpenVINO IR (.xml).
         batches: See `modelopt_ptq`.

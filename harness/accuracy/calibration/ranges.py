@@ -49,7 +49,6 @@ class CalibrationKey:
         model_sha256: Of the model file.
         data: Fingerprint of the calibration data, or what it was drawn from ("random:0").
         preprocess: Name of the preprocessing; "" where there is none.
-        method: Range estimator.
         percentile: For method "percentile"; the others ignore it.
         samples: Number of batches at most.
     """

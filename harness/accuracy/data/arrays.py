@@ -97,7 +97,6 @@ def open_arrays(
     """Open the arrays that a data mapping describes; see `harness.accuracy.data.datasets.open_data`.
 
     Args:
-        spec: The mapping.
         base: Folder that relative paths start from.
         cut: Selects the samples to use from those that the mapping names.
     """

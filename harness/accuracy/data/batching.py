@@ -26,7 +26,6 @@ class InputBatches:
     """Inputs of a model by name, batch after batch; made anew each time they are gone through.
 
     Attributes:
-        size: Samples of one batch.
         batch_label: Returns the name of a batch for messages: a file, or the images.
     """
 

@@ -92,7 +92,6 @@ def open_data(
     """Open the data that a mapping of an experiment describes (see the module's docstring).
 
     Args:
-        spec: The mapping.
         base: Folder that relative paths start from.
         limit: Maximum number of samples; the others are not read.
         spread: Select them evenly from all samples, as data are often sorted by class; otherwise the first ones.

@@ -25,12 +25,7 @@ Mask = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMasks:
-    """Index masks: a PNG per image, named like it; a pixel is a class index, 255 is no class.
-
-    Attributes:
-        folder: Folder of the PNGs.
-        names: File name of each image.
-    """
+    """Index masks: a PNG per image, named like it; a pixel is a class index, 255 is no class."""
 
     folder: Path
     names: tuple[str, ...]
@@ -61,7 +56,6 @@ class PanopticMasks:
     A pixel is the id of a segment, red + 256 green + 65536 blue; 0 is none.
 
     Attributes:
-        folder: Folder of the PNGs.
         annotations: One an image, in data order: `file_name` and `segments_info`.
         categories: Name by category id.
         classes: Names of the model's classes in the order of its outputs. Pixels of no other class are of the first one

@@ -46,7 +46,6 @@ def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]
 
     Args:
         matches: Of each category.
-        images: Number of images.
     """
     found = [
         [{**head, **_to_lists(_drop_tail(detections))} for head, detections in _iter_categories(matches, area)]

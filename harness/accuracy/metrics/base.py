@@ -35,7 +35,6 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
 
     Args:
         use: Name or `package.module:Class`.
-        params: Parameters of the experiment.
         supplied: Parameters of the harness; an experiment cannot set these names.
 
     Raises:
@@ -77,7 +76,6 @@ class PreparedImages:
     Args:
         data: A mapping for `harness.accuracy.data.datasets.open_images`.
         preprocess: Name, or `{use: NAME, params: {...}}`.
-        input_name: Name of the model's image input.
         input_shape: Its static shape, batch x 3 x height x width.
         base: Folder that relative paths start from.
 
@@ -267,7 +265,6 @@ def select_output_name(outputs: Collection[str], name: str | None, where: str) -
     """Return the name of the output that holds the logits.
 
     Args:
-        outputs: Names of all outputs.
         name: Name of the output; None if there is only one.
         where: Prefix of messages, for instance "top1: output".
 
@@ -287,7 +284,6 @@ def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: boo
 
     Args:
         accuracy: Accuracy of the float model.
-        metric: Metric of the evaluator.
         higher_is_better: Direction of the metric; a loss near 0 is good.
         params: Parameters of the evaluator, to name those that may be wrong.
     """

@@ -96,7 +96,6 @@ def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = No
 
     Args:
         accuracy: Result of an evaluator.
-        metric: One of its metrics.
         primary: The evaluator's `metric`, which `per_item` is of; by default `metric` itself.
 
     Raises:
@@ -114,7 +113,6 @@ def drop_estimate(
     Args:
         reference: Of the float model.
         found: Of another engine, by the same evaluator on the same images.
-        metric: A metric of both.
         higher_is_better: Direction of the metric.
         primary: See `metric_estimate`.
 
@@ -249,7 +247,6 @@ def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Dra
 
     Args:
         evidence: Of an `Accuracy`.
-        metric: One of its metrics.
         drawing: Returns the multiplicity of each image in each draw, shape (draws, images), for a number of images.
 
     Raises:

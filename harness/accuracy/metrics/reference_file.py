@@ -21,7 +21,6 @@ def write_reference(path: Path, arrays: Mapping[str, Array], fingerprint: str) -
 
     Args:
         path: The file; its folder is made.
-        arrays: By name.
         fingerprint: Fingerprint of the evaluator that reads them again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,6 @@ class OutputPart:
     """Slices of an output that are scored together.
 
     Attributes:
-        axis: Axis of the slices.
         slices: Their indices, ascending.
         power: Mean square of the reference in them.
     """

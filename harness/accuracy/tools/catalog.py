@@ -74,7 +74,6 @@ class PtqTool:
 
     Attributes:
         modules: Required modules, by the name that is imported.
-        precisions: Precisions that it quantizes to.
         methods: Its calibration methods, by our names; one alone if it always calibrates in the same way.
         program: Program of the child process, which finds the tool's function by its name.
         extra: Optional dependencies of the project that bring the tool.

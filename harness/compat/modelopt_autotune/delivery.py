@@ -264,7 +264,6 @@ class AutotuneResult:
     """Delivered file and the model that was confirmed.
 
     Attributes:
-        file: Path of the delivered model.
         kept: Path of the confirmed model if the float model was delivered instead, else None.
         pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
         read: Speedup of the confirmed model in the search; None if unknown.

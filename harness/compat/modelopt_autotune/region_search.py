@@ -118,7 +118,6 @@ class TopDownRegionBuilder(RegionSearchBase):
     """Search for the regions within a region.
 
     Args:
-        root: The region.
         next_region_id: Identifier of the first region that is found.
         maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
         minimum_topdown_search_size: Number of nodes from which a convergence is split.

@@ -43,8 +43,6 @@ class LayerwiseRequest:
         shapes: Static shape of each input.
         layers: Entries of `layers`; the first match counts.
         skip_names: Names, wildcards or modules that stay native.
-        method: Calibration method.
-        dialect: Name of the dialect.
     """
 
     model_path: Path
@@ -75,7 +73,6 @@ def quantize_builtin(
     """Quantize a model layer by layer.
 
     Args:
-        request: Model and layers.
         output_path: Path of the Q/DQ model, which is returned.
         batches: Calibration data, input arrays by name; read once.
         work: Scratch folder.

@@ -104,7 +104,6 @@ def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path
     """Return lines that name layers to leave native; none if the drop is acceptable or nothing is quantized.
 
     Args:
-        row: A row.
         dataset: Section `dataset` of its spec, on whose images the layers are tried.
         base: Folder that relative paths start from.
         observer: Receives progress.
@@ -140,7 +139,6 @@ class LayerSensitivity:
     """Effect of the Q/DQ pairs of one layer.
 
     Attributes:
-        node: Name of the layer.
         sqnr_db: SQNR of the model's worst output if only this layer is quantized; lower is worse.
     """
 

@@ -113,7 +113,6 @@ def map_error_keys(keys: Mapping[str, str], source: str = "") -> Iterator[None]:
 
     Args:
         keys: Key of the spec by key of the mapping.
-        source: Prefix of the message.
     """
     try:
         yield
@@ -128,7 +127,6 @@ def open_calibration_data(
     """Open `calibration_data`, else the evaluation's data; return None, with a warning, without either.
 
     Args:
-        dataset: The section.
         base: Folder that relative paths start from.
         key: Option or key of the data in messages.
 
@@ -260,7 +258,6 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
     """Return height and width of the inputs: those of the model, as given, or usual for the preprocessing.
 
     Args:
-        preprocess: Name of the preprocessing.
         size: "640x640", height first.
         model: ONNX file.
 
@@ -293,7 +290,6 @@ def write_calibration(
         images: Folder of images, taken evenly spread in the order of their names.
         output: The file; written completely or not at all.
         preprocess: `{use: NAME, params: {...}}`.
-        size: Height and width of the inputs.
         samples: Maximum number of samples.
 
     Returns:

@@ -58,10 +58,8 @@ class EvaluationTarget:
 
     Attributes:
         what: Name as the spec gives it.
-        backend: The runtime.
         file: The engine if `saved`, else the model with static inputs.
         inputs: Element type and shape of each input, as the engine has them.
-        outputs: Shape of each output.
         model: ONNX file, if it is known and exists.
         precisions: Precisions of its Q/DQ pairs.
     """
@@ -106,7 +104,6 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
     """Score the target of section `evaluate`, and write the scores to `results_dir/NAME.evaluation.json`.
 
     Args:
-        spec: The spec file.
         source: Its path; relative paths start from its folder.
         observer: Receives progress, and a warning if a float model scores next to nothing.
 

@@ -39,7 +39,6 @@ class LayerPreset:
     """Named choice of layers.
 
     Attributes:
-        text: Purpose.
         skip_names: Wildcards over names of nodes that stay native.
         op_types: Operators to quantize to INT8 instead of `layers`; empty: those of `layers`.
         expect: Warning about its results, or "".
@@ -108,7 +107,6 @@ def match_skip_names(nodes: Sequence[HasNameAndOp], patterns: Iterable[str], key
     """Return the names of the nodes that some pattern matches; log a warning for a pattern without a match.
 
     Args:
-        nodes: Nodes of the model.
         patterns: Node name, wildcard over names, or module, which means all nodes below it.
         key: Name of the list in messages.
     """
@@ -127,7 +125,6 @@ def assign_layers(
     """Return the first entry of `layers` that matches each node, or None; log a warning for entries without a node.
 
     Args:
-        nodes: Nodes of the model.
         layers: Entries in the order of the file.
         default_operators: Operators that "*" matches.
     """

@@ -26,7 +26,6 @@ class ShapeOptionNames:
     """Options for the shapes of inputs, for messages; NAME, SHAPE, SYMBOL and SIZE are placeholders.
 
     Attributes:
-        key: The shape of an input.
         remedy: Advice on giving a shape.
         dim_remedy: Advice on giving sizes of symbols; SIZES is replaced by the list of them.
         dim_form: Form of one size, and the separator of two.
@@ -70,7 +69,6 @@ def open_onnx_file(text: str, base: Path, key: str) -> tuple[Path, ModelSignatur
     Args:
         text: A path, or `assets:PATH`.
         base: Folder that relative paths start from.
-        key: Name of the key in messages.
 
     Raises:
         UserError: The file is missing, is a PyTorch file, has another suffix than .onnx, or is not an ONNX model.
@@ -119,12 +117,9 @@ def static_inputs(
     """Return element type and static shape of each input: as given, else as in the calibration data.
 
     Args:
-        declared: Signature of the model.
         shapes: Shapes by input.
         dims: Sizes by symbol.
         batch: Size of dimensions that are the batch by name, and of a first dimension that alone is dynamic.
-        samples: Shapes of the calibration data.
-        names: Options for messages.
 
     Raises:
         UserError: More than the batch is dynamic, and neither a shape nor data are given; the data have another shape

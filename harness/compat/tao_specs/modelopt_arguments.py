@@ -133,9 +133,7 @@ def make_modelopt_arguments(
     """Return the arguments of ModelOpt for a section.
 
     Args:
-        section: The section.
         layers: Its layers, or those of its preset.
-        nodes: Nodes of the model.
 
     Raises:
         UserError: There is nothing to quantize, or ModelOpt does not have an argument.

@@ -134,7 +134,6 @@ class TestDataSources(_SpecModel):
     """Labelled images, or arrays that are inputs of the model.
 
     Attributes:
-        image_dir: Folder of images.
         json_file: Their labels in COCO format (.json) or as lines "FILENAME CLASS" (.txt).
         arrays: A `.npz` file with an array for each input of the model, or a `.npy` file for its only input.
         labels: Labels of the arrays: the name of one in the `.npz` file, or a .npy, .npz, .csv or .txt file.

@@ -164,7 +164,6 @@ def normalization_db(before: npt.NDArray[Any], after: npt.NDArray[Any], limit_db
 
     Args:
         before: Its input, channels along axis 1.
-        after: Its result.
         limit_db: `threshold_db` of the model.
     """
     axes = tuple(axis for axis in range(before.ndim) if axis != 1)

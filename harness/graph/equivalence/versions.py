@@ -40,7 +40,6 @@ class ComparisonTask:
     Attributes:
         original: File or serialized model from the user.
         prepared: File or serialized prepared model.
-        inputs: Type of each input of the prepared model.
         widened: Inputs with one sample in the original and `samples` in the prepared model.
         draws: Kinds of random inputs to try in turn: 0 is normal floats with integers 0 and 1 (of 8 bits: all), 1 is
             floats from 0 to 1 with integers 0, and 2 is floats from 1 to 2 with integers 1.
@@ -69,7 +68,6 @@ class ModelVersion:
 
     Attributes:
         source: The file or the serialized model.
-        task: The comparison that it is part of.
         proto: The model, which keeps external data external.
     """
 

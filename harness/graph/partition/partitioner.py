@@ -59,7 +59,6 @@ def partition_graph(
     """Cut a graph into leaves and composites; a parent comes before its children.
 
     Args:
-        flow: Chains and branches.
         kinds: Kind of each vertex but the sink.
         labels: Equal for vertices that do the same; this decides what counts as a repetition.
         longest: Most vertices of a leaf made of a sequence.

@@ -33,7 +33,6 @@ class Pattern:
 
     Attributes:
         signature: SHA-256 of the canonical code, in hexadecimal; the same in every model and process.
-        type: Type of the regions.
         operators: Operator of each node, in canonical order.
         regions: The regions, in graph order.
         order: For each region its node indices in canonical order: equal positions match each other.

@@ -73,7 +73,6 @@ def discover_regions(
     """Partition a model into regions.
 
     Args:
-        model: The model.
         maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
         minimum_topdown_search_size: Fewest nodes of a convergence that is split into a COMPOSITE.
 

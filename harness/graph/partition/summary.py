@@ -36,12 +36,9 @@ class DiscoverySummary:
     """Figures of one discovery; the ROOT is not counted among the regions.
 
     Attributes:
-        nodes: Nodes of the model.
         covered: Nodes that are in some LEAF.
         top: Regions right below the ROOT.
         refined: Of these, how many were split further.
-        leaves: LEAF regions.
-        composites: COMPOSITE regions.
         patterns: Distinct patterns of LEAF and COMPOSITE regions.
         leaf_patterns: Distinct patterns of LEAF regions.
         histogram: Number of LEAF regions by their number of nodes, ascending.

@@ -132,7 +132,6 @@ def check_valid(proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto] = 
     """Raise `onnx.checker.ValidationError` if a model is not valid ONNX; custom operators are allowed.
 
     Args:
-        proto: The model.
         constants: Initializers that are not part of it: the checker serializes the model, which is limited to 2 GiB.
     """
     checked = copy_message(proto)

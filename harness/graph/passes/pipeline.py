@@ -70,7 +70,6 @@ class Pass:
     """Change of a model that keeps what it computes, with its pre- and postcondition.
 
     Attributes:
-        call: Changes the draft.
         requires: Raises `UserError` if the pass cannot be applied.
         ensures: Raises `UserError` if the result is not valid.
     """

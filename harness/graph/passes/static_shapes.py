@@ -227,10 +227,7 @@ def find_example_sizes(
     """Return sizes of dynamic inputs for an error message: the first that pass shape inference, or the first of all.
 
     Args:
-        proto: The model.
         inputs: Axes by input name; None: the rank is unknown.
-        resolved: Shapes that the given sizes resolve to.
-        sizes: Sizes that the user has given.
     """
     examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
     for dims, shapes in examples:

@@ -52,7 +52,6 @@ class CastInserter(Inserter):
     """Inserts placements of a float model into its cast form.
 
     Args:
-        cast: The cast model.
         dialect: Form of Q/DQ of the runtime.
         ranges: Range of each activation by its tensor in the float model; at FP16 values end at 65504.
         model: The float model, by whose nodes and inputs the ranges are carried over; without it, by names of tensors.

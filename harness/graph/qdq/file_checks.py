@@ -36,9 +36,6 @@ class QDQProblem:
     """A reason why TensorRT refuses a file, or computes other results than it describes.
 
     Attributes:
-        node: Name of the node.
-        operator: Its operator.
-        rule: Name of the rule.
         text: The reason as the predicate of a sentence about the node.
         level: "refused"; "warning" (it computes other values); "no effect" (it computes in float, so pairs cost time).
     """

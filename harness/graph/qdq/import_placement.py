@@ -84,7 +84,6 @@ def compare_import(source: Path, model: Model, placed: Resolved) -> tuple[Resolv
     Args:
         source: See `import_placement`.
         model: The float model.
-        placed: Quantized edges of the placement.
 
     Raises:
         UserError: The file cannot be read.

@@ -254,7 +254,6 @@ def write_with_edges(shipped: Path, edges: Sequence[Edge], path: Path) -> bool:
     """Write a Q/DQ model with more edges quantized, each tensor by its own pair or one like another tensor's.
 
     Args:
-        shipped: The model.
         edges: Inputs of nodes, with the names that they have in the model.
         path: File to write, in the folder of the model because of external data.
 

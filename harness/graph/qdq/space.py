@@ -62,8 +62,6 @@ def build_space(
     """Build the space of all placements of a model in a dialect.
 
     Args:
-        model: The model.
-        dialect: The rules.
         precisions: Precisions to offer besides float; a point offers those that are legal for it.
         sharing: "pattern": regions of one pattern share a scheme. "region": each region has its own.
         root: Regions; by default those that `discover` finds.

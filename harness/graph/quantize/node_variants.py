@@ -86,7 +86,6 @@ class PairVariant:
     Attributes:
         nodes: Records of the graph.
         grid: Record of each scale and zero point.
-        pairs: Number of pairs.
     """
 
     nodes: bytes

@@ -108,7 +108,6 @@ def quantize_weight(
         precision: "int8", "fp8" or "fp8e5m2".
         floor: Smallest allowed scale, for each channel or for all.
         limit: Largest stored magnitude instead of the type's, which makes the scale amax / limit.
-        estimator: Estimator of amax.
     """
     limit = MAX_LEVEL[precision] if limit is None else limit
     values = weight.astype(np.float32)

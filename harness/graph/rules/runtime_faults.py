@@ -22,7 +22,6 @@ class RuntimeFault:
 
     Attributes:
         text: The rule as a sentence.
-        operators: Operators that may have the fault.
         matches: Returns whether a node of these operators has the fault if its data are quantized.
     """
 

@@ -37,7 +37,6 @@ class MagnitudeHistogram:
 
     Attributes:
         bins: Numbers of the bins that are not empty, in ascending order; 0 holds zeros.
-        counts: Values in each of them.
     """
 
     bins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -96,7 +95,6 @@ def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
     """Return whether a constant with finite values holds a sentinel.
 
     Args:
-        values: The constant.
         alone: Whether a sentinel counts if all other values are zeros.
     """
     if not values.size or max(-values.min(), values.max()) < MIN_SENTINEL_MAGNITUDE:

@@ -50,8 +50,6 @@ class TaskResults:
         facts: Content of `task.json`.
         environment: Machine on which the task started; empty if it was not recorded.
         rows: Exported models by id.
-        picks: Choices of the methods.
-        searches: Searches that have started.
         latencies_ms: Latency of each incumbent and scored placement by digest: the median over the searches that
             measured it, so that it is the same in each of them.
         selection_speedups: Speedup over the float model in the final selection, by digest; empty without one.

@@ -210,7 +210,6 @@ def read_metric_scores(task: Path, metric: str) -> Mapping[str, Mapping[str, Any
     """Return the record of the evaluator by row id.
 
     Args:
-        task: Folder of the task.
         metric: Metric that is checked against the record of single images.
 
     Raises:

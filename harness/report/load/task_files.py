@@ -37,7 +37,6 @@ class PartEffect:
 
     Attributes:
         part: Name of a pattern or an insertion point.
-        pattern: The pattern.
         operators: Operators of the pattern's regions.
         pairs: Number of Q/DQ pairs of the part.
         ratio: Latency without the part over latency of the whole placement; above 1 the part saves time.
@@ -89,7 +88,6 @@ class EdgeFusion:
     Attributes:
         fate: "fused" (the consumer computes on quantized data), "alone" (the pair is an operation of its own and the
             consumer computes in float), or "unknown".
-        layer: Layer of the consumer in the engine.
     """
 
     tensor: str
@@ -105,7 +103,6 @@ class AttributionReport:
     """Explanation of the latency of a row.
 
     Attributes:
-        row: Id of the row.
         sha256: Digest of its file.
         method: Its label in the tables.
         speedup: Speedup over the float model in this measurement.

@@ -59,7 +59,6 @@ def build_scene(
     """Return the layout as JSON data with integer coordinates.
 
     Args:
-        root: Root region of the model.
         dimensions: Insertion points, which the page lists for the pattern of a clicked region.
     """
     whole, number = _layout_boxes(model, root), {region.id: place for place, region in enumerate(_descendants(root))}

@@ -25,10 +25,8 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
     and no loading, so an unescaped name could do no harm.
 
     Args:
-        template: Name of the template.
         scripts: Names of the scripts in order; they read the element "data".
         data: JSON data without NaN.
-        values: Variables of the template.
     """
     sources = [_read_asset(name) for name in scripts]
     parts = (

@@ -31,7 +31,6 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
 
     Args:
         before: Layers of the float engine.
-        after: Layers of the other engine.
         most: Number of named parts; the rest is summed as "all others".
 
     Returns:
@@ -181,7 +180,6 @@ def draw_gain_and_drop(found: AttributionReport, metric: str, title: str, path: 
 
     Args:
         found: Report with a latency and patterns with a drop.
-        metric: Name of the metric.
         path: Output path without suffix.
     """
     dots = list(_effects_with_drop(found))

@@ -41,7 +41,6 @@ class PlotFile:
 
     Attributes:
         task: Name of its task; "" for the whole experiment.
-        path: Path of the SVG.
         on_page: The page shows the SVG; it draws the other plots itself.
     """
 
@@ -61,7 +60,6 @@ class _Entry:
     """Plots of a task in the manifest of a report.
 
     Attributes:
-        inputs: Digest of their inputs.
         complete: Not only the plots that the page shows.
         plots: Title, name of the SVG, and `on_page` of each.
     """
@@ -75,7 +73,6 @@ class PlotCache:
     """Plots of the tasks of a report by the digest of their inputs; its entries are part of the report's manifest.
 
     Args:
-        out: Folder of the report.
         inputs: Digest of the inputs by task; plots of other tasks are drawn each time and not recorded.
     """
 
@@ -109,8 +106,6 @@ class PlotCache:
         """Return the plots of a task, and call `draw` for them unless they are up to date.
 
         Args:
-            task: Name of the task.
-            draw: Writes the plots.
             complete: `draw` writes not only the plots that the page shows.
         """
         known = self._known.get(task, _Entry(inputs=""))
@@ -147,7 +142,6 @@ def draw_plots(
     """Write plots as PNG, SVG and PDF; return those without an interactive form on the page.
 
     Args:
-        results: The results.
         out: Folder of the report.
         cache: Plots that need not be drawn again; None: all are drawn.
         all_plots: False leaves out the plots of tasks that have an interactive form on the page.
@@ -234,7 +228,6 @@ def draw_attribution(task: str, report: AttributionReport, out: Path) -> Iterato
     """Draw the attribution of a row as far as it was measured, and yield the plots.
 
     Args:
-        task: Name of the task.
         out: Output folder.
     """
     name, title = f"{task}-{safe_file_name(report.row)}", f"{task}: {report.method}"

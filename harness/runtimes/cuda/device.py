@@ -177,7 +177,6 @@ class GpuConditions:
 
     Attributes:
         mhz: Clock of its multiprocessors.
-        memory_mhz: Clock of its memory.
         held_back: Reason why the clock is below its maximum, see `THROTTLE_REASONS`.
     """
 

@@ -56,7 +56,6 @@ class GpuTimer:
     """Times one enqueue function on a stream of its own. A context manager: events, stream and graph end with it.
 
     Args:
-        cuda: The device.
         enqueue: Function that is timed; addresses and shapes stay the same from now on.
         graph: Capture it into a CUDA graph and launch that. Where it cannot be captured, `why_eager` says why, and it
             is timed as it is.

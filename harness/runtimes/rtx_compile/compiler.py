@@ -65,7 +65,6 @@ class Compilation:
 
     Attributes:
         target: Key of `TARGETS`.
-        version: Version of the library.
         build_s: Time of the build on this machine, in seconds; no measure of latency.
         kernels: In order of execution; empty if the model was refused.
         refusal: None if the model was built.
@@ -107,7 +106,6 @@ def compile_file(path: Path, target: str) -> Compilation:
     """Return the compiler's verdict on a model file; a refusal names the node and our rule where they are known.
 
     Args:
-        path: The ONNX file.
         target: Key of `TARGETS`.
 
     Raises:

@@ -34,7 +34,6 @@ def build_plan(
     """Build an engine.
 
     Args:
-        library: TensorRT.
         model: A file, with external data next to it; or the serialized model.
         options: Their profiles are those of the dynamic inputs, see `harness.runtimes.tensorrt.options.fitted`.
         cache: See `TimingCache`.
@@ -79,8 +78,6 @@ def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
     """Deserialize an engine.
 
     Args:
-        library: TensorRT.
-        content: A plan.
         source: Name in messages.
 
     Raises:

@@ -35,7 +35,6 @@ class TensorRTLibrary:
     """Imported module of TensorRT, checked for its version, with a logger that collects messages.
 
     Attributes:
-        trt: The module.
         version: Version of TensorRT, for instance "10.16.1.11".
         log: Its logger; it must outlive everything that is made with it.
         messages: Warnings and errors so far, in order, the last `MAX_LOG_LINES` of them.

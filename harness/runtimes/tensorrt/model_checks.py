@@ -128,9 +128,7 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     cast of the same content in the folder is reused.
 
     Args:
-        path: An ONNX file.
         precision: "f32", "f16" or "bf16"; "f32" leaves the file as it is.
-        folder: Folder of the new file.
 
     Raises:
         BuildFailed: The model is too large to be cast, or ModelOpt refuses it.

@@ -110,10 +110,6 @@ class BuildOptions:
     def source(self, path: Path, folder: Path, device: Device) -> ParsedSource:
         """Return the file that is parsed for a candidate's file.
 
-        Args:
-            path: An ONNX file.
-            folder: Folder of a cast file.
-
         Raises:
             BuildFailed: TensorRT is known to refuse it, it does not fit the profiles, or it cannot be read or cast.
         """

@@ -62,11 +62,7 @@ class _OpenEngine:
 
 
 class Scorer:
-    """Evaluators by name, constructed on first use.
-
-    Args:
-        plugins: Their specifications.
-    """
+    """Evaluators by name, constructed on first use."""
 
     def __init__(self, plugins: Mapping[str, PluginSpec]) -> None:
         self._plugins = plugins

@@ -78,8 +78,6 @@ class PolicedEngines(Engines):
     """Engines of one worker under a timing policy.
 
     Args:
-        engines: The worker's engines.
-        policy: Policy of the machine.
         write_lock: Held while a candidate's file is written, which is not thread-safe.
     """
 

@@ -98,7 +98,6 @@ class ThreadedExecutor:
 
     Args:
         open_worker: Opens the engines of one worker; called in threads.
-        workers: Number of workers.
         policy: Builds and timings that may overlap.
     """
 

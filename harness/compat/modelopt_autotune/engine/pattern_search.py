@@ -22,10 +22,8 @@ class PatternSearch:
     """Search of one pattern with all others fixed.
 
     Args:
-        placement_map: The regions.
         region: Region of the pattern; the region of the whole model includes all patterns.
         allowed: Dimensions that may be quantized.
-        around: Placement of all other dimensions.
         config: Name and settings of the searcher.
 
     Attributes:

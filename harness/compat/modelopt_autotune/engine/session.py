@@ -41,12 +41,6 @@ RANDOM_SAMPLES = 8  # more random samples do not change the ranges much
 class AutotuneSession:
     """Session of a model: its regions and the models that were measured.
 
-    Args:
-        index: The model.
-        regions: Regions to profile.
-        backend: Benchmarker of the models.
-        runtime: Its properties.
-
     Attributes:
         task: Model, space, scales and writer of candidates.
         allowed: Dimensions that may be quantized; reduced by `restrict_to_patterns`.
@@ -162,7 +156,6 @@ class AutotuneSession:
         """Return the initial design by name: simple placements, and those of earlier results.
 
         Args:
-            cache: Pattern cache of the user.
             qdq_baseline: Q/DQ model made from this model, as a file; None: none.
 
         Raises:

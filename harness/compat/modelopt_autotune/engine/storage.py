@@ -41,12 +41,10 @@ class PatternCache:
     Args:
         minimum_distance: Number of points in which two schemes of a pattern differ at least.
         max_entries_per_pattern: Maximum number of schemes of one pattern; 0: no limit.
-        origin: Origin of the schemes that are added.
         content: Initial entries.
 
     Attributes:
         baseline_ms: Latency of the float model in the run that adds schemes; None if unknown.
-        content: All entries.
         seeds: Entries that were read or added by the user, without measurements of an autotuner; they are tried first.
     """
 
@@ -244,10 +242,8 @@ class AutotuneState(_Record):
     Attributes:
         facts: Properties of model, runtime and settings that must be equal to resume.
         interleaved: Models are timed in turns with the float model, so readings of single models do not compare.
-        current: Signature of the pattern that is being profiled.
         config: Settings, for people and for messages.
         measured: Results by the digest of the placement, in the order of measurement.
-        patterns: Patterns that are finished.
     """
 
     kind: Literal["qdq autotuner state"] = "qdq autotuner state"
