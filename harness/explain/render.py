@@ -136,9 +136,8 @@ def _minimal_lines(found: AttributionReport) -> Iterator[str]:
         return
     yield (
         f"{kept.pairs} of {found.pairs} pairs ({len(kept.points)} insertion points) keep it: "
-        f"{_format_ratio(kept.speedup)} "
-        f"times the speed of float, {_format_slowdown(kept.ratio, '')} time against all pairs; {kept.tests} "
-        "placements were tried."
+        f"{_format_ratio(kept.speedup)} times the speed of float, {_format_slowdown(kept.ratio, '')} time against all "
+        f"pairs; {kept.tests} placements were tried."
     )
     yield from (f"- {name}" for name in kept.points)
 

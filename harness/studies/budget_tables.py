@@ -91,11 +91,10 @@ def budget_tables(
         "score",
         "Score against random search",
         _score_lines(blocks),
-        "Share of what random search leaves that a searcher finds, on average until random search itself has found "
-        "95 % of what there is to find, after the initial placements (Willemsen et al. 2024): 0 is random search from "
-        "the same start, 1 the optimum at once, and below 0 worse than random. "
-        f"Mean over {seeds} with its 95 % interval (Student's), because random search is a mean too; a dash if the "
-        "initial placements leave nothing.",
+        "Share of what random search leaves that a searcher finds, on average until random search itself has found 95 "
+        "% of what there is to find, after the initial placements (Willemsen et al. 2024): 0 is random search from the "
+        f"same start, 1 the optimum at once, and below 0 worse than random. Mean over {seeds} with its 95 % interval "
+        "(Student's), because random search is a mean too; a dash if the initial placements leave nothing.",
     )
     found = _make_table(
         "found",
@@ -235,12 +234,11 @@ def _pairwise_table(blocks: Sequence[TableResult], study: BudgetStudy) -> Report
         p=[f"{value:.3f}" if np.isfinite(value) else "-" for value in raw["p_holm"]],
     )
     note = (
-        f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, each "
-        f"the mean over seeds, {_describe_limits(len(blocks))}. "
-        "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
-        "p: Wilcoxon's signed ranks over tables with Holm's correction for all of one budget; the smallest that "
-        f"{pluralize(len(blocks), 'table')} and {pluralize(len(others), 'comparison')} can give is "
-        f"{smallest_p_value(len(blocks), len(others)):.3g}."
+        f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, each the "
+        f"mean over seeds, {_describe_limits(len(blocks))}. Chance: that a search of the first ends faster than one of "
+        "the second (effect size; 0.5 is none). p: Wilcoxon's signed ranks over tables with Holm's correction for all "
+        f"of one budget; the smallest that {pluralize(len(blocks), 'table')} and "
+        f"{pluralize(len(others), 'comparison')} can give is {smallest_p_value(len(blocks), len(others)):.3g}."
     )
     return ReportTable(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 

@@ -304,10 +304,9 @@ def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Itera
         yield f"Written: {result.file}, which is that model"
         return
     yield (
-        f"{'Final' if result.kept is None else result.kept.name}: {row.latency_ms.value:.3f} ms "
-        f"({interval.value:.3f}x speedup, 95 % interval {interval.low:.3f} to {interval.high:.3f}, {row.verdict}; "
-        f"{row.builds} fresh builds in turns with the baseline, noise floor {100 * summary.noise_floor:.1f} %), "
-        f"{result.pairs} Q/DQ pairs"
+        f"{'Final' if result.kept is None else result.kept.name}: {row.latency_ms.value:.3f} ms ({interval.value:.3f}x "
+        f"speedup, 95 % interval {interval.low:.3f} to {interval.high:.3f}, {row.verdict}; {row.builds} fresh builds "
+        f"in turns with the baseline, noise floor {100 * summary.noise_floor:.1f} %), {result.pairs} Q/DQ pairs"
     )
     if row.fully_disturbed:
         yield f"All of its turns were disturbed, so {row.verdict!r} is uncertain: repeat on a quiet machine"

@@ -88,8 +88,7 @@ def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise BuildFailed(
-            f"{source}: TensorRT {library.version} cannot load this engine ({library.drain_messages()}); "
-            "an engine "
+            f"{source}: TensorRT {library.version} cannot load this engine ({library.drain_messages()}); an engine "
             "runs only with the TensorRT version and the kind of GPU that built it: build it again here"
         )
     return engine

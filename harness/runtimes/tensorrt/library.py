@@ -73,8 +73,7 @@ class TensorRTLibrary:
             except OSError:
                 raise UserError(
                     f"plugins: {name} does not load ({self.drain_messages()}); it must be built for TensorRT "
-                    f"{self.version}, "
-                    f"and what it links to must be found: see ldd {name}"
+                    f"{self.version}, and what it links to must be found: see ldd {name}"
                 ) from None
 
 

@@ -229,9 +229,8 @@ class ShapeProfile:
         if -1 not in declared:
             if not self.covers(declared):
                 raise BuildFailed(
-                    f"profile of {name!r}: {self} does not cover {format_shape(declared)}, the shape that the "
-                    "model was "
-                    "calibrated at and is fixed to"
+                    f"profile of {name!r}: {self} does not cover {format_shape(declared)}, the shape that the model "
+                    "was calibrated at and is fixed to"
                 )
             return
         fits = len(declared) == len(self.opt) and all(
