@@ -21,7 +21,7 @@ from harness.accuracy.recovery.pipeline import (
     split_held_out,
 )
 from harness.accuracy.tools.catalog import TOOLS
-from harness.analysis.plots import draw_layer_losses
+from harness.analysis.reports import draw_layer_losses
 from harness.api import Accuracy
 from harness.errors import UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process

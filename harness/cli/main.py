@@ -26,8 +26,7 @@ from harness.cli.bench import (
 )
 from harness.cli.common import add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
-from harness.cli.doctor import doctor, tools, validate_gpu
-from harness.cli.list import list_plugins
+from harness.cli.doctor import doctor, list_plugins, tools, validate_gpu
 from harness.cli.models import check, explain, regions, zoo
 from harness.cli.placements import apply, export_recipe, import_placement, insert
 from harness.cli.report import compare, report, trace

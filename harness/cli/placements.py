@@ -209,8 +209,8 @@ def export_recipe(
     Example: `qdq export-recipe out/mine/ship/NAME --for ort --measure -o quantize.py`
     """
     from harness.results_dir.deploy_folder import find_bundle, read_bundle
-    from harness.shipping.edge_costs import COST_SOURCE, measure_edge_costs
     from harness.shipping.recipes import export_recipe as export
+    from harness.shipping.runtime_comparison import COST_SOURCE, measure_edge_costs
     from harness.terminal_progress import TerminalProgress
 
     folder = find_bundle(result)

@@ -23,10 +23,9 @@ from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.errors import UserError
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
-from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.timing.workers.engines import BuiltEngine, Engines, ScoringCallback, TimingPolicy, WorkerSpec
 from harness.timing.workers.execution_target import CandidateWriter, ExecutionTarget, QueueFactory
 from harness.timing.workers.in_process import as_outcome
-from harness.timing.workers.timing_policy import TimingPolicy
 from harness.timing.workers.trial_pool import ThreadedExecutor, WorkerLost
 
 FILES_LIMIT_S = 1800.0  # of calls that transfer a model, and of opening engines, which starts up to three processes

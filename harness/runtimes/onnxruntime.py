@@ -17,8 +17,15 @@ from harness.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
-from harness.runtimes.onnxruntime_common import parse_dtype, read_profile, run_session
-from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, translate_errors
+from harness.runtimes.host_clock import (
+    one_line_error,
+    parse_dtype,
+    read_profile,
+    require_static_shapes,
+    run_session,
+    time_calls,
+    translate_errors,
+)
 from harness.timing.provenance import (
     count_cores,
     describe_environment,

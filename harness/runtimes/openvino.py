@@ -21,7 +21,7 @@ from pydantic import BeforeValidator
 from harness.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
-from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
+from harness.runtimes.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
 from harness.timing.provenance import count_cores, machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.timing.sampling import make_fixed_inputs
 

@@ -18,8 +18,7 @@ from harness.api import Array, Artifact, Candidate, Capabilities
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
-from harness.runtimes.onnxruntime_common import parse_dtype, run_session
-from harness.timing.host_clock import require_static_shapes, translate_errors
+from harness.runtimes.host_clock import parse_dtype, require_static_shapes, run_session, translate_errors
 from harness.timing.sampling import make_fixed_inputs
 
 LICENCE_NOTE = (

@@ -178,7 +178,10 @@ def _curve_frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimu
 
 def _draw_curves(landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], path: Path) -> None:
     """Plot median regret over evaluations: of random searches with a band of their quartiles, and of searchers."""
-    from harness.analysis.plots import COLOURS, figure_file  # matplotlib takes a second, which most replays do not need
+    from harness.analysis.reports import (  # matplotlib takes a second, which most replays do not need
+        COLOURS,
+        figure_file,
+    )
 
     optimum_ms = landscape.latency_ms[landscape.optimum]
     evaluations = np.arange(1, random_ms.shape[1] + 1)

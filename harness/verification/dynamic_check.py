@@ -17,7 +17,7 @@ from harness.graph.model import TensorType
 from harness.graph.passes.dimension_sizes import Axes, evaluate_expression, expression_symbols, is_batch
 from harness.graph.segmented_run import open_reference_session
 from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
-from harness.timing.host_clock import one_line_error
+from harness.runtimes.host_clock import one_line_error
 
 Shapes = Mapping[str, tuple[int, ...]]
 Outputs = tuple[Array, ...]

@@ -15,7 +15,7 @@ from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, box_iou
 from harness.accuracy.data.preprocess import parse_plugin_spec
 from harness.accuracy.metrics.base import PreparedArrays, PreparedImages, open_samples, select_output
-from harness.accuracy.metrics.reference_file import open_reference, write_reference
+from harness.accuracy.metrics.closeness import open_reference, write_reference
 from harness.api import Accuracy, Infer
 from harness.errors import UserError
 from harness.random_inputs import InputTypes

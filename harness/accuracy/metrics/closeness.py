@@ -1,11 +1,15 @@
-"""Distance between the outputs of an engine and of the float model, by the worst output and its worst part."""
+"""Distance between the outputs of an engine and those of the float model, which are kept in a reference file."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -222,3 +226,38 @@ def _kl_divergence(p: Floats, q: Floats) -> float:
     axis = 1 if p.ndim == 4 else -1
     log_p, log_q = (log_softmax(x, axis=axis) for x in (p, q))
     return float((np.exp(log_p) * (log_p - log_q)).sum(axis=axis).mean())
+
+
+FINGERPRINT = "fingerprint"
+
+
+def write_reference(path: Path, arrays: Mapping[str, Array], fingerprint: str) -> None:
+    """Write arrays to a reference file, all or nothing.
+
+    Args:
+        path: The file; its folder is made.
+        fingerprint: Fingerprint of the evaluator that reads them again.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with partial.open("wb") as file:
+        np.savez(file, allow_pickle=False, **{**arrays, FINGERPRINT: np.array(fingerprint)})
+    partial.replace(path)
+
+
+@contextmanager
+def open_reference(path: Path, fingerprint: str, evaluator: str) -> Iterator[Any]:
+    """Yield the arrays of a reference file by name, read on demand.
+
+    Raises:
+        EvaluationFailed: There is no such file, or it was made on other inputs.
+    """
+    if not path.is_file():
+        raise EvaluationFailed(
+            f"no outputs of the float model in {path}: {evaluator} compares with them, so score the float model before "
+            "any other; 'qdq run' does, in code call prepare(infer) with the float model's engine"
+        )
+    with np.load(path, allow_pickle=False) as stored:
+        if FINGERPRINT not in stored or str(stored[FINGERPRINT]) != fingerprint:
+            raise EvaluationFailed(f"{path} was made on other inputs: remove it and run again")
+        yield stored

@@ -11,7 +11,7 @@ import numpy as np
 
 from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, format_output_shapes
-from harness.accuracy.data.detector_layout import suggest_decoder
+from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec
 from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, mixable_map_facts
 from harness.accuracy.metrics.base import LabelledImages

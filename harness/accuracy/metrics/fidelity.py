@@ -15,9 +15,15 @@ from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
 from harness.accuracy.metrics.base import require_finite
-from harness.accuracy.metrics.closeness import WORST_PREFIX, ComparisonLayout, compare_outputs, plan_comparison
+from harness.accuracy.metrics.closeness import (
+    WORST_PREFIX,
+    ComparisonLayout,
+    compare_outputs,
+    open_reference,
+    plan_comparison,
+    write_reference,
+)
 from harness.accuracy.metrics.intervals import encode_evidence
-from harness.accuracy.metrics.reference_file import open_reference, write_reference
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.api import Accuracy, Array, Infer
 from harness.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness import registry
 from harness.accuracy.data.batching import image_input, image_size
-from harness.accuracy.data.detector_layout import suggest_decoder
+from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.accuracy.metrics.base import low_reference_warning
 from harness.api import Accuracy, Candidate, Evaluator, NeedsPreparation
 from harness.compat.tao_specs.dataset import data_keys, labelled_data, map_error_keys

@@ -14,11 +14,11 @@ from harness.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
-from harness.graph.passes.fold_batch_norm import fold_batch_norms
 from harness.graph.passes.normalize import (
     Weights,
     check_valid,
     externalize_weights,
+    fold_batch_norms,
     isolate_custom_ops,
     lower_constants,
     name_nodes,

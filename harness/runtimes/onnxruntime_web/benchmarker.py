@@ -13,9 +13,8 @@ import numpy as np
 from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.io.model_reader import read_model
-from harness.runtimes.onnxruntime_common import read_profile
+from harness.runtimes.host_clock import read_profile, require_static_shapes, to_float32, translate_errors
 from harness.runtimes.onnxruntime_web.session import WebSession
-from harness.timing.host_clock import require_static_shapes, to_float32, translate_errors
 from harness.timing.provenance import cpu_model_name
 from harness.timing.sampling import make_fixed_inputs
 

@@ -16,9 +16,9 @@ from harness.api import Array
 from harness.errors import MeasureFailed
 from harness.runtimes.cuda.device import CudaRuntime, GpuMonitor
 from harness.runtimes.cuda.timing import GpuTimer
+from harness.runtimes.host_clock import to_float32
 from harness.runtimes.tensorrt.library import TensorRTLibrary
 from harness.runtimes.tensorrt.options import Shape, ShapeProfile, format_shape
-from harness.timing.host_clock import to_float32
 from harness.timing.sampling import make_fixed_inputs
 
 NUMPY_TYPES: Mapping[str, Any] = {

@@ -18,6 +18,7 @@ from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
 from harness.paths import cache_dir
 from harness.runtimes.cuda.device import Device, open_device
+from harness.runtimes.host_clock import to_float32
 from harness.runtimes.tensorrt.inspection import read_layers
 from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR, CachePolicy, timing_cache_path
 from harness.runtimes.tensorrt.model_checks import read_io_dtypes
@@ -34,7 +35,6 @@ from harness.runtimes.trtexec.flags import (
     run_flags,
     run_trtexec,
 )
-from harness.timing.host_clock import to_float32
 
 MIN_ITERATIONS = 50
 """Inferences of one run of trtexec: starting it takes longer than they do."""

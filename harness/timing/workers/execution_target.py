@@ -13,9 +13,8 @@ from harness import registry
 from harness.api import Candidate
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.timing.provenance import describe_environment
-from harness.timing.workers.engines import Engines, WorkerSpec
+from harness.timing.workers.engines import Engines, ExclusiveTiming, SerialTiming, TimingPolicy, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.timing.workers.timing_policy import ExclusiveTiming, SerialTiming, TimingPolicy
 from harness.timing.workers.trial_pool import Executor, SyncExecutor, ThreadedExecutor, TrialFnFactory
 from search.space import Resolved
 

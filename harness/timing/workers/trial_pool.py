@@ -21,8 +21,7 @@ from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import Failed, Outcome
 from harness.statistics import Interval
-from harness.timing.workers.engines import Engines
-from harness.timing.workers.timing_policy import PolicedEngines, TimingPolicy
+from harness.timing.workers.engines import Engines, PolicedEngines, TimingPolicy
 
 TrialFn = Callable[[Candidate, Interval | None], Outcome]
 """Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""

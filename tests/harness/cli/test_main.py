@@ -13,7 +13,7 @@ import pytest
 from small import qdq
 
 from harness import registry
-from harness.cli.list import plugin_purpose
+from harness.cli.doctor import plugin_purpose
 from harness.cli.main import COMMANDS, TIMING_COMMANDS
 from harness.graph.builder import GraphBuilder
 from harness.paths import WAIT_VARIABLE

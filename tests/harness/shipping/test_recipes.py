@@ -33,8 +33,8 @@ from harness.graph.quantize.numeric_choices import NumericChoices, depthwise_inp
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from harness.progress import NullProgress
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
-from harness.shipping.edge_costs import EdgeCost, measure_edge_costs
 from harness.shipping.recipes import RECIPES, export_recipe, summarize_placement
+from harness.shipping.runtime_comparison import EdgeCost, measure_edge_costs
 from harness.statistics import Interval
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge
@@ -256,7 +256,7 @@ def test_the_cost_of_an_edge_is_that_of_the_file_with_it_quantized(
     assert [cost.edges for cost in costs] == [(left,), (other,), (left, other)]
     assert [cost.ratio.value for cost in costs] == pytest.approx([2.0, 2.0, 3.0])
     assert {cost.verdict for cost in costs} == {"slower"}
-    monkeypatch.setattr("harness.shipping.edge_costs.write_with_edges", lambda *_: False)
+    monkeypatch.setattr("harness.shipping.runtime_comparison.write_with_edges", lambda *_: False)
     assert measure_edge_costs(folder, facts, [left], NullProgress(), builds=2) == ()
 
 
@@ -269,7 +269,7 @@ def test_costs_are_printed_with_their_source(
     cost = EdgeCost(edges=(left,), ratio=Interval(value=1.05, low=1.04, high=1.06), verdict="slower", noise_floor=0.01)
     monkeypatch.setattr("harness.results_dir.deploy_folder.find_bundle", lambda path: path)
     monkeypatch.setattr("harness.results_dir.deploy_folder.read_bundle", lambda _: FACTS)
-    monkeypatch.setattr("harness.shipping.edge_costs.measure_edge_costs", lambda *_, **__: (cost,))
+    monkeypatch.setattr("harness.shipping.runtime_comparison.measure_edge_costs", lambda *_, **__: (cost,))
     command = ["export-recipe", str(folder), "--for", "ort", "-o", str(folder / "recipe.py")]
     command += ["--measure"] if measured else []
     assert qdq(*command) == 0

@@ -16,7 +16,7 @@ from spec_runs import build_spec, evaluate_spec, layer, quantize_model
 from typer.testing import CliRunner
 
 from harness import registry, zoo
-from harness.accuracy.data.detector_layout import suggest_decoder
+from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.api import Accuracy
 from harness.cli.common import short_path
 from harness.cli.main import app

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 import harness.graph.equivalence.check as check
 import harness.graph.io.files as files
-import harness.graph.passes.fold_batch_norm as fold_batch_norm
+import harness.graph.passes.normalize as fold_batch_norm
 from harness.errors import UserError
 from harness.graph.equivalence.compare import EquivalenceVerdict, deviation_db, threshold_db
 from harness.graph.io.helper_process import call_in_helper_process

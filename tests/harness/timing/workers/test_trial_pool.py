@@ -16,7 +16,7 @@ import pytest
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import Failed, Measured
-from harness.timing.workers.timing_policy import ExclusiveTiming, PolicedEngines, SerialTiming, TimingPolicy
+from harness.timing.workers.engines import ExclusiveTiming, PolicedEngines, SerialTiming, TimingPolicy
 from harness.timing.workers.trial_pool import SyncExecutor, ThreadedExecutor, WorkerLost, run_concurrently
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
