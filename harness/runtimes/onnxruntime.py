@@ -194,7 +194,6 @@ class ONNXRuntimeBenchmarker:
             raise MeasureFailed(f"ONNX Runtime's profile cannot be read: {error}") from error
 
     def describe(self) -> Mapping[str, Any]:
-        """See `harness.api.Benchmarker`."""
         precisions = {name: {"precision": name} for name in ("f32", "f16")}
         return {
             "name": "onnxruntime",
@@ -314,7 +313,6 @@ class _CPUProbe(_ONNXRuntimeProbe):
         self.concurrency = count_cores() if threads == 1 else 1  # more threads are one pool, which all runs share
 
     def concurrently(self, count: int) -> AbstractContextManager[Infer]:
-        """See `harness.api.InfersConcurrently`."""
         return nullcontext(self.infer)
 
 

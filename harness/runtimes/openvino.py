@@ -175,7 +175,6 @@ class OpenVINOBenchmarker:
         return _read_executed_layers(artifact.engine)
 
     def describe(self) -> Mapping[str, Any]:
-        """See `harness.api.Benchmarker`."""
         profiled: dict[str, Any] = {"profile": True} if self._profile else {}
         if self._streams > 1:
             profiled["streams"] = self._streams

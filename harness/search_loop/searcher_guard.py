@@ -52,7 +52,6 @@ class SearcherGuard:
         return found
 
     def tell(self, observation: Observation) -> None:
-        """See `Searcher`."""
         searcher = self._searcher
         if self.failure is not None or isinstance(searcher, Failed):
             return

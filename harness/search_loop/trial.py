@@ -67,7 +67,6 @@ class _TrialRunner:
     noise_policy: NoisePolicy
 
     def attempt(self, candidate: Candidate, incumbent: Interval | None) -> Outcome:
-        """See `TrialFn`."""
         rival = self.judge.latency_to_beat(incumbent)
 
         def look(handle: int, measured: Measured) -> Outcome:

@@ -113,7 +113,6 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
         self._broken: dict[str, RangeBounds] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `RangeEstimator.collect`."""
         for name, parts in arrays.items():
             for values in parts:
                 if not values.size:
@@ -135,7 +134,6 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
         return super().merge_histogram(old, values, low, high, threshold)
 
     def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeEstimator.ranges`."""
         found = {}
         for name, (low, high) in self._thresholds().items():
             if low > high:  # compute_percentile takes the lower edge of a bin: a constant ends below itself

@@ -52,12 +52,10 @@ class MinMaxCalibrator:
         self._ranges: dict[str, RangeBounds] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `RangeEstimator.collect`."""
         for name, found in _bounds_of_arrays(arrays):
             self._ranges[name] = join_ranges(self._ranges.get(name, found), found)
 
     def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeEstimator.ranges`."""
         return dict(self._ranges)
 
 
@@ -65,7 +63,6 @@ class AbsMaxCalibrator(MinMaxCalibrator):
     """Take the largest magnitude to both sides, as TensorRT and ModelOpt ("max"); one side where all values are."""
 
     def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeEstimator.ranges`."""
         return {name: _is_two_sided(low, high) for name, (low, high) in super().ranges().items()}
 
 
@@ -79,13 +76,11 @@ class MeanMinMaxCalibrator:
         self._sums: dict[str, tuple[float, float, int]] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `RangeEstimator.collect`."""
         for name, (low, high) in _bounds_of_arrays(arrays):
             sums = self._sums.get(name, (0.0, 0.0, 0))
             self._sums[name] = (sums[0] + low, sums[1] + high, sums[2] + 1)
 
     def ranges(self) -> dict[str, RangeBounds]:
-        """See `RangeEstimator.ranges`."""
         return {name: (low / count, high / count) for name, (low, high, count) in self._sums.items()}
 
 
@@ -128,7 +123,6 @@ class SentinelObserver(MinMaxCalibrator):
         self._spreads: dict[str, MagnitudeHistogram] = defaultdict(MagnitudeHistogram)
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `RangeEstimator.collect`."""
         super().collect(arrays)
         channels = {
             channel_name(name, i): [values[:, i] for values in arrays[name]]

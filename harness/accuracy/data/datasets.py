@@ -261,7 +261,6 @@ class DatasetCache:
         self._seen: list[tuple[Mapping[str, Any], ImageDataset | ArrayDataset]] = []
 
     def open(self, spec: Mapping[str, Any], base_dir: Path) -> ImageDataset | ArrayDataset:
-        """See `harness.accuracy.data.datasets.open_data`."""
         for known, opened in self._seen:
             if known == spec:
                 return opened

@@ -73,7 +73,6 @@ class FloatAgreement:
 
     @property
     def inferences(self) -> int:
-        """See `harness.api.Evaluator`."""
         return self.samples.inferences
 
     def prepare(self, infer: Infer) -> None:

@@ -65,7 +65,6 @@ class Top1:
 
     @property
     def inferences(self) -> int:
-        """See `harness.api.Evaluator`."""
         return self.images.inferences
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -62,7 +62,6 @@ class Metric:
 
     @property
     def inferences(self) -> int:
-        """See `harness.api.Evaluator`."""
         return self.samples.inferences
 
     def score(self, infer: Infer) -> Accuracy:

@@ -96,7 +96,6 @@ class Fidelity:
 
     @property
     def inferences(self) -> int:
-        """See `harness.api.Evaluator`."""
         return len(self)
 
     def feeds(self) -> Iterator[dict[str, Array]]:

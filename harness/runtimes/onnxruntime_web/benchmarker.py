@@ -93,7 +93,6 @@ class ONNXRuntimeWebBenchmarker:
             return read_profile(artifact.engine.request("profile")["trace"])
 
     def describe(self) -> Mapping[str, Any]:
-        """See `harness.api.Benchmarker`."""
         return {
             "name": "onnxruntime_web",
             "version": self._facts["version"],

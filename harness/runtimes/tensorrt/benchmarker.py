@@ -146,7 +146,6 @@ class TensorRTBenchmarker:
         )
 
     def cast(self, path: Path, folder: Path) -> Path:
-        """See `harness.runtimes.tensorrt.options.BuildOptions.cast`."""
         return self._options.write_cast_model(path, folder)
 
     @contextmanager
@@ -187,7 +186,6 @@ class TensorRTBenchmarker:
         }
 
     def gpu(self) -> str:
-        """See `harness.api.Benchmarker`."""
         return self._ready.device.uuid
 
     def _load_engine(self, artifact: Artifact) -> LoadedEngine:

@@ -172,7 +172,6 @@ class TrtexecBenchmarker:
         return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
 
     def cast(self, path: Path, folder: Path) -> Path:
-        """See `harness.runtimes.tensorrt.options.BuildOptions.cast`."""
         return self._options.write_cast_model(path, folder)
 
     @contextmanager
@@ -216,7 +215,6 @@ class TrtexecBenchmarker:
         }
 
     def gpu(self) -> str:
-        """See `harness.api.Benchmarker`."""
         return self._trtexec_handle.device.uuid
 
     def trtexec(self, engine: _TrtexecEngine, arguments: Sequence[str]) -> str:

@@ -40,7 +40,6 @@ class ConcurrentInfer:
     threads: int
 
     def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """See `harness.api.Infer`."""
         return self.alone(feeds)
 
 
