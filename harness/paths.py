@@ -1,4 +1,4 @@
-"""Paths that users write: plain paths, and `assets:PATH` below the folder that QDQ_ASSETS names.
+"""Paths that users write: plain paths, and `assets:PATH` below the folder that QDQ_ASSETS names; atomic replacement.
 
 Results are published, so texts that they keep, such as error messages and tracebacks, name no folder of this machine.
 """
@@ -12,8 +12,10 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.errors import UserError
@@ -82,6 +84,17 @@ def _expand_user(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise UserError(f"{text}: {error}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` at the end; after an error the old file is kept."""
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def cache_dir() -> Path:

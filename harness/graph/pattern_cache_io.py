@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +22,7 @@ from harness.graph.pattern_cache import (
     merge_caches,
     parse_point,
 )
+from harness.paths import replacing
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -96,12 +96,8 @@ def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
     """
     text = yaml.dump(dict(body), Dumper=_AliasFreeDumper, sort_keys=False, default_flow_style=None, width=4096)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 class _AliasFreeDumper(_SafeDumper):  # type: ignore[misc]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import UserError
+from harness.paths import replacing
 from harness.studies.search_key import SearchKey
 
 Indices = npt.NDArray[np.int32]
@@ -124,13 +124,9 @@ def _write_atomically(path: Path, paths: Mapping[SearchKey, Mapping[int, SearchP
     columns = zip(*((*line[:-1], line[-1].budget) for line in lines), strict=True)
     evaluated = np.concatenate([line[-1].indices for line in lines], dtype=np.int32)
     walks = pa.ListArray.from_arrays(ends.astype(np.int32), evaluated)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         table = pa.table([*map(list, columns), walks], schema=COLUMNS)
         pq.write_table(table, part, compression="zstd", compression_level=9, write_page_checksum=True)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[SearchKey, int, SearchPath]]:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from harness.graph.io.files import copy_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import truncate_before_plugins
 from harness.graph.quantize.numeric_choices import is_channel_name
-from harness.paths import cache_dir
+from harness.paths import cache_dir, replacing
 
 if TYPE_CHECKING:
     from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
@@ -339,8 +338,7 @@ def _write_cache(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
     facts = {"schema": _SCHEMA_VERSION, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
     text = json.dumps(facts, allow_nan=False)
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
+        with replacing(path) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         logger.warning("%s: calibration ranges are not kept (%s)", path, error)

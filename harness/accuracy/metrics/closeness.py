@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from harness.accuracy.metrics.sqnr import (
 )
 from harness.api import Array
 from harness.errors import EvaluationFailed
+from harness.paths import replacing
 
 WORST_PREFIX = "worst: "
 """Begins the end of a note, which names the output, or part of one, that the SQNR is of."""
@@ -239,10 +239,8 @@ def write_reference(path: Path, arrays: Mapping[str, Array], fingerprint: str) -
         fingerprint: Fingerprint of the evaluator that reads them again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with partial.open("wb") as file:
+    with replacing(path) as part, part.open("wb") as file:
         np.savez(file, allow_pickle=False, **{**arrays, FINGERPRINT: np.array(fingerprint)})
-    partial.replace(path)
 
 
 @contextmanager

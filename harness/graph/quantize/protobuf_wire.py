@@ -8,7 +8,6 @@ protobuf.dev/programming-guides/encoding (length-delimited records, wire type 2)
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from harness.graph.protos import copy_message
+from harness.paths import replacing
 
 NAME_PREFIX = "@qdq."
 """What follows the name of a tensor of the float model in the names that belong to its Q/DQ pairs."""
@@ -166,10 +166,8 @@ class DataFile:
         path = folder / self.name
         if path.exists():
             return
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        with partial.open("wb") as file:
+        with replacing(path) as part, part.open("wb") as file:
             file.writelines(self._chunks())
-        partial.replace(path)
 
     def _chunks(self) -> Iterable[bytes]:
         for tensor in self._tensors.values():

@@ -11,9 +11,7 @@ with `shared` later builds do as earlier ones did; `frozen` reads and never writ
 from __future__ import annotations
 
 import functools
-import os
 import re
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.errors import BuildFailed, UserError, install_hint
+from harness.paths import replacing
 from harness.runtimes.cuda.device import Device
 
 MIN_VERSION = (10, 9)
@@ -198,7 +197,8 @@ class TimingCache:
             others = config.create_timing_cache(content) if content else None
             if others is not None:  # what is damaged by now is replaced
                 cache.combine(others, False)  # False: of another TensorRT or GPU, it is refused
-            _write_atomically(self.path, bytes(cache.serialize()))
+            with replacing(self.path) as part:
+                part.write_bytes(bytes(cache.serialize()))
         except OSError as error:
             raise UserError(f"timing cache {self.path}: cannot be written ({error.strerror or error})") from error
 
@@ -216,15 +216,3 @@ class TimingCache:
             return b""
         except OSError as error:
             raise UserError(f"timing cache {self.path}: cannot be read ({error.strerror or error})") from error
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as part:
-        try:
-            part.write(content)
-            part.flush()
-            os.fsync(part.fileno())
-            os.replace(part.name, path)
-        except BaseException:
-            os.unlink(part.name)
-            raise
