@@ -42,7 +42,6 @@ class Measured:
         conditions: State of the machine at the end, as far as known: clock in MHz, temperature in °C, load average.
         warmup: Inferences before the first sample.
         stable: Warm-up reached a steady state, and no check rejects the readings.
-        build_s: Wall-clock of all builds.
         measure_s: Wall-clock of warm-up and sampling of all builds.
         release_s: Wall-clock of closing the engines; 0 in older files.
         evaluate_s: Wall-clock of the evaluator; 0 if it did not run.

@@ -205,7 +205,6 @@ def require_methods(label: str, made: object, methods: Sequence[str]) -> None:
     """Raise `UserError` if an object lacks a method.
 
     Args:
-        label: Name of the object for messages.
         methods: Each with its arguments, for instance "ask(n)".
     """
     for method in methods:

@@ -25,7 +25,6 @@ def printable(text: str, keep: str = "") -> str:
     Space of any kind becomes a space, all others an escape such as `\x1b`.
 
     Args:
-        text: Any text.
         keep: Characters that stay.
     """
     if text.isprintable():

@@ -40,7 +40,6 @@ def agreement_report(
     Args:
         study: Model, backend and evaluator.
         folder: Folder of `agreement.json` and scratch files.
-        observer: Receiver of the progress.
 
     Returns:
         Header and rows of a table, and the lines below it.

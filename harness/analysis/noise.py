@@ -85,7 +85,6 @@ class NoiseComponent:
     Attributes:
         sd: Standard deviation of log latency from this source alone, that is relative to the latency, with its 95 %
             interval; 0 if the estimate of the variance is negative, that is too small to be detected.
-        share: Share of the total variance.
     """
 
     name: str
@@ -120,9 +119,7 @@ def measure_noise(
     """Time a model in a nested design, and return the readings of the processes without failures.
 
     Args:
-        open_engines: Function that opens engines in a fresh process.
         design: Numbers of processes, builds and readings.
-        observer: Receiver of the progress.
 
     Raises:
         UserError: Fewer than two processes finished; the message has the first failure.

@@ -109,7 +109,6 @@ def recovery_report(
     Args:
         study: Model, backend, calibration data and evaluator.
         folder: Folder of the written files.
-        observer: Receiver of the progress.
 
     Returns:
         Header and rows of a table, and the lines below it.

@@ -153,10 +153,8 @@ def sensitivity_report(
     """Measure sensitivities, write `sensitivity.json` and `sensitivity.png`, and return a table with its notes.
 
     Args:
-        study: Model and backend.
         by: Kind of unit, pattern or point.
         folder: Folder of the two files.
-        observer: Receiver of the progress.
         samples: Number of samples on which outputs are compared.
 
     Returns:
@@ -245,11 +243,9 @@ def noise_report(
     """Measure the components of noise; write `noise.json` (raw readings, components, machine) and `noise.png`.
 
     Args:
-        study: Model and backend.
         placement: Placement to measure: "float", "all" or "linear".
         design: Numbers of processes, builds and readings.
         out: Folder of the two files.
-        observer: Receiver of the progress.
 
     Returns:
         Header and rows of a table, and the lines below it.

@@ -128,10 +128,8 @@ def measure_sensitivities(
     """Measure every unit alone and left out; a failed measurement is recorded as `Failed`.
 
     Args:
-        study: Model and backend.
         by: Kind of unit, pattern or point.
         folder: Folder for scratch files, and for the choice of the float precision.
-        observer: Receiver of the progress.
         samples: Number of calibration samples on which outputs are compared; random samples without data.
 
     Raises:

@@ -41,7 +41,6 @@ class RayWorkerHandle:
     """Worker as the driver sees it.
 
     Attributes:
-        node: Name of its machine.
         environment: See `harness.timing.provenance.describe_environment`.
         load: Sum of `TASK_LOAD` and `SEARCH_LOAD` of the engines that are open on it.
         turn: Held during a call, because the worker handles one at a time and the limit of a call begins with it.
@@ -62,7 +61,6 @@ class RayPool:
     Args:
         resources: Resources that each worker reserves.
         known: Environment of the machine that the results were begun on; None: that of the first worker.
-        observer: Receives messages about the workers.
     """
 
     def __init__(

@@ -155,7 +155,6 @@ def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> E
 
     Args:
         model: Its keys; the label is made from `use`.
-        source: Name of the experiment in messages.
         keys: Further keys of the experiment, which replace the defaults.
 
     Raises:

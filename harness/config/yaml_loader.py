@@ -54,9 +54,6 @@ def read_text_file(path: Path, kind: str) -> str:
 def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
     """Read the YAML text of an experiment and expand `matrix`.
 
-    Args:
-        source: Its name in messages.
-
     Raises:
         UserError: The text is rejected by `read_yaml_mapping`, or `matrix` does not fit.
     """
@@ -67,7 +64,6 @@ def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
     """Read YAML text that is a mapping.
 
     Args:
-        source: Its name in messages.
         kind: Description of the file for messages, such as "an experiment".
 
     Raises:

@@ -164,11 +164,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyAblation:
-    """Scoring of placements of a task, and the loss of one against another.
-
-    Attributes:
-        engines: Engines with the task's evaluator.
-    """
+    """Scoring of placements of a task, and the loss of one against another."""
 
     task: Task
     engines: Engines

@@ -187,8 +187,6 @@ class CompiledLayer:
     Attributes:
         asked: Precisions of its inputs, "float" without a pair; of a linear operator data and weight.
         compiled: Precision that its kernel computes in; "" if no kernel names it.
-        kernel: The kernel's name.
-        kind: The kernel's kind.
     """
 
     name: str

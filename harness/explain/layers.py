@@ -51,9 +51,7 @@ def classify_layer(layer: Layer, pairs: Collection[str], nodes: Collection[str])
     "Scale". The runtime added a layer that no node of the model became.
 
     Args:
-        layer: Layer of a built engine.
         pairs: Names of the model's Q/DQ nodes.
-        nodes: Names of all nodes of the model.
     """
     if QDQ_PATTERN.search(layer.kind) or (layer.origin and all(name in pairs for name in layer.origin)):
         return "qdq"
@@ -101,10 +99,6 @@ def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int
     tenth above its median is therefore built and timed again, up to three times, and the one with the least pauses is
     returned.
 
-    Args:
-        workdir: Scratch folder.
-        runs: Number of inferences.
-
     Raises:
         CandidateError: The candidate cannot be built or run.
     """
@@ -132,7 +126,6 @@ def read_layers(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tup
 
     Args:
         backend: Backend with the parameters of the engines that are compared; counters are switched on here.
-        workdir: Scratch folder.
     """
     params = {name: value for name, value in backend.params.items() if name != "profile"}
     backend = backend.model_copy(update={"params": params})
@@ -165,7 +158,6 @@ def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer])
     """Yield for each quantized edge if it was fused into its consumer, by the precision of the consumer's layer.
 
     Args:
-        model: The float model.
         layers: Layers of the quantized engine; those without an origin are ignored.
     """
     owner = {name: layer for layer in layers for name in layer.origin}

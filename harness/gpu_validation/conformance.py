@@ -67,7 +67,6 @@ class BenchmarkerContract:
 
     Args:
         use: Name of the benchmarker.
-        work: Scratch folder.
         params: Parameters of the benchmarker.
     """
 

@@ -81,7 +81,6 @@ class GraphBuilderBase:
         """Add a node and return its output, or a tuple of outputs where `outputs` is given.
 
         Args:
-            op_type: ONNX operator.
             *inputs: Tensor names; "" omits an optional input.
             outputs: Number of outputs, or their names; not given: one output.
             name: Name of the node (made unique); by default from the operator.
@@ -230,7 +229,6 @@ class GraphBuilder(GraphBuilderBase):
         """Make a tensor an output of the model, under another name if one is given.
 
         Args:
-            tensor: Any tensor that has been made.
             shape: Only where it cannot be inferred; then the element type is float.
             name: Name of the output; the tensor's own by default.
         """

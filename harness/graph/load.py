@@ -114,7 +114,6 @@ def load_proto(
 
     Args:
         proto: Float model with all weights inside; it is not changed.
-        source: Name of the model in messages.
         sha256: Digest of its file, which results record.
         shapes: Static shape of dynamic inputs, by input name.
         dims: Size of dynamic dimensions, by symbol.

@@ -25,7 +25,6 @@ class MeasurementOrigin:
     """Backend, precision and device on which a scheme was measured.
 
     Attributes:
-        backend: Name of the benchmarker.
         precision: Precision of its points: "int8", "fp8".
         device: As the benchmarker describes it; "" where it is not known.
     """

@@ -75,7 +75,6 @@ class PluginSubgraph:
     Attributes:
         nodes: Nodes that were removed, by index.
         known: See `find_plugin_nodes`.
-        source: Name of the model in messages.
     """
 
     proto: onnx.ModelProto
@@ -108,7 +107,6 @@ def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], sour
     Args:
         file: A model whose nodes are in topological order.
         known: See `find_plugin_nodes`.
-        source: Name of the model in messages.
 
     Raises:
         BuildFailed: Nothing is left, or type or shape of a tensor is not known.
@@ -126,9 +124,6 @@ def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], sour
 
 def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto], source: str) -> onnx.ModelProto:
     """Return a copy of a model without these nodes; the tensors that they read become outputs, those they make inputs.
-
-    Args:
-        source: Name of the model in messages.
 
     Raises:
         BuildFailed: Type or shape of such a tensor is not known.

@@ -143,7 +143,6 @@ def layer_sqnr_db(
     """Return the SQNR of the results of layers in dB, mean over the batches; call it in the helper process.
 
     Args:
-        float_path: The float model.
         quantized_path: A Q/DQ model of it, with the same names of nodes.
         layers: Names of nodes.
         batches: Inputs; the activations of all of them are in memory at a time.
@@ -164,7 +163,6 @@ def measure_layer_shifts(
     """Return the mean error of the quantized layers' results by channel; call it in the helper process.
 
     Args:
-        float_path: The float model.
         quantized_path: A Q/DQ model of it, with the same names of nodes.
         layers: Axis of the channels of each layer's result, by the name of its node.
         batches: Inputs; the activations of all of them are in memory at a time.

@@ -37,7 +37,6 @@ def export_finalists(
     """Export the finalists of a task and write `rows.json`; the same journals and final selection give the same files.
 
     Args:
-        running: The task with its settings and results folder.
         found: Incumbents of the searches, see `harness.pipeline.final_selection`.
         others: Float precisions other than the baseline's; each gets a row.
         brought: Placements found by other tasks, by the name of the row; see `harness.pipeline.transfer`.

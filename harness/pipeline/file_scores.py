@@ -30,7 +30,6 @@ def score_tool_files(
 
     Args:
         worker: Worker of the task, whose evaluators are used.
-        observer: Receiver of the progress.
         evaluator: Name of the evaluator, see `AccuracyStore`.
     """
     rows = [row for row in table.rows if row.id in {*PTQ_TOOLS, *BASELINE_TOOLS}]

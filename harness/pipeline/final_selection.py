@@ -79,7 +79,6 @@ def select_final(
     wrong result, all incumbents are compared with their files, and the race is repeated without the wrong ones.
 
     Args:
-        running: The task with its settings and results folder.
         open_engines: Function that opens engines in a fresh process.
         retry_failed: Whether failed rows are timed once more.
         recovery: Recovered models, which compete at the largest budget, and estimated losses of finalists. Of files
@@ -163,7 +162,6 @@ def _exclude_wrong_results(
     The next best placements replace wrong ones.
 
     Args:
-        running: The task with its settings and results folder.
         look: Whether incumbents that were not compared with their files before are compared now.
     """
     wrong, seen, largest = set[str](), set[str](), max(running.experiment.budget.evaluations)

@@ -130,10 +130,6 @@ def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
     Writes `recovery.json`; the files are in the scratch folder of the task, from which the finalists are exported. The
     result is empty without a bound, or if recovery is switched off.
 
-    Args:
-        running: The task after its searches.
-        book: Store of the task's scores.
-
     Raises:
         UserError: The disk is full.
     """

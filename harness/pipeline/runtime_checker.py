@@ -64,7 +64,6 @@ class CheckPlan:
         floats: File of the float model for each benchmarker of the engines.
         feeds: Calibration samples; the first few are used.
         folder: Folder of the record and of small models.
-        work: Scratch folder.
         limits: Limits of the process that runs ONNX Runtime.
         saturates: Whether the processor adds products of 8-bit integers in 16 bits.
     """
@@ -92,12 +91,7 @@ def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -
 
 
 class RuntimeChecker:
-    """Checker of the models of one task, a context manager that closes its worker process for ONNX Runtime.
-
-    Args:
-        plan: Files to compare.
-        observer: Receiver of messages about wrong results.
-    """
+    """Checker of the models of one task, a context manager that closes its worker process for ONNX Runtime."""
 
     def __init__(self, plan: CheckPlan, engines: Engines, observer: Observer) -> None:
         self._plan = plan

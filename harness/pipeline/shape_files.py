@@ -36,11 +36,6 @@ def make_shape_set(task: Task, folder: Path, open_engines: SpecEngineFactory, ob
     The float model at each shape is written to the scratch folder. For the objective "worst" it is timed once at all
     shapes in turns. The medians are stored in `shapes.json`, so that a resumed run has the same scale.
 
-    Args:
-        folder: Folder of the task's results.
-        open_engines: Function that opens engines on the machine of the task.
-        observer: Receiver of the progress.
-
     Raises:
         UserError: The model cannot be loaded at a shape, or fails there, or the latencies are those of another model.
     """

@@ -74,8 +74,6 @@ class TaskRun:
         A search whose searcher failed continues, or starts anew if the searcher now makes other proposals.
 
         Args:
-            run: Searcher and seed.
-            workers: Maker of the queue of trials.
             retry_failed: Whether failed trials are attempted once more.
         """
         journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"

@@ -88,7 +88,6 @@ def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int
     """Estimate the seconds of final selection and confirmation from the turns of the noise floor; 0: unknown.
 
     Args:
-        clock: Clock of the task's phases.
         baselines: Number of confirmed rows that no search finds, without the float model.
         searches: Number of searches; the race halves their candidates after its first round.
     """

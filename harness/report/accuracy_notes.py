@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
-    """Yield the notes of a task.
-
-    Args:
-        rows: Its rows by label.
-    """
+    """Yield the notes of a task."""
     yield from chain(recovery_notes(task), _cross_fitting_notes(task), _class_notes(task, rows))
 
 
@@ -137,8 +133,6 @@ def worst_class(reference: Accuracy, found: Accuracy, metric: str) -> ClassLoss 
     """Return the class with the largest loss of those with `MIN_CLASS_SAMPLES` samples, or None if there are none.
 
     Args:
-        reference: Of the float model.
-        found: Of another engine on the same images.
         metric: `top1`, `top5`, `map` or `miou`; None is returned for others, and for records without classes.
 
     Raises:

@@ -28,11 +28,7 @@ SHARE_METRICS = ("map", "top1")  # shown in points, hundredths
 
 
 def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
-    """Return the fastest row of a finished task that may be shipped, or None.
-
-    Args:
-        main: See `harness.report.frames.main_frame.main_frame`.
-    """
+    """Return the fastest row of a finished task that may be shipped, or None."""
     own = main[main["best"].eq(True) & main["task"].eq(task.name)].to_dict("records")
     row = next((row for row in own if str(row["decision"]).startswith(SHIPPED_PREFIXES)), None)
     return row if row is not None and row["row"] in task.rows else None
@@ -43,9 +39,6 @@ def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
 
     The file is that in the folder `ship` if it was written, else the exported one. Tasks whose exported models are
     absent, or whose tables show no reason, are left out.
-
-    Args:
-        main: See `harness.report.frames.main_frame.main_frame`.
     """
     for task in results.tasks:
         row = best_row(task, main)
@@ -122,9 +115,6 @@ def describe_next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
 
     Tasks whose float model scores next to nothing, or whose rows all failed, are left out: their tables show what to
     check.
-
-    Args:
-        main: See `harness.report.frames.main_frame.main_frame`.
     """
     for task in results.tasks:
         for reason, steps in _reasons(task, results, main).items():

@@ -142,7 +142,6 @@ def write_report(
     Args:
         task_plots: Write the plots of each task that the page draws itself as files, too; None: if there are at most
             `MAX_TASKS_WITH_PLOTS` tasks.
-        observer: Shows the progress.
 
     Raises:
         UserError: The folder is no results folder or damaged, or the report cannot be written.

@@ -28,7 +28,6 @@ class CellSource:
     """Cell of a table with its source.
 
     Attributes:
-        row: Number and labels of its row.
         sources: Readings behind it, with file and line.
     """
 

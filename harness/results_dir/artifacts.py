@@ -120,11 +120,7 @@ def best_choice(choices: Iterable[Choice]) -> Choice | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistSet:
-    """Exported models of a task as candidates.
-
-    Attributes:
-        space: Space of the rows' choices.
-    """
+    """Exported models of a task as candidates."""
 
     folder: Path
     space: Space

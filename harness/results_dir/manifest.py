@@ -80,7 +80,6 @@ def complete_task(folder: Path, config: str, complete: bool) -> None:
     autotuner needs minutes to generate its models again.
 
     Args:
-        config: Digest of the configuration.
         complete: Nothing is left to do.
     """
     for path in (*folder.glob("*.jsonl"), *folder.glob("runs/*.jsonl")):
@@ -127,11 +126,7 @@ def reopen_results(folder: Path) -> None:
 
 
 def close_results(folder: Path, tasks: Iterable[str]) -> None:
-    """Complete the manifest of a results folder, last of all files.
-
-    Args:
-        tasks: Names of the tasks of the experiment.
-    """
+    """Complete the manifest of a results folder, last of all files."""
     own = [path for path in sorted(folder.iterdir()) if path.suffix == ".yaml" and path.is_file()]
     with _updated_manifest(folder) as manifest:
         entries = [manifest["tasks"].get(name) for name in tasks]

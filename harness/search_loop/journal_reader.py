@@ -122,7 +122,6 @@ def state_at_budgets(
     """Return the state of a search at each of several budgets.
 
     Args:
-        goal: Objective of the search.
         budgets: Numbers of evaluations.
         count: Maximum number of best placements.
         excluded: Digests of placements that do not count as best.

@@ -49,9 +49,7 @@ class SearchLog:
 
     Attributes:
         elapsed_s: Wall-clock after each evaluation, not decreasing; the time of a retry adds to the last evaluation.
-        successes: Number of evaluations that worked.
         failures: Number of failed evaluations by stage.
-        initial: Number of evaluations of initial placements.
         incumbents: Evaluations that became the incumbent, which is the best one within the bounds.
         scored: Evaluations with a measured metric, in order.
         float_ms: Latency of the float model by the search's own samples; None if the search did not measure it.

@@ -64,8 +64,6 @@ def run_comparison(
 
     Args:
         comparison: Candidates, baseline, schedule and log.
-        open_engines: Function that opens engines in a fresh process.
-        observer: Receiver of the progress.
         retry_failed: Whether failed rows are timed again, together with the rows that shared their worker.
 
     Raises:
@@ -122,11 +120,7 @@ def _open_log(path: Path | None, header: str) -> Iterator[Callable[[TurnEvent], 
 
 
 def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
-    """Report a comparison in which other processes disturbed more turns than `disturbance_note` allows.
-
-    Args:
-        observer: Receiver of the message.
-    """
+    """Report a comparison in which other processes disturbed more turns than `disturbance_note` allows."""
     if note := disturbance_note(TurnMatrix(events).disturbed_share):
         observer.say(f"{name}: {note}: close other work and repeat")
 

@@ -58,8 +58,6 @@ def select(
     Args:
         comparison: All rows, with a log and the schedule of the first round.
         groups: Names of the rows that compete with each other; a row may be in several groups.
-        open_engines: Function that opens engines in a fresh process.
-        observer: Receiver of the progress.
         wanted: Number of rows to select from each group.
         retry_failed: Whether failed rows are timed once more.
 

@@ -73,7 +73,6 @@ def shipment_facts(  # noqa: PLR0913 - one fact, one parameter
     Args:
         answer: Line with file, speedup, loss of accuracy and settings.
         method: Name of the searcher or rule that chose the placement.
-        decision: Verdict of the tables.
         timing: Speedup and latencies in ms; see `harness.shipping.results_bundle.confirmation_facts`.
         runtime: Description of the benchmarker.
         environment: See `harness.timing.provenance.describe_environment`.
@@ -186,9 +185,6 @@ def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
     """Run a generated `deploy.py` with `--json` in a Python environment, and return the values that it prints.
-
-    Args:
-        arguments: Further arguments of the script.
 
     Raises:
         UserError: The script cannot be started, fails or exceeds a limit; the message has its last line.

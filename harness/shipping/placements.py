@@ -172,7 +172,6 @@ def insert_placement(
     Args:
         model: ONNX file, `zoo:NAME` or `assets:PATH`.
         placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
-        observer: Receiver of the progress.
         backend: Benchmarker whose dialect the pairs have; its device may be absent.
         described: `precision`; `ranges`, whether those of a Q/DQ file are used; and keys of the model in an experiment.
 

@@ -40,7 +40,6 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
 
     Args:
         main: Main table, see `harness.report.frames.main_frame.main_frame`.
-        observer: Receiver of messages.
 
     Raises:
         UserError: A file cannot be written.

@@ -89,7 +89,6 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
     Args:
         folder: Folder to deploy; see `harness.shipping.bundle`.
         python: Python program of the other environment, or the folder of the environment.
-        observer: Receiver of the progress.
         builds: Number of fresh processes of each environment.
 
     Raises:
@@ -152,7 +151,6 @@ def run_in_turns(
         runs: Functions by name; each starts a fresh process.
         builds: Number of calls of each function.
         title: Description of the work in the progress bar.
-        observer: Receiver of the progress.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     with observer.work(title, builds * len(runs)) as step:
@@ -235,7 +233,6 @@ def measure_edge_costs(
     Args:
         facts: Content of its `ship.json`, see `harness.results_dir.deploy_folder.read_bundle`.
         edges: Inputs to quantize, see `harness.shipping.recipes.PlacementSummary.inexpressible`.
-        observer: Receiver of the progress.
         builds: Number of fresh processes of each model.
 
     Raises:

@@ -36,7 +36,6 @@ class TunedModel:
         dynamic: File with the dynamic axes of the original model, or None without such axes.
         name: Name of the folder; "": MODEL-RUNTIME-PRECISION.
         method: Name of the searcher or rule that chose the placement.
-        row: Name of the model in the confirmation.
         baseline: Name of the float model in the confirmation.
         shapes: Shape of each input by the label of the timed shape, if several were timed.
     """
@@ -74,7 +73,6 @@ def ship_tuned_model(
     Args:
         runtime: Description of the benchmarker.
         out: Folder that contains `ship`.
-        observer: Receiver of the progress.
 
     Raises:
         UserError: A file cannot be written.

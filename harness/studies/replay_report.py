@@ -35,7 +35,6 @@ class ReplayRequest:
 
     Attributes:
         seeds: Searches of each searcher, with seeds from 0.
-        budget: Evaluations of one search.
         initial: Names of the initial placements.
         at_least: "METRIC=VALUE" that a placement must reach.
         model: The table must be of this model.

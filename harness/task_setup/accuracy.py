@@ -69,8 +69,6 @@ class Scoring:
         A float model with a score close to 0 is reported to the observer of the store.
 
         Args:
-            book: Store of the task's scores.
-            model_file: File of the float model.
             folder: Folder of the task, whose record of the noise floor has the float model's latency.
 
         Raises:
@@ -121,8 +119,6 @@ class Scoring:
 
         Args:
             goal: Objective and bound of the searches.
-            book: Store of the task's scores.
-            model_file: File of the float model.
         """
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
         reference = book.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
@@ -160,11 +156,7 @@ class StagedBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFittingRecords:
-    """Selection of the scores that `harness.selection.cross_fitting.cross_fitted_drop` may choose.
-
-    Attributes:
-        reference: Accuracy of the float model.
-    """
+    """Selection of the scores that `harness.selection.cross_fitting.cross_fitted_drop` may choose."""
 
     goal: Goal
     reference: Accuracy
@@ -186,8 +178,6 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
     """Return the evaluators of a task's models.
 
     Args:
-        spec: Entry of the model in the experiment.
-        model: The float model.
         work: Scratch folder, for outputs of the float model.
 
     Raises:

@@ -30,7 +30,6 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
 
     Args:
         metric: Metric of the model's evaluator; None without an evaluator.
-        model: Name of the model in messages.
 
     Raises:
         UserError: The bound allows the loss of the whole range of a metric with a largest value of 1, or in dB.
@@ -59,7 +58,6 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
 
     Args:
         metric: Metric of the model's evaluator.
-        images: Number of scored images.
     """
     bound = objective.max_drop
     most = 0.0 if bound is None else absolute_bound(bound, 1.0)
@@ -90,7 +88,6 @@ def bound_status(
 
     Args:
         bound: Bound in the form of `objective.max_drop`.
-        reference: Accuracy of the float model.
         results: Results of its task, with the metric and its direction.
     """
     metric = results.metric or ""

@@ -56,7 +56,6 @@ class QuantizationRequest:
     """Input of every tool.
 
     Attributes:
-        source: Name of the model in messages.
         data: Calibration batches, which are read only if no cached model exists.
         data_key: Key of the cache, which depends on the model, the data and the preprocessing.
         metric: Evaluator and bound of the search, for tools that keep a bound; None without a bound.
@@ -135,7 +134,6 @@ def fully_quantized_symmetric(
     test: a model that keeps its accuracy needs no search for accuracy.
 
     Args:
-        model: The float model.
         work: Folder of the written file.
     """
     plain = replace(

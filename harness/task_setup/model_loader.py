@@ -29,7 +29,6 @@ def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model
 
     Args:
         work: Scratch folder, for models of the zoo.
-        min_opset: Opset to which older models are upgraded.
 
     Raises:
         UserError: The name is not in the zoo, the file does not exist, or it is not a supported model.
@@ -48,7 +47,6 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
     """Return the evaluator of a model with the parameters that the harness supplies, or None without an evaluator.
 
     Args:
-        spec: Entry of the model in the experiment.
         work: Scratch folder, for outputs of the float model.
         half: "search" or "report" for one half of the evaluator's data; None: all data.
 
@@ -77,7 +75,6 @@ def complete_evaluator(
     """Return an evaluator with the parameters that the harness knows.
 
     Args:
-        inputs: Element type and shape of each input of the model.
         base: Folder from which relative paths start.
         preprocess: Preprocessing of the model, used if the evaluator has none.
         reference: File for outputs of the float model.

@@ -115,7 +115,6 @@ def open_placer(
     Args:
         batches: Calibration samples.
         count: Number of batches, for the progress bar.
-        observer: Receiver of the progress.
 
     Raises:
         UserError: The dialect does not offer a combination.

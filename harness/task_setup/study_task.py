@@ -122,7 +122,6 @@ def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[T
 
     Args:
         folder: Folder for scratch files, and for the choice of the float precision.
-        observer: Receiver of the progress.
 
     Raises:
         UserError: A setting of the study cannot be used.

@@ -271,7 +271,6 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
 
     Args:
         spec: Model, backend and precision of the task.
-        model: The prepared float model.
         model_file: File of the model; its folder is the scratch folder of the task.
         space: Space of the model; the task has only its points with usable ranges.
         observer: Receiver of progress and remarks on the data.

@@ -54,8 +54,6 @@ class RowSummary:
         speedup: Latency of the baseline over that of the row, paired by turns.
         verdict: "faster", "tie" or "slower"; "wrong result in RUNTIME" or "saturates" for an engine that computes
             something else than its file specifies, see `harness.verification.output_comparison`.
-        builds: Number of fresh builds.
-        builds_ok: Number of builds with readings.
         fully_disturbed: All turns of the row were disturbed, so its verdict is uncertain.
     """
 

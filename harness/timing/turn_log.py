@@ -23,7 +23,6 @@ class Turn:
     """Timed turn of a row.
 
     Attributes:
-        build: Number of the fresh build.
         group: Number of the worker within the build; rows are compared with the baseline of their own worker.
         worker: Number of the worker in the sequence of its build and group: if one died or was interrupted, the turns
             of the next replace all of its.
@@ -69,7 +68,6 @@ class TurnMatrix:
 
     Attributes:
         turns: Median latency in ms of each turn.
-        failed: Failures.
         disturbed: Description of the disturbance of each disturbed turn.
         workers: Number of the last worker of each build and group, see `Turn.worker`.
     """

@@ -40,12 +40,10 @@ class WrongOperator:
     """The first tensor whose values differ while those that it is computed from agree.
 
     Attributes:
-        operator: Type and name of the operator that computes it.
         model: File of a model of few operators that shows it.
         extracted: The model takes recorded values of tensors inside the file, and not the file's inputs.
         feeds: Inputs of that model.
         file: Its outputs in ONNX Runtime without graph optimizations.
-        checked: Difference between them.
     """
 
     operator: str
@@ -66,7 +64,6 @@ class SuspectModel:
         most_db: The runtime's own noise at that output.
         proven: True if the output proves a wrong result; else only a few operators that differ by themselves do.
         reference: Runs a file in ONNX Runtime without graph optimizations.
-        work: Scratch folder.
     """
 
     path: Path

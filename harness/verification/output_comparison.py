@@ -52,7 +52,6 @@ class OutputCheck:
     """Result of a check of one model in one runtime.
 
     Attributes:
-        runtime: Name and version of the runtime.
         output: The output that is furthest below its limit; "" where nothing was compared.
         part: Its slices, see `harness.accuracy.metrics.sqnr`; "" for all of it.
         engine_db: Engine against file.
@@ -62,7 +61,6 @@ class OutputCheck:
         operator: The first operator whose result differs while its inputs agree; "" where none was searched for or
             found.
         model: Path, within the task's folder, of a small model that shows the fault; "" where there is none.
-        seconds: Wall-clock of the check.
     """
 
     verdict: Verdict
@@ -130,7 +128,6 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
         file: Of the model's file in ONNX Runtime.
         engine: Of the engine.
         engine_float: Of the float model in the runtime; None where it does not run there.
-        precision: Precision of float operations.
         skipped: Outputs that are not compared.
         most_db: No engine has to be closer to its file than this.
         whole: Compare outputs as they are, also where their slices differ in scale.

@@ -94,7 +94,6 @@ def encoder(layers: int, *, width: int = 256, heads: int = 4, tokens: int = 128)
         layers: Number of layers; a layer adds 87 nodes.
         width: Size of the token vectors; the feed-forward part is four times as wide.
         heads: Number of attention heads; divides the width.
-        tokens: Length of the sequence.
 
     Raises:
         ValueError: The width is no multiple of the number of heads, or there is no layer.

@@ -24,7 +24,6 @@ class CalibrationBatches:
     """Calibration batches of one model; each iteration makes them again.
 
     Args:
-        types: Element type and shape of each input.
         spread: Take the samples evenly from a file of arrays, and name the file in the description.
     """
 

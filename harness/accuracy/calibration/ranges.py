@@ -81,7 +81,6 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
         percentile: Share of the values inside the range, in per cent; for method "percentile".
         channels: Number of channels of tensors whose channels have ranges too.
         progress: Called with the number of batches done after each one.
-        source: Name of the model in messages.
     """
     found = calibrate_by_methods(
         model_path,

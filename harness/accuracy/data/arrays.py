@@ -36,7 +36,6 @@ class ArrayDataset:
         source: Name in messages: the file.
         labels: One row for each sample; None: not labelled.
         rows: Their row in the file.
-        total: Rows of the file.
         available: Samples that the file has for this use; above `len` where a limit left some out. None: not known.
     """
 

@@ -109,7 +109,6 @@ def make_batches(
     Args:
         data: Images, or arrays for all inputs.
         preprocess: Turns an image into an input; not needed for arrays.
-        inputs: Element type and shape of each input of the model.
         count: Maximum number of samples; None: all.
 
     Raises:

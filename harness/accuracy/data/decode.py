@@ -60,7 +60,6 @@ def decode_yolox(
     Args:
         outputs: One output, 1 x cells x (centre x, centre y, log width, log height, objectness, one probability a
             class).
-        prepared: The image that was run.
         size: Height and width of the model's input.
         score: Score (objectness x class) above which a box counts.
         nms: Overlap (IoU) above which a box of the same class is dropped.
@@ -85,7 +84,6 @@ def decode_nanodet(
 
     Args:
         outputs: For each stride 1 x cells x classes and 1 x cells x (4 x bins), in any order.
-        prepared: The image that was run.
         size: Height and width of the model's input.
         score: Score above which a box counts.
         nms: Overlap (IoU) above which a box of the same class is dropped.
@@ -118,7 +116,6 @@ def decode_shapes(
 
     Args:
         outputs: One output, 1 x cells x (centre x, centre y, width, height, one score a class).
-        prepared: The image that was run.
         size: Height and width of the model's input; boxes do not depend on it.
         score: Lowest score that counts.
         nms: Overlap (IoU) above which a box of the same class is dropped.

@@ -60,7 +60,6 @@ def decode_ultralytics(
         outputs: One output. Without NMS 1 x (4 + classes) x cells: centre x, centre y, width, height in input pixels,
             then the classes' probabilities. With NMS 1 x boxes x 6: left, top, right, bottom in input pixels, score,
             class; unused rows have score 0.
-        prepared: The image that was run.
         size: Height and width of the model's input; tells how many cells there are.
         score: Score above which a box counts.
         nms: Overlap (IoU) above which a box of the same class is dropped; not where the graph has done so.
@@ -94,7 +93,6 @@ def decode_rtdetr(
             `RTDetrImageProcessor.post_process_object_detection`). Or three, called labels, boxes and scores: classes,
             left, top, right, bottom in input pixels, and scores of 1 x boxes (as github.com/lyuwenyu/RT-DETR exports
             it, where `orig_target_sizes` was made a constant, the input's size).
-        prepared: The image that was run.
         size: Height and width of the model's input.
         score: Score above which a box counts.
         top: Number of boxes to keep.

@@ -149,7 +149,6 @@ class PreparedArrays:
 
     Args:
         data: A mapping for `harness.accuracy.data.arrays.open_arrays`.
-        inputs: Element type and shape of each input of the model.
         base: Folder that relative paths start from.
 
     Raises:
@@ -283,7 +282,6 @@ def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: boo
     """Return a warning if the float model itself scores next to nothing, or answers all with one class; else "".
 
     Args:
-        accuracy: Accuracy of the float model.
         higher_is_better: Direction of the metric; a loss near 0 is good.
         params: Parameters of the evaluator, to name those that may be wrong.
     """

@@ -36,7 +36,6 @@ class CategoryMatches:
         truth_image: Image of each labelled box, in ascending order of the ids of images.
         truth_counts: Whether a box counts: areas x boxes.
         image: Image of each detection.
-        scores: Of each detection.
         matched: Whether a detection hits a box: areas x thresholds x detections.
         ignored: Whether it counts for nothing, of the same shape.
     """

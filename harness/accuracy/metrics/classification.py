@@ -33,9 +33,6 @@ class Top1:
         base: Set by the harness: folder that relative paths start from.
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
 
-    Attributes:
-        labels: Class of each sample.
-
     Raises:
         UserError: Anything wrong with these.
     """

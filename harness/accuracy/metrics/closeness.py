@@ -235,7 +235,6 @@ def write_reference(path: Path, arrays: Mapping[str, Array], fingerprint: str) -
     """Write arrays to a reference file, all or nothing.
 
     Args:
-        path: The file; its folder is made.
         fingerprint: Fingerprint of the evaluator that reads them again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,6 @@ def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = No
     """Return a metric with its confidence interval, or None if the record does not allow one.
 
     Args:
-        accuracy: Result of an evaluator.
         primary: The evaluator's `metric`, which `per_item` is of; by default `metric` itself.
 
     Raises:
@@ -167,7 +166,6 @@ def check_consistency(accuracy: Accuracy, metric: str) -> str:
     """Return the contradiction between a figure and its own record, or "" if they agree or cannot be compared.
 
     Args:
-        accuracy: Result of an evaluator.
         metric: The evaluator's `metric`.
 
     Raises:

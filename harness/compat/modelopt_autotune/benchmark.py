@@ -58,7 +58,6 @@ class Benchmark:
     """Build and time models one at a time in a worker process.
 
     Args:
-        backend: Benchmarker with its parameters.
         warmup_runs: Inferences before the first that counts.
         timing_runs: Inferences that count, at least three.
 
@@ -209,7 +208,6 @@ def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
         plugin_libraries: Shared libraries with operators of TensorRT.
         timing_cache_file: TensorRT's cache of kernel timings; other backends have none.
         warmup_runs: Inferences before the first that counts.
-        timing_runs: Inferences that count.
         trtexec_args: Further arguments of trtexec.
         backend: Name of the benchmarker; None: OpenVINO, which needs no GPU.
         params: Its parameters.

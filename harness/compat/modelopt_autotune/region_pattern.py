@@ -136,7 +136,6 @@ class RegionPattern:
     Attributes:
         signature: Signature of `harness.graph.partition.patterns.Pattern`, the same in every model; of a region of an
             `onnx_graphsurgeon.Graph`, the operators with their attributes and sources as text.
-        size: Number of nodes.
     """
 
     def __init__(self, signature: str, size: int, *, composite: bool = False) -> None:

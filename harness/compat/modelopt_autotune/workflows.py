@@ -77,11 +77,8 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
         default_dq_dtype: Type of tensors whose type cannot be inferred.
         qdq_baseline_model: Q/DQ model made from this model, for the initial design.
         node_filter_list: Wildcards; regions without a node whose name matches one of them stay float.
-        verbose: See `Config`.
         model_transform: Applied to each `onnx.ModelProto` before it is built or written.
         model_or_path: Name of `model_path` in later versions of ModelOpt.
-        calibration_data: See `Config`.
-        calibration_samples: See `Config`.
 
     Returns:
         The autotuner at the end of the run.

@@ -38,8 +38,6 @@ class LayerwiseRequest:
     """Model and layers to quantize.
 
     Attributes:
-        model_path: Float model.
-        source: Name of the model in messages.
         shapes: Static shape of each input.
         layers: Entries of `layers`; the first match counts.
         skip_names: Names, wildcards or modules that stay native.
@@ -75,7 +73,6 @@ def quantize_builtin(
     Args:
         output_path: Path of the Q/DQ model, which is returned.
         batches: Calibration data, input arrays by name; read once.
-        work: Scratch folder.
 
     Raises:
         UserError: The dialect lacks a dtype, a layer has two dtypes, or nothing can be quantized.

@@ -106,7 +106,6 @@ def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path
     Args:
         dataset: Section `dataset` of its spec, on whose images the layers are tried.
         base: Folder that relative paths start from.
-        observer: Receives progress.
     """
     drop, path = row.drop, row.scored.model
     if drop is None or drop.value <= MAX_ACCEPTABLE_DROP or not row.scored.precisions:

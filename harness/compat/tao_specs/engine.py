@@ -61,12 +61,10 @@ class EngineFacts:
     Attributes:
         backend: Name of the benchmarker that reads the engine.
         params: Parameters of the benchmarker.
-        inputs: Element type and shape of each input.
         onnx_file: Source model, relative to the folder of the engine.
         precisions: Precisions of its Q/DQ pairs.
         describe: Facts about the runtime and its device.
         outputs: Shape of each output of the source model.
-        sha256: Digest of the engine file.
     """
 
     backend: str

@@ -80,8 +80,6 @@ class EvaluationResult:
 
     Attributes:
         name: Stem of the spec file.
-        what: The engine or model.
-        metric: Name of the primary metric.
         model: ONNX file, if it is known and exists.
         evaluate_s: Wall-clock time of the evaluation.
         note: Remark on the arithmetic, or "".

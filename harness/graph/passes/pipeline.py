@@ -43,7 +43,6 @@ class ModelDraft:
 
     Attributes:
         proto: The model without its large weights.
-        source: Name of the model in messages.
         weights: Large weights, which are inputs of `proto`.
         custom_ops: Operators that ONNX does not define at the model's own opset, as "domain.op".
         types_before_upgrade: Known types before the upgrade of the opset; empty without one.

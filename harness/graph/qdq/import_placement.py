@@ -38,7 +38,6 @@ def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge,
 
     Args:
         source: A file or a model, made from the saved `model` by another tool (ModelOpt, ONNX Runtime).
-        model: The float model.
 
     Raises:
         UserError: The file cannot be read, is in QOperator format, or has no Q/DQ pair that fits the model.
@@ -83,7 +82,6 @@ def compare_import(source: Path, model: Model, placed: Resolved) -> tuple[Resolv
 
     Args:
         source: See `import_placement`.
-        model: The float model.
 
     Raises:
         UserError: The file cannot be read.
@@ -102,7 +100,6 @@ def import_ranges(source: Path, model: Model) -> dict[str, tuple[float, float]]:
 
     Args:
         source: See `import_placement`.
-        model: The float model.
 
     Raises:
         UserError: The file cannot be read.

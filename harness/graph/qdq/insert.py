@@ -60,7 +60,6 @@ class Inserter:
 
     Args:
         ranges: Smallest and largest value of each activation that may be quantized.
-        choices: Contents of the pairs.
 
     Raises:
         UserError: The model has tensors named like those that are inserted, or the dialect does not offer a choice.
@@ -119,7 +118,6 @@ class Inserter:
         """Write a candidate for building, and its weights in files that all candidates in the folder share.
 
         Args:
-            resolved: The quantized edges.
             folder: Made where missing.
             name: Of the file, without suffix; by default the placement's digest.
 

@@ -65,7 +65,6 @@ class PlacementFeatures:
     """Features of the placements of one space.
 
     Args:
-        model: The float model.
         space: Its space in the dialect of the runtime.
     """
 
@@ -241,7 +240,6 @@ def propose_fast_placements(model: Model, space: Space, facts: Mapping[str, Any]
     """Return at most `count` placements: `FIRST_RULES`, then the fastest predicted ones that complement them and "all".
 
     Args:
-        model: The float model.
         space: Its space, with INT8.
         facts: Facts of the benchmarker: `name`, `device`, `float_precision`.
         count: Maximum number of placements.

@@ -147,7 +147,6 @@ class StoredExperiment:
     """Experiment of a results folder.
 
     Attributes:
-        text: The YAML file.
         tasks: Its tasks in order; empty if the file does not define them.
         baselines: Fixed placements and PTQ tools that each task compares with.
         searchers: Names of the searchers in journals and tables.

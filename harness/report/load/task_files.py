@@ -103,8 +103,6 @@ class AttributionReport:
     """Explanation of the latency of a row.
 
     Attributes:
-        sha256: Digest of its file.
-        method: Its label in the tables.
         speedup: Speedup over the float model in this measurement.
         noise_floor: Relative noise floor; smaller differences count as none.
         patterns: Effects of the patterns that the placement quantizes, the most valuable first.

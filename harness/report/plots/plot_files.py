@@ -142,10 +142,8 @@ def draw_plots(
     """Write plots as PNG, SVG and PDF; return those without an interactive form on the page.
 
     Args:
-        out: Folder of the report.
         cache: Plots that need not be drawn again; None: all are drawn.
         all_plots: False leaves out the plots of tasks that have an interactive form on the page.
-        observer: Shows the progress over tasks.
 
     Raises:
         UserError: An attribution in the folder is damaged.
@@ -225,11 +223,7 @@ def _draw_confirmed(task: TaskResults, main: pd.DataFrame, out: Path) -> Iterato
 
 
 def draw_attribution(task: str, report: AttributionReport, out: Path) -> Iterator[PlotFile]:
-    """Draw the attribution of a row as far as it was measured, and yield the plots.
-
-    Args:
-        out: Output folder.
-    """
+    """Draw the attribution of a row as far as it was measured, and yield the plots."""
     name, title = f"{task}-{safe_file_name(report.row)}", f"{task}: {report.method}"
     parts = layer_plots.waterfall_frame(report.before, report.after)
     if len(parts):

@@ -178,9 +178,6 @@ def summary_table(results: Results, main: pd.DataFrame) -> ReportTable:
 
     Of one task: the float baseline, the fastest rows within the bound, then the fastest others, in the order of the
     main table. Of several: the fastest row of each.
-
-    Args:
-        main: See `harness.report.frames.main_frame.main_frame`.
     """
     several = len(results.tasks) > 1
     ranked = sorted(main.to_dict("records"), key=_rank)

@@ -27,7 +27,6 @@ class Device:
         index: Number by which CUDA knows it.
         uuid: As nvidia-smi writes it, "GPU-...".
         capability: Compute capability, for instance (8, 9).
-        l2_bytes: Size of its L2 cache.
         driver: Newest CUDA that its driver knows, for instance "12.8".
     """
 

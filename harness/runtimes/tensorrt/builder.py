@@ -18,11 +18,7 @@ TIMING_RUNS_PER_TACTIC = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SerializedEngine:
-    """A serialized engine.
-
-    Attributes:
-        info: Facts worth recording.
-    """
+    """A serialized engine."""
 
     content: bytes
     info: Mapping[str, Any]
@@ -76,9 +72,6 @@ def build_plan(
 
 def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
     """Deserialize an engine.
-
-    Args:
-        source: Name in messages.
 
     Raises:
         BuildFailed: It is none, or one of another TensorRT or GPU, or there is too little memory.

@@ -158,12 +158,9 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
 
     Args:
         precision: "auto" leaves it to the harness; until it has chosen, it is "f32".
-        typing: "strong" or "weak".
         profiles: See `harness.runtimes.tensorrt.options.read_profiles`; None: none.
         workspace_gb: Scratch memory in units of 10^9 bytes; None: all there is.
         optimization_level: 0 to 5; None: the default.
-        timing_cache: "cold", "shared" or "frozen".
-        profile: Build for inspection.
 
     Raises:
         ValueError: A choice that there is not, or a profile that is none.
@@ -219,7 +216,6 @@ class ShapeProfile:
         """Refuse a profile that is of no use for an input.
 
         Args:
-            name: Of the input.
             declared: Its shape in the model, -1 where it is dynamic.
 
         Raises:

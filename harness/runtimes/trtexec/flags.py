@@ -116,9 +116,6 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
     """Return the arguments that build an engine without running it.
 
     Args:
-        model: ONNX file.
-        engine: File of the plan.
-        options: See `BuildOptions`.
         major: Of trtexec.
         quantized: The model has Q/DQ pairs.
     """

@@ -152,7 +152,6 @@ class RegionIndex:
     """Model with the properties of its regions.
 
     Args:
-        model: Float model.
         dialect: Its rules decide which points are legal.
         precision: Quantized precision of the points.
         default_dtype: Type of the inputs of linear operators whose type cannot be inferred.
