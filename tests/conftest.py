@@ -1,5 +1,6 @@
 """Tests of plug-ins name their own modules, which are trusted here; tests of the trust itself take it away."""
 
+import functools
 import gc
 import os
 import shutil
@@ -7,7 +8,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import typer.main
 from hypothesis import HealthCheck, settings
+
+from harness.registry import without_module
+
+with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes seconds
+    import onnxruntime.quantization  # noqa: F401
+
+typer.main.get_command = functools.cache(typer.main.get_command)  # each call of `app` would make all commands again
 
 # Its limits are of wall-clock, which other programs on the machine exceed.
 settings.register_profile("qdq", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -38,7 +38,7 @@ from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.turn_log import TurnEvent, encode_turn_event
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
-from harness.timing.workers.sandbox import Sandbox
+from harness.timing.workers.sandbox import open_engines
 from search.space import edges_digest
 
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
@@ -252,7 +252,7 @@ class FloatTrial:
             benchmarkers={MAIN_BENCHMARKER: runtime}, workdir=self._work, evaluators={MAIN_BENCHMARKER: use}
         )
         title = f"{model.source}: try the evaluator on a few samples"
-        with self._observer.work(title, 1) as step, Sandbox(worker, self._limits) as engines:
+        with self._observer.work(title, 1) as step, open_engines(worker, self._limits) as engines:
             found = _score_float_model(engines, file, compares="reference" in use.params)
             step.advance()
         if isinstance(found, Failed):

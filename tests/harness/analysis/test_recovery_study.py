@@ -15,7 +15,6 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.results_dir.io import read_json, write_json
 
-WITHOUT_WORKERS = True
 STUDY = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 8}, evaluator: fidelity}]

@@ -16,6 +16,7 @@ from harness.results_dir.journal import JournalEntry, read_journal
 from harness.selection.confirmation import read_events, read_noise_floor
 from harness.timing.confirmation import summarize_turns
 
+REAL_WORKERS = True
 EXPERIMENT = """
 experiment: faults
 models: [{use: net.onnx, calibration: {samples: 2}}]

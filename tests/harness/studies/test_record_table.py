@@ -26,7 +26,6 @@ from harness.timing.workers.in_process import InProcess
 from search.space import Dimension, Edge, Placement, Space
 from search.synthetic_problem import synthetic_space
 
-WITHOUT_WORKERS = True
 PARAMS = {"seed": 5, "noise": 0.0}
 
 

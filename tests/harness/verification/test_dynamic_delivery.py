@@ -26,7 +26,6 @@ from harness.verification.dynamic_check import other_shapes
 from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
 from search.space import Placement
 
-WITHOUT_WORKERS = True
 DIM, HEADS = 16, 2
 
 

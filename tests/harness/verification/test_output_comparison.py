@@ -24,7 +24,6 @@ from harness.timing.workers.engines import BuiltEngine
 from harness.verification.output_comparison import compare_float, compare_with_file
 from search.space import edges_digest
 
-WITHOUT_WORKERS = True
 PLUGINS = """
 from harness.api import Capabilities
 import onnx

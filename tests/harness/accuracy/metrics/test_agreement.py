@@ -18,7 +18,6 @@ from harness.progress import NullProgress
 from harness.results_dir.io import read_json
 from harness.task_setup.study_task import make_study
 
-WITHOUT_WORKERS = True
 STUDY = """
 experiment: small
 models:

@@ -24,7 +24,6 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.timing.workers.sandbox import Sandbox
 
-WITHOUT_WORKERS = True
 PAGE = Path(__file__).parents[4] / "docs/reference/autotune.md"
 GUIDE = {"timing_cache_file": "timing.cache", "warmup_runs": 5, "timing_runs": 20}
 

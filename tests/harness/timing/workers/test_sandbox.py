@@ -35,6 +35,7 @@ from harness.timing.workers.sandbox import Sandbox, open_engines
 from harness.timing.workers.trial_pool import WorkerKilled
 from search.space import Edge
 
+REAL_WORKERS = True
 HERE = Path(__file__).parents[1]
 LIMITS = Limits(build_s=1.0, measure_s=1.0, evaluate_s=1.0)
 SAMPLING = Sampling(warmup_ms=0, min_samples=3, max_samples=3)
