@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from harness.api import Accuracy
 from harness.config.objective import Minimize
@@ -161,22 +161,6 @@ MIN_WITNESS_PLACEMENTS = 3
 """Number of placements closer to the float model by the proxy that suffice to exclude one further away."""
 
 
-class FirstStage(Protocol):
-    """Decision about a candidate by a few of the images."""
-
-    def rejected_loss(self, found: Accuracy) -> float | None:
-        """Return the loss on these images if it is beyond the bound with a stated error, else None."""
-        ...
-
-
-class MixableRecords(Protocol):
-    """Selection of the scores whose images may later be combined with those of other candidates."""
-
-    def select(self, found: Accuracy) -> str:
-        """Return what to keep of a score as `harness.records.Measured.mixable`; usually ""."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyGate:
     """Looks at accuracy as far as it takes: first at the proxy, and at the metric where the candidate may win.
@@ -184,15 +168,16 @@ class AccuracyGate:
     Attributes:
         evaluator: Name of the evaluator that the search scores with.
         proxy: Name of the evaluator of the proxy, a `harness.accuracy.metrics.fidelity.Fidelity`; None: there is none.
-        first: Decides by the evaluator `FIRST_STAGE_EVALUATOR` whether the others are scored; None: all are.
-        records: Selector of the records of single images that the journal keeps; None: none are kept.
+        rejected_loss: Returns the loss on the images of `FIRST_STAGE_EVALUATOR` if it is beyond the bound with a stated
+            error, so that the others are not scored, else None; None: all images are scored.
+        mixable: Returns what the journal keeps of a score as `harness.records.Measured.mixable`, usually "".
     """
 
     goal: Goal = field(default_factory=Goal)
     evaluator: str = MAIN_BENCHMARKER
     proxy: str | None = None
-    first: FirstStage | None = None
-    records: MixableRecords | None = None
+    rejected_loss: Callable[[Accuracy], float | None] | None = None
+    mixable: Callable[[Accuracy], str] | None = None
 
     def latency_to_beat(self, incumbent: Interval | None) -> Interval | None:
         """Return the latency that a candidate must beat, or None if latency alone does not decide."""
@@ -219,11 +204,11 @@ class AccuracyGate:
         loss = loss_lower_bound(scored, metrics.get(PROXY), self.goal)
         per_item, mixable = tuple[float, ...](), ""
         wanted = self._can_improve(median_ci(measured.samples_ms).value, loss, incumbent, scored)
-        if wanted and self.first is not None:
+        if wanted and self.rejected_loss is not None:
             early = engines.evaluate(handle, FIRST_STAGE_EVALUATOR)
             if isinstance(early, Failed):
                 return early
-            rejected = self.first.rejected_loss(early)
+            rejected = self.rejected_loss(early)
             wanted, loss = rejected is None, loss if rejected is None else rejected
         if wanted:
             accuracy = engines.evaluate(handle, self.evaluator)
@@ -231,7 +216,7 @@ class AccuracyGate:
                 return accuracy
             metrics, per_item = {**metrics, **accuracy.metrics}, accuracy.per_item
             try:
-                mixable = self.records.select(accuracy) if self.records else ""
+                mixable = self.mixable(accuracy) if self.mixable else ""
             except ValueError as error:  # of an evaluator that is a plug-in
                 return Failed(stage="evaluate", reason=str(error))
         elif loss is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,55 +124,42 @@ class Scoring:
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
         reference = book.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
         staged = FIRST_STAGE_EVALUATOR in self.evaluators and reference is not None and goal.metric is not None
-        first = StagedBound(goal=goal, reference=reference) if staged and reference is not None else None
         own = book.known_float_score(model_file, MAIN_BENCHMARKER) if self.cross_fitted else None
-        records = None if own is None else CrossFittingRecords(goal=goal, reference=own)
-        return AccuracyGate(goal=goal, evaluator=self.search_evaluator, proxy=proxy, first=first, records=records)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedBound:
-    """Sequential test of the bound: a candidate that misses it on the first images is not scored on the others.
-
-    Attributes:
-        reference: Accuracy of the float model on the first images.
-    """
-
-    goal: Goal
-    reference: Accuracy
-
-    def rejected_loss(self, found: Accuracy) -> float | None:
-        """Return the loss of a candidate that is rejected by a paired bootstrap over the first images, else None."""
-        goal, metric = self.goal, self.goal.metric or ""
-        if goal.max_drop is None:
-            return None
-        within = probability_within(
-            self.reference, found, metric, goal.max_drop, higher_is_better=goal.higher_is_better
+        return AccuracyGate(
+            goal=goal,
+            evaluator=self.search_evaluator,
+            proxy=proxy,
+            rejected_loss=partial(rejected_loss, goal, reference) if staged and reference is not None else None,
+            mixable=None if own is None else partial(mixable_record, goal, own),
         )
-        if within is None or within >= MAX_FALSE_REJECTION:
-            return None
-        loss = self.reference.metrics[metric] - found.metrics[metric]
-        return loss if goal.higher_is_better else -loss
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrossFittingRecords:
-    """Selection of the scores that `harness.selection.cross_fitting.cross_fitted_drop` may choose."""
+def rejected_loss(goal: Goal, reference: Accuracy, found: Accuracy) -> float | None:
+    """Return the loss of a candidate that a paired bootstrap over the first images rejects, else None.
 
-    goal: Goal
-    reference: Accuracy
+    It is a sequential test of the bound: such a candidate is not scored on the other images. `reference` is the
+    accuracy of the float model on the first images.
+    """
+    metric = goal.metric or ""
+    if goal.max_drop is None:
+        return None
+    within = probability_within(reference, found, metric, goal.max_drop, higher_is_better=goal.higher_is_better)
+    if within is None or within >= MAX_FALSE_REJECTION:
+        return None
+    loss = reference.metrics[metric] - found.metrics[metric]
+    return loss if goal.higher_is_better else -loss
 
-    def select(self, found: Accuracy) -> str:
-        """Return the record of single images of a score that keeps the bound without some fold; else "".
 
-        That of the float model is not needed again.
-        """
-        goal = self.goal
-        if found.mixable in ("", self.reference.mixable):
-            return ""
-        losses = losses_on_other_folds(self.reference, found, goal.metric or "", higher_is_better=goal.higher_is_better)
-        kept = losses is not None and any(goal.loss_excess(float(loss)) == 0 for loss in losses)
-        return found.mixable if kept else ""
+def mixable_record(goal: Goal, reference: Accuracy, found: Accuracy) -> str:
+    """Return the record of single images of a score that keeps the bound without some fold; else "".
+
+    `harness.selection.cross_fitting.cross_fitted_drop` may choose these scores; the float model's is not needed again.
+    """
+    if found.mixable in ("", reference.mixable):
+        return ""
+    losses = losses_on_other_folds(reference, found, goal.metric or "", higher_is_better=goal.higher_is_better)
+    kept = losses is not None and any(goal.loss_excess(float(loss)) == 0 for loss in losses)
+    return found.mixable if kept else ""
 
 
 def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:

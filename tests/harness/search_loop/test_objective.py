@@ -200,12 +200,8 @@ def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric() -> None:
 def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(
     rejected: float | None, metrics: dict[str, Any], diary: list[str]
 ) -> None:
-    class First:
-        def rejected_loss(self, found: Accuracy) -> float | None:
-            return rejected
-
     engines: Any = Evaluators()
-    gate = AccuracyGate(goal=GOAL, evaluator="search", first=First())
+    gate = AccuracyGate(goal=GOAL, evaluator="search", rejected_loss=lambda found: rejected)
     assert metrics_of(gate.evaluate_accuracy(engines, 0, outcome(5.0), INCUMBENT)) == metrics
     assert engines.diary == diary
     slow = Evaluators()
@@ -214,11 +210,10 @@ def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(
 
 
 def test_a_damaged_record_of_an_evaluator_makes_the_candidate_fail() -> None:
-    class Records:
-        def select(self, found: Accuracy) -> str:
-            raise ValueError("the evidence of a score is damaged")
+    def mixable(found: Accuracy) -> str:
+        raise ValueError("the evidence of a score is damaged")
 
-    gate = AccuracyGate(goal=GOAL, evaluator="search", records=Records())
+    gate = AccuracyGate(goal=GOAL, evaluator="search", mixable=mixable)
     found = gate.evaluate_accuracy(Evaluators(), 0, outcome(5.0), INCUMBENT)  # type: ignore[arg-type]
     assert isinstance(found, Failed)
     assert (found.stage, "damaged" in found.reason) == ("evaluate", True)

@@ -11,7 +11,7 @@ from harness.accuracy.data.subsets import select_rows
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy
 from harness.search_loop.objective import Goal
-from harness.task_setup.accuracy import CrossFittingRecords, StagedBound
+from harness.task_setup.accuracy import mixable_record, rejected_loss
 from harness.timing.workers.inference import remember_outputs
 
 
@@ -32,7 +32,7 @@ def test_few_candidates_within_the_bound_are_rejected_and_most_bad_ones(
     rejected = []
     for seed in range(200):
         reference, found = accuracies(losses, 120, seed)
-        loss = StagedBound(goal=goal, reference=reference).rejected_loss(found)
+        loss = rejected_loss(goal, reference, found)
         rejected.append(loss is not None)
         if loss is not None:
             assert loss == pytest.approx(reference.metrics["top1"] - found.metrics["top1"])
@@ -43,9 +43,9 @@ def test_a_rejected_loss_of_a_metric_that_should_be_small() -> None:
     goal = Goal(metric="loss", reference=0.1, max_drop=0.01, higher_is_better=False)
     reference = Accuracy(metrics={"loss": 0.1}, per_item=(0.1,) * 40)
     found = Accuracy(metrics={"loss": 0.5}, per_item=(0.5,) * 40)
-    assert StagedBound(goal=goal, reference=reference).rejected_loss(found) == pytest.approx(0.4)
-    assert StagedBound(goal=goal, reference=reference).rejected_loss(reference) is None
-    assert StagedBound(goal=Goal(metric="loss", max_drop=None), reference=reference).rejected_loss(found) is None
+    assert rejected_loss(goal, reference, found) == pytest.approx(0.4)
+    assert rejected_loss(goal, reference, reference) is None
+    assert rejected_loss(Goal(metric="loss", max_drop=None), reference, found) is None
 
 
 def test_the_first_images_are_every_nth_of_a_half() -> None:
@@ -91,6 +91,6 @@ def test_records_of_images_are_kept_of_candidates_that_keep_the_bound_without_so
 
     reference, lucky, worse = scored([80] * 20), scored([40, 80, 80, 80, 80] * 4), scored([70] * 20)
     goal = Goal(metric="miou", reference=0.8, max_drop=0.01)
-    records = CrossFittingRecords(goal=goal, reference=reference)
-    assert [records.select(each) for each in (reference, lucky, worse)] == ["", lucky.mixable, ""]
-    assert records.select(scored([80] * 10)) == "", "other images than those of the float model"
+    kept = [mixable_record(goal, reference, each) for each in (reference, lucky, worse)]
+    assert kept == ["", lucky.mixable, ""]
+    assert mixable_record(goal, reference, scored([80] * 10)) == "", "other images than those of the float model"
