@@ -291,7 +291,7 @@ class _TrtexecProbe:
         warm_up_ms = self._owner.warm_up_ms
         flags = [f"--iterations={wanted}", "--duration=0", f"--warmUp={warm_up_ms:g}", f"--exportTimes={times}"]
         self._owner.trtexec(self._engine, flags)
-        self._left.extend(trace.compute_ms for trace in read_times(times, warm_up_ms))
+        self._left.extend(read_times(times, warm_up_ms))
         self._taken_s = time.monotonic()
         if len(self._left) < n:
             raise MeasureFailed(f"trtexec gave {len(self._left)} readings where {n} were asked for")

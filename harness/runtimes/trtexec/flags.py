@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +37,6 @@ WEAK_TYPING_FLAGS = (
 """Flags of 10 that make 11 fail as unknown."""
 SAFETY_FLAG = "--remoteAutoTuningConfig"
 MAX_EXPORT_BYTES = 2**28
-
-
-@dataclass(frozen=True, slots=True)
-class InferenceTrace:
-    """Timestamps of one inference by trtexec, in milliseconds since its start.
-
-    Attributes:
-        compute_ms: GPU compute time, by events: no transfers, no host.
-        latency_ms: With transfers to and from the device; the same where there are none.
-    """
-
-    start_ms: float
-    compute_ms: float
-    latency_ms: float
 
 
 def parse_version(text: str) -> str:
@@ -150,23 +135,23 @@ def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *,
     return flags
 
 
-def read_times(path: Path, warm_up_ms: float) -> tuple[InferenceTrace, ...]:
-    """Read the file of --exportTimes without the warm-up, which some versions export as well.
+def read_times(path: Path, warm_up_ms: float) -> list[float]:
+    """Return the GPU compute time of each inference in ms, from the file of --exportTimes.
+
+    It is taken by events and has no transfers and no time of the host. The warm-up, which some versions export as well,
+    is left out.
 
     Raises:
         MeasureFailed: The file is missing, damaged, or holds nothing beyond the warm-up.
     """
     rows = _read_json_export(path, "times")
     try:
-        traces = tuple(
-            InferenceTrace(float(row["startComputeMs"]), float(row["computeMs"]), float(row["latencyMs"]))
-            for row in rows
-        )
+        times = [(float(row["startComputeMs"]), float(row["computeMs"])) for row in rows]
     except (KeyError, TypeError, ValueError) as error:
         raise MeasureFailed(f"trtexec's times cannot be read: {error!r}") from error
-    kept = tuple(trace for trace in traces if trace.start_ms >= warm_up_ms)
+    kept = [compute_ms for start_ms, compute_ms in times if start_ms >= warm_up_ms]
     if not kept:
-        raise MeasureFailed(f"trtexec wrote {len(traces)} times, none of them after its warm-up of {warm_up_ms:g} ms")
+        raise MeasureFailed(f"trtexec wrote {len(times)} times, none of them after its warm-up of {warm_up_ms:g} ms")
     return kept
 
 
