@@ -33,6 +33,7 @@ from harness.timing.workers.engines import Engines
 Floats = npt.NDArray[np.float64]
 TARGET_HALF_WIDTH = 0.01  # of the interval that `processes_needed` refers to
 NORMAL_QUANTILE_95 = 1.96
+TAIL = (1 - 0.95) / 2  # of the intervals
 READINGS_PER_TURN = 3
 COLD_SAMPLING = Sampling(min_samples=READINGS_PER_TURN, max_samples=READINGS_PER_TURN)  # first turn, a warm-up
 WARM_SAMPLING = COLD_SAMPLING.model_copy(update={"warmup_ms": 1.0})  # two inferences reload the caches
@@ -174,15 +175,14 @@ def _measure_process(
     )
 
 
-def estimate_components(latency_ms: Floats, confidence: float = 0.95) -> NoiseComponents:
-    """Estimate the components of variance of a balanced nested design.
+def estimate_components(latency_ms: Floats) -> NoiseComponents:
+    """Estimate the components of variance of a balanced nested design, with 95 % intervals.
 
     With p processes, b builds and r readings the expected mean squares are s2_e, s2_e + r s2_B and s2_e + r s2_B + b r
     s2_P.
 
     Args:
         latency_ms: Positive latencies as [process, build, reading], each axis of size 2 or more.
-        confidence: Confidence level of the intervals.
 
     Raises:
         ValueError: The array has another shape, or a reading is not positive.
@@ -196,9 +196,9 @@ def estimate_components(latency_ms: Floats, confidence: float = 0.95) -> NoiseCo
     build = _MeanSquare(r * float(((of_build - of_process[:, None]) ** 2).sum()), p * (b - 1))
     process = _MeanSquare(b * r * float(((of_process - logs.mean()) ** 2).sum()), p - 1)
     variances = [
-        ("within a run", _variance_from_one_square(run, confidence)),
-        ("between builds", _variance_from_difference(build, run, r, confidence)),
-        ("between processes", _variance_from_difference(process, build, b * r, confidence)),
+        ("within a run", _variance_from_one_square(run)),
+        ("between builds", _variance_from_difference(build, run, r)),
+        ("between processes", _variance_from_difference(process, build, b * r)),
     ]
     total = sum(v.value for _, v in variances)
     outside = _one_build_component(np.median(logs, axis=2))
@@ -232,29 +232,27 @@ class _MeanSquare:
         return self.total / self.degrees_of_freedom
 
 
-def _variance_from_one_square(square: _MeanSquare, confidence: float) -> Interval:
+def _variance_from_one_square(square: _MeanSquare) -> Interval:
     """Return the variance of a mean square with a chi-squared interval (F with infinite denominator)."""
-    low, high = ((1 + sign * confidence) / 2 for sign in (-1, 1))
     return Interval(
         value=square.mean,
-        low=square.mean / _upper_f_quantile(1 - high, square.degrees_of_freedom, math.inf),
-        high=square.mean / _upper_f_quantile(1 - low, square.degrees_of_freedom, math.inf),
+        low=square.mean / _upper_f_quantile(TAIL, square.degrees_of_freedom, math.inf),
+        high=square.mean / _upper_f_quantile(1 - TAIL, square.degrees_of_freedom, math.inf),
     )
 
 
-def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int, confidence: float) -> Interval:
+def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int) -> Interval:
     """Return (MS above - MS below) / times with the interval of Ting et al., cut at 0.
 
     Modified large samples: Ting, Burdick, Graybill, Jeyaratnam and Lu, "Confidence intervals on linear combinations of
     variance components that are unrestricted in sign", J. Statistical Computation and Simulation 35, 1990; Burdick and
     Graybill, "Confidence Intervals on Variance Components", 1992, section 3.3.
     """
-    tail = (1 - confidence) / 2
     n1, n2 = above.degrees_of_freedom, below.degrees_of_freedom
     ms1, ms2 = above.mean, below.mean
-    g1, g2 = (1 - 1 / _upper_f_quantile(tail, n, math.inf) for n in (n1, n2))
-    h1, h2 = (1 / _upper_f_quantile(1 - tail, n, math.inf) - 1 for n in (n1, n2))
-    wide, narrow = _upper_f_quantile(tail, n1, n2), _upper_f_quantile(1 - tail, n1, n2)
+    g1, g2 = (1 - 1 / _upper_f_quantile(TAIL, n, math.inf) for n in (n1, n2))
+    h1, h2 = (1 / _upper_f_quantile(1 - TAIL, n, math.inf) - 1 for n in (n1, n2))
+    wide, narrow = _upper_f_quantile(TAIL, n1, n2), _upper_f_quantile(1 - TAIL, n1, n2)
     g12 = ((wide - 1) ** 2 - g1**2 * wide**2 - h2**2) / wide
     h12 = ((1 - narrow) ** 2 - h1**2 * narrow**2 - g2**2) / narrow
     under = g1**2 * ms1**2 + h2**2 * ms2**2 + g12 * ms1 * ms2

@@ -202,8 +202,8 @@ def _describe_signature(proto: onnx.ModelProto) -> ModelSignature:
     )
 
 
-def write_without_output_transpose(source: Path, path: Path, name: str) -> Path:
-    """Write a model without the Transpose that computes its only output; its input becomes the output `name`.
+def write_without_output_transpose(source: Path, path: Path) -> Path:
+    """Write a model without the Transpose that computes its only output; its input becomes the output "output0".
 
     Raises:
         ValueError: The output is not computed by a Transpose.
@@ -215,7 +215,7 @@ def write_without_output_transpose(source: Path, path: Path, name: str) -> Path:
         raise ValueError(f"{source.name}: its output is not made by a Transpose")
     order = tuple(attribute_value(last, "perm"))
     sizes = [dim.dim_value for dim in output.type.tensor_type.shape.dim]
-    inner, shape = last.input[0], [sizes[order.index(axis)] for axis in range(len(order))]
+    name, inner, shape = "output0", last.input[0], [sizes[order.index(axis)] for axis in range(len(order))]
     model.graph.node.remove(last)
     for node in model.graph.node:
         for names in (node.input, node.output):

@@ -206,9 +206,7 @@ class _SearchLoop:
             return []
         recorded = self._journaled_outcome(self._asked)
         if recorded is not None and recorded.proposal.origin == RETRY_ORIGIN:
-            return (
-                [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._all_results_told(RETRY_ORIGIN) else []
-            )
+            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._all_results_told() else []
         if recorded is None and (self._again is None or self._again):
             return self._propose_retries(free)
         left = self._task.evaluations - len(self._numbers)
@@ -228,7 +226,7 @@ class _SearchLoop:
 
     def _propose_retries(self, free: int) -> Sequence[_Proposal]:
         """Return failed candidates once more, after all earlier outcomes; a replay meets them at the same position."""
-        if not self._all_results_told(RETRY_ORIGIN):
+        if not self._all_results_told():
             return []
         if self._again is None:
             under_way = {asked.digest for asked, _ in self.waiting}  # of a run that was interrupted
@@ -236,9 +234,9 @@ class _SearchLoop:
             self._again = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
         return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
 
-    def _all_results_told(self, origin: str) -> bool:
-        """Return whether all outcomes of earlier proposals were reported to the searcher."""
-        return not self.waiting or self.waiting[0][0].origin.startswith(origin)
+    def _all_results_told(self) -> bool:
+        """Return whether all outcomes of proposals before the retries were reported to the searcher."""
+        return not self.waiting or self.waiting[0][0].origin.startswith(RETRY_ORIGIN)
 
     def _stop_if_initial_design_failed(self) -> None:
         """Stop if all initial placements fail: then the cause is not the placement."""

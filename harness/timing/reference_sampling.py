@@ -9,8 +9,6 @@ committed tables turns of 50 ms differ by a third, their ratios to adjacent turn
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +53,6 @@ def sample_against_reference(
     rival: Interval | None = None,
     *,
     machine: MachineMonitor | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Time an engine in turns with a fixed reference.
 
@@ -65,9 +62,7 @@ def sample_against_reference(
 
     Arguments and errors are those of `harness.timing.sampling.sample_engine`, with `rival` on the reference's scale.
     """
-    return sample_with_retry(
-        lambda: _alternate_turns(probe, reference, sampling, rival), probe, sampling, machine, clock
-    )
+    return sample_with_retry(lambda: _alternate_turns(probe, reference, sampling, rival), probe, sampling, machine)
 
 
 def _alternate_turns(probe: Probe, reference: ReferenceEngine, sampling: Sampling, rival: Interval | None) -> SampleRun:

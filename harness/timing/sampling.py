@@ -110,7 +110,7 @@ def sample_with_retry(
     probe: Probe,
     sampling: Sampling,
     machine: MachineMonitor | None,
-    clock: Callable[[], float],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Warm an engine up and make an attempt to time it, and a second one if the first was disturbed or drifted."""
     started_s = clock()

@@ -59,7 +59,7 @@ def write_model(name: str, path: Path) -> Path:
             path.write_bytes(detector.TRAINED_MODEL_PATH.read_bytes())
             return path
         if name == _TRAINED_EXPORT_NAME:
-            return write_without_output_transpose(detector.TRAINED_MODEL_PATH, path, "output0")
+            return write_without_output_transpose(detector.TRAINED_MODEL_PATH, path)
         return _BUILDERS[name][0]().save(path)
     except OSError as error:
         raise UserError(f"zoo:{name}: cannot write {path}: {error.strerror or error}") from error

@@ -222,7 +222,7 @@ class ConstantQuantizer:
 
     def _store_quantized(self, name: str, quantized: QuantizedTensor) -> None:
         parts = {name: quantized.values, f"{name}.scale": quantized.scale, f"{name}.zero": quantized.zero_point}
-        axis = b"" if quantized.axis is None else protobuf_wire.encode_attribute("axis", quantized.axis)
+        axis = b"" if quantized.axis is None else protobuf_wire.encode_axis(quantized.axis)
         output = f"{name}.dq"
         node = protobuf_wire.encode_node("DequantizeLinear", parts, output, attributes=axis)
         tensors = tuple(numpy_helper.from_array(np.asarray(values, order="C"), key) for key, values in parts.items())

@@ -80,9 +80,9 @@ def encode_node(op: str, inputs: Iterable[str], output: str, *, attributes: byte
     )
 
 
-def encode_attribute(name: str, value: int) -> bytes:
-    """Encode an integer attribute as a record of its node."""
-    proto = AttributeProto(name=name, i=value, type=AttributeProto.INT)
+def encode_axis(axis: int) -> bytes:
+    """Encode the attribute `axis` as a record of its node."""
+    proto = AttributeProto(name="axis", i=axis, type=AttributeProto.INT)
     return encode_record(_ATTRIBUTE, proto.SerializeToString(deterministic=True))
 
 

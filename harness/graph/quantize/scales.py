@@ -238,9 +238,7 @@ class ActivationScales:
             name = f"{tensor}{NAME_PREFIX}int8.channels"
             grid = dict(zip((f"{name}.scale", f"{name}.zero"), self.channel_scales(tensor), strict=True))
             source = tensor + FLOAT_BIAS_PREFIX if final else tensor
-            self._channel_pairs[tensor] = _encode_pair(
-                name, source, f"{name}.dq", grid, protobuf_wire.encode_attribute("axis", 1)
-            )
+            self._channel_pairs[tensor] = _encode_pair(name, source, f"{name}.dq", grid, protobuf_wire.encode_axis(1))
         return self._channel_pairs[tensor]
 
     def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:

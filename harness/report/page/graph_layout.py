@@ -64,7 +64,7 @@ def build_scene(
     whole, number = _layout_boxes(model, root), {region.id: place for place, region in enumerate(_descendants(root))}
     nodes: list[list[Any]] = [[] for _ in model.nodes]
     boxes: list[list[Any]] = [[] for _ in number]
-    _place_boxes(whole, 0.0, 0.0, nodes, boxes)
+    _place_boxes(whole, nodes, boxes)
     shown = [pattern for pattern in patterns if pattern.type is not RegionType.ROOT]
     pattern_of = {region.id: place for place, pattern in enumerate(shown) for region in pattern.regions}
     operators = sorted({node.op for node in model.nodes})
@@ -252,9 +252,9 @@ def _split_columns(widths: Sequence[float], heights: Sequence[float]) -> list[tu
     return list(zip(cuts, [*cuts[1:], len(heights)], strict=True))
 
 
-def _place_boxes(box: _Box, left: float, top: float, nodes: list[list[Any]], boxes: list[list[Any]]) -> None:
+def _place_boxes(box: _Box, nodes: list[list[Any]], boxes: list[list[Any]]) -> None:
     """Store absolute positions of all nodes and boxes."""
-    todo = [(box, left, top)]
+    todo = [(box, 0.0, 0.0)]
     while todo:
         current, x, y = todo.pop()
         if current.number >= 0:

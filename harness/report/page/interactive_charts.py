@@ -35,6 +35,9 @@ BAND_LEGEND = "bands: 95 % interval of the median over seeds, the range below si
 NO_HOVER_NO_LEGEND = {"hoverinfo": "skip", "showlegend": False}
 
 Chart = dict[str, Any]
+FLOAT_LINE: Chart = {
+    "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1.0, "y1": 1.0, "line": {"color": "#888888", "width": 1}
+}  # fmt: skip
 Curves = Mapping[str, Sequence[Curve]]
 
 
@@ -71,11 +74,6 @@ def _build_chart(title: str, data: Sequence[Chart], x: Chart, y: Chart, **layout
     return {"title": title, "data": list(data), "layout": {"xaxis": {**grid, **x}, "yaxis": {**grid, **y}, **layout}}
 
 
-def _horizontal_line(value: float) -> Chart:
-    line = {"color": "#888888", "width": 1}
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line}
-
-
 def _speedup_chart(
     curves: Curves, over: Literal["evaluations", "minutes"], confirmed: Sequence[Mapping[Any, Any]]
 ) -> Chart | None:
@@ -88,7 +86,7 @@ def _speedup_chart(
         data += _marker_traces(index, name, [line for line in confirmed if str(line["searcher"]) == name], shift)
     x, y = {"title": {"text": over}}, {"title": {"text": "speedup over float"}}
     title = f"Speedup of the incumbent over {over}; {BAND_LEGEND}"
-    return _build_chart(title, data, x, y, shapes=[_horizontal_line(1.0)])
+    return _build_chart(title, data, x, y, shapes=[FLOAT_LINE])
 
 
 def _hypervolume_chart(task: TaskResults) -> Chart | None:

@@ -154,13 +154,7 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
     timing_cache: CachePolicy,
     profile: bool,
 ) -> BuildOptions:
-    """Validate the options of an experiment.
-
-    Args:
-        precision: "auto" leaves it to the harness; until it has chosen, it is "f32".
-        profiles: See `harness.runtimes.tensorrt.options.read_profiles`; None: none.
-        workspace_gb: Scratch memory in units of 10^9 bytes; None: all there is.
-        optimization_level: 0 to 5; None: the default.
+    """Validate the options of an experiment, see `TensorRTBenchmarker`; precision "auto" is "f32" until it is chosen.
 
     Raises:
         ValueError: A choice that there is not, or a profile that is none.
