@@ -78,13 +78,7 @@ class TensorRTBenchmarker:
         profile: bool = False,
     ) -> None:
         self._options = read_options(
-            precision=precision,
-            typing=typing,
-            profiles=profiles,
-            workspace_gb=workspace_gb,
-            optimization_level=optimization_level,
-            timing_cache=timing_cache,
-            profile=profile,
+            precision, typing, profiles, workspace_gb, optimization_level, timing_cache, profile
         )
         self._cache_file = timing_cache_file
         self._cuda_graph, self._cold_l2 = cuda_graph, cold_l2

@@ -145,7 +145,6 @@ class BuildOptions:
 
 
 def read_options(  # noqa: PLR0913 - one option, one parameter
-    *,
     precision: str,
     typing: Typing,
     profiles: Mapping[str, Any] | None,

@@ -122,13 +122,7 @@ class TrtexecBenchmarker:
         self._path, self._extra, self._device = path, tuple(extra), device
         self._plugins = tuple(plugins)
         self._options = read_options(
-            precision=precision,
-            typing=typing,
-            profiles=profiles,
-            workspace_gb=workspace_gb,
-            optimization_level=optimization_level,
-            timing_cache=timing_cache,
-            profile=profile,
+            precision, typing, profiles, workspace_gb, optimization_level, timing_cache, profile
         )
         self._cache_file, self._graph = timing_cache_file, cuda_graph
         self.warm_up_ms, self._timeout_s = warm_up_ms, timeout_s
