@@ -50,9 +50,9 @@ def number_column(heading: str, key: str = "", form: str = "{:.0f}") -> Column:
     return Column(heading, shown)
 
 
-def interval_column(heading: str, value: str, low: str, high: str, digits: int = 2) -> Column:
+def interval_column(heading: str, value: str, low: str, high: str, digits: int = 2, *, marked: bool = False) -> Column:
     """Return a column of the field `value` with its limits; see `format_interval`."""
-    return Column(heading, lambda row: format_interval(row[value], row[low], row[high], digits))
+    return Column(heading, lambda row: format_interval(row[value], row[low], row[high], digits), marked=marked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,10 +192,10 @@ def _choice_row(task: TaskResults, pick: Choice) -> dict[str, Any]:
         **_task_columns(task),
         "precision": _precision_label(task.facts, pick),
         "method": pick.method,
-        **_interval_columns("latency{}_ms", None if summary is None else summary.latency_ms),
-        **_interval_columns("speedup{}", None if summary is None else summary.speedup),
+        **interval_columns("latency{}_ms", None if summary is None else summary.latency_ms),
+        **interval_columns("speedup{}", None if summary is None else summary.speedup),
         "score": task.score(pick.row),
-        **_interval_columns("drop{}", _accuracy_drop(task, pick.row)),
+        **interval_columns("drop{}", _accuracy_drop(task, pick.row)),
         "pairs": None if row is None else row.pairs,
         "builds_ok": good,
         "builds": tried,
@@ -210,7 +210,8 @@ def _choice_row(task: TaskResults, pick: Choice) -> dict[str, Any]:
     }
 
 
-def _interval_columns(name: str, interval: Interval | None) -> dict[str, float | None]:
+def interval_columns(name: str, interval: Interval | None) -> dict[str, float | None]:
+    """Return value and limits of an interval by column; None without one. `name` is a format, as "latency{}_ms"."""
     values = (None,) * 3 if interval is None else (interval.value, interval.low, interval.high)
     shown = (None if value is None or np.isnan(value) else value for value in values)
     return {name.format(part): value for part, value in zip(("", "_low", "_high"), shown, strict=True)}

@@ -12,8 +12,7 @@ import pandas as pd
 from harness.report.frames.confirmation import confirmed_choices, interval_over_seeds
 from harness.report.frames.curves import median_float_ms
 from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import format_interval
-from harness.report.table_spec import Column, Row, TableSpec, text_column
+from harness.report.table_spec import Column, Row, TableSpec, interval_column, text_column
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import MIN_CLAIMED_GAIN, Interval
@@ -46,11 +45,7 @@ BUDGET = TableSpec(
     ),
     group_by=("task", "searcher"),
     spread_by="budget",
-    spread=(
-        Column(
-            "{budget} evaluations", lambda row: format_interval(row["speedup"], row["low"], row["high"]), marked=True
-        ),
-    ),
+    spread=(interval_column("{budget} evaluations", "speedup", "low", "high", marked=True),),
     last=(("seeds", lambda rows: str(max(row["seeds"] for row in rows))),),
     timed=True,
     assumes_budget=True,

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
-from harness.report.frames.main_frame import UNUSABLE_DECISIONS, rows_by_task, with_backend_column
+from harness.report.frames.main_frame import UNUSABLE_DECISIONS, interval_columns, rows_by_task, with_backend_column
 from harness.report.load.display_names import score_column_title
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
@@ -19,7 +19,6 @@ from harness.report.report_table import ReportTable
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.main import DECISION_NOTE, FIGURES, PAIRS, VERDICT
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.statistics import Interval
 from harness.timing.confirmation import summarize_parts
 
 BEST_FOUND = "best found"
@@ -201,13 +200,10 @@ def shape_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
         for shape, summary in summarize_parts(task.events, FLOAT_ROW).items():
             for row in rows:
                 if row["task"] == task.name and (own := summary.rows.get(row["row"])) is not None:
-                    figures = {**_limits("shape_ms", own.latency_ms), **_limits("shape_speedup", own.speedup)}
+                    figures = interval_columns("shape_ms{}", own.latency_ms)
+                    figures |= interval_columns("shape_speedup{}", own.speedup)
                     lines.append({**row, "shape": shape, **figures})
     return pd.DataFrame(lines, columns=[*main.columns, "shape", *_COLUMNS])
 
 
 _COLUMNS = [f"{name}{end}" for name in ("shape_ms", "shape_speedup") for end in ("", "_low", "_high")]
-
-
-def _limits(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}

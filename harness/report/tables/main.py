@@ -51,11 +51,7 @@ NAMES = tuple(map(text_column, ("model", "device", "precision", "method")))
 #: Latency, speedup, score and drop; only the speedups are marked, since latencies are not paired.
 FIGURES = (
     interval_column("latency ms [CI]", "latency_ms", "latency_low_ms", "latency_high_ms", 3),
-    Column(
-        "speedup [CI]",
-        lambda row: format_interval(row["speedup"], row["speedup_low"], row["speedup_high"]),
-        marked=True,
-    ),
+    interval_column("speedup [CI]", "speedup", "speedup_low", "speedup_high", marked=True),
     Column("{score}", lambda row: format_score(row["score"], row["metric"])),
     Column("drop [CI]", _format_drop),
 )
