@@ -41,9 +41,6 @@ def agreement_report(
         study: Model, backend and evaluator.
         folder: Folder of `agreement.json` and scratch files.
 
-    Returns:
-        Header and rows of a table, and the lines below it.
-
     Raises:
         UserError: The study cannot be used, or has no evaluator with labels.
     """

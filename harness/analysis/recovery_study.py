@@ -110,9 +110,6 @@ def recovery_report(
         study: Model, backend, calibration data and evaluator.
         folder: Folder of the written files.
 
-    Returns:
-        Header and rows of a table, and the lines below it.
-
     Raises:
         UserError: The study cannot be used, has no evaluator, or needs a cast model.
     """

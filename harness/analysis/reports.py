@@ -157,9 +157,6 @@ def sensitivity_report(
         folder: Folder of the two files.
         samples: Number of samples on which outputs are compared.
 
-    Returns:
-        Header and rows of a table, and the lines below it.
-
     Raises:
         UserError: The study cannot be used, or the folder cannot be written.
     """

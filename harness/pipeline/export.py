@@ -41,9 +41,6 @@ def export_finalists(
         others: Float precisions other than the baseline's; each gets a row.
         brought: Placements found by other tasks, by the name of the row; see `harness.pipeline.transfer`.
 
-    Returns:
-        The exported rows.
-
     Raises:
         UserError: A file cannot be written.
     """

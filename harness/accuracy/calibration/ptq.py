@@ -100,9 +100,6 @@ def modelopt_ptq(
         batches: Calibration data, input arrays by name; read once, one at a time.
         **options: See `PtqOptions`.
 
-    Returns:
-        `output_path`.
-
     Raises:
         BuildFailed: The tool's own words on one line.
     """

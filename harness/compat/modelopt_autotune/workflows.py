@@ -80,9 +80,6 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
         model_transform: Applied to each `onnx.ModelProto` before it is built or written.
         model_or_path: Name of `model_path` in later versions of ModelOpt.
 
-    Returns:
-        The autotuner at the end of the run.
-
     Raises:
         AutotunerNotInitializedError: There is no benchmark.
         UserError: An argument cannot be used, or the float model cannot be timed.

@@ -127,9 +127,6 @@ class ModelVersion:
         Args:
             session: Session of this version; see `open_session`.
             feeds: Inputs by name, for all samples of the prepared model.
-
-        Returns:
-            The outputs by name.
         """
         widened = self.task.widened
         if not widened:
