@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -100,6 +100,7 @@ class RayWorker:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi, which gives the GPU's name
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
         self._sessions: dict[int, _EngineSession] = {}
+        self._kills: Counter[tuple[str, str]] = Counter()  # of all sessions, see `WorkerSpec`
         self._files: LRUByteCache[Path] = LRUByteCache(
             FILE_CACHE_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True)
         )
@@ -124,7 +125,8 @@ class RayWorker:
         folder.mkdir()
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            engines = stack.enter_context(open_engines(_relocate_paths(spec, folder), limits))
+            own = replace(_relocate_paths(spec, folder), kills=self._kills)
+            engines = stack.enter_context(open_engines(own, limits))
             facts = {name: dict(engines.describe(name)) for name in spec.benchmarkers}
             closing = stack.pop_all()
         self._sessions[number] = _EngineSession(engines=engines, writer=writer, folder=folder, closing=closing)

@@ -179,7 +179,7 @@ class _RowExplainer:
             space=self.task.space,
             whole=self.whole,
             candidate=self.task.candidate,
-            open_engines=lambda: open_engines(self._worker(), self.experiment.limits),
+            open_engines=partial(open_engines, self._worker(), self.experiment.limits),
             plan=ATTRIBUTION_SCHEDULE,
             observer=self.observer,
         )

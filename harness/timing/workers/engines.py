@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,8 @@ class WorkerSpec:
         workdir: Folder for scratch files and the worker's log.
         adapt: Returns a benchmarker to use in place of each, such as one of several shapes; it is sent to processes.
         concurrent_scoring: Evaluators may use all cores, because nothing of this machine is timed at the same time.
+        kills: Number of calls in a row during which a worker was killed, by digest of the candidate and method; counted
+            by all workers of this specification.
     """
 
     benchmarkers: Mapping[str, PluginSpec]
@@ -57,6 +60,7 @@ class WorkerSpec:
     reference: Path | None = None
     adapt: Callable[[Benchmarker], Benchmarker] | None = None
     concurrent_scoring: bool = True
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
 
 
 class Engines(ABC):

@@ -12,7 +12,6 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -39,8 +38,6 @@ SANDBOX_START_LIMIT_S = 120.0
 PROGRESS_MESSAGE = "progress"  # kind of the messages that report scoring progress before an answer
 MAX_LOG_BYTES = 65_536
 MAX_STARTS = 3  # of a worker that is killed while it starts
-#: By digest of the candidate and method: calls in a row during which the worker was killed.
-_kills: Counter[tuple[str, str]] = Counter()
 _logger = logging.getLogger(__name__)
 
 
@@ -201,16 +198,16 @@ class Sandbox(Engines):
             limit_s = self._limits.measure_s
         elif method == "open":  # the first engine that is timed against the reference waits for its build
             limit_s = self._limits.measure_s + (self._limits.build_s if args[1] else 0.0)
-        key = (self._digests.get(handle, ""), method)
+        kills, key = self._spec.kills, (self._digests.get(handle, ""), method)
         with device_lock(self.gpus):
             try:
                 answer = self._request(method, limit_s, *args, on_progress=on_progress)
             except _Killed as error:
-                _kills[key] += 1
-                if _kills[key] > 1:
+                kills[key] += 1
+                if kills[key] > 1:
                     return error.failed
                 raise WorkerKilled(error.failed.reason) from error
-        del _kills[key]
+        del kills[key]
         return answer
 
     def _request_or_failure(self, method: str, limit_s: float, *args: Any) -> Any:
