@@ -14,6 +14,8 @@ from onnx import helper
 from harness.api import Array
 from harness.graph.protos import copy_message, tensors_read
 from harness.graph.qdq.qdq_graph import unique_node_names
+from harness.timing.provenance import count_cores
+from harness.timing.workers.inference import MAX_CONCURRENCY, ConcurrentInfer, infer_all
 
 Feeds = Mapping[str, Array]
 
@@ -35,17 +37,20 @@ def open_reference_session(model: str | bytes) -> Any:
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterator[dict[str, Array]]:
-    """Yield the outputs for each batch, as `open_reference_session` computes them."""
+def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterator[Feeds]:
+    """Yield the outputs for each batch, as `open_reference_session` computes them, several batches at the same time."""
     session = open_reference_session(str(proto) if isinstance(proto, Path) else proto.SerializeToString())
     names = [value.name for value in session.get_outputs()]
-    for feeds in batches:
-        yield dict(zip(names, session.run(None, dict(feeds)), strict=True))
+
+    def infer(feeds: Feeds) -> Feeds:
+        return dict(zip(names, session.run(None, dict(feeds)), strict=True))
+
+    yield from infer_all(ConcurrentInfer(infer, infer, min(count_cores(), MAX_CONCURRENCY)), batches)
 
 
 def iter_outputs(path: Path, batches: Sequence[Feeds]) -> list[dict[str, Array]]:
     """Return the outputs of a model file for each batch; call it in the helper process."""
-    return list(_run_all(path, batches))
+    return [dict(outputs) for outputs in _run_all(path, batches)]
 
 
 def sum_outputs(path: Path, batches: Sequence[Feeds]) -> dict[str, float]:
@@ -104,6 +109,18 @@ class SegmentedRun:
         """Run all nodes in front of one that has not been run yet, so that `values` has what it reads."""
         self._run(self._producer[self._outputs[node]], "")
 
+    def skip(self, node: str, results: Sequence[Array]) -> None:
+        """Give the results of a node instead of running it; `run_before` was called for it."""
+        target = self._outputs[node]
+        self._position = self._producer[target] + 1
+        self._drop_unread()
+        self.values[target] = list(results)
+
+    def _drop_unread(self) -> None:
+        self.values = {
+            name: each for name, each in self.values.items() if self._last_use.get(name, -1) >= self._position
+        }
+
     def _run(self, stop: int, target: str) -> None:
         nodes = self._proto.graph.node[self._position : stop]
         made = [name for each in nodes for name in each.output if name]
@@ -115,7 +132,7 @@ class SegmentedRun:
             feeds = [{name: self.values[name][i] for name in read if name in self.values} for i in range(count)]
             results = list(_run_all(segment, feeds))
         self._position = stop
-        self.values = {name: arrays for name, arrays in self.values.items() if self._last_use.get(name, -1) >= stop}
+        self._drop_unread()
         self.values |= {name: [result[name] for result in results] for name in kept}
 
     def _segment(
@@ -177,9 +194,12 @@ def measure_layer_shifts(
         reference, quantized = (run.values[target] for run, target in zip(runs, targets, strict=True))
         axis = layers[name] % reference[0].ndim
         others = tuple(i for i in range(reference[0].ndim) if i != axis)
-        errors = [(q.astype(np.float64) - f).mean(axis=others) for f, q in zip(reference, quantized, strict=True)]
-        found[name] = np.mean(errors, axis=0)
+        means = [np.mean([each.mean(others, np.float64) for each in run], axis=0) for run in (quantized, reference)]
+        found[name] = means[0] - means[1]
+        shift = np.expand_dims(found[name], others).astype(quantized[0].dtype)
         for i, values in enumerate(quantized):
-            shift = np.expand_dims(found[name], others).astype(values.dtype)
-            quantized[i] = values - shift if sequential else reference[i]
+            if sequential:
+                values -= shift  # in place: new arrays of this size cost much of the time
+            else:
+                quantized[i] = reference[i]
     return found

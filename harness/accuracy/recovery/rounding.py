@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from threadpoolctl import threadpool_limits
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, quantized_layers
 from harness.api import Array
@@ -44,7 +45,6 @@ class _UnfoldedLayer:
     name: str
     op: str
     edge: Edge
-    result: str
     groups: int = 1
     strides: tuple[int, ...] = ()
     dilations: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class _UnfoldedLayer:
         """Return the data that multiply the weights of each result, as [groups, weights, at most `count` results]."""
         if self.op != "Conv":
             rows = data.reshape(-1, data.shape[-1])
-            return np.asarray(rows[_spread(len(rows), count)].T[None], np.float64)
+            return rows[_spread(len(rows), count)].T[None]
         rank = len(kernel)
         edges = [(0, 0), (0, 0), *zip(self.pads[:rank], self.pads[rank:], strict=True)]
         sizes = [(size - 1) * step + 1 for size, step in zip(kernel, self.dilations, strict=True)]
@@ -73,7 +73,7 @@ class _UnfoldedLayer:
         windows = np.moveaxis(windows[steps], 1, 1 + rank)  # [batch, *positions, channels, *kernel]
         places = np.unravel_index(_spread(int(np.prod(windows.shape[: 1 + rank])), count), windows.shape[: 1 + rank])
         chosen = windows[places]
-        return np.moveaxis(chosen.reshape(len(chosen), self.groups, -1), 0, 2).astype(np.float64)
+        return np.moveaxis(chosen.reshape(len(chosen), self.groups, -1), 0, 2)
 
 
 class CompensatedRounding:
@@ -110,7 +110,6 @@ def _describe(placed: PlacedModel, node: Node, precisions: Mapping[Edge, str]) -
         name=node.name,
         op=node.op,
         edge=edge,
-        result=node.outputs[0],
         groups=get("group", 1) if node.op == "Conv" else 1,
         strides=tuple(get("strides", [1] * rank)),
         dilations=tuple(get("dilations", [1] * rank)),
@@ -134,44 +133,49 @@ def _round_layers(
         runs[1].run_before(layer.name)
         count, inputs = MAX_COLUMNS // len(batches), runs[1].values[data.output[0]]
         unfolded = np.concatenate([layer.unfold(each, stored.shape[2:], count) for each in inputs], axis=2)
+        exact = unfolded.astype(np.float64)
+        moments = exact @ np.swapaxes(exact, 1, 2)
         steps = np.broadcast_to(scale.reshape(-1, 1), (stored.shape[int(layer.transposed)], 1))
         rows, kept = (layer.rows(each) for each in (weight, stored))
-        rounded = round_compensated(rows, kept, steps.reshape(*rows.shape[:2], 1), unfolded)
+        with threadpool_limits(limits=1):  # several threads take up to 20 times as long for a small factorization
+            rounded = round_compensated(rows, kept, steps.reshape(*rows.shape[:2], 1), moments)
         found[layer.edge.tensor] = layer.restore(rounded, stored.shape)
-        for run in runs:
-            run.run_to(layer.name)
-        runs[1].values[layer.result] = list(runs[0].values[layer.result])
+        result = runs[0].run_to(layer.name)
+        runs[1].skip(layer.name, runs[0].values[result])
     return found
 
 
-def round_compensated(weight: Array, stored: Array, scale: Array, data: Array) -> Array:
+def round_compensated(weight: Array, stored: Array, scale: Array, moments: Array) -> Array:
     """Return weights that are multiples of the scales and give a small error of the results.
 
-    The largest stored weight of each row keeps its value, so that its magnitude gives the same scale again.
+    With moments D = R R^T and R upper triangular, the error of a row w is that of (w - w') R, in which column j has the
+    errors of the weights up to j. So each weight in turn compensates the errors of those before in its column; this is
+    GPTQ without an inverse. The largest stored weight of each row keeps its value, so that its magnitude gives the same
+    scale again.
 
     Args:
         weight: Float weights as [groups, rows, columns].
         stored: The weights rounded to the nearest integer multiples of the scales, as integers.
         scale: Scale of each row as [groups, rows, 1].
-        data: Inputs of the layer by position as [groups, columns, positions].
+        moments: Sums over positions of products of the layer's inputs as [groups, columns, columns].
     """
-    moments = data @ np.swapaxes(data, 1, 2)
     columns = moments.shape[-1]
     diagonals = np.einsum("gii->gi", moments)
     damping = np.maximum(DAMPING * diagonals.mean(axis=1), np.finfo(np.float32).tiny)
-    damped = moments + damping[:, None, None] * np.eye(columns)
     order = np.argsort(-diagonals, axis=1, kind="stable")
-    groups = np.arange(len(order))[:, None, None]
-    factors = np.swapaxes(np.linalg.cholesky(np.linalg.inv(damped[groups, order[:, :, None], order[:, None]])), 1, 2)
+    groups, back = np.arange(len(order))[:, None, None], order[:, ::-1]
+    sorted_back = moments[groups, back[:, :, None], back[:, None]] + damping[:, None, None] * np.eye(columns)
+    factors = np.linalg.cholesky(sorted_back)[:, ::-1, ::-1]
     wanted, kept = (np.take_along_axis(each, order[:, None], axis=2) for each in (weight, stored))
-    largest = np.abs(kept).argmax(axis=2)
-    limit, rounded = np.abs(kept).max(axis=2), np.empty_like(wanted)
+    largest, limit = np.abs(kept).argmax(axis=2), np.abs(kept).max(axis=2)
+    rounded, errors = (np.empty(wanted.shape) for _ in range(2))
     for column in range(columns):
-        nearest = np.clip(np.rint(wanted[:, :, column] / scale[:, :, 0]), -limit, limit)
+        before = factors[:, :column, column, None] / factors[:, column, column, None, None]
+        compensated = wanted[:, :, column] + (errors[:, :, :column] @ before)[:, :, 0]
+        nearest = np.clip(np.rint(compensated / scale[:, :, 0]), -limit, limit)
         rounded[:, :, column] = np.where(largest == column, kept[:, :, column], nearest) * scale[:, :, 0]
-        error = (wanted[:, :, column] - rounded[:, :, column]) / factors[:, None, column, column]
-        wanted[:, :, column + 1 :] -= error[:, :, None] * factors[:, None, column, column + 1 :]
-    return np.take_along_axis(rounded, np.argsort(order, axis=1)[:, None], axis=2)
+        errors[:, :, column] = wanted[:, :, column] - rounded[:, :, column]
+    return np.take_along_axis(rounded, np.argsort(order, axis=1)[:, None], axis=2).astype(weight.dtype)
 
 
 def _spread(size: int, count: int) -> Array:

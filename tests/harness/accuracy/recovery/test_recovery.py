@@ -258,7 +258,7 @@ def test_compensated_rounding_loses_less_than_rounding_to_nearest(groups: int) -
     weight = rng.normal(0, 1, (groups, 5, 16))
     scale = np.abs(weight).max(axis=2, keepdims=True) / 7
     stored = np.rint(weight / scale)
-    found = round_compensated(weight, stored, scale, data)
+    found = round_compensated(weight, stored, scale, data @ np.swapaxes(data, 1, 2))
     assert _sqnr_db(weight @ data, found @ data) > _sqnr_db(weight @ data, stored * scale @ data) + 3
     np.testing.assert_allclose(found / scale, np.rint(found / scale), atol=1e-6)
     np.testing.assert_allclose(np.abs(found).max(axis=2, keepdims=True), scale * 7, rtol=1e-6)
