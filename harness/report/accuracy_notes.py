@@ -17,7 +17,7 @@ from harness.api import Accuracy
 from harness.report.load.display_names import metric_name
 from harness.report.load.results import TaskResults
 from harness.report.report_table import MISSING_CELL, format_interval
-from harness.results_dir.artifacts import FLOAT_ROW, RECOVERED_PREFIX, recovered_row
+from harness.results_dir.artifacts import FLOAT_ROW, NOT_TRIED, RECOVERED_PREFIX, recovered_row
 from harness.results_dir.journal import read_journal
 from harness.selection.cross_fitting import FOLDS, cross_fitted_drop
 
@@ -79,6 +79,8 @@ def recovery_notes(task: TaskResults) -> Iterator[str]:
     """Yield a line for each placement near the bound: its recovered file, or that nothing was gained."""
     for digest, facts in task.recovery.items():
         if "loss" not in facts:
+            if facts.get("label", "").startswith(NOT_TRIED):
+                yield f"Recovery in {task.name}: placement {digest}: {facts['label']}."
             continue
         gains = [
             f"{step['step']} {step['before_db']:.1f} to {step['after_db']:.1f} dB"

@@ -18,6 +18,8 @@ DYNAMIC_AXES_FILE = "dynamic.json"
 DYNAMIC_MODEL_SUFFIX = ".dynamic.onnx"  # of the form of an exported model that has dynamic axes
 #: Recovered placements of a task with their steps and gains.
 RECOVERY_FILE = "recovery.json"
+NOT_TRIED = "not tried"
+"""Start of the label of a placement that was not recovered, before the reason."""
 #: Verdict in tables if the device only emulates a row's precision.
 ACCURACY_ONLY_VERDICT = "accuracy only"
 RECOVERED_PREFIX = "recovered-"

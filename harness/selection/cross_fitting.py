@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from harness.accuracy.metrics.intervals import (
 )
 from harness.api import Accuracy
 from harness.records import Measured, Outcome
+from harness.results_dir.artifacts import recovered_row
 from harness.search_loop.objective import LOSS_ROUND_OFF
 
 FOLDS = 5
@@ -201,3 +203,20 @@ def estimate_losses(files: Sequence[MeasuredLoss]) -> list[float]:
     between = max(0.0, excess / freedom) if freedom > 0 else 0.0
     estimated: list[float] = (rate * error + between / (between + variance) * residual).tolist()
     return estimated
+
+
+def estimate_recorded_losses(known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the estimated losses of recovered models and of their placements without recovery, by row.
+
+    Args:
+        known: Records of `recovery.json` by the digest of the placement.
+    """
+    files: dict[str, MeasuredLoss] = {}
+    for digest, facts in known.items():
+        rows = {digest: "_before", **({recovered_row(facts["sha256"]): ""} if "sha256" in facts else {})}
+        for row, suffix in rows.items():
+            figures = [facts.get(f"{name}{suffix}", math.inf) for name in ("loss", "stderr", "sqnr_db")]
+            if all(map(math.isfinite, figures)):
+                loss, stderr, sqnr_db = figures
+                files[row] = MeasuredLoss(loss=loss, stderr=stderr, sqnr_db=sqnr_db)
+    return dict(zip(files, estimate_losses([*files.values()]), strict=True))

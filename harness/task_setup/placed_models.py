@@ -1,15 +1,27 @@
-"""Models of one placement with several combinations of ranges and scales, as input of recovery steps."""
+"""Models of one placement with several combinations of ranges and scales, without and with recovery steps."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
 from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
-from harness.accuracy.recovery.pipeline import MIN_GAIN_DB, Feeds, PlacedModel, measure_sqnr_db
+from harness.accuracy.recovery.float_layers import FloatGroup, iter_float_sets, leave_float, rank_groups
+from harness.accuracy.recovery.pipeline import (
+    MIN_GAIN_DB,
+    Feeds,
+    PlacedModel,
+    StepGain,
+    create_steps,
+    measure_sqnr_db,
+    recover,
+    split_held_out,
+)
 from harness.api import Array
+from harness.errors import CandidateError, UserError
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.graph.quantize.numeric_choices import NumericChoices, depthwise_inputs
@@ -93,6 +105,34 @@ class ModelPlacer:
         return calibrate_again
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryAttempt:
+    """Model of a placement with its contents and steps.
+
+    Attributes:
+        sqnr_db: SQNR of the outputs on held-out calibration samples, in dB.
+        gains: Effect of each recovery step.
+        left_float: Groups of nodes that are left float.
+    """
+
+    placed: PlacedModel
+    sqnr_db: float
+    gains: tuple[StepGain, ...] = ()
+    left_float: tuple[FloatGroup, ...] = ()
+
+    def keeps_kernels(self, choices: NumericChoices) -> bool:
+        """Return whether the file is as fast as the one with the choices of the task."""
+        return not self.left_float and self.placed.choices.depthwise == choices.depthwise
+
+    @property
+    def label(self) -> str:
+        """Return the choices and steps in which the file differs from the given one."""
+        kept = [gain.step for gain in self.gains if gain.kept]
+        left = sum(len(group.nodes) for group in self.left_float)
+        float_nodes = f"{left} nodes float" if left else ""
+        return ", ".join(filter(None, [self.placed.choices.text, *kept, float_nodes])) or "as given"
+
+
 def list_choices(task: Task) -> list[NumericChoices]:
     """Return the choices of a task, then variants with other estimators and with scales by channel."""
     own = task.choices
@@ -135,3 +175,30 @@ def open_placer(
             source=task.model.source,
         )
     return ModelPlacer(task=task, combinations=combinations, tensors=tensors, by_method=by_method)
+
+
+def iter_attempts(
+    placer: ModelPlacer, resolved: Resolved, batches: Sequence[Feeds], observer: Observer
+) -> Iterator[RecoveryAttempt]:
+    """Yield models of a placement: as given, with recovery steps, with other choices of scales, and partly float.
+
+    The last are recovered models with increasing numbers of groups left float, the groups that cost most first. Nothing
+    follows where ONNX Runtime does not run a model.
+    """
+    held = split_held_out(batches)[1]
+    with suppress(UserError, CandidateError):
+        ranked = placer.rank(resolved, held)
+        given = next(each for each in ranked if each.placed.choices == placer.task.choices)
+        yield RecoveryAttempt(placed=given.placed, sqnr_db=given.sqnr_db)
+        recalibrate = placer.recalibration(ranked[0].placed.choices, batches)
+        placed, gains = recover(ranked[0].placed, create_steps(RECOVERY_STEPS), batches, recalibrate, observer)
+        kept = [gain.after_db for gain in gains if gain.kept]
+        if kept:
+            yield RecoveryAttempt(placed=placed, gains=gains, sqnr_db=kept[-1] or 0.0)
+        others = (each for each in ranked[:2] if each is not given)
+        yield from (RecoveryAttempt(placed=each.placed, sqnr_db=each.sqnr_db) for each in others)
+        groups = rank_groups(placed, held, observer)
+        for chosen in iter_float_sets(groups):
+            partly = leave_float(placed, {name for group in chosen for name in group.nodes})
+            (sqnr_db,) = measure_sqnr_db([partly], held)
+            yield RecoveryAttempt(placed=partly, gains=gains, sqnr_db=sqnr_db, left_float=chosen)

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
-from harness.accuracy.metrics.intervals import recompute_metric
+from harness.accuracy.metrics.intervals import SURELY_WITHIN, recompute_metric
 from harness.accuracy.recovery.pipeline import create_steps, recover, split_held_out
 from harness.api import Accuracy
 from harness.progress import NullProgress
@@ -98,6 +99,12 @@ def choices(losses: Values, stderrs: Values, files: list[ScoredFile], bound: flo
         for loss, stderr, file in zip(losses, stderrs, files, strict=True)
     ]
     estimated = np.array(estimate_losses(measured))
+    sure = ndtr((bound - losses) / np.maximum(stderrs, np.finfo(float).tiny)) >= SURELY_WITHIN
+    needless = np.array([file.recovered and bool(sure[i - 1]) for i, file in enumerate(files)])
+    fewer = np.full(len(files), np.inf)
+    fewer[~needless] = estimate_losses(
+        [each for each, left_out in zip(measured, needless, strict=True) if not left_out]
+    )
     within, recovered = losses <= bound, np.array([file.recovered for file in files])
 
     def fastest(allowed: npt.NDArray[np.bool_], expected: Values) -> int | None:
@@ -111,6 +118,7 @@ def choices(losses: Values, stderrs: Values, files: list[ScoredFile], bound: flo
         "those that miss the bound recovered": fastest(within & (missed | ~recovered), losses),
         "all recovered": fastest(within, losses),
         "all recovered, estimated losses": fastest(within & (estimated <= bound), estimated),
+        "those not surely within recovered, estimated losses": fastest(within & (fewer <= bound), fewer),
     }
 
 

@@ -27,6 +27,8 @@ from harness.statistics import Interval
 
 MIN_IMAGES = 20
 """Below this number of images an interval is unreliable: its limits come from a handful of values."""
+SURELY_WITHIN = 0.95
+"""Probability from which a loss is surely within a bound; it is within from one half."""
 RESAMPLES = 1000
 """Draws of the images."""
 CONFIDENCE_LEVEL = 0.95
@@ -149,6 +151,22 @@ def probability_within(
     value = sign * _difference(reference, found, metric)
     bias, within = (_normal_score(known, edge) for edge in (value, bound + ROUND_OFF))
     return NormalDist().cdf(within - 2 * bias)
+
+
+def surely_within(
+    reference: Accuracy, found: Accuracy, metric: str, bound: float, *, higher_is_better: bool = True
+) -> bool:
+    """Return whether the loss of a metric keeps a bound with a probability of at least `SURELY_WITHIN`.
+
+    Draws of images with equal answers do not vary. So the loss of a mean over images has at least the standard error of
+    three changed answers, as many as may be missed with a probability of 5 % (the rule of three).
+    """
+    probability = probability_within(reference, found, metric, bound, higher_is_better=higher_is_better)
+    if probability is None or probability < SURELY_WITHIN:
+        return False
+    loss = (1 if higher_is_better else -1) * _difference(reference, found, metric)
+    images = len(found.per_item)
+    return not images or NormalDist(loss, math.sqrt(3) / images).cdf(bound + ROUND_OFF) >= SURELY_WITHIN
 
 
 def _difference(reference: Accuracy, found: Accuracy, metric: str) -> float:

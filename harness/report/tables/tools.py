@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.accuracy.metrics.intervals import decode_accuracy, probability_within
+from harness.accuracy.metrics.intervals import SURELY_WITHIN, decode_accuracy, probability_within
 from harness.report.frames.main_frame import with_backend_column
 from harness.report.load.display_names import format_score, score_column_title
 from harness.report.load.results import Results, TaskResults
@@ -19,9 +19,6 @@ from harness.report.table_spec import Column, Row, TableSpec, is_missing, number
 from harness.report.tables.main import FIGURES, VERDICT
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
-
-SURELY_WITHIN = 0.95
-"""Probability from which a row is surely within the bound; it is within from one half."""
 
 
 def _format_within(row: Row) -> str:

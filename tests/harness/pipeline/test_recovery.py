@@ -13,6 +13,7 @@ from harness.api import Accuracy
 from harness.config.experiment import parse_experiment
 from harness.config.plan import plan_tasks
 from harness.graph.builder import GraphBuilder
+from harness.graph.io.digests import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline import recovery
 from harness.pipeline.recovery import Recovery, placements_to_recover, recover_placements
@@ -64,7 +65,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def trial(task: Task, choices: tuple[int, ...], latency_ms: float, top1: float, name: str = "") -> Evaluation:
     interval = Interval(value=latency_ms, low=latency_ms, high=latency_ms)
     return Evaluation(
-        evaluations=1, elapsed_s=1.0, digest=name or f"{latency_ms}", choices=choices, origin="random",
+        evaluations=1, elapsed_s=0.0, digest=name or f"{latency_ms}", choices=choices, origin="random",
         latency_ms=latency_ms, score=score_values(interval, {"top1": top1}, GOAL),
     )  # fmt: skip
 
@@ -78,12 +79,15 @@ class Book:
     """Scores in the order of the files, each of 100 images."""
 
     def __init__(self, *values: float) -> None:
-        self.values, self.files = list(values), list[str]()
+        self.values, self.files, self.known = list(values), list[str](), dict[str, Accuracy]()
 
     def score_file(self, path: Path, name: str, evaluator: str) -> Accuracy:
-        self.files.append(name)
         assert count_pairs(path) > 0
-        return self._accuracy(self.values.pop(0))
+        digest = digest_file(path)
+        if digest not in self.known:
+            self.files.append(name)
+            self.known[digest] = self._accuracy(self.values.pop(0))
+        return self.known[digest]
 
     def require_float_score(self, path: Path, evaluator: str) -> Accuracy:
         return self._accuracy(0.8)
@@ -150,6 +154,37 @@ def test_a_placement_within_the_bound_gets_one_more_accurate_file(
     assert len(book.files) == 2, "as given, and recovered"
     assert found.losses[space.digest(float_placement)] == 0
     assert found.losses[model.digest] < found.losses[space.digest(everything)]
+
+
+def test_nothing_is_tried_that_a_file_surely_within_the_bound_makes_needless(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = running.task.space
+    placements = [space.quantize_all(), space.quantize_roles(("linear",))]
+    trials = [trial(running.task, each.choices, 2.0 + i, 0.8, space.digest(each)) for i, each in enumerate(placements)]
+    search(monkeypatch, trials)
+    monkeypatch.setattr(recovery, "open_placer", lambda *_: pytest.fail("needs no calibration"))
+    book = Book(0.8)
+    assert list(recover_placements(running, book).models.values()) == [()]  # type: ignore[arg-type]
+    first, second = read_json(running.folder / "recovery.json")["placements"].values()
+    assert first["surely_within"]
+    assert "surely within the bound as given" in first["label"]
+    assert second["label"].startswith(f"not tried: {space.digest(placements[0])} is faster")
+    assert book.files == ["as given"]
+
+
+def test_recovery_that_outlasts_the_searches_is_recorded_and_tried_when_the_run_continues(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = running.task.space.quantize_all()
+    search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, "MIN_RECOVERY_S", 0.0)
+        assert list(recover_placements(running, Book()).models.values()) == [()]  # type: ignore[arg-type]
+    (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
+    assert "time for recovery is over" in facts["label"]
+    ((model,),) = recover_placements(running, Book(0.61, 0.77)).models.values()  # type: ignore[arg-type]
+    assert count_pairs(model.path) > 0
 
 
 def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(

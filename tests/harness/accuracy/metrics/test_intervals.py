@@ -25,6 +25,7 @@ from harness.accuracy.metrics.intervals import (
     encode_evidence,
     metric_estimate,
     probability_within,
+    surely_within,
 )
 from harness.api import Accuracy
 
@@ -194,6 +195,17 @@ def test_the_probability_of_a_bound_agrees_with_the_interval_of_the_drop() -> No
     assert probability_within(reference, found, "top1", 1.0) == pytest.approx(1.0, abs=0.01)
     assert probability_within(reference, found, "top1", 0.0, higher_is_better=False) > 0.9
     assert probability_within(reference, dataclasses.replace(found, per_item=()), "top1", 0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("images", "lost", "sure"), [(100, 0, False), (1000, 0, True), (1000, 4, False), (4000, 4, True)]
+)
+def test_equal_answers_on_few_images_are_no_proof(images: int, lost: int, sure: bool) -> None:
+    reference = hits(np.ones(images))
+    found = hits(np.array([0.0] * lost + [1.0] * (images - lost)))
+    assert surely_within(reference, found, "top1", 0.005) == sure
+    assert surely_within(found, reference, "top1", 0.005, higher_is_better=False) == sure
+    assert not surely_within(reference, dataclasses.replace(found, per_item=()), "top1", 0.1), "no interval"
 
 
 def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_one() -> None:

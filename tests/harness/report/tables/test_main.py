@@ -511,6 +511,7 @@ def test_the_note_lists_recovered_placements_with_their_steps(folder):
         "first": {**facts, "loss": 0.004, "within": True},
         "second": {**facts, "loss": 0.1, "within": False},
         "third": {"label": "nothing to try", "within": False},
+        "fourth": {"label": "not tried: surely within the bound as given", "within": False, "surely_within": True},
     }
     write_json(folder / TASK / "recovery.json", {"placements": placements})
     note = main_note(folder)
@@ -521,3 +522,4 @@ def test_the_note_lists_recovered_placements_with_their_steps(folder):
     assert "second with" in note
     assert "still misses the bound" in note
     assert "third" not in note
+    assert "fourth: not tried: surely within the bound as given" in note
