@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -166,7 +165,6 @@ def experiment(folder: Path, **params: str) -> list[str]:
 
 
 def test_an_experiment_at_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
     graph(tmp_path, *CASES["amp"])
     done = CliRunner().invoke(app, experiment(tmp_path, precision="f16"))
     assert done.exit_code == 0, done.output

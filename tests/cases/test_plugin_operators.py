@@ -129,7 +129,6 @@ def test_scales_in_front_are_no_guess_without_data(tmp_path: Path) -> None:
 
 
 def test_an_experiment_names_what_stays_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
     detector(tmp_path, place="middle")
     np.savez(tmp_path / "data.npz", images=np.concatenate([feeds["images"] for feeds in FEEDS]))
     data = {"data": {"use": "npz", "path": "data.npz"}, "samples": 2}

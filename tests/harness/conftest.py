@@ -1,33 +1,3 @@
-"""What tests of whole runs share, wherever they stand."""
+from cheap_runs import cheap_runs
 
-from __future__ import annotations
-
-import importlib
-from collections.abc import Iterator
-
-import pytest
-
-from harness.timing.workers.in_process import InProcess
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave out what takes longer than a simulated run, unless the module names it: `FULL_TURNS = True` and so on.
-
-    - FULL_TURNS: turns of a final selection and a confirmation of a minimum length
-    - DRAWN: the plots of reports
-    - ALL_FORMATS: plots as PDF, whose fonts take longer than the other formats
-    - REAL_WORKERS: engines in worker processes, each of which takes half a second to start
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if not getattr(request.module, "FULL_TURNS", False):
-            patch.setattr("harness.timing.confirmation.MIN_CONFIRMATION_TURN_MS", 1.0)
-            patch.setattr("harness.timing.confirmation.TURN_WARMUP_MS", 0.0)
-        if not getattr(request.module, "DRAWN", False):
-            patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
-        if not getattr(request.module, "ALL_FORMATS", False):
-            for module in ("plot_files", "result_plots"):
-                patch.setattr(f"harness.report.plots.{module}.PLOT_FILE_FORMATS", ("png", "svg"))
-        if not getattr(request.module, "REAL_WORKERS", False):
-            patch.setattr("harness.timing.workers.sandbox.Sandbox", lambda spec, _: InProcess(spec))
-        yield
+__all__ = ["cheap_runs"]

@@ -19,7 +19,6 @@ import harness.facade as qdq
 from harness.errors import EvaluationFailed
 from harness.pipeline import runner
 from harness.registry import create_plugin
-from harness.report import render
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.task_setup.program_objects import data_mapping, evaluator_mapping, save_program_model
 
@@ -65,7 +64,6 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> onnx.ModelProto:
 def test_a_function_of_this_program_scores_and_a_class_searches(
     net: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(render, "draw_plots", lambda *_, **__: [])
     rng = np.random.default_rng(0)
     images = rng.standard_normal((24, 3, 16, 16)).astype(np.float32)
     session = ort.InferenceSession(net.SerializeToString())

@@ -135,10 +135,11 @@ class TestReading:
         (tmp_path / "weights.bin").write_bytes(data)
         assert load(path).sha256 != first.sha256
 
-    def test_missing_external_data(self, tmp_path: Path) -> None:
-        path = with_external_data(tmp_path)
+    @pytest.mark.parametrize("location", ["weights.bin", "..\\weights.bin"])
+    def test_missing_external_data(self, tmp_path: Path, location: str) -> None:
+        path = with_external_data(tmp_path, location)
         (tmp_path / "weights.bin").unlink()
-        with pytest.raises(UserError, match=r"external data 'weights.bin' with the weights 'Conv_\w+' is missing; put"):
+        with pytest.raises(UserError, match=r"data '.*weights.bin' with the weights 'Conv_\w+' is missing; put"):
             load(path)
 
     def test_weights_of_another_size_than_their_shape(self, tmp_path: Path) -> None:

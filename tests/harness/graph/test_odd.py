@@ -145,29 +145,67 @@ def test_the_command_that_shows_regions_says_what_stays_float(
 
 EXPERIMENT = """
 experiment: odd
-models: [{use: odd.onnx, calibration: {samples: 2}}]
-backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+models: [{{use: odd.onnx, calibration: {{samples: 2}}}}]
+backends: [{backend}]
 searchers: [random]
-initial: [float, all]
+initial: [float, all, linear]
 baselines: [all]
-budget: {evaluations: [3]}
-confirmation: {builds: 3, rounds: 2, samples: 3}
+budget: {{evaluations: [4]}}
+sampling: {{warmup_ms: 1, min_samples: 3, max_samples: 5, max_ms: 20}}
+confirmation: {{builds: 3, rounds: 2, samples: 3, candidates: 1}}
 """
+SIMULATED = "{use: simulated, params: {seed: 5, noise: 0.0}}"
+REAL = "{use: 'here:OpenVINO', label: openvino, params: {threads: 1, precision: f32}}"
 
 
-@pytest.mark.parametrize("op", ["If", "Whirl"])  # more of them on OpenVINO: tests/harness/pipeline/test_odd_models.py
+def with_token_ids(g: GraphBuilder, x: str) -> str:
+    table = g.const(np.ones((8, 16), np.float32))
+    return g.op("Add", g.op("Gather", table, g.input("ids", (1,), "int64")), x)
+
+
+def with_constant_nodes(g: GraphBuilder, x: str) -> str:
+    weight = g.op("Constant", value=onnx.numpy_helper.from_array(np.eye(16, dtype=np.float32)))
+    return g.op("MatMul", x, weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept", "backend"),
+    [
+        *((CASES[op][0], op, REAL) for op in ("If", "Loop", "LSTM")),
+        (with_custom, "Whirl", SIMULATED),
+        (with_token_ids, "Gather", REAL),
+        (with_constant_nodes, "", REAL),
+    ],
+)
 def test_a_run_says_so_too_and_leaves_those_parts_alone(
-    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    make: Callable[[GraphBuilder, str], str], kept: str, backend: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    make, message = CASES[op]
     onnx.save(odd(make), "odd.onnx")
-    (tmp_path / "odd.yaml").write_text(EXPERIMENT)
+    (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(backend=backend))
     assert qdq("run", "odd.yaml", "--out", "out") == 0
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "| all" in shown.out
+    assert "UNFINISHED" not in shown.out
+    if kept in CASES:
+        assert CASES[kept][1] in shown.err
     exported = [onnx.load(path) for path in Path("out").glob("*/models/*.onnx")]
     assert any(read_qdq_edges(proto) for proto in exported)
-    assert all(sum(node.op_type == op for node in proto.graph.node) == 1 for proto in exported)
+    assert all(sum(node.op_type == kept for node in proto.graph.node) == bool(kept) for proto in exported)
+
+
+def test_a_run_of_a_model_that_reads_strings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    g = GraphBuilder("words")
+    g.output(g.gemm(g.input("x", (1, 16)), 16), name="y")
+    g.output(g.op("StringNormalizer", g.input("words", (4,), "string"), case_change_action="LOWER"), name="lower")
+    onnx.save(g.build(), "odd.onnx")
+    (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(backend=REAL))
+    assert qdq("run", "odd.yaml", "--out", "out") == 2
+    assert "odd.onnx: input 'words' is of type 'string'" in capsys.readouterr().err
 
 
 def test_a_model_of_strings_passes_through() -> None:

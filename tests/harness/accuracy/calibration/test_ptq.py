@@ -25,7 +25,6 @@ from harness.accuracy.calibration import ptq_child
 from harness.accuracy.calibration.ptq import modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.files import copy_model, move_model
 from harness.graph.rules.dialects import OPENVINO
 from harness.random_inputs import random_feeds
 
@@ -149,22 +148,6 @@ def test_ort_static_takes_the_other_methods(model: Path, tmp_path: Path, method:
     assert np.isfinite(_run(ort_static(model, tmp_path / "q.onnx", BATCHES, **options))).all()
 
 
-def test_external_data_comes_along(tmp_path: Path) -> None:
-    builder = GraphBuilder("external")
-    builder.output(builder.gemm(builder.input("x", (1, 64)), 64), name="out")
-    path = tmp_path / "in" / "external.onnx"
-    path.parent.mkdir()
-    onnx.save_model(builder.build(), path, save_as_external_data=True, location="external.onnx.data")
-    (path.parent / "bystander.txt").write_text("")
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    copy = copy_model(path, folder)
-    assert sorted(p.name for p in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
-    move_model(copy, tmp_path / "out" / "q.onnx")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["q.onnx", "q.onnx.data"]
-    assert onnx.load(tmp_path / "out" / "q.onnx") == onnx.load(path)
-
-
 def test_several_inputs_without_a_batch_axis(tmp_path: Path) -> None:
     builder = GraphBuilder("two")
     x = builder.op("Mul", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3), builder.input("gain/of it", ()))
@@ -249,10 +232,9 @@ def test_a_tool_that_dies_is_said(model: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.assets
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
-@pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(
-    ("name", "shapes"),
-    [("yolox_nano", {}), ("deit_tiny_patch16_224", {"input": "1x3x224x224"})],
+    ("tool", "name", "shapes"),
+    [(modelopt_ptq, "yolox_nano", {}), (ort_static, "deit_tiny_patch16_224", {"input": "1x3x224x224"})],
 )
 def test_node_names_of_real_models_survive(
     tool: Callable[..., Path], name: str, shapes: dict[str, str], tmp_path: Path

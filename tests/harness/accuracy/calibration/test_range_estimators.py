@@ -12,7 +12,6 @@ from harness.accuracy.calibration.range_estimators import RangeEstimator, RangeE
 from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
 from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.config.sections import Calibration
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.quantize.numeric_choices import channel_name
 from harness.graph.quantize.weight_estimators import WeightEstimatorContract, load_weight_estimator
@@ -89,8 +88,3 @@ def test_l2_is_at_least_as_near_as_mse_on_values_with_one_long_tail() -> None:
 def test_an_unknown_estimator_is_refused_when_the_file_is_read(key: str) -> None:
     with pytest.raises(ValueError, match="estimator is called 'mes'; did you mean 'mse'"):
         Calibration.model_validate({key: "mes"})
-
-
-def test_an_unknown_estimator_is_refused_by_calibrate(doubled: Path) -> None:
-    with pytest.raises(UserError, match="'median'"):
-        calibrate(doubled, ["x"], [], method="median")

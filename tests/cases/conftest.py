@@ -1,0 +1,3 @@
+from cheap_runs import cheap_runs
+
+__all__ = ["cheap_runs"]
