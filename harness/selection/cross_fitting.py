@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from harness.accuracy.metrics.average_precision import mix_map_facts
 from harness.accuracy.metrics.intervals import (
+    MAX_MIXABLE_IMAGES,
     Draws,
     Estimate,
     decode_mixable,
@@ -27,8 +28,6 @@ from harness.search_loop.objective import LOSS_ROUND_OFF
 
 FOLDS = 5
 MIN_SAMPLES = 4 * FOLDS
-MAX_SAMPLES = 1000
-"""Largest number of samples for which records of mAP and mIoU are kept: 500 bytes an image, for each placement."""
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 _Facts = Mapping[str, Any]
@@ -54,13 +53,13 @@ def losses_on_other_folds(
     Sample i belongs to fold i modulo `FOLDS`.
 
     Returns:
-        None without records of single samples, and for fewer than `MIN_SAMPLES` or more than `MAX_SAMPLES` samples.
+        None without records of single samples, and for fewer than `MIN_SAMPLES` or more than `MAX_MIXABLE_IMAGES`.
 
     Raises:
         ValueError: A record is damaged.
     """
     expected, values = (_other_folds(_read_facts(each, metric), metric) for each in (reference, found))
-    if expected is not None and expected[1] > MAX_SAMPLES:
+    if expected is not None and expected[1] > MAX_MIXABLE_IMAGES:
         return None
     return _losses(expected, values, higher_is_better=higher_is_better)
 

@@ -16,7 +16,7 @@ from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec
 from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, mixable_map_facts
 from harness.accuracy.metrics.base import LabelledImages
 from harness.accuracy.metrics.box_matching import CategoryMatches, interpolate_precision, match_boxes
-from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, encode_evidence
+from harness.accuracy.metrics.intervals import MAX_MIXABLE_IMAGES, NEGLIGIBLE_SCORE, encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
@@ -103,12 +103,13 @@ class CocoMAP(LabelledImages):
             EvaluationFailed: Outputs that are not finite, or of a shape that the decoder does not know.
         """
         matches = match_boxes(self._labels, self._detect(infer))
+        mixed = len(self) <= MAX_MIXABLE_IMAGES
         figures = _coco_figures(matches)
         note = self._suggest_layout() if figures.get(self.metric, 1.0) < NEGLIGIBLE_SCORE else ""
         return Accuracy(
             metrics=figures,
             evidence=encode_evidence("map", map_facts(matches, len(self))),
-            mixable=encode_evidence("map", mixable_map_facts(matches, len(self))),
+            mixable=encode_evidence("map", mixable_map_facts(matches, len(self))) if mixed else "",
             note=note,
         )
 

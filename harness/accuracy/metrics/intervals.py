@@ -36,6 +36,8 @@ NEGLIGIBLE_SCORE = 0.01
 """A float model with less of a metric that ends at 1 is not the one that labels and preprocessing are for."""
 MAX_RESAMPLING_BYTES = 256 * 2**20
 MAX_IMAGES = 1_000_000
+MAX_MIXABLE_IMAGES = 1000
+"""Largest number of images for which `Accuracy.mixable` is kept: 500 bytes an image, for each placement."""
 ROUNDING_TOLERANCE = 1e-6
 """A figure and what is computed again may differ by so much, relative or absolute: by the order of a sum."""
 ROUND_OFF = 1e-9

@@ -13,7 +13,7 @@ from PIL import Image
 from harness.accuracy.data.masks import VOID_CLASS, Mask
 from harness.accuracy.data.preprocess import Prepared, Size
 from harness.accuracy.metrics.base import LabelledImages, select_output
-from harness.accuracy.metrics.intervals import encode_evidence
+from harness.accuracy.metrics.intervals import MAX_MIXABLE_IMAGES, encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
@@ -71,7 +71,8 @@ class MeanIoU(LabelledImages):
                 )
             areas.append(_class_areas(_map_to_image(found, item, self.images.size), mask))
         evidence = encode_evidence("miou", {"areas": areas})
-        return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=evidence, mixable=evidence)
+        mixable = evidence if len(areas) <= MAX_MIXABLE_IMAGES else ""
+        return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=evidence, mixable=mixable)
 
     def _pixel_classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
         """Return the class of each pixel of the output, and the number of classes if it is known."""
