@@ -27,7 +27,7 @@ from harness.progress import Observer
 from harness.results_dir.io import explain_write_errors, file_sha256, read_json, write_json
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, read_manifest, require_unchanged_results
 from harness.results_dir.ownership import exclusive_lock
-from harness.studies.path_cache import FILE, Indices, PathCache
+from harness.studies.path_cache import FILE, PARTS_FOLDER, Indices, PathCache
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import replay_paths
 from harness.studies.replay_pool import missing_batches, replay_batches
@@ -229,6 +229,8 @@ def read_submission(folder: Path) -> Submission:
     require_unchanged_results(folder)
     if not {SUBMISSION_FILE, FILE} <= (read_manifest(folder) or {"files": {}})["files"].keys():
         raise UserError(f"{folder / MANIFEST_FILE}: no manifest of a submission, which `qdq bench run` writes")
+    if parts := sorted((folder / PARTS_FOLDER).glob("*.parquet")):
+        raise UserError(f"{parts[0]}: searches of an interrupted run; run `qdq bench run` again, or delete the file")
     body = read_json(folder / SUBMISSION_FILE)
     try:
         submission = Submission.model_validate(body)

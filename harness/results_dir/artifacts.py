@@ -54,8 +54,9 @@ class ExportedModel:
     timed: bool = True
 
     def __post_init__(self) -> None:
-        if Path(self.file).name != self.file:  # rows.json may come from a stranger
-            raise ValueError(f"file: the name of a file in the folder models, but got {self.file!r}")
+        for key, name in (("id", self.id), ("file", self.file)):  # rows.json may come from a stranger
+            if Path(name).name != name:
+                raise ValueError(f"{key}: a name without a folder, but got {name!r}")
 
     @property
     def digest(self) -> str:

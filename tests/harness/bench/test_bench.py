@@ -80,6 +80,17 @@ def test_a_submission_repeats_and_grows(tmp_path: Path) -> None:
     assert all(each.same for each in check_submission(folder, searches=4, seed=0, observer=NullProgress()))
 
 
+def test_searches_that_the_manifest_lacks_are_refused(tmp_path: Path) -> None:
+    folder = submit(tmp_path / "mine", "random")
+    part = folder / "walks" / "other.parquet"
+    part.parent.mkdir()
+    part.write_bytes((folder / "walks.parquet").read_bytes())
+    with pytest.raises(UserError, match=r"other\.parquet: searches of an interrupted run"):
+        read_submission(folder)
+    part.unlink()
+    assert read_submission(folder).searchers
+
+
 def test_fewer_searches_do_not_remove_those_that_are_there(tmp_path: Path) -> None:
     folder = submit(tmp_path / "mine", "random")
     run_searchers([ReplayedSearcher(use="random", seeds=1)], "lite", folder, NullProgress())

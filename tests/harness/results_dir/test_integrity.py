@@ -234,11 +234,12 @@ def test_a_task_of_a_stranger_is_a_folder_within_the_results(copy: Path, label: 
         load(copy)
 
 
-@pytest.mark.parametrize("file", ["/etc/passwd", "../other.onnx", "a/b.onnx"])
-def test_a_row_names_no_model_outside_of_its_folder(copy: Path, file: str) -> None:
+@pytest.mark.parametrize("key", ["file", "id"])
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other.onnx", "a/b.onnx"])
+def test_a_row_names_nothing_outside_of_its_folder(copy: Path, key: str, name: str) -> None:
     rows = copy / TASK / "rows.json"
     body = read_json(rows)
-    body["rows"][0]["file"] = file
+    body["rows"][0][key] = name
     write_json(rows, body)
-    with pytest.raises(UserError, match=r"rows\.json.*folder models"):
+    with pytest.raises(UserError, match=rf"rows\.json.*{key}.*without a folder"):
         read_finalists(copy / TASK)
