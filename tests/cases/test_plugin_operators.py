@@ -13,7 +13,7 @@ from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
-from harness.accuracy.calibration.ptq import ort_static
+from harness.accuracy.calibration.ptq import quantize
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.cli.main import app
@@ -110,7 +110,8 @@ def test_a_plugin_of_unknown_types_cannot_be_cast(tmp_path: Path) -> None:
 
 def test_other_tools_quantize_what_lies_before(tmp_path: Path) -> None:
     file = save_to_folder(load(detector(tmp_path, place="middle")), tmp_path / "float")
-    made = load(ort_static(file, tmp_path / "q.onnx", FEEDS, dialect_name="tensorrt"))
+    quantize("ort_static", file, tmp_path / "q.onnx", FEEDS, dialect_name="tensorrt")
+    made = load(tmp_path / "q.onnx")
     by_name = {node.name: node for node in made.nodes}
     dequantized = {name for node in made.nodes if node.op == "DequantizeLinear" for name in node.outputs}
     assert {by_name["c0"].inputs[0], by_name["c1"].inputs[0]} <= dequantized

@@ -19,7 +19,7 @@ import numpy as np
 from digests import _ranges
 
 from harness import zoo
-from harness.accuracy.calibration.ptq import modelopt_ptq
+from harness.accuracy.calibration.ptq import quantize
 from harness.errors import CandidateError
 from harness.explain.compiled import explain_compilation
 from harness.graph.load import load, save_to_folder
@@ -77,7 +77,8 @@ def quantized_files(
         feeds = random_feeds(input_types(model), 2)
         file = save_to_folder(model, folder / path.stem)
         labels = {"kind": "int8", "placement": "modelopt_ptq"}
-        yield labels, modelopt_ptq(file, folder / "ptq.onnx", feeds, dialect_name="tensorrt")
+        quantize("modelopt_ptq", file, folder / "ptq.onnx", feeds, dialect_name="tensorrt")
+        yield labels, folder / "ptq.onnx"
 
 
 def placements(space: Space) -> dict[str, Placement]:

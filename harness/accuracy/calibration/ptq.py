@@ -89,32 +89,6 @@ class PtqOptions(TypedDict, total=False):
     limit_s: float
 
 
-def modelopt_ptq(
-    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
-) -> Path:
-    """Quantize with NVIDIA ModelOpt. Its Q/DQ are TensorRT's, whatever the dialect: symmetric, biases left float.
-
-    Args:
-        model_path: Float model with unique node names and static shapes; its folder is left as it is.
-        output_path: Path of the Q/DQ model, which appears whole or not at all.
-        batches: Calibration data, input arrays by name; read once, one at a time.
-        **options: See `PtqOptions`.
-
-    Raises:
-        BuildFailed: The tool's own words on one line.
-    """
-    quantize("modelopt_ptq", model_path, output_path, batches, **options)
-    return output_path
-
-
-def ort_static(
-    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
-) -> Path:
-    """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
-    quantize("ort_static", model_path, output_path, batches, **options)
-    return output_path
-
-
 def quantize(
     tool: str,
     model_path: Path,
@@ -123,14 +97,19 @@ def quantize(
     metric: MetricRequest | None = None,
     **options: Unpack[PtqOptions],
 ) -> float:
-    """Quantize with a tool of `harness.accuracy.tools.catalog`, see `modelopt_ptq`; return the seconds that it took.
+    """Quantize with a tool of `harness.accuracy.tools.catalog`; return the seconds that it took.
+
+    ModelOpt's Q/DQ pairs are TensorRT's, whatever the dialect: symmetric, biases left float.
 
     Args:
-        model_path: See `modelopt_ptq`.
-        output_path: An ONNX file or, by its suffix, an OpenVINO IR (.xml).
-        batches: See `modelopt_ptq`.
+        model_path: Float model with unique node names and static shapes; its folder is left as it is.
+        output_path: An ONNX file or, by its suffix, an OpenVINO IR (.xml); it appears whole or not at all.
+        batches: Calibration data, input arrays by name; read once, one at a time.
         metric: Metric and bound for tools that keep one.
         **options: See `PtqOptions`.
+
+    Raises:
+        BuildFailed: The tool's own words on one line.
     """
     return _run_tool(
         tool, (model_path, output_path), batches, _tool_settings(options), options.get("limit_s"), metric
@@ -140,7 +119,7 @@ def quantize(
 def modelopt(
     model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
 ) -> Path:
-    """Quantize with NVIDIA ModelOpt and arbitrary arguments of its own interface; see also `modelopt_ptq`.
+    """Quantize with NVIDIA ModelOpt and arbitrary arguments of its own interface; see also `quantize`.
 
     Args:
         model_path: Float model; it is quantized unchanged, its folder is not written to.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,22 @@ from onnxruntime.quantization.calibrate import CalibraterBase, HistogramCollecto
 from onnxruntime.quantization.registry import QDQRegistry
 
 from harness.accuracy.calibration import ptq_child
-from harness.accuracy.calibration.ptq import modelopt_ptq, ort_static, ptq_fingerprint
+from harness.accuracy.calibration.ptq import ptq_fingerprint, quantize
 from harness.errors import BuildFailed
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import OPENVINO
 from harness.random_inputs import random_feeds
+
+
+def modelopt_ptq(model: Path, out: Path, batches: Iterable[Mapping[str, Any]], **options: Any) -> Path:
+    quantize("modelopt_ptq", model, out, batches, **options)
+    return out
+
+
+def ort_static(model: Path, out: Path, batches: Iterable[Mapping[str, Any]], **options: Any) -> Path:
+    quantize("ort_static", model, out, batches, **options)
+    return out
+
 
 CHANNELS = 32  # ModelOpt leaves thinner convolutions alone at FP8
 TOOLS = [modelopt_ptq, ort_static]
@@ -205,7 +216,7 @@ def test_a_tool_ends_with_the_process_that_started_it(model: Path, tmp_path: Pat
     driver = (
         "import numpy, pathlib, harness.accuracy.calibration.ptq as ptq\n"
         f"ptq._CHILD_BOOTSTRAP = ptq._CHILD_BOOTSTRAP.replace('sys.argv[0]', repr({str(slow)!r}))\n"
-        f"ptq.ort_static(pathlib.Path({str(model)!r}), pathlib.Path({str(tmp_path / 'q.onnx')!r}), "
+        f"ptq.quantize('ort_static', pathlib.Path({str(model)!r}), pathlib.Path({str(tmp_path / 'q.onnx')!r}), "
         "[{'x': numpy.zeros(1)}], dialect_name='onnxruntime')"
     )
     process = subprocess.Popen([sys.executable, "-c", driver])
