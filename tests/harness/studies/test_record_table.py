@@ -21,7 +21,7 @@ from harness.search_loop.loop import COLD_START_EVALUATIONS
 from harness.studies.landscape_metrics import most_influential, neighbours, sensitivity
 from harness.studies.record_table import record
 from harness.studies.recorded_landscape import Landscape
-from harness.task_setup.study_task import make_study
+from harness.task_setup.study_task import STUDY_LIMITS, make_study
 from harness.timing.workers.in_process import InProcess
 from search.space import Dimension, Edge, Placement, Space
 from search.synthetic_problem import synthetic_space
@@ -282,6 +282,8 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     monkeypatch.setattr("harness.studies.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
     floor = Confirmation(builds=3, rounds=2, samples=3)
     monkeypatch.setattr("harness.selection.confirmation.NOISE_FLOOR_SCHEDULE", floor)
+    limits = {**STUDY_LIMITS, "warmup_ms": 1.0, "min_samples": 7, "max_ms": 10.0}
+    monkeypatch.setattr("harness.task_setup.study_task.STUDY_LIMITS", limits)
     params = {"optimization": "all"}
     study = make_study(str(model), backend="onnxruntime", params=params, fidelity=True)
     table = read_table(record(study, tmp_path / "t.parquet", 2, NullProgress()))

@@ -5,6 +5,7 @@ The models are small, so that the patterns run out of schemes before the counts 
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -20,6 +21,7 @@ from harness.compat.modelopt_autotune.workflows import (
     init_benchmark_instance,
     region_pattern_autotuning_workflow,
 )
+from harness.config.sections import Sampling
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.timing.workers.sandbox import Sandbox
@@ -32,6 +34,7 @@ GUIDE = {"timing_cache_file": "timing.cache", "warmup_runs": 5, "timing_runs": 2
 def tiny(tmp_path, monkeypatch):
     """A working folder with a model of two convolutions and a classifier; the benchmark is closed afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.benchmark.Sampling", partial(Sampling, max_ms=20.0))
     builder = GraphBuilder("tiny", seed=2)
     x = builder.input("x", (1, 3, 32, 32))
     for _ in range(2):

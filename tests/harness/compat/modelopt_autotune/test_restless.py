@@ -60,7 +60,7 @@ class Restless:
 
 @pytest.fixture
 def machine(folder, monkeypatch):
-    """A working folder with a model and a runtime on such a machine, in a worker process like any real one."""
+    """A working folder with a model and a runtime on such a machine."""
     (folder / "restless.py").write_text(BACKEND)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     yield folder
