@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
 from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
@@ -22,6 +23,7 @@ from harness.accuracy.recovery.pipeline import (
 )
 from harness.api import Array
 from harness.errors import CandidateError, UserError
+from harness.graph.io.digests import digest_file
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.graph.quantize.numeric_choices import NumericChoices, depthwise_inputs
@@ -57,6 +59,7 @@ class ModelPlacer:
     combinations: Sequence[NumericChoices]
     tensors: Sequence[str]
     by_method: Mapping[str, Ranges]
+    _recalibrated: dict[tuple[str, NumericChoices], Ranges] = field(default_factory=dict)
 
     def place(self, resolved: Resolved) -> Iterator[PlacedModel]:
         """Yield the model of quantized edges with each combination of choices."""
@@ -88,11 +91,21 @@ class ModelPlacer:
     def recalibration(
         self, choices: NumericChoices, batches: Sequence[Mapping[str, Array]]
     ) -> Callable[[Model], Ranges]:
-        """Return a function that calibrates a changed float model on the same samples with the same choices."""
+        """Return a function that calibrates a changed float model on the same samples with the same choices.
+
+        A step that changes the model in the same way for each placement has its model calibrated once.
+        """
 
         def calibrate_again(model: Model) -> Ranges:
+            path = save_to_folder(model, self.task.work / "recovery")
+            key = digest_file(path), choices
+            if key not in self._recalibrated:
+                self._recalibrated[key] = calibrate_file(path, model)
+            return self._recalibrated[key]
+
+        def calibrate_file(path: Path, model: Model) -> Ranges:
             found = calibrate(
-                save_to_folder(model, self.task.work / "recovery"),
+                path,
                 self.tensors,
                 batches,
                 method=choices.activations,
