@@ -63,7 +63,7 @@ class FloatAgreement:
         self._reference, self._output, self._min_score = Path(reference), output, min_score
         self._decode = None if decode is None else _open_decoder(decode)
         if decode is not None and isinstance(self.samples, PreparedArrays):
-            raise UserError("agreement: decode: boxes need images, which say where a box is")
+            raise UserError("agreement: decode: boxes need images; give data: {use: images, images: FOLDER}")
         facts = [self.samples.fingerprint, decode, output, min_score]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 

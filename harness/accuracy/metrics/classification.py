@@ -167,7 +167,7 @@ def _sample_classes(labels: Array | None, metric: str, arrays: bool) -> list[int
             "give the argmax"
         )
     if flat.dtype.kind not in "fiub" or (flat < 0).any() or (flat != flat.astype(np.int64)).any():
-        raise UserError(f"{metric}: data.labels: whole numbers from 0 are wanted, but they begin {flat[:5].tolist()}")
+        raise UserError(f"{metric}: data.labels: whole numbers from 0, but the first labels are {flat[:5].tolist()}")
     classes: list[int] = flat.astype(np.int64).tolist()
     return classes
 

@@ -49,7 +49,7 @@ class Metric:
     ) -> None:
         self._name, self._output = function, output
         if ":" not in function:
-            raise UserError(f"{self.metric}: function {function!r}: module:function")
+            raise UserError(f"{self.metric}: function: a name of the form module:function, but got {function!r}")
         self._function: Any = registry.load_plugin("function", function)
         self.samples = open_samples(data, preprocess, inputs, base)
         if self.samples.data.labels is None:

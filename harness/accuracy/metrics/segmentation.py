@@ -67,7 +67,7 @@ class MeanIoU(LabelledImages):
             if classes is not None and mask.max() >= classes:
                 raise UserError(
                     f"miou: data.masks: class {mask.max()} on {self.images.data.sample_name(i)!r}, "
-                    f"but the model has {classes} outputs"
+                    f"but the model has {classes} outputs, for the classes 0 to {classes - 1}: correct the masks"
                 )
             areas.append(_class_areas(_map_to_image(found, item, self.images.size), mask))
         evidence = encode_evidence("miou", {"areas": areas})
@@ -130,5 +130,5 @@ def _mean_iou(areas: list[list[int]]) -> float:
             totals[k] = totals.get(k, np.zeros(3, np.int64)) + np.array(counts)
     shares = [right / (labelled + found - right) for right, labelled, found in totals.values() if labelled]
     if not shares:
-        raise UserError("miou: data.masks: not one pixel has a class")
+        raise UserError("miou: data.masks: no pixel of any mask has a class (255 is none); give masks of class indices")
     return float(np.mean(shares))

@@ -129,7 +129,8 @@ def split_held_out(batches: Sequence[Feeds]) -> tuple[list[Feeds], list[Feeds]]:
     """
     held = list(batches[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE])
     if not held:
-        raise UserError(f"recovery: at least {HELD_OUT_STRIDE} calibration samples, but got {len(batches)}")
+        wanted = f"recovery needs {HELD_OUT_STRIDE} calibration samples or more"
+        raise UserError(f"calibration.samples: {wanted}, but got {len(batches)}")
     return [batch for i, batch in enumerate(batches) if i % HELD_OUT_STRIDE != HELD_OUT_STRIDE - 1], held
 
 

@@ -190,5 +190,5 @@ def test_outputs_that_are_no_map_of_classes_fail_the_candidate(folder: Path) -> 
         miou(folder).score(lambda _: {"a": np.zeros(1), "b": np.zeros(1)})
     for i in (1, 2):
         Image.new("L", (8, 8), 255).save(folder / "masks" / f"{i}.png")
-    with pytest.raises(UserError, match=r"miou: data.masks: not one pixel has a class"):
+    with pytest.raises(UserError, match=r"miou: data.masks: no pixel .*has a class"):
         miou(folder).score(logits)
