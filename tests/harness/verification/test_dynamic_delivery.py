@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from onnx import numpy_helper
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import finite_ranges
 from harness.cli.main import main
+from harness.config.sections import Sampling
 from harness.graph.builder import GraphBuilder
 from harness.graph.dynamic_axes import transfer_file
 from harness.graph.load import load, save_to_folder
@@ -175,6 +177,7 @@ def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     builder = GraphBuilder("net", seed=0)
     convolutions(builder)
     builder.save(tmp_path / "net.onnx")
+    monkeypatch.setattr("harness.compat.modelopt_autotune.benchmark.Sampling", partial(Sampling, max_ms=20.0))
     main(["autotune", "-m", "net.onnx", "-o", "tuned", "--dim", "width=20", "--max_evals", "3", "--timing_runs", "3"])
     tuned = onnx.load("tuned/optimized_final.dynamic.onnx")
     assert list(tuned.graph.input) == list(onnx.load("net.onnx").graph.input)
@@ -182,6 +185,7 @@ def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("e.yaml").write_text(
         "experiment: e\nmodels: [{use: net.onnx, dims: {width: 20}}]\nsearchers: [random]\ninitial: [float, linear]\n"
         "baselines: [linear]\nbudget: {evaluations: [4]}\nconfirmation: {builds: 3, rounds: 3, samples: 3}\n"
+        "sampling: {warmup_ms: 1, min_samples: 3, max_ms: 10}\n"
     )
     main(["run", "e.yaml", "--out", "out"])
     models = next(Path("out").glob("*/models"))
