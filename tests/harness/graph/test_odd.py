@@ -23,7 +23,9 @@ from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialec
 
 def body(name: str, op: str, x: str) -> onnx.GraphProto:
     inner = GraphBuilder(name)
-    inner.output(inner.op(op, x, outputs=[f"{name}_out"])[0], (4, 1, 16))
+    factor = inner.const(np.float32(2.0), f"{name}_factor")
+    (scaled,) = inner.op("Mul", x, factor, outputs=[f"{name}_scaled"])
+    inner.output(inner.op(op, scaled, outputs=[f"{name}_out"])[0], (4, 1, 16))
     return inner.graph()
 
 
