@@ -42,15 +42,18 @@ class NullProgress:
         """Show nothing."""
 
 
-def format_incumbent(best_ms: float, float_ms: float, *, interleaved: bool, is_float: bool = False) -> str:
+def format_incumbent(
+    best_ms: float, float_ms: float, *, interleaved: bool, is_float: bool = False, bounded: bool = False
+) -> str:
     """Describe the incumbent of a search next to the float model.
 
     Args:
         float_ms: Latency of the float model on the same scale.
         interleaved: Candidates are timed in turns with the float model.
         is_float: The incumbent is the float model: a lower reading of it is noise and no gain.
+        bounded: Only candidates within a bound can be the incumbent.
     """
     if is_float or best_ms >= float_ms:
-        return f"nothing faster than float's {float_ms:.3f} ms so far"
+        return f"nothing faster than float's {float_ms:.3f} ms{' within the bound' if bounded else ''} so far"
     comparison = "interleaved with" if interleaved else "over"
     return f"best {best_ms:.3f} ms, {float_ms / best_ms:.2f}x {comparison} float's {float_ms:.3f} ms"

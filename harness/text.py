@@ -39,7 +39,8 @@ def printable_lines(text: str) -> str:
 
 def escape_markdown(text: str) -> str:
     """Escape markup and characters that are not printable."""
-    return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda match: f"\\{match[0]}", printable(text))
+    safe = re.sub(r"[\\|<*`]|\](?=[(\[])", lambda match: f"\\{match[0]}", printable(text))
+    return re.sub(r"^(\s*\[[^\]]*)\](?=:)", r"\1\\]", safe)  # a line that begins so defines a link
 
 
 def escape_latex(text: str) -> str:

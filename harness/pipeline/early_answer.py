@@ -163,7 +163,8 @@ class EarlyAnswers:
         self._checker, self._metric = checker, metric
         self._shapes = {} if shapes is None else {shape.label: shape.inputs for shape in shapes.shapes}
         self._noise_floor, self._initial_events = initial.noise_floor, initial.events
-        self._initial = {row.name: row.candidate for row in initial.rows or ()} if initial.events else {}
+        self._timed = {row.name: row.candidate for row in initial.rows or ()}
+        self._initial = self._timed if initial.events else {}
         self._sink, self._observer = sink, observer
         self._started_s, self._spent_s = time.monotonic(), 0.0
         self._incumbents: dict[str, tuple[float, Candidate | None]] = {}
@@ -175,6 +176,14 @@ class EarlyAnswers:
     def note(self) -> str:
         """Return the confirmed speedup as text for the progress line, or "" before the first answer."""
         return "" if self._best is None else f"confirmed {self._best.speedup:.2f}x"
+
+    def required_evaluations(self, design: Sequence[Candidate]) -> int:
+        """Return the number of initial candidates up to the last one that may have been answered before the search.
+
+        They are evaluated even if the time is up, because only evaluated placements can be finalists.
+        """
+        digests = list(dict.fromkeys(each.digest for each in design))
+        return max((place for place, digest in enumerate(digests, start=1) if digest in self._timed), default=0)
 
     def answer_initial(self, method: str) -> None:
         """Deliver the fastest initial placement before the search, unless a bound needs its accuracy first.
@@ -233,7 +242,7 @@ class EarlyAnswers:
         events = self._time(row)
         summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=self._noise_floor)
         if digest not in summary.rows or not summary.rows[digest].recommended:
-            if self._best is None:
+            if self._best is None and self._initial:  # else an earlier run may have made an answer
                 self._observer.say("early answer: no file is faster than the float model beyond noise yet")
             return
         answer = EarlyAnswer(

@@ -32,7 +32,7 @@ from harness.search_loop.trial import MAX_BUILDS, NoisePolicy, make_trial_fn
 from harness.selection.confirmation import baseline_latency, reference_latency_if_noisy
 from harness.task_setup.accuracy import Scoring
 from harness.task_setup.float_baseline import dialect_use
-from harness.task_setup.methods import open_search
+from harness.task_setup.methods import SearchSetup, open_search
 from harness.task_setup.task import Task
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.execution_target import QueueFactory
@@ -120,6 +120,7 @@ class TaskRun:
                 goal=self.judge.goal,
                 evaluations=most,
                 seconds=self._search_seconds(journal),
+                least=self._required_evaluations(search),
                 window=window,
                 retry_failed=retry_failed,
                 stop_at=budget.stop_at,
@@ -132,11 +133,13 @@ class TaskRun:
                 format_incumbent,
                 float_ms=baseline_latency(self.folder),
                 interleaved=self._reference_latency_ms is not None,
+                bounded=self.judge.goal.metric is not None,
             )
             left = TimeLeft(
                 evaluations=most * (1 + sum(map(self.is_unbegun, self.task.spec.runs))),
                 replayed=sum(entry.result is not None for entry in journal.entries),
                 later_s=self.later_s,
+                limit=self.limit,
             )
             watch = _make_trial_callback(step, live, lambda trial: self._note(trial, describe, left))
             if self.answers is not None:
@@ -146,6 +149,12 @@ class TaskRun:
         if ending.failure is not None or search.close_error is None:
             return ending
         return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
+
+    def _required_evaluations(self, search: SearchSetup) -> int:
+        """Return the number of evaluations that a search makes even if the time is up."""
+        if self.answers is None:
+            return 0
+        return self.answers.required_evaluations([search.candidate(each.placement) for each in search.initial_design])
 
     def _search_seconds(self, journal: Journal) -> float | None:
         """Return the wall-clock seconds that a search may take, including earlier runs of it, or None for no limit."""

@@ -68,11 +68,13 @@ class TimeLeft:
         evaluations: Number of evaluations of this search and of those that have not begun.
         replayed: Number of evaluations of an interrupted run, which take no time.
         later_s: Expected seconds after the searches, see `seconds_after_searches`.
+        limit: Time limit of the task; None: no limit.
     """
 
     evaluations: int
     replayed: int
     later_s: float
+    limit: TimeLimit | None = None
     since_s: float = field(default_factory=time.monotonic)
 
     def describe(self, spent: int) -> str:
@@ -80,7 +82,10 @@ class TimeLeft:
         if spent <= self.replayed or not self.later_s:
             return ""
         pace_s = (time.monotonic() - self.since_s) / (spent - self.replayed)
-        minutes, seconds = divmod(round(pace_s * (self.evaluations - spent) + self.later_s), 60)
+        left_s = pace_s * (self.evaluations - spent) + self.later_s
+        if self.limit is not None:
+            left_s = min(left_s, max(0.0, self.limit.seconds - self.limit.clock.elapsed_s))
+        minutes, seconds = divmod(round(left_s), 60)
         return f"about {minutes}:{seconds:02d} min left with final selection and confirmation"
 
 

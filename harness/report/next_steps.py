@@ -141,7 +141,8 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame) -> dict[st
         return {_accuracy_reason(task, beyond): [*_search_steps(task), *_accuracy_steps(task, beyond)]}
     if slow:
         steps = [*_latency_steps(task, slow, results), *_search_steps(task)]
-        return {"none of its rows is faster than the float model": steps}
+        within = " within the bound" if _infeasible_losses(task) else ""
+        return {f"none of its rows{within} is faster than the float model": steps}
     return {}
 
 
@@ -157,13 +158,17 @@ def _search_steps(task: TaskResults) -> Iterator[str]:
     ended = [search for search in task.searches if search.end is not None and search.evaluations < budget]
     short = [search for search in task.searches if search.end is None and search.evaluations < budget]
     if short:
-        yield f"more budget.minutes: {_names(short)} did not reach {budget} evaluations; existing results are kept"
+        yield (
+            f"more time (budget.minutes or budget.task_minutes, --max_minutes of qdq autotune): {_names(short)} did "
+            f"not reach {budget} evaluations; existing results are kept"
+        )
     if not task.searches or any(search.evaluations >= budget for search in task.searches):
         yield f"a larger budget than {budget} evaluations; existing results are kept"
     elif broken := [search for search in ended if search.end is not None and search.end.failed]:
         yield f"another searcher: {_names(broken)} failed"
     elif ended:
-        yield f"another searcher, or a larger space (sharing: region): {_names(ended)} had nothing more to propose"
+        reasons = "; ".join(f"{search.name} {search.end.reason}" for search in ended if search.end is not None)
+        yield f"another searcher, or a larger space (sharing: region): {reasons}"
 
 
 def _names(searches: Iterable[SearchLog]) -> str:
@@ -214,9 +219,10 @@ def _latency_steps(task: TaskResults, rows: Sequence[Row], results: Results) -> 
         shown = f"{fastest['speedup']:.2f} [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
         more = f"more confirmation.builds than {task.builds}"
         yield f"a quieter machine, or {more}: {fastest['method']} is a tie at {shown}"
-    if infeasible := _count_infeasible(task):
+    if losses := _infeasible_losses(task):
         yield _calibration_hint(task)
-        yield f"a looser bound than {task.allowed:g}, which {infeasible} evaluations faster than float exceeded"
+        count = f"{len(losses)} evaluation{'s' if len(losses) > 1 else ''}"
+        yield f"a looser bound than {task.allowed:g}: {count} faster than float lost {min(losses):.4g} or more"
     placed = [row for row in rows if row["row"] in task.rows and task.rows[row["row"]].choices is not None]
     if placed:
         method = _fastest_row(placed)["method"]
@@ -242,11 +248,12 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _count_infeasible(task: TaskResults) -> int:
-    """Return the number of evaluations that were faster than the float model and exceeded the bound."""
+def _infeasible_losses(task: TaskResults) -> list[float]:
+    """Return the losses of the evaluations that were faster than the float model and exceeded the bound."""
     base_ms, goal = task.summaries[FLOAT_ROW].latency_ms.value, task.goal
-    return sum(
-        trial.latency_ms < (search.float_ms or base_ms) and goal.loss_excess(goal.loss(trial.value)) > 0
+    return [
+        goal.loss(trial.value)
         for search in task.searches
         for trial in search.scored
-    )
+        if trial.latency_ms < (search.float_ms or base_ms) and goal.loss_excess(goal.loss(trial.value)) > 0
+    ]

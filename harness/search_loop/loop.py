@@ -62,6 +62,7 @@ class SearchTask:
         candidate: Makes the candidate of a placement (its model is written only when asked for).
         evaluations: Budget: unique placements attempted, failures and seeds included.
         seconds: Wall-clock budget, counted apart; None: no limit.
+        least: Number of evaluations that are made even if the time is up.
         window: Proposals that may await their outcomes at once.
         retry_failed: Attempt once more each trial that failed in an earlier part of this run, at no cost to the budget.
         patience: Without an initial design, the search stops if this number of first evaluations all fail.
@@ -75,6 +76,7 @@ class SearchTask:
     goal: Goal = field(default_factory=Goal)
     evaluations: int
     seconds: float | None = None
+    least: int = 0
     window: int = 1
     retry_failed: bool = False
     patience: int = COLD_START_EVALUATIONS
@@ -213,7 +215,7 @@ class _SearchLoop:
         if (
             left <= 0
             or self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES
-            or (recorded is None and (self._is_out_of_time() or self._is_gain_unlikely()))
+            or (recorded is None and (self._is_time_up() or self._is_gain_unlikely()))
         ):
             return []
         if self._seeds:
@@ -251,6 +253,10 @@ class _SearchLoop:
             raise UserError(
                 f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
             )
+
+    def _is_time_up(self) -> bool:
+        """Return whether the search ends because it is out of time, with at least the required evaluations."""
+        return len(self._numbers) >= self._task.least and self._is_out_of_time()
 
     def _is_out_of_time(self) -> bool:
         return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds

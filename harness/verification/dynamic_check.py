@@ -174,7 +174,12 @@ def _compare_files(runtime: str, subject: DynamicCheckTarget, known: Sequence[tu
             "of the search"
         )
     figures = ", ".join(f"{value:.2g}" for value in rest)
-    return f"{runtime}: difference to float {figures} ({base:.2g} at the size of the search)" if rest else runtime
+    return (
+        f"{runtime}: on random inputs, root mean square of the difference to the float model over that of its output: "
+        f"{figures} ({base:.2g} at the size of the search)"
+        if rest
+        else runtime
+    )
 
 
 def _largest_difference(found: Outputs, reference: Outputs, *, every: bool = False) -> float:

@@ -119,3 +119,13 @@ def test_there_is_none_where_trials_run_at_once(tmp_path: Path) -> None:
     found = experiment(tmp_path, more="executor: {workers: 2}")
     run_experiment(found, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
     assert not answers
+
+
+def test_a_run_without_time_left_still_evaluates_what_it_answered(tmp_path: Path) -> None:
+    answers: list[EarlyAnswer] = []
+    config = experiment(tmp_path, more="")
+    config = config.model_copy(update={"budget": config.budget.model_copy(update={"task_minutes": 1e-5})})
+    run_experiment(config, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    (journal,) = (tmp_path / "out").glob("*/runs/*.jsonl*")
+    evaluated = {entry.proposal.digest for entry in read_journal(tmp_path / journal) if entry.result}
+    assert evaluated == {answer.digest for answer in answers} | {"e3b0c44298fc1c14"}, "and the float model"
