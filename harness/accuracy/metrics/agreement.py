@@ -17,7 +17,7 @@ from harness.accuracy.data.preprocess import parse_plugin_spec
 from harness.accuracy.metrics.base import PreparedArrays, PreparedImages, open_samples, select_output
 from harness.accuracy.metrics.closeness import open_reference, write_reference
 from harness.api import Accuracy, Infer
-from harness.errors import UserError
+from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
 MIN_OVERLAP = 0.5
@@ -86,7 +86,7 @@ class FloatAgreement:
         """See `harness.api.Evaluator`.
 
         Raises:
-            EvaluationFailed: No reference, or one of other data; outputs that are not finite.
+            EvaluationFailed: No reference, or one of other data; outputs that are not finite or no row of classes.
         """
         expected = self._read_reference()
         shares = tuple(matched_share(*pair) for pair in zip(expected, self._answers(infer), strict=True))
@@ -97,6 +97,11 @@ class FloatAgreement:
         for item, outputs in self.samples.run(infer):
             if self._decode is None or item is None:
                 logits = select_output(outputs, self._output, "agreement: output")
+                if np.squeeze(logits).ndim > 1:
+                    raise EvaluationFailed(
+                        f"agreement: an output of shape {'x'.join(map(str, logits.shape))} holds no classes; give a "
+                        "decoder of boxes, or for maps and sequences the evaluator fidelity"
+                    )
                 yield Detections(boxes=np.zeros((1, 4)), scores=np.ones(1), classes=np.array([logits.argmax()]))
                 continue
             found = self._decode(outputs, item, cast(PreparedImages, self.samples).size)

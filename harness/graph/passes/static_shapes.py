@@ -182,9 +182,11 @@ def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, si
     sections = (("dims", _format_mapping(dims)), ("shapes", _format_mapping(shapes)))
     yaml = ", ".join(f"{key}: {{{given}}}" for key, given in sections if given)
     what = "each symbol once" if dims else "it"
+    foreign = [repr(name) for name in sizes.samples if name and name not in inputs]
+    named = f" (no input has the name of the calibration data's {', '.join(foreign)})" if foreign else ""
     return (
-        f"{dynamic}; a placement is measured at one static shape: give {what} in the experiment as '{yaml}', or on the "
-        f"command line as {format_size_options(dims, shapes)}"
+        f"{dynamic}{named}; a placement is measured at one static shape: give {what} in the experiment as '{yaml}', or "
+        f"on the command line as {format_size_options(dims, shapes)}"
     )
 
 

@@ -279,7 +279,7 @@ class TestShapes:
         builder.output(x)
         assert ready(builder.build(), {"a": "3x4"}).types["b"].shape == (3, 4)
 
-    def test_question_marks_are_no_name_so_their_sizes_may_differ(self) -> None:
+    def test_question_marks_are_no_name_so_their_sizes_may_differ(self, tmp_path: Path) -> None:
         """paddle2onnx writes "?" for every size that it does not know (PP-OCR's classifier: ?x3x?x?)."""
         builder = GraphBuilder("paddle")
         builder.output(builder.op("Relu", builder.input("a", ("?", 3, "?", "?"))), name="y")
@@ -289,6 +289,8 @@ class TestShapes:
         assert ready(builder.build(), {"a": "4x3x48x192"}).types["z"].shape == (4, 5)
         with pytest.raises(UserError, match=r"input 'a' has the dynamic shape \?x3x\?x\?"):
             ready(builder.build(), {"b": "1x5"})
+        with pytest.raises(UserError, match=r"no input has the name of the calibration data's 'images'"):
+            load(builder.save(tmp_path / "m.onnx"), source="m.onnx", samples={"images": (3, 48, 192)})
 
     def test_one_name_of_two_sizes_is_refused_as_such(self) -> None:
         builder = GraphBuilder("square")

@@ -66,6 +66,13 @@ def test_a_classifier_agrees_where_the_class_is_that_of_the_float_model(tmp_path
         other.score(lambda feeds: {"y": feeds["x"]})
 
 
+def test_a_map_has_no_classes_to_compare(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.eye(4, dtype=np.float32))
+    evaluator = open_agreement(tmp_path, {"use": "npy", "path": "x.npy"})
+    with pytest.raises(EvaluationFailed, match=r"1x1x8x8 .*fidelity"):
+        evaluator.prepare(lambda feeds: {"y": np.zeros((1, 1, 8, 8), np.float32)})
+
+
 def test_boxes_of_a_detector_are_compared_from_a_score_on(tmp_path: Path) -> None:
     def infer(score: float) -> Any:
         rows = np.array([[[64, 64, 20, 20, 0.9, 0, 0], [30, 30, 20, 20, 0, score, 0]]], np.float32)
