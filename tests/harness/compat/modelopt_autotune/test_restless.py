@@ -14,6 +14,7 @@ from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning
 from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured
 
+REAL_WORKERS = True  # each has the same random pace, from its start
 BACKEND = '''
 """Latencies by formula, on a machine whose pace jumps between 1 and 4: all that is timed at once shares it."""
 
