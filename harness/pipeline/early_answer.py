@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
 from harness.config.experiment import Experiment
+from harness.config.sections import SearcherSpec
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer
@@ -25,6 +27,7 @@ from harness.runtimes.shape_set import ShapeSet
 from harness.search_loop.loop import TrialEvent
 from harness.selection.confirmation import NOISE_FLOOR_SCHEDULE
 from harness.selection.paired_timing import PairedComparison, run_comparison
+from harness.task_setup.methods import is_external_searcher, task_for_method
 from harness.task_setup.task import Task
 from harness.timing.confirmation import ConfirmationSummary, TimedRow, summarize_turns
 from harness.timing.turn_log import TWIN, TurnEvent
@@ -83,11 +86,13 @@ class InitialTiming:
 
     Attributes:
         noise_floor: Relative noise floor; smaller gains are ignored.
+        method: Name of the searcher whose initial placements were timed; "" without one.
         rows: Timed placements; None: the run makes no early answers.
         events: Turns of the baseline and the placements; empty if the noise floor was read from an earlier run.
     """
 
     noise_floor: float
+    method: str
     rows: tuple[TimedRow, ...] | None
     events: tuple[TurnEvent, ...]
 
@@ -98,8 +103,14 @@ class InitialTiming:
         return timed / (timed + 2)
 
 
+def first_searcher(task: Task) -> SearcherSpec | None:
+    """Return the first searcher that starts from initial placements of the task, or None."""
+    searchers = (run.searcher for run in task.spec.runs if not is_external_searcher(run.searcher))
+    return next((each for each in searchers if task_for_method(task, each).initial_design), None)
+
+
 def make_initial_rows(experiment: Experiment, task: Task) -> tuple[TimedRow, ...] | None:
-    """Return the first different quantized placements of the initial design as rows to time.
+    """Return the first different quantized placements from which `first_searcher` starts as rows to time.
 
     Returns:
         At most `MAX_INITIAL_ROWS`; None if the run makes no early answers, which need latency as objective, candidates
@@ -109,26 +120,31 @@ def make_initial_rows(experiment: Experiment, task: Task) -> tuple[TimedRow, ...
     serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
     if not serial or experiment.objective.minimize != "latency" or task.accuracy_only:
         return None
-    candidates = {each.digest: each for each in map(task.candidate, (seed.placement for seed in task.initial_design))}
+    if (searcher := first_searcher(task)) is None:
+        return ()
+    own = task_for_method(task, searcher)
+    candidates = {each.digest: each for each in map(own.candidate, (seed.placement for seed in own.initial_design))}
     quantized = [each for each in candidates.values() if each.edges]
     return tuple(_timed_row(task, each) for each in quantized[:MAX_INITIAL_ROWS])
 
 
 def _timed_row(task: Task, candidate: Candidate) -> TimedRow:
-    """Return the row of a candidate whose file is the one to deliver, written when it is first built."""
-    return TimedRow(name=candidate.digest, candidate=replace(candidate, source=lambda: _answer_file(task, candidate)))
+    """Return the row of a candidate whose file is the one to deliver, written when it is first built.
 
+    A file of an earlier run is replaced: it may be incomplete, or have other scales. The model of an external searcher
+    already is a file.
+    """
 
-def _answer_file(task: Task, candidate: Candidate) -> Path:
-    """Return the file to time and deliver; the model of an external searcher already is a file."""
-    if not candidate.edges:
-        return candidate.source()
-    file = task.work / "answers" / f"{candidate.digest}.onnx"
-    if not file.exists():
+    @cache
+    def source() -> Path:
+        if not candidate.edges:
+            return candidate.source()
+        file = task.work / "answers" / f"{candidate.digest}.onnx"
         with explain_write_errors(file):
             file.parent.mkdir(exist_ok=True)
-            task.inserter.export(candidate.edges, file)
-    return file
+            return task.inserter.export(candidate.edges, file)
+
+    return TimedRow(name=candidate.digest, candidate=replace(candidate, source=source))
 
 
 class EarlyAnswers:
@@ -163,8 +179,8 @@ class EarlyAnswers:
         self._checker, self._metric = checker, metric
         self._shapes = {} if shapes is None else {shape.label: shape.inputs for shape in shapes.shapes}
         self._noise_floor, self._initial_events = initial.noise_floor, initial.events
-        self._timed = {row.name: row.candidate for row in initial.rows or ()}
-        self._initial = self._timed if initial.events else {}
+        self._initial = {row.name: row for row in initial.rows or ()}
+        self._initial_method = initial.method
         self._sink, self._observer = sink, observer
         self._started_s, self._spent_s = time.monotonic(), 0.0
         self._incumbents: dict[str, tuple[float, Candidate | None]] = {}
@@ -178,26 +194,26 @@ class EarlyAnswers:
         return "" if self._best is None else f"confirmed {self._best.speedup:.2f}x"
 
     def required_evaluations(self, design: Sequence[Candidate]) -> int:
-        """Return the number of initial candidates up to the last one that may have been answered before the search.
+        """Return the number of initial candidates up to the one that was answered before the search.
 
-        They are evaluated even if the time is up, because only evaluated placements can be finalists.
+        They are evaluated even if the time is up, because only evaluated placements can be finalists. In a run that
+        continues, each timed placement may have been answered.
         """
+        answered = set(self._initial) if not self._initial_events else {self._best.digest} if self._best else set()
+        if self._metric is not None:
+            answered = set()
         digests = list(dict.fromkeys(each.digest for each in design))
-        return max((place for place, digest in enumerate(digests, start=1) if digest in self._timed), default=0)
+        return max((place for place, digest in enumerate(digests, start=1) if digest in answered), default=0)
 
-    def answer_initial(self, method: str) -> None:
-        """Deliver the fastest initial placement before the search, unless a bound needs its accuracy first.
-
-        Args:
-            method: Name of the searcher that starts from it.
-        """
-        if self._metric is not None or not self._initial:
+    def answer_initial(self) -> None:
+        """Deliver the fastest initial placement before the search, unless a bound needs its accuracy first."""
+        if self._metric is not None or not self._initial_events:
             return
         rows = summarize_turns(self._initial_events, baseline=FLOAT_ROW).rows
         faster = [name for name in self._initial if name in rows and rows[name].recommended]
         for name in sorted(faster, key=lambda name: rows[name].speedup.value, reverse=True):
             self._tried.add(name)
-            self._confirm(method, self._initial[name], 0, rows[name].latency_ms.value)
+            self._confirm(self._initial_method, self._initial[name].candidate, 0, rows[name].latency_ms.value)
             if self._best is not None:
                 return
 
@@ -235,14 +251,14 @@ class EarlyAnswers:
         return self._spent_s <= MAX_SHARE * (time.monotonic() - self._started_s)
 
     def _confirm(self, method: str, candidate: Candidate, evaluations: int, reading_ms: float) -> None:
-        row = _timed_row(self._task, candidate)
+        row = self._initial.get(candidate.digest) or _timed_row(self._task, candidate)
         digest, file = row.name, row.candidate.source()
         if self._checker is not None and self._checker.check(row.candidate, name=digest).is_wrong:
             return
         events = self._time(row)
         summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=self._noise_floor)
         if digest not in summary.rows or not summary.rows[digest].recommended:
-            if self._best is None and self._initial:  # else an earlier run may have made an answer
+            if self._best is None and self._initial_events:  # else an earlier run may have made an answer
                 self._observer.say("early answer: no file is faster than the float model beyond noise yet")
             return
         answer = EarlyAnswer(
@@ -264,7 +280,7 @@ class EarlyAnswers:
 
     def _time(self, row: TimedRow) -> Sequence[TurnEvent]:
         """Return the turns of a row and the baseline, timed now unless the row was timed with the noise floor."""
-        if row.name in self._initial:
+        if row.name in self._initial and self._initial_events:
             return [event for event in self._initial_events if event.row in {row.name, FLOAT_ROW, TWIN}]
         comparison = PairedComparison(
             name="early answer",

@@ -49,8 +49,9 @@ MAX_WITHIN = 2
 MAX_RECOVERED = 4
 """Largest number of recovered placements of a task."""
 MIN_RECOVERY_S = 120.0
-"""Seconds after which no other recovery starts, if the searches took less; else the time of the searches."""
+"""No other recovery starts after this time, or after the time that the searches took if it is longer."""
 OUT_OF_TIME = f"{NOT_TRIED}: the time for recovery is over"
+FASTER_AND_WITHIN = "is faster and surely within the bound"
 MAX_LOST_SHARE = 0.6
 """Largest loss, as a share of the float model's metric, of a placement that is recovered."""
 
@@ -129,7 +130,7 @@ def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
     chosen = list({trial.digest: trial for found in wanted.values() for trial in found}.values())[:MAX_RECOVERED]
     known = _read_known(running)
     left = sorted((trial for trial in chosen if trial.digest not in known), key=lambda trial: trial.latency_ms)
-    if left and _has_time(running):
+    if left:
         search_s = sum(max(trial.elapsed_s for trial in found) for found in trials.values() if found)
         known |= _recover_all(running, book, left, wanted.values(), max(MIN_RECOVERY_S, search_s))
     models = {
@@ -193,24 +194,30 @@ def _recover_all(
         return _has_time(running) and time.monotonic() < started_s + limit_s
 
     @cache
-    def placer() -> ModelPlacer:
-        return open_placer(task, list_choices(task), batches, len(batches), running.observer)
+    def placer() -> ModelPlacer | str:
+        """Return the placer, or the reason why there is none."""
+        try:
+            split_held_out(batches)
+            return open_placer(task, list_choices(task), batches, len(batches), running.observer)
+        except UserError as error:
+            running.observer.say(f"{task.spec.name}: no placement is recovered: {error}")
+            return str(error)
 
-    running.scoring.prepare_evaluators(book, task.model_file)
-    try:
-        split_held_out(batches)
-        with running.observer.work(f"{task.spec.name}: recover placements", len(trials)) as step:
-            for trial in trials:
-                known = _read_known(running)
-                facts: dict[str, Any] = _needs_none(running, book, known, trial, searches)
-                if not facts and has_time():
-                    facts = _recover(running, book, placer(), trial, batches, has_time)
-                facts = facts or {"loss_before": _loss(running, trial), "label": OUT_OF_TIME, "within": False}
-                seconds, ended_s = time.monotonic() - ended_s, time.monotonic()  # the first one has the calibration
-                _write_known(running, trial.digest, {**facts, "seconds": round(seconds, 1)})
-                step.advance(facts["label"])
-    except UserError as error:
-        running.observer.say(f"{task.spec.name}: nothing is recovered: {error}")
+    if has_time():
+        running.scoring.prepare_evaluators(book, task.model_file)
+    with running.observer.work(f"{task.spec.name}: recover placements", len(trials)) as step:
+        for trial in trials:
+            untried: dict[str, Any] = {"loss_before": _loss(running, trial), "label": OUT_OF_TIME, "within": False}
+            facts = _needs_none(running, book, _read_known(running), trial, searches) if has_time() else untried
+            if not facts:
+                opened = placer()
+                if isinstance(opened, str):
+                    facts = {**untried, "label": f"{NOT_TRIED}: {opened}"}
+                else:
+                    facts = _recover(running, book, opened, trial, batches, has_time)
+            seconds, ended_s = time.monotonic() - ended_s, time.monotonic()  # the first one has the calibration
+            _write_known(running, trial.digest, {**facts, "seconds": round(seconds, 1)})
+            step.advance(facts["label"])
     return _read_known(running)
 
 
@@ -231,7 +238,7 @@ def _needs_none(
     rivals = [fastest(search) for search in searches if any(each.digest == trial.digest for each in search)]
     before = {"loss_before": _loss(running, trial), "within": False}
     if all(len(each) == wanted for each in rivals):
-        return {**before, "label": f"{NOT_TRIED}: {rivals[0][0]} is faster and surely within the bound"}
+        return {**before, "label": f"{NOT_TRIED}: {rivals[0][0]} {FASTER_AND_WITHIN}"}
     if is_feasible(trial.score):
         resolved = running.task.space.resolve(Placement(trial.choices))
         path = _export(running, trial, 0, partial(running.task.inserter.export, resolved))
@@ -327,8 +334,8 @@ def _read_known(running: TaskRun) -> dict[str, dict[str, Any]]:
     found = {}
     for digest, facts in known.items():
         file = running.task.work / "recovered" / facts.get("file", "")
-        if facts["label"] == OUT_OF_TIME:
-            continue  # tried when the run continues
+        if facts["label"] == OUT_OF_TIME or facts["label"].endswith(FASTER_AND_WITHIN):
+            continue  # decided anew when the run continues
         if not facts["within"]:
             found[digest] = facts
         elif file.is_file() and digest_file(file) == facts["sha256"]:

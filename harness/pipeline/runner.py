@@ -41,7 +41,7 @@ from harness.cluster import open_execution_target
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
-from harness.pipeline.early_answer import AnswerSink, EarlyAnswers, InitialTiming, make_initial_rows
+from harness.pipeline.early_answer import AnswerSink, EarlyAnswers, InitialTiming, first_searcher, make_initial_rows
 from harness.pipeline.export import export_finalists
 from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
@@ -237,7 +237,10 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         noise_floor, events = measure_noise_floor(
             site.open, worker, task.model_file, engines.describe(), folder, observer, rows or ()
         )
-        initial = InitialTiming(noise_floor=noise_floor, rows=rows, events=events)
+        first = first_searcher(task) if rows else None
+        initial = InitialTiming(
+            noise_floor=noise_floor, method="" if first is None else first.name, rows=rows, events=events
+        )
         clock.start("set-up")
         clock.split("noise floor", "early answer", initial.share)
         book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
@@ -276,7 +279,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             scoring.prepare_evaluators(book, task.model_file)
         clock.write("search")
         if running.answers is not None and runs:
-            running.answers.answer_initial(runs[0].searcher.name)
+            running.answers.answer_initial()
         with site.workers(worker, engines, task.inserter, task.candidate(task.space.float_placement())) as workers:
             searches = [partial(running.run_search, run, workers, place.retry_failed) for run in runs]
             run_concurrently(searches, experiment.executor.searches)

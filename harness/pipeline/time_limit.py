@@ -25,7 +25,7 @@ class TimeLimit:
     """Time limit of a task, with the clock of its phases, which includes interrupted runs.
 
     A step that has begun is finished: a candidate, the recovery of a file, the scores of the finalists. So a task may
-    exceed its limit by one step and by the smallest confirmation.
+    exceed its limit by one step, by the initial placements up to an early answer, and by the smallest confirmation.
     """
 
     seconds: float

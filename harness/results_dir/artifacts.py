@@ -55,7 +55,7 @@ class ExportedModel:
 
     def __post_init__(self) -> None:
         for key, name in (("id", self.id), ("file", self.file)):  # rows.json may come from a stranger
-            if Path(name).name != name:
+            if Path(name).name != name or name == "..":
                 raise ValueError(f"{key}: a name without a folder, but got {name!r}")
 
     @property

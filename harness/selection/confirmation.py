@@ -75,7 +75,13 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
         rows=tuple(rows),
         schedule=NOISE_FLOOR_SCHEDULE,
     )
-    events = run_comparison(comparison, lambda: open_engines(worker), observer)
+    try:
+        events = run_comparison(comparison, lambda: open_engines(worker), observer)
+    except UserError as error:
+        if not rows:
+            raise
+        observer.say(f"{comparison.name}: {error}; the A/A check is repeated without them")  # such as too little memory
+        return measure_noise_floor(open_engines, worker, model_file, backend, folder, observer)
     noise_floor = summarize_turns(events, baseline=FLOAT_ROW).noise_floor
     observer.say(
         f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {noise_floor:.1%} (the "

@@ -187,7 +187,7 @@ def _measure_precisions(
             ):
                 events.append(event)
                 step.advance()
-            if _is_clear(events, first):
+            if _is_clear(events, first, len(offered)):
                 break
     latency_ms = {name: row.latency_ms.value for name, row in summarize_turns(events, baseline=first).rows.items()}
     fastest = min(latency_ms, key=lambda name: latency_ms[name])
@@ -200,11 +200,11 @@ def _measure_precisions(
     }
 
 
-def _is_clear(events: Sequence[TurnEvent], baseline: str) -> bool:
-    """Return whether one precision is faster than each other one by at least `CLEAR_RATIO`."""
+def _is_clear(events: Sequence[TurnEvent], baseline: str, count: int) -> bool:
+    """Return whether all precisions were timed, and one is faster than each other one by at least `CLEAR_RATIO`."""
     rows = summarize_turns(events, baseline=baseline).rows.values()
     fastest, *others = sorted(row.latency_ms.value for row in rows)
-    return all(latency_ms >= CLEAR_RATIO * fastest for latency_ms in others)
+    return len(others) == count - 1 and all(latency_ms >= CLEAR_RATIO * fastest for latency_ms in others)
 
 
 def _file_candidate(file: Path) -> Candidate:

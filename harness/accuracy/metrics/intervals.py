@@ -168,7 +168,10 @@ def surely_within(
         return False
     loss = (1 if higher_is_better else -1) * _difference(reference, found, metric)
     images = len(found.per_item)
-    return not images or NormalDist(loss, math.sqrt(3) / images).cdf(bound + ROUND_OFF) >= SURELY_WITHIN
+    if not images:  # a metric of all images together: few of them may not vary
+        draws = _metric_draws(found, metric, None)
+        return draws is not None and draws[1] >= MIN_IMAGES
+    return NormalDist(loss, math.sqrt(3) / images).cdf(bound + ROUND_OFF) >= SURELY_WITHIN
 
 
 def _difference(reference: Accuracy, found: Accuracy, metric: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -64,6 +65,7 @@ class LocalTarget(ExecutionTarget):
         self._executor = executor
         self._limits = limits
         self._policy: TimingPolicy = SerialTiming() if executor.timing == "concurrent" else ExclusiveTiming()
+        self._kills: Counter[tuple[str, str]] = Counter()  # of all workers, also after a task continues
 
     def environment(self, commit: str | None) -> dict[str, Any]:
         return describe_environment(commit)
@@ -73,7 +75,7 @@ class LocalTarget(ExecutionTarget):
         return facts
 
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
-        return open_engines(spec, self._limits)
+        return open_engines(replace(spec, kills=self._kills), self._limits)
 
     @contextmanager
     def workers(

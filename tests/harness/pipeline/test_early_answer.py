@@ -129,3 +129,42 @@ def test_a_run_without_time_left_still_evaluates_what_it_answered(tmp_path: Path
     (journal,) = (tmp_path / "out").glob("*/runs/*.jsonl*")
     evaluated = {entry.proposal.digest for entry in read_journal(tmp_path / journal) if entry.result}
     assert evaluated == {answer.digest for answer in answers} | {"e3b0c44298fc1c14"}, "and the float model"
+
+
+def test_a_run_that_continues_after_an_answer_keeps_it_as_a_finalist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[EarlyAnswer] = []
+
+    def interrupted(answer: EarlyAnswer) -> None:
+        answers.append(answer)
+        raise KeyboardInterrupt
+
+    config, out = experiment(tmp_path), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(config, out=out, observer=NullProgress(), answers=interrupted)
+    (file,) = out.glob("*/work/answers/*.onnx")
+    file.write_bytes(b"of an interrupted write")
+    run_experiment(config, out=out, observer=NullProgress(), answers=answers.append)
+    (rows,) = out.glob("*/rows.json")
+    evaluated = {entry.proposal.digest for entry in read_journal(*out.glob("*/runs/*.jsonl*")) if entry.result}
+    assert answers[0].digest in evaluated
+    assert all(onnx.load(path).graph.node for path in rows.parent.glob("models/*.onnx"))
+
+
+def test_an_initial_placement_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    text = YAML.replace("noise: 0.001", "noise: 0.001, failure_rate: 0.5, seed: 3").replace("[float, ", "[float, all, ")
+    config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
+    answers: list[EarlyAnswer] = []
+    run_experiment(config, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    assert answers
+    assert all(answer.speedup > 1 for answer in answers)
+
+
+def test_a_search_without_initial_placements_is_answered_by_its_own(tmp_path: Path, compared: list[str]) -> None:
+    text = YAML.replace("[random]", "[{{use: random, without: [initial]}}]")
+    config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
+    answers: list[EarlyAnswer] = []
+    run_experiment(config, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    assert answers
+    assert {answer.digest for answer in answers} <= set(compared), "nothing was timed with the noise floor"

@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 from mutations import onnx_files
-from onnx import helper
+from onnx import TensorProto, helper
 
 from harness.errors import UserError
 from harness.graph.load import load, load_proto, read_signature
@@ -64,6 +64,35 @@ def test_a_comment_that_is_no_utf8_does_no_harm(tmp_path: Path) -> None:
     proto.producer_name = proto.doc_string = "marker"
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString().replace(b"marker", b"mark\xf6r"))
     assert use(tmp_path / "m.onnx") == "used"
+
+
+@pytest.mark.parametrize(
+    "location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "..\\secret.bin", "link.bin", ""]
+)
+def test_external_data_outside_of_the_models_folder_is_refused(tmp_path: Path, location: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret.bin").write_bytes(b"x" * 64)
+    (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
+    proto = onnx.ModelProto.FromString(onnx_files()[1])
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("float_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    tensor.external_data.add(key="length", value="64")
+    (folder / "m.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(UserError, match=r"m\.onnx: .*(external data|outside|link)"):
+        load(folder / "m.onnx")
+
+
+def test_a_cycle_is_refused(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Add", ["x", "b"], ["a"]), helper.make_node("Relu", ["a"], ["b"])]
+    info = [helper.make_tensor_value_info(name, 1, [2]) for name in ("x", "b")]
+    graph = helper.make_graph(nodes, "cycle", info[:1], info[1:])
+    path = tmp_path / "cycle.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    with pytest.raises(UserError, match=r"cycle\.onnx: "):
+        load(path)
 
 
 def nested(depth: int) -> bytes:

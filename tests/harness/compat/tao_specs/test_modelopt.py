@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +274,7 @@ def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_dtype_is_applied_to_all_and_warned(noise: Path, tmp_path: Path, caplog: Any) -> None:
-    g = GraphBuilder("few", opset=19, seed=5)
+    g = GraphBuilder("few", opset=19, seed=5)  # calibrate_per_node takes a second a node
     x = g.conv(g.input("images", (1, 3, 8, 8)), 32, 3, name="/backbone/conv1/Conv")
     x = g.op("Flatten", g.conv(x, 32, 3, name="/backbone/conv2/Conv"))
     g.output(g.gemm(x, 32, name="/head/fc/Gemm"), name="logits")
@@ -285,7 +284,7 @@ quantize:
   backend: modelopt.onnx
   layers: [{layer("Conv", INT8)}, {layer("Gemm", E4M3)}]
   skip_names: [/backbone/conv2]
-  backend_kwargs: {{high_precision_dtype: fp32}}
+  backend_kwargs: {{high_precision_dtype: fp32, calibrate_per_node: true}}
 dataset: {{calibration_data: {noise}, samples: 1}}
 results_dir: out
 """
@@ -298,14 +297,17 @@ results_dir: out
     assert "it applies the first, int8, to all" in caplog.text
 
 
-def test_a_model_in_which_nothing_was_quantized_is_refused(
-    small: Path, noise: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unchanged = "harness.compat.tao_specs.quantize.modelopt"
-    monkeypatch.setattr(unchanged, lambda path, target, *_: shutil.copy(path, target))
-    base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "int4.onnx")]
-    with pytest.raises(UserError, match=r"quantized nothing in mode int4: .*; the model has Add, Conv"):
-        command.run_ptq([*base, "--quantize_mode", "int4"])
+@pytest.mark.slow
+def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> None:
+    g = GraphBuilder("convolution", opset=19, seed=1)
+    g.output(g.conv(g.input("x", (1, 3, 8, 8)), 8, 3), name="y")
+    model = g.save(tmp_path / "conv.onnx")
+    np.save(tmp_path / "calib.npy", np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32))
+    with pytest.raises(UserError, match=r"quantized nothing in mode int4: .*; the model has Conv"):
+        command.run_ptq([
+            "--onnx_path", str(model), "--quantize_mode", "int4", "--calibration_data", str(tmp_path / "calib.npy"),
+            "--output_path", str(tmp_path / "int4.onnx"),
+        ])  # fmt: skip
     assert not (tmp_path / "int4.onnx").exists()
 
 
