@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from harness.api import Accuracy, Candidate, Infer
-from harness.config.sections import Limits, PluginSpec, Sampling, TurnSchedule
+from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling, TurnSchedule
 from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.registry import register_object
@@ -28,6 +28,7 @@ from harness.statistics import Interval
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
+from harness.timing.workers.execution_target import LocalTarget
 from harness.timing.workers.in_process import InProcess
 from harness.timing.workers.locks import timing_lock
 from harness.timing.workers.process import WorkerProcess
@@ -401,6 +402,17 @@ def test_a_trial_whose_worker_is_killed_is_repeated(
 def test_a_candidate_whose_worker_is_killed_each_time_has_failed(sandbox: Sandbox, candidate: MakeCandidate) -> None:
     outcome = failed(make_trial_fn(sandbox, SAMPLING)(candidate("sample kill"), None))
     assert (outcome.stage, "SIGKILL" in outcome.reason) == ("crash", True)
+
+
+def test_a_candidate_that_kills_the_worker_again_after_its_task_continues_has_failed(
+    tmp_path: Path, candidate: MakeCandidate
+) -> None:
+    site = LocalTarget(ExecutorSpec(), LIMITS)
+    with site.open(spec(tmp_path)) as engines, pytest.raises(WorkerKilled):
+        engines.sample(built(engines.build(candidate("sample kill"))).handle, SAMPLING)
+    with site.open(spec(tmp_path)) as engines:  # as a task does after the loss of its worker
+        outcome = engines.sample(built(engines.build(candidate("sample kill"))).handle, SAMPLING)
+    assert "SIGKILL" in failed(outcome).reason
 
 
 def test_a_group_of_turns_whose_worker_is_killed_is_timed_again(
