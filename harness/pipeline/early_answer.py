@@ -17,7 +17,6 @@ from typing import Any
 
 from harness.api import Candidate
 from harness.config.experiment import Experiment
-from harness.config.sections import SearcherSpec
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import RuntimeChecker
 from harness.progress import Observer
@@ -78,6 +77,7 @@ class EarlyAnswer:
 
 
 AnswerSink = Callable[[EarlyAnswer], None]
+_NoiseFloorMeasurement = Callable[[Sequence[TimedRow]], tuple[float, tuple[TurnEvent, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,29 +103,37 @@ class InitialTiming:
         return timed / (timed + 2)
 
 
-def first_searcher(task: Task) -> SearcherSpec | None:
-    """Return the first searcher that starts from initial placements of the task, or None."""
-    searchers = (run.searcher for run in task.spec.runs if not is_external_searcher(run.searcher))
-    return next((each for each in searchers if task_for_method(task, each).initial_design), None)
+def time_initial_rows(
+    experiment: Experiment, task: Task, measure: _NoiseFloorMeasurement, *, answers: bool
+) -> InitialTiming:
+    """Measure the noise floor together with the first placements from which a search starts.
 
+    Early answers need latency as objective, candidates that can be timed, and one trial at a time.
 
-def make_initial_rows(experiment: Experiment, task: Task) -> tuple[TimedRow, ...] | None:
-    """Return the first different quantized placements from which `first_searcher` starts as rows to time.
-
-    Returns:
-        At most `MAX_INITIAL_ROWS`; None if the run makes no early answers, which need latency as objective, candidates
-        that can be timed, and one trial at a time.
+    Args:
+        measure: Function that measures the noise floor in turns with rows, see
+            `harness.selection.confirmation.measure_noise_floor`.
+        answers: Whether early answers are wanted.
     """
     executor = experiment.executor
     serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
-    if not serial or experiment.objective.minimize != "latency" or task.accuracy_only:
-        return None
-    if (searcher := first_searcher(task)) is None:
-        return ()
-    own = task_for_method(task, searcher)
-    candidates = {each.digest: each for each in map(own.candidate, (seed.placement for seed in own.initial_design))}
-    quantized = [each for each in candidates.values() if each.edges]
-    return tuple(_timed_row(task, each) for each in quantized[:MAX_INITIAL_ROWS])
+    answers &= serial and experiment.objective.minimize == "latency" and not task.accuracy_only
+    method, rows = _make_initial_rows(task) if answers else ("", ())
+    noise_floor, events = measure(rows)
+    if events:  # if they could not be timed with the baseline, its turns are the only ones
+        rows = tuple(row for row in rows if any(event.row == row.name for event in events))
+    return InitialTiming(noise_floor=noise_floor, method=method, rows=rows if answers else None, events=events)
+
+
+def _make_initial_rows(task: Task) -> tuple[str, tuple[TimedRow, ...]]:
+    """Return the first searcher with initial placements, and rows of its first `MAX_INITIAL_ROWS` quantized ones."""
+    for run in task.spec.runs:
+        own = None if is_external_searcher(run.searcher) else task_for_method(task, run.searcher)
+        if own is not None and own.initial_design:
+            made = [own.candidate(seed.placement) for seed in own.initial_design]
+            quantized = {each.digest: _timed_row(task, each) for each in made if each.edges}
+            return run.searcher.name, tuple(quantized.values())[:MAX_INITIAL_ROWS]
+    return "", ()
 
 
 def _timed_row(task: Task, candidate: Candidate) -> TimedRow:

@@ -41,7 +41,7 @@ from harness.cluster import open_execution_target
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
-from harness.pipeline.early_answer import AnswerSink, EarlyAnswers, InitialTiming, first_searcher, make_initial_rows
+from harness.pipeline.early_answer import AnswerSink, EarlyAnswers, InitialTiming, time_initial_rows
 from harness.pipeline.export import export_finalists
 from harness.pipeline.file_scores import score_tool_files
 from harness.pipeline.final_selection import select_final
@@ -233,14 +233,9 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
     )
     with site.open(worker) as engines, _open_runtime_checker(task, engines, folder, experiment, observer) as checker:
         clock.start("noise floor")
-        rows = make_initial_rows(experiment, task) if place.sink is not None else None
-        noise_floor, events = measure_noise_floor(
-            site.open, worker, task.model_file, engines.describe(), folder, observer, rows or ()
-        )
-        first = first_searcher(task) if rows else None
-        initial = InitialTiming(
-            noise_floor=noise_floor, method="" if first is None else first.name, rows=rows, events=events
-        )
+        backend = engines.describe()
+        measure = partial(measure_noise_floor, site.open, worker, task.model_file, backend, folder, observer)
+        initial = time_initial_rows(experiment, task, measure, answers=place.sink is not None)
         clock.start("set-up")
         clock.split("noise floor", "early answer", initial.share)
         book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
@@ -251,7 +246,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
             engines=engines,
             scoring=scoring,
             judge=scoring.make_accuracy_gate(goal, book, task.model_file),
-            noise_floor=noise_floor,
+            noise_floor=initial.noise_floor,
             folder=folder,
             observer=observer,
             checker=checker,
@@ -307,7 +302,6 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         clock.write("comparison with files")
         if checker is not None:
             checker.check_rows(table, place.retry_failed)
-        backend = engines.describe()
     clock.write("confirmation")
     timed = table.with_latency
     plan = experiment.confirmation

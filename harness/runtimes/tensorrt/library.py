@@ -195,7 +195,7 @@ class TimingCache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             content = self._read()
             others = config.create_timing_cache(content) if content else None
-            if others is not None:  # what is damaged by now is replaced
+            if others is not None:  # a file that was damaged meanwhile is replaced
                 cache.combine(others, False)  # False: of another TensorRT or GPU, it is refused
             with replacing(self.path) as part:
                 part.write_bytes(bytes(cache.serialize()))

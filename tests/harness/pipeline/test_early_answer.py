@@ -10,6 +10,7 @@ import pytest
 
 from harness.cli.run import run_and_report
 from harness.config.experiment import Experiment, parse_experiment
+from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.pipeline.early_answer import EarlyAnswer, EarlyAnswers
 from harness.pipeline.runner import run_experiment
@@ -168,3 +169,18 @@ def test_a_search_without_initial_placements_is_answered_by_its_own(tmp_path: Pa
     run_experiment(config, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
     assert answers
     assert {answer.digest for answer in answers} <= set(compared), "nothing was timed with the noise floor"
+
+
+def test_initial_placements_that_leave_no_memory_for_the_baseline_are_confirmed_later(
+    tmp_path: Path, compared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(comparison: PairedComparison, *arguments: Any) -> tuple[TurnEvent, ...]:
+        if comparison.rows and comparison.name.startswith("A/A"):
+            raise UserError("the baseline failed: more than 0.4 GB of memory")
+        return run_comparison(comparison, *arguments)
+
+    monkeypatch.setattr("harness.selection.confirmation.run_comparison", refuse)
+    answers: list[EarlyAnswer] = []
+    run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    assert answers[0].evaluations == 2
+    assert answers[0].digest in compared

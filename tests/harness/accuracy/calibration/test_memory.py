@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def peaks_gib(method: str, *counts: int) -> list[float]:
-    """Of a process of its own that calibrates every activation of YOLOX-Nano on so many images of 416 x 416 in turn."""
+    """Return the peaks of a process that calibrates all activations of YOLOX-Nano on so many images of 416 x 416."""
     command = [sys.executable, "-c", PROGRAM, method, *map(str, counts)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [float(peak) for peak in done.stdout.split()]
