@@ -121,15 +121,16 @@ class _Numbering:
 
     def number_dependencies(self, sink: int) -> None:
         """Assign numbers to everything that a sink depends on and that has none yet, data first."""
-        producer, reads, place = self._wiring.producer, self._wiring.reads, self._place
+        producer, reads, place, inside = self._wiring.producer, self._wiring.reads, self._place, self._inside
         stack = [sink]
         while stack:
             node = stack[-1]
             if node in place:
                 stack.pop()
                 continue
-            makers = [producer[tensor] for tensor in reads[node]]
-            pending = [maker for maker in makers if maker not in place and maker in self._inside]
+            pending = [
+                maker for tensor in reads[node] if (maker := producer[tensor]) not in place and maker in inside
+            ]
             if pending:
                 stack.extend(reversed(pending))
                 continue
