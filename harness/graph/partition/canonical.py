@@ -128,9 +128,7 @@ class _Numbering:
             if node in place:
                 stack.pop()
                 continue
-            pending = [
-                maker for tensor in reads[node] if (maker := producer[tensor]) not in place and maker in inside
-            ]
+            pending = [maker for tensor in reads[node] if (maker := producer[tensor]) not in place and maker in inside]
             if pending:
                 stack.extend(reversed(pending))
                 continue

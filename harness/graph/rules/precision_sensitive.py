@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,11 +88,12 @@ def _largest_magnitudes(model: Model) -> Mapping[str, float]:
     return found
 
 
-def _read_values(tensor: onnx.TensorProto) -> npt.NDArray[Any]:
+def _read_values(tensor: onnx.TensorProto) -> npt.NDArray[np.generic]:
     """Return the values of a tensor; float32 bytes are not copied, which matters with thousands of small constants."""
     if tensor.data_type == onnx.TensorProto.FLOAT and (raw := tensor.raw_data):
         return np.frombuffer(raw, "<f4")
-    return numpy_helper.to_array(tensor)
+    values: npt.NDArray[np.generic] = numpy_helper.to_array(tensor)
+    return values
 
 
 def find_parameter_inputs(model: Model) -> frozenset[NodeInput]:
