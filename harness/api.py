@@ -24,15 +24,18 @@ Infer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Model to be built.
+    """Model that a benchmarker builds.
 
     Attributes:
-        digest: Digest of its resolved Q/DQ edges (of no edges for the float model); for a Q/DQ model of another tool
+        digest: Digest of the quantized edges, or of an empty list for the float model; for a Q/DQ model of another tool
             the first 16 hexadecimal digits of the file's SHA-256.
         edges: Quantized edges; empty for the float model and for models of other tools.
-        source: Returns the path of the ONNX file, writing it first if needed. Replay and simulation never call it.
-        shape: Label of the shape that this candidate is built at, if the task has several; simulations depend on it.
-        alone: The file is built as it is, also in a task with several shapes.
+        source: Function that writes the ONNX file if it is missing, and returns its path. Replay and simulation never
+            call it.
+        shape: Label of the input shape that the file is built at, if the task has several; "" otherwise. A simulated
+            latency depends on it.
+        alone: Whether this file alone is built, also in a task with several shapes, where a candidate otherwise stands
+            for one file per shape.
     """
 
     digest: str
@@ -44,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """Built engine in the form that the benchmarker opens, with facts for the record."""
+    """Built engine in the form that the benchmarker opens; `info` has JSON values for the journal."""
 
     engine: Any
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -104,13 +107,13 @@ class ReportsConditions(Protocol):
     """Probe that reads the state of its device."""
 
     def conditions(self) -> Mapping[str, float]:
-        """Return clocks, temperatures and the like; called after sampling."""
+        """Return clocks in MHz, temperatures in °C and other readings by name; called after sampling."""
         ...
 
 
 @runtime_checkable
 class ReportsParts(Protocol):
-    """Probe whose latency is composed of others, such as those at several shapes."""
+    """Probe whose latency is computed from several ones, for instance those at the shapes of a task."""
 
     def parts_ms(self, n: int) -> Mapping[str, float]:
         """Return the median of the last n readings of each part in ms."""
@@ -122,11 +125,11 @@ class Capabilities:
     """Properties of a benchmarker that the harness needs before it builds anything.
 
     Attributes:
-        dialect: Q/DQ dialect that it reads; None: the dialect with the name of the benchmarker.
-        in_process: It needs no worker process, because it runs no model.
+        dialect: Q/DQ dialect that the runtime reads; None: the dialect with the name of the benchmarker.
+        in_process: Whether the benchmarker runs in the main process, because it executes no model (replay, simulation).
         emulated: Precisions that the device emulates: such models are built and scored, but not timed.
-        interleaved: Turns of two engines can be interleaved, which removes drift of the machine.
-        compile_only: It gives verdicts and kernels of a compiler, no latency, so no search can use it.
+        interleaved: Whether turns of two engines can be interleaved, which removes drift of the machine.
+        compile_only: Whether the benchmarker only compiles models and has no latency, so that no search can use it.
     """
 
     dialect: str | None = None
@@ -178,9 +181,9 @@ def capabilities_of(benchmarker: object) -> Capabilities:
 
 
 def require_timing(use: str, benchmarker: object) -> None:
-    """Raise `UserError` if a backend only compiles: it has no latency to search for."""
+    """Raise `UserError` if a backend compiles models but does not time them."""
     if capabilities_of(benchmarker).compile_only:
-        raise UserError(f"backend {use!r} only compiles and times nothing: it serves qdq explain and qdq check")
+        raise UserError(f"backend {use!r} only compiles models, without timing: use it in qdq explain or qdq check")
 
 
 @runtime_checkable
@@ -207,13 +210,13 @@ class SupportsLayers(Protocol):
 
 @runtime_checkable
 class SupportsCast(Protocol):
-    """Benchmarker that builds another file than it is given, such as one with float operations cast to FP16.
+    """Benchmarker that converts a model before it builds it, for instance float operations to FP16.
 
-    The harness casts the float model once, searches and exports in that form, and passes that form to `build`.
+    The harness converts the float model once, inserts Q/DQ pairs into the result, and passes such files to `build`.
     """
 
     def cast(self, path: Path, folder: Path) -> Path:
-        """Return the file that is built for `path`, created in `folder`; a file that is already cast is returned."""
+        """Write the converted model to `folder` and return its path; return `path` if it is converted already."""
         ...
 
 
@@ -221,7 +224,7 @@ class SupportsCast(Protocol):
 class UsesGpu(Protocol):
     """Benchmarker whose engines run on a GPU.
 
-    Builders time kernels there, so nothing of this user is built, scored or timed on it at the same time.
+    Builders time kernels on the GPU, so processes of this user take turns to build, score and time engines on it.
     """
 
     def gpu(self) -> str:
@@ -238,8 +241,8 @@ class ExternalSearchTask:
         workdir: Folder for files of the searcher; removed after the search.
         precision: Precision of quantized values: "int8", "fp8".
         seed: Seed of all random draws.
-        find: Returns the file of a Q/DQ model that a parameter names: of a PTQ tool ("modelopt_ptq"), or of the user.
-            Raises `BuildFailed` if the tool failed.
+        find: Function that returns the file of a Q/DQ model by the name of a PTQ tool ("modelopt_ptq") or a path of the
+            user; it raises `BuildFailed` if the tool failed.
     """
 
     model: Path

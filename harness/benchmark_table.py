@@ -37,7 +37,7 @@ DIGEST_KEY = b"qdq-bench replay table sha256"
 MAX_TABLE_BYTES = 32 * 2**20
 MAX_DECODED_BYTES = 2**28
 MAX_PLACEMENTS = 2**16
-MAX_TABLE_ROWS = 2 * MAX_PLACEMENTS  # placements, and those that the sensitivities were measured with
+MAX_TABLE_ROWS = 2 * MAX_PLACEMENTS  # placements of the subspace, and others from which sensitivities were computed
 READ_BATCH_ROWS = 32
 _READINGS, _NUMBERS = pa.list_(pa.float32()), pa.map_(pa.string(), pa.float64())
 TABLE_SCHEMA = pa.schema([
@@ -48,29 +48,30 @@ TABLE_SCHEMA = pa.schema([
     ("failed_stage", pa.string()), ("failed_reason", pa.string()),
 ])  # fmt: skip
 LATENCY_COLUMNS = ("samples_ms", "discarded_ms", "raw_ms", "reference_ms")
-#: Fields of `Measured` that are columns unchanged; `rebuilt_ms` needs an incumbent, which a table does not have.
+#: Fields of `Measured` that are stored unchanged; `rebuilt_ms` needs an incumbent, which a table does not have.
 MEASURED_COLUMNS = (*LATENCY_COLUMNS, "disturbance", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
 MAP_COLUMNS = ("metrics", "conditions")
 
 
 class TableMetadata(BaseModel):
-    """Description of a table.
+    """Metadata of a replay table: model, space, runtime and settings of the measurement.
 
     Attributes:
         version: Version of the file format.
-        model: Display name.
-        source: The model as the user named it.
+        model: Display name of the model.
+        source: Path or name of the model that the user gave.
         model_sha256: Digest of the cleaned float model.
         dimensions: Whole space of the model.
         varied: Names of the dimensions that the table enumerates.
-        base: Choices over the whole space; every row has those of the fixed dimensions.
-        anchors: Named placements (float, all, linear), which have rows too.
-        sensitivity: Typical change of the log latency by one dimension alone, by name; basis for `varied`.
+        base: Choices for the whole space, from which every row has the choices of the fixed dimensions.
+        anchors: Choices of the placements "float", "all" and "linear", which have rows too.
+        sensitivity: Typical change of the log latency when this dimension alone changes, by name; the dimensions with
+            the largest values are varied.
         precision: Precision of quantized values.
         dialect: Q/DQ dialect.
-        backend: Facts of the benchmarker, among them `device` and `version`.
-        calibrated_on: Data of the activation ranges.
-        ranges: Digest of these ranges.
+        backend: Result of the benchmarker's `describe`, with `device` and `version`.
+        calibrated_on: Name of the calibration data.
+        ranges: Digest of the activation ranges.
         sampling: Settings of the timing.
         environment: Machine and installation.
     """
@@ -97,7 +98,7 @@ class TableMetadata(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableEntry:
-    """Entry of a placement: position in the order of first readings, choices over the whole space, outcome."""
+    """Entry of a placement: position in the order of measurement, choices for the whole space, and outcome."""
 
     number: int
     choices: tuple[int, ...]
@@ -141,11 +142,12 @@ class TableSubspace:
 
 @dataclass(frozen=True)
 class BenchmarkTable:
-    """Complete and consistent table.
+    """Replay table that was read and checked.
 
     Attributes:
         path: File of the table.
-        rows: Entries by digest; more than the subspace has, because the sensitivities are measured around it.
+        rows: Entries by the digest of their placement in the whole space; besides the subspace, also the placements
+            from which sensitivities were computed.
     """
 
     path: Path
@@ -221,10 +223,10 @@ def read_table_metadata(path: Path) -> TableMetadata:
 
 
 def read_rows(path: Path, file: pq.ParquetFile, most: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an open file of at most `most` rows and `MAX_DECODED_BYTES`.
+    """Yield the rows of an open file as dictionaries.
 
     Raises:
-        UserError: There are more.
+        UserError: The file has more than `most` rows, or more than `MAX_DECODED_BYTES` decompressed.
     """
     if file.metadata.num_rows > most:
         raise UserError(f"{path}: {file.metadata.num_rows} rows, more than the limit of {most}")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from harness.text import printable_lines
 
-#: Limit of numbers of samples, evaluations and such, far above useful ones: a typing error would cost hours or memory.
+#: Largest accepted number of samples, evaluations or the like. Larger ones are typing errors that cost hours or memory.
 MAX_COUNT = 10_000_000
 
 
@@ -24,12 +24,12 @@ class UserError(Exception):
 
 
 class CandidateError(Exception):
-    """Failure of one candidate; the message is printable text."""
+    """Failure of one candidate; the message is printable text, and `stage` the step that failed."""
+
+    stage = "unknown"
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable_lines(str(message)))
-
-    stage = "unknown"
 
 
 class BuildFailed(CandidateError):
@@ -51,7 +51,7 @@ class EvaluationFailed(CandidateError):
 
 
 class WorkerUnusable(SystemExit):
-    """Error after which every later candidate would fail in this process; it ends the worker, which is replaced."""
+    """Error that ends a worker process, because later candidates would fail in it too; another worker replaces it."""
 
 
 def install_hint(extra: str) -> str:

@@ -24,7 +24,7 @@ def check_values(label: str, factory: Callable[..., Any], params: Mapping[str, A
         label: Name of the plug-in for messages.
         factory: Class or function that takes the parameters.
         params: Parameters that the user gives.
-        most: Largest number that is no seed and no number of bytes.
+        most: Largest accepted integer, except for seeds and numbers of bytes.
 
     Raises:
         UserError: A value has another type than annotated, is too large, or names code that is not trusted.
@@ -40,8 +40,8 @@ def check_values(label: str, factory: Callable[..., Any], params: Mapping[str, A
 def _require_trusted_code(label: str, factory: object, params: Mapping[str, Any]) -> None:
     """Raise `UserError` for a parameter that names code or a file to write, unless plug-ins are trusted.
 
-    A class names such parameters in `code_params` (files and arguments) and in `program_params` (programs, of which a
-    name on PATH needs no trust).
+    A class lists such parameters in `code_params` (files and arguments) and in `program_params` (programs; the plain
+    name of a program on PATH needs no trust).
     """
     programs = [name for name in getattr(factory, "program_params", ()) if "/" in str(params.get(name) or "")]
     for name in (*programs, *(name for name in getattr(factory, "code_params", ()) if params.get(name))):
@@ -86,6 +86,6 @@ def _check_type(path: str, annotation: Any, value: Any) -> None:
         raise UserError(f"{path}: {expected}, but got {value!r}") from error
 
 
-@functools.cache  # takes longer than the making of most plug-ins
+@functools.cache  # an adapter takes longer to create than most plug-ins
 def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
     return TypeAdapter(annotation)

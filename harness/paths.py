@@ -1,6 +1,6 @@
-"""Paths that users write: plain paths, and `assets:PATH` below the folder that QDQ_ASSETS names; atomic replacement.
+"""Paths in files of the user (`assets:PATH` is below the folder that QDQ_ASSETS names), and paths of this machine.
 
-Results are published, so texts that they keep, such as error messages and tracebacks, name no folder of this machine.
+Results are published, so error messages and tracebacks in them name no folder of this machine (`hide_paths`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.errors import UserError
 USER_KEY_BYTES = 32
 #: Environment variable that `--with-host` sets: results keep paths and names of this machine.
 HOST_VARIABLE = "QDQ_WITH_HOST"
-#: Environment variable of the trust in `package.module:Class`, which worker processes inherit.
+#: Environment variable that `--trust-plugins` sets: `package.module:Class` may be imported, also in worker processes.
 TRUST_VARIABLE = "QDQ_TRUST_PLUGINS"
 #: Environment variable that `--wait` sets: limit in seconds of a wait for a lock of `harness.timing.workers.locks`.
 WAIT_VARIABLE = "QDQ_WAIT"
@@ -88,7 +88,7 @@ def _expand_user(text: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which replaces `path` at the end; after an error the old file is kept."""
+    """Yield a temporary path next to `path`, and rename it to `path` at the end; an error leaves `path` unchanged."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         yield part
@@ -106,7 +106,7 @@ def cache_dir() -> Path:
 
 
 def user_key() -> bytes:
-    """Return random bytes that only processes of this user can read; new ones at each call if they cannot be stored."""
+    """Return a secret of this user, stored in the cache folder; a new one at each call if it cannot be stored."""
     fresh = os.urandom(USER_KEY_BYTES)
     try:
         path = cache_dir() / "key"
@@ -134,7 +134,7 @@ def keeps_host() -> bool:
 
 
 def describe_process(with_host: bool) -> str:
-    """Return this process's number, with `with_host` its user and host, and the time, for the file of a lock."""
+    """Return the process id, with `with_host` user and host name, and the time, as text for a lock file."""
     owner = ""
     if with_host:
         with suppress(KeyError, OSError):  # users of containers may have no name
@@ -143,7 +143,7 @@ def describe_process(with_host: bool) -> str:
 
 
 def hide_paths(text: str) -> str:
-    """Return a text with marks instead of folders of this machine and its name, unless `keeps_host`."""
+    """Replace folders and the name of this machine in a text by marks such as "<tmp>", unless `keeps_host`."""
     if not keeps_host():
         for path, mark in _private_texts(str(Path.cwd())):
             text = text.replace(path, mark)
@@ -152,7 +152,7 @@ def hide_paths(text: str) -> str:
 
 @functools.cache
 def _private_texts(working_dir: str) -> tuple[tuple[str, str], ...]:
-    """Return private texts and their marks, the longest first, because folders lie in one another."""
+    """Return private texts and their marks, the longest first, because one folder may contain another."""
     marks = {
         sys.prefix: "<python>",
         sys.base_prefix: "<python>",

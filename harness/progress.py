@@ -1,4 +1,4 @@
-"""Progress reporting: lines and tasks, independent of their display."""
+"""Interface of progress reports, without a display; `harness.terminal_progress` has displays."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Protocol
 
 
 class ProgressTask(Protocol):
-    """A piece of work under way."""
+    """Progress of a task with a known number of parts."""
 
     def advance(self, note: str = "") -> None:
-        """Mark one more part as done; `note` describes its result."""
+        """Count one more part as done; `note` describes its result."""
         ...
 
 
 class Observer(Protocol):
-    """Displays the progress of a run. Never raises and never affects measurements."""
+    """Display of the progress of a run. It never raises and never affects measurements."""
 
     def say(self, text: str) -> None:
         """Show one line."""
         ...
 
     def work(self, title: str, total: int) -> AbstractContextManager[ProgressTask]:
-        """Start a task with `total` parts."""
+        """Return a context manager for a task with `total` parts."""
         ...
 
 
 class NullProgress:
-    """An observer for tests and for use as a library."""
+    """Observer that shows nothing."""
 
     def say(self, text: str) -> None:
         """Ignore the line."""
@@ -45,13 +45,14 @@ class NullProgress:
 def format_incumbent(
     best_ms: float, float_ms: float, *, interleaved: bool, is_float: bool = False, bounded: bool = False
 ) -> str:
-    """Describe the incumbent of a search next to the float model.
+    """Describe the latency of a search's incumbent and its speedup over the float model in one phrase.
 
     Args:
-        float_ms: Latency of the float model on the same scale.
-        interleaved: Candidates are timed in turns with the float model.
-        is_float: The incumbent is the float model: a lower reading of it is noise and no gain.
-        bounded: Only candidates within a bound can be the incumbent.
+        best_ms: Latency of the incumbent.
+        float_ms: Latency of the float model, measured in the same way.
+        interleaved: Whether candidates are timed in turns with the float model.
+        is_float: Whether the incumbent is the float model; a lower reading of it is noise and no gain.
+        bounded: Whether only candidates within a bound on accuracy can be the incumbent.
     """
     if is_float or best_ms >= float_ms:
         return f"nothing faster than float's {float_ms:.3f} ms{' within the bound' if bounded else ''} so far"

@@ -65,7 +65,7 @@ def check_types(types: InputTypes) -> dict[str, np.dtype[Any]]:
 
 
 def numpy_type_name(kind: str) -> str:
-    """Return the name of the NumPy type of an ONNX element type in lower case: "float32" of "float"."""
+    """Return the name of the NumPy type for an ONNX element type in lower case, for instance "float32" for "float"."""
     return _NUMPY_NAMES.get(kind, kind)
 
 
@@ -76,8 +76,8 @@ def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
         dtype = np.dtype(object)
     if dtype.kind not in "fiub":
         raise UserError(
-            f"input {name!r} is of type {kind!r}: engines are timed on random numbers, so this model cannot be timed; "
-            "export it again with floats, integers or booleans as inputs"
+            f"input {name!r} has the type {kind!r}, but engines are timed on random numbers: export the model again "
+            "with floats, integers or booleans as inputs"
         )
     return dtype
 

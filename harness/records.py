@@ -1,6 +1,6 @@
-"""Records of a search: lines of its journal, one JSON object each, schema 2.
+"""Lines of a search's journal: proposals and results, one JSON object each (schema 2).
 
-Raw samples are always stored; readers compute summaries (`harness.statistics`).
+Results contain all samples; readers of a journal compute summaries from them (`harness.statistics`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.paths import hide_paths
 MAIN_BENCHMARKER = "main"  # name of the default benchmarker and of the default evaluator
 
 SCHEMA_VERSION = 2
-#: Types of values in records; readers refuse other values, also text that could be converted.
+#: Types of numbers in records; readers refuse other values, also text that could be converted to a number.
 LatencyMs = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
@@ -31,24 +31,26 @@ class Measured:
     """Outcome of an engine that was built and timed.
 
     Attributes:
-        samples_ms: Latency of each inference in order, warm-up excluded. With a reference: of each turn, drift of the
-            machine removed (`harness.timing.reference_sampling`).
-        raw_ms: Clock reading of each such turn; empty without a reference.
-        reference_ms: Turns of the reference, before the first turn and after each; in a final selection one per turn.
-        discarded_ms: Readings of a first attempt that was repeated; usually empty.
-        disturbance: Reason of the repetition, or "".
+        samples_ms: Latency of each inference in order, without warm-up. If the engine was timed in turns with a
+            reference engine, the latency of each turn, corrected for drift (`harness.timing.reference_sampling`).
+        raw_ms: Latency of each of these turns before the correction; empty without a reference engine.
+        reference_ms: Latencies of the reference engine: before the first turn and after each turn; in a final selection
+            one per turn.
+        discarded_ms: Samples of a first attempt that was disturbed and repeated; usually empty.
+        disturbance: Reason for the repetition, or "".
         rebuilt_ms: Readings of further builds, taken because the first build beat the incumbent.
         saved: Estimated number of inferences that racing saved.
-        conditions: State of the machine at the end, as far as known: clock in MHz, temperature in °C, load average.
+        conditions: Readings of the machine after sampling, for instance clock in MHz, temperature in °C, load average.
         warmup: Inferences before the first sample.
-        stable: Warm-up reached a steady state, and no check rejects the readings.
-        measure_s: Wall-clock of warm-up and sampling of all builds.
-        release_s: Wall-clock of closing the engines; 0 in older files.
-        evaluate_s: Wall-clock of the evaluator; 0 if it did not run.
+        stable: Whether warm-up reached a steady state and no check rejects the samples.
+        build_s: Wall-clock seconds of the builds.
+        measure_s: Wall-clock seconds of warm-up and sampling of all builds.
+        release_s: Wall-clock seconds of closing the engines; 0 in older files.
+        evaluate_s: Wall-clock seconds of the evaluator; 0 if it did not run.
         metrics: Scores by name; empty if the evaluator did not run.
         per_item: See `harness.api.Accuracy`.
-        mixable: See `harness.api.Accuracy`; kept only where the choice may be estimated by cross-fitting.
-        info: `Artifact.info` of the engine.
+        mixable: See `harness.api.Accuracy`; "" unless cross-fitting estimates the loss of the selected placement.
+        info: `harness.api.Artifact.info` of the engine.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -80,9 +82,9 @@ class Failed:
 
     Attributes:
         stage: "build", "measure", "evaluate", "timeout" or "crash".
-        reason: One line.
+        reason: Error message on one line.
         log_tail: Last lines that the runtime printed.
-        wall_s: Wall-clock until the failure.
+        wall_s: Wall-clock seconds until the failure.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -94,7 +96,7 @@ class Failed:
     wall_s: Seconds = 0.0
 
     def without_paths(self) -> Failed:
-        """Return the failure as results keep it; see `harness.paths.hide_paths`."""
+        """Return the failure without folders of this machine in its texts; see `harness.paths.hide_paths`."""
         return replace(self, reason=hide_paths(self.reason), log_tail=hide_paths(self.log_tail))
 
 
@@ -103,12 +105,12 @@ Outcome = Measured | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Placement to evaluate, numbered from 0 in ask order.
+    """Placement to evaluate; `number` counts the proposals of a search from 0.
 
     Attributes:
         origin: "initial:NAME" for the initial design, else "searcher".
         duplicate_of: Number of the earlier proposal with the same digest (costs no budget), or None.
-        searcher_s: Time of the searcher for this proposal and the results before it; None: unknown.
+        searcher_s: Seconds that the searcher took for this proposal and the results before it; None: unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -124,10 +126,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """Outcome of the proposal with this number.
+    """Outcome of the proposal with the same number.
 
     Attributes:
-        elapsed_s: Wall-clock of the search so far, summed over resumed runs.
+        elapsed_s: Wall-clock seconds of the search so far, summed over resumed runs.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -170,7 +172,7 @@ def decode_line(text: str | bytes) -> JournalLine:
 
 
 def first_problem(error: ValidationError, skipped: int = 0) -> str:
-    """Return the place, without its first `skipped` parts, and the text of the first mistake that pydantic found."""
+    """Return the first error of pydantic as "key.path: message", without the first `skipped` keys of the path."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc'][skipped:]))}: {first['msg']}".removeprefix(": ")
 

@@ -1,8 +1,8 @@
 """Plug-ins by name: searchers, benchmarkers, evaluators and the like, built-in or third-party.
 
-`use: NAME` is an entry point of the group, from an installed package. `use: package.module:Class` imports any module,
-so it is refused unless the user trusts it (docs/explanation/security.md), and must be a class of the contract. Objects
-of the calling program have names too (`register_object`), which no other process knows.
+`use: NAME` names an entry point of an installed package. `use: package.module:Class` imports any module, so it is
+refused unless the user trusts plug-ins (docs/explanation/security.md), and the class must have the methods of its kind.
+A program that calls the harness can register objects under a name (`register_object`), which is valid in its process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.param_checks import check_values
 from harness.paths import TRUST_VARIABLE, plugins_trusted
 
 T = TypeVar("T")
-MAX_SEARCHER_COUNT = 100_000  # of placements, attempts or models, for which each proposal may pay
+MAX_SEARCHER_COUNT = 100_000  # limit of integers in parameters of searchers, on which the time of a proposal may depend
 ENTRY_POINT_PATTERN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 ENTRY_POINT_GROUPS: Mapping[str, str] = {
@@ -38,7 +38,7 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
     "recovery step": "qdq.recovery_steps",
 }
 
-#: Methods of a class that is named as `package.module:Class`.
+#: Methods that a class `package.module:Class` must have, by the kind of plug-in.
 CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "searcher": ("ask", "tell"),
     "external searcher": ("ask", "tell"),
@@ -48,7 +48,7 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
     "range estimator": ("collect", "ranges"),
     "recovery step": ("apply",),
 }
-#: Parameters of a function that is named as `package.module:function`.
+#: Parameters that a function `package.module:function` must have, by the kind of plug-in.
 CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "decoder": ("outputs", "prepared", "size"),
     "function": (),
@@ -60,20 +60,20 @@ _OBJECTS: dict[str, Callable[..., Any]] = {}
 
 
 def register_object(value: Any) -> str:
-    """Return a name for a function or a class of this process, to be used like `package.module:Class`."""
+    """Register a function or a class of this process, and return the name under which `use` finds it."""
     name = f"{value.__module__}:{value.__qualname__.rpartition('.')[2]}"
     _OBJECTS[name] = value
     return name
 
 
 def uses_objects(use: str, params: Mapping[str, Any]) -> bool:
-    """Return whether a plug-in or a parameter of it is an object of this process, which no worker can load."""
+    """Return whether a plug-in or one of its parameters is a registered object, which no worker process can load."""
     return any(isinstance(text, str) and text in _OBJECTS for text in (use, *params.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """Installed plug-in and the distribution that offers it."""
+    """Entry point of an installed plug-in; `origin` is the name and version of its distribution."""
 
     name: str
     kind: str
@@ -99,7 +99,7 @@ def _installed_plugins(
 
 
 def plugin_kind(use: str, kinds: Sequence[str]) -> str:
-    """Return which of several kinds a plug-in has.
+    """Return the kind of a plug-in among several possible ones.
 
     The object behind `package.module:Attribute` may have an attribute `kind`; without it, the first kind is assumed.
 
@@ -183,9 +183,9 @@ def _require_contract(kind: str, use: str, loaded: object) -> None:
             raise UserError(f"{label} is no class, but {type(loaded).__name__}")
         require_methods(label, loaded, [f"{name}()" for name in CONTRACT_METHODS[kind]])
     elif kind in CONTRACT_PARAMETERS:
-        wanted = CONTRACT_PARAMETERS[kind]
-        if not inspect.isfunction(loaded) or not {*wanted} <= inspect.signature(loaded).parameters.keys():
-            raise UserError(f"{label} is no function with the parameters {', '.join(wanted)}")
+        required = CONTRACT_PARAMETERS[kind]
+        if not inspect.isfunction(loaded) or not {*required} <= inspect.signature(loaded).parameters.keys():
+            raise UserError(f"{label} is no function with the parameters {', '.join(required)}")
 
 
 def plugin_signature(kind: str, use: str) -> inspect.Signature:
@@ -214,10 +214,14 @@ def require_methods(label: str, made: object, methods: Sequence[str]) -> None:
 
 
 def call_plugin(label: str, call: Callable[[], T]) -> T:
-    """Return the result of a call into a plug-in; other exceptions than ours become a `UserError` that names it.
+    """Call a function of a plug-in, and turn unexpected exceptions into a `UserError`.
+
+    Args:
+        label: Start of the error message.
+        call: Function without arguments.
 
     Raises:
-        UserError: The call raised neither `UserError` nor `CandidateError`; `label` begins the message.
+        UserError: The call raised `UserError`, or another exception than `CandidateError`, which is passed on.
     """
     try:
         return call()
@@ -268,7 +272,8 @@ def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapp
         supplied: Further arguments, from the harness.
 
     Raises:
-        UserError: Parameters do not fit the signature, or the constructor raises another exception than ours.
+        UserError: Parameters do not fit the signature, or the constructor raises another exception than
+            `CandidateError`.
     """
     supplied = supplied or {}
     factory = check_params(kind, use, params, supplied)
@@ -284,7 +289,7 @@ def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapp
 
 @contextlib.contextmanager
 def without_module(name: str) -> Iterator[None]:
-    """Treat a module that is not imported yet as not installed, for imports that use it only if it is there."""
+    """Let imports of a module fail in the body, unless it is imported already, for packages that use it optionally."""
     if name in sys.modules:
         yield
         return

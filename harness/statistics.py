@@ -31,7 +31,7 @@ __all__ = [
     "stderr_of_median",
 ]  # fmt: skip
 
-MIN_CLAIMED_GAIN = 0.01  # as a share; smaller gains are ties even on a quiet machine
+MIN_CLAIMED_GAIN = 0.01  # speedup minus 1; smaller gains are ties even if the noise floor is lower
 _Z95 = NormalDist().inv_cdf(0.975)
 
 Floats = Sequence[float] | npt.NDArray[np.floating]
@@ -111,7 +111,12 @@ def stderr_of_median(samples: Floats) -> float:
 
 
 def rebuilt_ci(samples: Floats, earlier: Sequence[Floats]) -> Interval:
-    """Return the median of samples with a 95 % interval that includes the variance to `earlier` builds."""
+    """Return the median of a build's samples with a 95 % interval that includes the variance between builds.
+
+    Args:
+        samples: Samples of the last build.
+        earlier: Samples of each earlier build of the same model.
+    """
     own = median_ci(samples)
     if not earlier:
         return own
@@ -155,7 +160,12 @@ def paired_ratio_ci(baseline: Sequence[Floats], candidate: Sequence[Floats], con
 
 
 def noise_floor_from_ratios(aa_ratios: Floats, quantile: float = 0.95) -> float:
-    """Return the noise floor: a quantile of the gain of the baseline over its twin, from one A/A ratio per build."""
+    """Return the noise floor as a share: a quantile of the gains (or losses) of a rebuilt baseline over itself.
+
+    Args:
+        aa_ratios: Ratio of the latencies of the two baselines, one per build.
+        quantile: Share of the builds with at most this gain.
+    """
     ratios = np.asarray(aa_ratios, dtype=float)
     if not len(ratios):
         return 0.0

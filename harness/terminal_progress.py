@@ -1,4 +1,4 @@
-"""Shows a run in a terminal or a notebook: progress bars with time left, or plain lines where the output is none."""
+"""Displays of a run: progress bars in a terminal or a notebook, plain lines in other outputs, or JSON events."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from harness.progress import ProgressTask
 from harness.text import printable, printable_lines
 
 MIN_SHARE_FOR_ETA = 0.05
-"""Share of a task before which no remaining time is shown: the first step may include a build."""
+"""Share of a task before which no remaining time is shown, because the first step may include a build."""
 
 
 class TerminalProgress:
-    """An observer on standard error, so that standard output holds the tables alone.
+    """Observer that writes to standard error, so that standard output has only the tables.
 
     Args:
-        every_s: Interval of plain progress lines without a terminal.
+        every_s: Seconds between progress lines if the output is no terminal.
     """
 
     def __init__(self, *, every_s: float = 30.0) -> None:
@@ -63,7 +63,7 @@ class TerminalProgress:
 
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
-        """Show a bar during the task; without a terminal a line from time to time and one at the end."""
+        """Show a bar during the task, or lines if the output is no terminal, and a last line after more than 2 s."""
         started_s = time.monotonic()
         task = self._progress.add_task(printable(title), total=total, note="")
         step = _ProgressBar(self._progress, task)
@@ -97,30 +97,30 @@ class _ProgressLines:
         self._total = total
         self._every_s = every_s
         self._done = 0
-        self._started_s = self._said_s = time.monotonic()
+        self._started_s = self._printed_s = time.monotonic()
         self.note = ""
 
     def advance(self, note: str = "") -> None:
-        """Count one more, and say so where the last line is long ago; the work's own end says the rest."""
+        """Count one more part, and print a line every `every_s` seconds, except for the last part."""
         self.note = note or self.note
         self._done += 1
         now_s = time.monotonic()
-        if now_s - self._said_s < self._every_s or self._done >= self._total:
+        if now_s - self._printed_s < self._every_s or self._done >= self._total:
             return
-        self._said_s = now_s
+        self._printed_s = now_s
         left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
         minutes, seconds = divmod(round(left_s), 60)
-        said = f"{self._title}: {self._done}/{self._total}"
+        line = f"{self._title}: {self._done}/{self._total}"
         if self._done >= MIN_SHARE_FOR_ETA * self._total:
-            said += f", about {minutes}:{seconds:02d} min left in this step"
-        self._say(f"{said}, {self.note}" if self.note else said)
+            line += f", about {minutes}:{seconds:02d} min left in this step"
+        self._say(f"{line}, {self.note}" if self.note else line)
 
 
 class EventProgress:
-    """An observer that prints each event as a JSON object on a line of standard error.
+    """Observer that prints each event as one line of JSON on standard error.
 
-    Events have `time_s` (since the start), `event` ("line", "start", "step" or "end"), and `text`, or `work` with
-    `done`, `total` and `note`.
+    An event has `time_s` (seconds since the start) and `event` ("line", "start", "step" or "end"). A "line" has `text`;
+    the others have the title of the task as `work`, and `total`, `done` and `note` as far as they apply.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ _LATEX_ESCAPES = str.maketrans(
     }
 )  # fmt: skip
 
-_CSV_FORMULA = re.compile(r"\s*([=@]|[+-](?!$|[\d.]+(e[+-]?\d+)?$))")  # signed numbers are none
+_CSV_FORMULA = re.compile(r"\s*([=@]|[+-](?!$|[\d.]+(e[+-]?\d+)?$))")  # a signed number is no formula
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -33,12 +33,12 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return text as `printable` does, with its lines and tabs."""
+    """Return text as `printable` does, but keep line breaks and tabs."""
     return printable(text, keep="\n\t")
 
 
 def escape_markdown(text: str) -> str:
-    """Escape markup and characters that are not printable."""
+    """Escape Markdown markup and characters that are not printable."""
     safe = re.sub(r"[\\|<*`]|\](?=[(\[])", lambda match: f"\\{match[0]}", printable(text))
     return re.sub(r"^(\s*\[[^\]]*)\](?=:)", r"\1\\]", safe)  # a line that begins so defines a link
 
@@ -51,7 +51,7 @@ def escape_latex(text: str) -> str:
 
 
 def escape_csv(value: object) -> object:
-    """Return a task for CSV; text that spreadsheets would compute starts with an apostrophe (OWASP, CSV injection)."""
+    """Return a cell for CSV; text that spreadsheets would compute starts with an apostrophe (OWASP, CSV injection)."""
     if not isinstance(value, str):
         return value
     text = printable(value)
