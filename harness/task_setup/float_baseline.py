@@ -2,7 +2,7 @@
 
 A CPU may report BF16 and be faster at FP32. So if the experiment does not set the precision, the float model is timed
 at each. The fastest precision becomes the baseline of the task and the precision of the operators that candidates leave
-in float; each other precision gets a row.
+in float; each other precision gets a row. If the experiment sets the precision, no other one is built or timed.
 """
 
 from __future__ import annotations
@@ -125,11 +125,13 @@ def select_float_baseline(
 ) -> Mapping[str, PluginSpec]:
     """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and at each other one by precision.
 
+    A precision that the experiment sets is the only one.
+
     The choice and its readings are stored in `float.json`, so that a resumed run of the same model on the same runtime
     uses the same baseline.
 
     Args:
-        backend: Backend of the experiment; a precision that it sets is used.
+        backend: Backend of the experiment.
         model_file: File of the float model.
         folder: Folder of the task.
         open_engines: Function that opens engines on the machine of the task.
@@ -142,17 +144,16 @@ def select_float_baseline(
     if facts is None:
         facts = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
     offered = _benchmarkers_by_precision(backend, facts)
-    if not offered:
+    if not (offered and facts.get("float_open", False)):
         return {MAIN_BENCHMARKER: backend}
-    if facts.get("float_open", False) and len(offered) > 1:
+    fastest = str(facts["float_precision"])
+    if len(offered) > 1:
         basis = {"model_sha256": digest_file(model_file), "backend": dict(facts)}
         record = read_matching_record(folder / "float.json", basis)
         if record is None:
             record = _measure_precisions(offered, model_file, folder, open_engines, observer)
             write_json(folder / "float.json", {**record, **basis})
         fastest = str(record["fastest"])
-    else:
-        fastest = str(facts["float_precision"])
     others = {precision: use for precision, use in offered.items() if precision != fastest}
     return {MAIN_BENCHMARKER: offered[fastest], **others}
 

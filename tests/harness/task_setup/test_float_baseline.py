@@ -56,6 +56,15 @@ def test_a_clear_difference_needs_one_build(choose, tmp_path, monkeypatch, f32_m
     assert {event["build"] for event in record["events"]} == set(range(builds))
 
 
+def test_a_precision_that_the_experiment_sets_is_the_only_one(choose, tmp_path, monkeypatch):
+    import plug_in_with_two
+
+    described = plug_in_with_two.Two.describe
+    monkeypatch.setattr(plug_in_with_two.Two, "describe", lambda self: {**described(self), "float_open": False})
+    assert list(choose()) == ["main"]
+    assert not (tmp_path / "task" / "float.json").exists()
+
+
 def test_the_choice_for_another_model_is_refused(choose, tmp_path):
     choose()
     (tmp_path / "model.onnx").write_bytes(b"another model")
