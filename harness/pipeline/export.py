@@ -32,21 +32,24 @@ def export_finalists(
     running: TaskRun,
     found: SelectionResult,
     others: Sequence[str],
-    brought: Mapping[str, TransferredPlacement] | None = None,
+    transferred: Mapping[str, TransferredPlacement] | None = None,
 ) -> FinalistSet:
     """Export the finalists of a task and write `rows.json`; the same journals and final selection give the same files.
 
     Args:
-        found: Incumbents of the searches, see `harness.pipeline.final_selection`.
+        found: Incumbents of the searches.
         others: Float precisions other than the baseline's; each gets a row.
-        brought: Placements found by other tasks, by the name of the row; see `harness.pipeline.transfer`.
+        transferred: Placements found by other tasks, by the name of the row; see `harness.pipeline.transfer`.
 
     Raises:
         UserError: A file cannot be written.
     """
     task, folder = running.task, running.folder
     exporter = _Exporter(task, folder / "models")
-    fixed = [*_baseline_rows(running.experiment, task, exporter, others), *_transferred_rows(brought or {}, exporter)]
+    fixed = [
+        *_baseline_rows(running.experiment, task, exporter, others),
+        *_transferred_rows(transferred or {}, exporter),
+    ]
     picks = [*fixed, *_search_rows(running, found, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
@@ -54,7 +57,7 @@ def export_finalists(
 
 
 class _Exporter:
-    """Writer of exported files, each once; `rows` has them by id."""
+    """Writer of the exported files of a task, each written once; `rows` has the exported models by row id."""
 
     def __init__(self, task: Task, models: Path) -> None:
         self._task = task
@@ -126,39 +129,37 @@ def _baseline_rows(experiment: Experiment, task: Task, exporter: _Exporter, othe
         )
 
 
-def _transferred_rows(brought: Mapping[str, TransferredPlacement], exporter: _Exporter) -> Iterator[Choice]:
-    for name, guest in brought.items():
-        if isinstance(guest, str):
-            yield Choice(method=name, kind="baseline", row="", reason=guest)
+def _transferred_rows(transferred: Mapping[str, TransferredPlacement], exporter: _Exporter) -> Iterator[Choice]:
+    for name, placement in transferred.items():
+        if isinstance(placement, str):
+            yield Choice(method=name, kind="baseline", row="", reason=placement)
         else:
-            yield Choice(method=name, kind="baseline", row=exporter.export_placement(guest))
+            yield Choice(method=name, kind="baseline", row=exporter.export_placement(placement))
 
 
 def _baseline_row(name: str, task: Task, exporter: _Exporter) -> tuple[str, str]:
     """Return the id of the row of a fixed baseline and "", or "" and the reason for its absence."""
-    foreign, precision = task.external_models.get(name), split_rule_precision(name)[1]
-    if foreign is not None:
-        return (
-            ("", foreign.reason)
-            if foreign.path is None
-            else (exporter.export_file(name, foreign.path, foreign.pairs), "")
-        )
+    external, precision = task.external_models.get(name), split_rule_precision(name)[1]
+    if external is not None and external.path is None:
+        return "", external.reason
+    if external is not None and external.path is not None:
+        return exporter.export_file(name, external.path, external.pairs), ""
     if precision is not None and precision not in task.spec.precisions:
         return "", f"no {precision} at precision {task.spec.precision}"
     return exporter.export_placement(task.placements[name]), ""
 
 
-def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) -> Iterator[Choice]:
+def _search_rows(running: TaskRun, selection: SelectionResult, exporter: _Exporter) -> Iterator[Choice]:
     budgets, by_loss = running.experiment.budget.evaluations, running.judge.goal.minimize == "accuracy"
     largest = max(budgets)
     for run in running.task.spec.runs:
-        if run.name not in found.states:
+        if run.name not in selection.states:
             yield _empty_choice(run, largest, f"{ACCURACY_ONLY_VERDICT}: no search, because latency is not measured")
             continue
         for budget in budgets:
-            there, leaders = found.states[run.name][budget], found.incumbents[run.name][budget]
+            state, leaders = selection.states[run.name][budget], selection.incumbents[run.name][budget]
             for rank, leader in enumerate(leaders if budget == largest else leaders[:1]):
-                own = leader if isinstance(leader, Evaluation) else None  # its search has evaluated it
+                evaluation = leader if isinstance(leader, Evaluation) else None  # its search has evaluated it
                 yield Choice(
                     method=run.searcher.name,
                     kind="search",
@@ -166,36 +167,34 @@ def _search_rows(running: TaskRun, found: SelectionResult, exporter: _Exporter) 
                     seed=run.seed,
                     budget=budget,
                     rank=rank,
-                    minutes=there.minutes,
-                    search_ms=None if own is None else own.latency_ms,
-                    loss=own.score.objective if own is not None and by_loss else None,
-                    final_selection=found.speedups.get(leader.digest),
-                    beaten=bool(found.speedups) and leader.digest not in found.surviving[run.searcher.name, budget],
-                    scored=there.metric_usage.measured or None,
-                    agreement=there.metric_usage.agreement,
+                    minutes=state.minutes,
+                    search_ms=None if evaluation is None else evaluation.latency_ms,
+                    loss=evaluation.score.objective if evaluation is not None and by_loss else None,
+                    final_selection=selection.speedups.get(leader.digest),
+                    beaten=bool(selection.speedups)
+                    and leader.digest not in selection.surviving[run.searcher.name, budget],
+                    scored=state.metric_usage.measured or None,
+                    agreement=state.metric_usage.agreement,
                 )
             if not leaders:
-                yield _empty_choice(run, budget, _no_incumbent_reason(there))
+                yield _empty_choice(run, budget, _no_incumbent_reason(state))
 
 
 def _incumbent_row(run: SearchSpec, leader: Incumbent, task: Task, exporter: _Exporter) -> str:
-    """Export the incumbent of a search in the form of its method, and return the id of its row."""
+    """Export the incumbent of a search as the file that the search timed, and return the id of its row."""
     if isinstance(leader, WarmStartModel):
         return exporter.export_file(leader.digest, leader.path, leader.pairs)
     if not is_external_searcher(run.searcher):
         return exporter.export_edges(task_for_method(task, run.searcher).space.resolve(Placement(leader.choices)))
     path = external_searcher_model_path(run, task, leader.digest)
-    pairs = count_pairs(path)
-    return (
-        exporter.export_file(leader.digest, path, pairs)
-        if pairs
-        else exporter.export_placement(task.space.float_placement())
-    )
+    if pairs := count_pairs(path):
+        return exporter.export_file(leader.digest, path, pairs)
+    return exporter.export_placement(task.space.float_placement())
 
 
-def _no_incumbent_reason(there: BudgetState) -> str:
+def _no_incumbent_reason(state: BudgetState) -> str:
     """Return the reason why a search has no incumbent."""
-    last = there.last_failure
+    last = state.last_failure
     return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
 
 

@@ -30,7 +30,7 @@ def score_tool_files(
 
     Args:
         worker: Worker of the task, whose evaluators are used.
-        evaluator: Name of the evaluator, see `AccuracyStore`.
+        evaluator: Digest of the evaluator's settings; scores with another digest are outdated.
     """
     rows = [row for row in table.rows if row.id in {*PTQ_TOOLS, *BASELINE_TOOLS}]
     for suffix, use in _reference_runtimes().items():

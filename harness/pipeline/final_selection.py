@@ -83,25 +83,35 @@ def select_final(
         retry_failed: Whether failed rows are timed once more.
         recovery: Recovered models, which compete at the largest budget, and estimated losses of finalists. Of files
             that the race does not distinguish, the one with the smallest loss wins. A file that is expected to miss the
-            bound is a finalist only if all files of its search are.
+            bound is a finalist only if this is expected of all files of its search.
 
     Raises:
         UserError: The float model fails, or the log cannot be written.
     """
     recovery = recovery or Recovery()
-    found = _race_incumbents(running, open_engines, retry_failed, recovery)
-    chosen = [(run, found.incumbents.get(run.name, {}).values()) for run in running.task.spec.runs]
-    if any(_computes_wrong_result(running, run, leader) for run, led in chosen for leader in chain.from_iterable(led)):
-        return _race_incumbents(running, open_engines, retry_failed, recovery, look=True)
-    return found
+    selection = _race_incumbents(running, open_engines, retry_failed, recovery)
+    by_search = [(run, selection.incumbents.get(run.name, {}).values()) for run in running.task.spec.runs]
+    if any(
+        _computes_wrong_result(running, run, leader) for run, led in by_search for leader in chain.from_iterable(led)
+    ):
+        return _race_incumbents(running, open_engines, retry_failed, recovery, check_missing=True)
+    return selection
 
 
-def _computes_wrong_result(running: TaskRun, run: SearchSpec, leader: Incumbent, look: bool = True) -> bool:
-    """Return whether the runtime computes a wrong result for an incumbent; see `_exclude_wrong_results` for `look`."""
+def _computes_wrong_result(running: TaskRun, run: SearchSpec, leader: Incumbent, check_missing: bool = True) -> bool:
+    """Return whether the runtime computes a wrong result for an incumbent.
+
+    Args:
+        check_missing: Whether an incumbent without a check is checked now; otherwise it counts as right.
+    """
     if running.checker is None:
         return False
     candidate = _candidate_writer(run, running.task)(leader)
-    found = running.checker.check(candidate, name=leader.digest) if look else running.checker.recorded_check(candidate)
+    found = (
+        running.checker.check(candidate, name=leader.digest)
+        if check_missing
+        else running.checker.recorded_check(candidate)
+    )
     return found is not None and found.is_wrong
 
 
@@ -110,94 +120,97 @@ def _race_incumbents(
     open_engines: Callable[[], AbstractContextManager[Engines]],
     retry_failed: bool,
     recovery: Recovery,
-    look: bool = False,
+    check_missing: bool = False,
 ) -> SelectionResult:
-    """Select by a race; see `_exclude_wrong_results` for `look`."""
-    found, external = _exclude_wrong_results(running, recovery, look)
+    """Select by a race, without incumbents that compute wrong results; see `_exclude_wrong_results`."""
+    states, external = _exclude_wrong_results(running, recovery, check_missing)
     bound, losses = running.judge.goal, recovery.losses
-    led: dict[str, dict[int, tuple[Incumbent, ...]]] = {
+    incumbents: dict[str, dict[int, tuple[Incumbent, ...]]] = {
         run.name: {
             budget: _expected_within(
-                (*there.best, *(external.get(run.name, {}).get(budget, ()) if there.best else ())), losses, bound
+                (*state.best, *(external.get(run.name, {}).get(budget, ()) if state.best else ())), losses, bound
             )
-            for budget, there in found.get(run.name, {}).items()
+            for budget, state in states.get(run.name, {}).items()
         }
         for run in running.task.spec.runs
     }
     if running.judge.goal.minimize != "latency":
-        return SelectionResult(states=found, incumbents=_incumbents_or_fastest_wrong(running, led))
-    contest = _make_comparison(running, led)
-    contested = running.experiment.confirmation.candidates > 1  # else a log is of an earlier run with more
-    own: dict[_GroupKey, list[str]] = {
+        return SelectionResult(states=states, incumbents=_incumbents_or_fastest_wrong(running, incumbents))
+    comparison = _make_comparison(running, incumbents)
+    has_race = running.experiment.confirmation.candidates > 1  # else a log is of an earlier run with more
+    by_search: dict[_GroupKey, list[str]] = {
         (name, budget): [leader.digest for leader in leaders]
-        for name, budgets in led.items()
+        for name, budgets in incumbents.items()
         for budget, leaders in budgets.items()
     }
-    shared = _groups_by_searcher(running, led)
-    lots, wanted = own | shared, running.experiment.confirmation.top_k
+    by_searcher = _groups_by_searcher(running, incumbents)
+    groups, top_k = by_search | by_searcher, running.experiment.confirmation.top_k
     speedups: Mapping[str, float] = {}
-    if len(contest.rows) > 1:
-        found_best = select(contest, lots, open_engines, running.observer, wanted=wanted, retry_failed=retry_failed)
-        lots, speedups = found_best.surviving, found_best.speedups
-    elif contested:
+    if len(comparison.rows) > 1:
+        selected = select(comparison, groups, open_engines, running.observer, wanted=top_k, retry_failed=retry_failed)
+        groups, speedups = selected.surviving, selected.speedups
+    elif has_race:
         speedups = read_speedups(running.folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
-    settled = {
+    finalists = {
         name: {
-            budget: rank_finalists(leaders, lots[name, budget], speedups, losses)[:wanted]
+            budget: rank_finalists(leaders, groups[name, budget], speedups, losses)[:top_k]
             for budget, leaders in budgets.items()
         }
-        for name, budgets in led.items()
+        for name, budgets in incumbents.items()
     }
-    unbeaten = {(str(key[0]), int(key[1])): frozenset(lots[key]) for key in shared}
+    surviving = {(str(key[0]), int(key[1])): frozenset(groups[key]) for key in by_searcher}
     return SelectionResult(
-        states=found, incumbents=_incumbents_or_fastest_wrong(running, settled), speedups=speedups, surviving=unbeaten
+        states=states,
+        incumbents=_incumbents_or_fastest_wrong(running, finalists),
+        speedups=speedups,
+        surviving=surviving,
     )
 
 
 def _exclude_wrong_results(
-    running: TaskRun, recovery: Recovery, look: bool
+    running: TaskRun, recovery: Recovery, check_missing: bool
 ) -> tuple[_StatesByBudget, Mapping[str, Mapping[int, tuple[WarmStartModel, ...]]]]:
     """Return the states of the searches and their warm-start models, without models that compute wrong results.
 
     The next best placements replace wrong ones.
 
     Args:
-        look: Whether incumbents that were not compared with their files before are compared now.
+        check_missing: Whether incumbents that were never compared with their files are compared now.
     """
     wrong, seen, largest = set[str](), set[str](), max(running.experiment.budget.evaluations)
     external = _warm_start_models_by_budget(running) | {
         name: {largest: models} for name, models in recovery.models.items()
     }
     while True:
-        found = _states_by_search(running, wrong)
+        states = _states_by_search(running, wrong)
         before = len(wrong)
-        for run in running.task.spec.runs if found else ():
-            leaders: list[Incumbent] = [leader for there in found[run.name].values() for leader in there.best]
+        for run in running.task.spec.runs if states else ():
+            leaders: list[Incumbent] = [leader for state in states[run.name].values() for leader in state.best]
             leaders += chain.from_iterable(external.get(run.name, {}).values())
             for leader in (each for each in leaders if each.digest not in seen):
                 seen.add(leader.digest)
-                if _computes_wrong_result(running, run, leader, look):
+                if _computes_wrong_result(running, run, leader, check_missing):
                     wrong.add(leader.digest)
         if len(wrong) == before:
             break
-    kept = {
+    external_right = {
         name: {budget: tuple(model for model in models if model.digest not in wrong) for budget, models in each.items()}
         for name, each in external.items()
     }
-    return found, kept
+    return states, external_right
 
 
-def _incumbents_or_fastest_wrong(running: TaskRun, led: _IncumbentsByBudget) -> _IncumbentsByBudget:
-    """Return the incumbents; for a search with only wrong placements the fastest, which tables mark as wrong."""
-    if running.checker is None or all(leaders for budgets in led.values() for leaders in budgets.values()):
-        return led
-    found = _states_by_search(running)
+def _incumbents_or_fastest_wrong(running: TaskRun, incumbents: _IncumbentsByBudget) -> _IncumbentsByBudget:
+    """Return the incumbents, and the fastest wrong placement of a search that has no other, for the tables."""
+    if running.checker is None or all(leaders for budgets in incumbents.values() for leaders in budgets.values()):
+        return incumbents
+    states = _states_by_search(running)
     return {
         name: {
-            budget: leaders or (found[name][budget].best[:1] if name in found else ())
+            budget: leaders or (states[name][budget].best[:1] if name in states else ())
             for budget, leaders in budgets.items()
         }
-        for name, budgets in led.items()
+        for name, budgets in incumbents.items()
     }
 
 
@@ -221,14 +234,14 @@ def _warm_start_models_by_budget(running: TaskRun) -> dict[str, dict[int, tuple[
     return found
 
 
-def _groups_by_searcher(running: TaskRun, led: _IncumbentsByBudget) -> dict[_GroupKey, list[str]]:
+def _groups_by_searcher(running: TaskRun, incumbents: _IncumbentsByBudget) -> dict[_GroupKey, list[str]]:
     """Return the incumbents of all seeds by searcher and budget; the main table has one of them as a row."""
-    lots: dict[_GroupKey, dict[str, None]] = {}
+    groups: dict[_GroupKey, dict[str, None]] = {}
     for run in running.task.spec.runs:
-        for budget, leaders in led[run.name].items():
-            lot = lots.setdefault((run.searcher.name, budget, "all seeds"), {})
-            lot.update(dict.fromkeys(leader.digest for leader in leaders))
-    return {key: [*lot] for key, lot in lots.items()}
+        for budget, leaders in incumbents[run.name].items():
+            group = groups.setdefault((run.searcher.name, budget, "all seeds"), {})
+            group.update(dict.fromkeys(leader.digest for leader in leaders))
+    return {key: [*group] for key, group in groups.items()}
 
 
 def _states_by_search(running: TaskRun, without: Collection[str] = ()) -> _StatesByBudget:
@@ -252,22 +265,22 @@ def _incumbent_count(running: TaskRun) -> int:
     return max(confirmation.top_k, others.get(running.judge.goal.minimize, 1))
 
 
-def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedComparison:
-    """Return the comparison of all incumbents, each once also if several searches found it."""
+def _make_comparison(running: TaskRun, incumbents: _IncumbentsByBudget) -> PairedComparison:
+    """Return the paired comparison of all incumbents; one that several searches found is a single row."""
     task = running.task
-    contested = running.experiment.confirmation.candidates > 1
-    runs = [run for run in task.spec.runs if contested and led[run.name]]  # none if all precisions are emulated
+    has_race = running.experiment.confirmation.candidates > 1
+    runs = [run for run in task.spec.runs if has_race and incumbents[run.name]]  # none if all precisions are emulated
     rows = {
         leader.digest: TimedRow(name=leader.digest, candidate=candidate(leader))
         for run in runs
         for candidate in [_candidate_writer(run, task)]
-        for leaders in led[run.name].values()
+        for leaders in incumbents[run.name].values()
         for leader in leaders
     }
     external = {
         leader.digest: digest_file(leader.path)
         for run in runs
-        for leader in chain.from_iterable(led[run.name].values())
+        for leader in chain.from_iterable(incumbents[run.name].values())
         if isinstance(leader, WarmStartModel)
     }
     header = {
@@ -293,18 +306,18 @@ def _make_comparison(running: TaskRun, led: _IncumbentsByBudget) -> PairedCompar
 
 def _candidate_writer(run: SearchSpec, task: Task) -> Callable[[Incumbent], Candidate]:
     """Return a function that makes the candidate of an incumbent of a search."""
-    own = None if is_external_searcher(run.searcher) else task_for_method(task, run.searcher)
+    own_task = None if is_external_searcher(run.searcher) else task_for_method(task, run.searcher)
 
-    def built(leader: Incumbent) -> Candidate:
+    def make_candidate(leader: Incumbent) -> Candidate:
         if isinstance(leader, WarmStartModel):
             file = task.runtime_input_file(leader.path)
             return Candidate(digest=digest_file(file)[:16], edges=(), source=lambda: file)
-        if own is not None:
-            return own.candidate(Placement(leader.choices))
+        if own_task is not None:
+            return own_task.candidate(Placement(leader.choices))
         path = external_searcher_model_path(run, task, leader.digest)
         return Candidate(digest=leader.digest, edges=(), source=lambda: path)
 
-    return built
+    return make_candidate
 
 
 def _expected_within(leaders: tuple[Incumbent, ...], losses: Mapping[str, float], goal: Goal) -> tuple[Incumbent, ...]:
@@ -330,13 +343,13 @@ def rank_finalists(
         speedups: Speedups in the race, by row.
         losses: Estimated losses by row; empty without a bound. Surviving rows without one come after those with one.
     """
-    known = losses or {}
-    evaluated = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)
-    there = (leader for leader in leaders if isinstance(leader, Evaluation) or leader.digest in speedups)
+    known_losses = losses or {}
+    has_evaluation = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)
+    ranked = (leader for leader in leaders if isinstance(leader, Evaluation) or leader.digest in speedups)
 
     def order(leader: Incumbent) -> tuple[bool, bool, float, float]:
-        external = isinstance(leader, WarmStartModel) and leader.digest not in known
-        loss = known.get(leader.digest, math.inf) if leader.digest in close else 0.0
-        return leader.digest not in close, evaluated and external, loss, -speedups.get(leader.digest, 0.0)
+        external = isinstance(leader, WarmStartModel) and leader.digest not in known_losses
+        loss = known_losses.get(leader.digest, math.inf) if leader.digest in close else 0.0
+        return leader.digest not in close, has_evaluation and external, loss, -speedups.get(leader.digest, 0.0)
 
-    return tuple(sorted(there, key=order))
+    return tuple(sorted(ranked, key=order))

@@ -1,8 +1,8 @@
 """Pre-screening of candidates by NVIDIA's compiler, before a GPU builds and times them.
 
-A candidate that the compiler refuses has failed. A candidate with the same kernels as one that this search has timed
-gets the outcome of that one, and its `info` refers to it. Kernels are compared by kind, implementation, types and
-shapes, in order; names of tensors have no influence on time.
+A candidate that the compiler refuses is recorded as a failure. A candidate with the same kernels as one that the search
+has timed gets a copy of its outcome, with a reference to it in `info`. Kernels are compared by kind, implementation,
+types and shapes, in order; names of tensors have no influence on latency.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Prescreening:
 
 
 def _refer_to(candidate: str, timed: Measured) -> Measured:
-    """Return the outcome of a timed candidate for another one with the same kernels, without time of a GPU."""
+    """Return a copy of a timed candidate's outcome for one with the same kernels, with all durations 0."""
     info = {**timed.info, EQUAL_TO: candidate}
     return replace(timed, info=info, build_s=0.0, measure_s=0.0, release_s=0.0, evaluate_s=0.0)
 
@@ -99,7 +99,7 @@ def kernels_digest(kernels: Iterable[Kernel]) -> str:
 
 
 def count_prescreened(outcomes: Iterable[Outcome]) -> Counter[str]:
-    """Return the numbers of outcomes that are "refused", "equal" and "timed"."""
+    """Count the outcomes that are "refused", "equal" (copied from a candidate with the same kernels) and "timed"."""
     return Counter(
         "equal" if isinstance(each, Measured) and EQUAL_TO in each.info
         else "refused" if isinstance(each, Failed) and each.reason.startswith(REFUSED) else "timed"

@@ -1,14 +1,13 @@
-"""Recovery in a run: more accurate files of its fastest placements, and estimates of their losses.
+"""Recovery of accuracy after the searches: other scales and weights for the fastest placements near the bound.
 
-Other scales and corrected biases may regain the accuracy of a placement at the same latency. So, under a bound, the
-fastest placements within it, and the fastest that miss it, get other range estimators, scales by channel and recovery
-steps. If the file still misses the bound, the nodes that cost most accuracy are left float. Files that then keep the
-bound on the images of the search are timed with the incumbents in the final selection. Each file, with and without
-recovery, has an estimated loss, which decides between files that are equally fast, and excludes those that are expected
-to miss the bound on other images.
+Other scales and corrected biases may regain accuracy at the same latency. So the fastest placements within the bound,
+and the fastest that miss it, get other range estimators, scales by channel and recovery steps. If a file still misses
+the bound, the nodes that cost most accuracy are left float. Files that then keep the bound on the images of the search
+compete with the incumbents in the final selection. Each file, with and without recovery, gets an estimated loss, which
+decides between files that are equally fast, and excludes files that are expected to miss the bound on other images.
 
-A placement that is surely within the bound as given needs no recovery, nor does one that is slower than such a file.
-Recovery takes about as long as the searches at most. The record names what was not tried for which reason.
+A placement that is surely within the bound needs no recovery, nor does one that is slower than such a file. Recovery
+takes at most about as long as the searches. The record has the reason why a placement was not recovered.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class _ScoredFile:
     score: _Loss
 
     def facts(self, *, within: bool) -> dict[str, Any]:
-        """Return the record of the file as JSON values; `within`: whether it keeps the bound."""
+        """Return the record of the file for `recovery.json`; `within` says whether it keeps the bound."""
         steps = [asdict(gain) for gain in self.attempt.gains]
         left_float = [asdict(group) for group in self.attempt.left_float]
         return {
@@ -107,7 +106,7 @@ class _ScoredFile:
         }
 
 
-def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
+def recover_placements(running: TaskRun, store: AccuracyStore) -> Recovery:
     """Recover the fastest placements of a task near its bound, and estimate the losses of all files.
 
     Writes `recovery.json`; the files are in the scratch folder of the task, from which the finalists are exported. The
@@ -126,20 +125,20 @@ def recover_placements(running: TaskRun, book: AccuracyStore) -> Recovery:
         for run in (task.spec.runs if len(task.searched_space) else ())
         if not is_external_searcher(run.searcher)
     }
-    wanted = {name: placements_to_recover(running, found) for name, found in trials.items()}
-    chosen = list({trial.digest: trial for found in wanted.values() for trial in found}.values())[:MAX_RECOVERED]
-    known = _read_known(running)
-    left = sorted((trial for trial in chosen if trial.digest not in known), key=lambda trial: trial.latency_ms)
-    if left:
+    by_search = {name: placements_to_recover(running, found) for name, found in trials.items()}
+    selected = list({trial.digest: trial for found in by_search.values() for trial in found}.values())[:MAX_RECOVERED]
+    records = _read_known(running)
+    missing = sorted((trial for trial in selected if trial.digest not in records), key=lambda trial: trial.latency_ms)
+    if missing:
         search_s = sum(max(trial.elapsed_s for trial in found) for found in trials.values() if found)
-        known |= _recover_all(running, book, left, wanted.values(), max(MIN_RECOVERY_S, search_s))
+        records |= _recover_all(running, store, missing, by_search.values(), max(MIN_RECOVERY_S, search_s))
     models = {
-        name: tuple(model for trial in found if (model := _known_model(known.get(trial.digest), trial)) is not None)
-        for name, found in wanted.items()
+        name: tuple(model for trial in found if (model := _known_model(records.get(trial.digest), trial)) is not None)
+        for name, found in by_search.items()
     }
     measured = {trial.digest: _loss(running, trial) for trial in chain(*trials.values()) if is_feasible(trial.score)}
     return Recovery(
-        models=models, losses=measured | estimated if (estimated := estimate_recorded_losses(known)) else {}
+        models=models, losses=measured | estimated if (estimated := estimate_recorded_losses(records)) else {}
     )
 
 
@@ -173,7 +172,7 @@ def _loss(running: TaskRun, trial: Evaluation) -> float:
 
 def _recover_all(
     running: TaskRun,
-    book: AccuracyStore,
+    store: AccuracyStore,
     trials: Sequence[Evaluation],
     searches: Collection[Sequence[Evaluation]],
     limit_s: float,
@@ -182,7 +181,7 @@ def _recover_all(
 
     Args:
         running: The task after its searches.
-        book: Store of the task's scores.
+        store: Store of the task's scores.
         trials: Placements without a record.
         searches: Placements that each search wants to be recovered.
         limit_s: Seconds after which no other recovery starts.
@@ -204,17 +203,17 @@ def _recover_all(
             return str(error)
 
     if has_time():
-        running.scoring.prepare_evaluators(book, task.model_file)
+        running.scoring.prepare_evaluators(store, task.model_file)
     with running.observer.work(f"{task.spec.name}: recover placements", len(trials)) as step:
         for trial in trials:
             untried: dict[str, Any] = {"loss_before": _loss(running, trial), "label": OUT_OF_TIME, "within": False}
-            facts = _needs_none(running, book, _read_known(running), trial, searches) if has_time() else untried
+            facts = _needs_none(running, store, _read_known(running), trial, searches) if has_time() else untried
             if not facts:
                 opened = placer()
                 if isinstance(opened, str):
                     facts = {**untried, "label": f"{NOT_TRIED}: {opened}"}
                 else:
-                    facts = _recover(running, book, opened, trial, batches, has_time)
+                    facts = _recover(running, store, opened, trial, batches, has_time)
             seconds, ended_s = time.monotonic() - ended_s, time.monotonic()  # the first one has the calibration
             _write_known(running, trial.digest, {**facts, "seconds": round(seconds, 1)})
             step.advance(facts["label"])
@@ -223,26 +222,26 @@ def _recover_all(
 
 def _needs_none(
     running: TaskRun,
-    book: AccuracyStore,
+    store: AccuracyStore,
     known: Mapping[str, Mapping[str, Any]],
     trial: Evaluation,
     searches: Collection[Sequence[Evaluation]],
 ) -> dict[str, Any]:
-    """Return the record of a placement that needs no recovery, with the reason as its label; else nothing."""
-    wanted = running.experiment.confirmation.top_k
+    """Return the record of a placement that needs no recovery, with the reason as its label, or an empty one."""
+    top_k = running.experiment.confirmation.top_k
 
     def fastest(search: Sequence[Evaluation]) -> list[str]:
         faster = (each for each in search if each.latency_ms * (1 + running.noise_floor) < trial.latency_ms)
-        return [each.digest for each in faster if known.get(each.digest, {}).get("surely_within", False)][:wanted]
+        return [each.digest for each in faster if known.get(each.digest, {}).get("surely_within", False)][:top_k]
 
-    rivals = [fastest(search) for search in searches if any(each.digest == trial.digest for each in search)]
+    faster_files = [fastest(search) for search in searches if any(each.digest == trial.digest for each in search)]
     before = {"loss_before": _loss(running, trial), "within": False}
-    if all(len(each) == wanted for each in rivals):
-        return {**before, "label": f"{NOT_TRIED}: {rivals[0][0]} {FASTER_AND_WITHIN}"}
+    if all(len(each) == top_k for each in faster_files):
+        return {**before, "label": f"{NOT_TRIED}: {faster_files[0][0]} {FASTER_AND_WITHIN}"}
     if is_feasible(trial.score):
         resolved = running.task.space.resolve(Placement(trial.choices))
         path = _export(running, trial, 0, partial(running.task.inserter.export, resolved))
-        given = _score(running, book, path, "as given")
+        given = _score(running, store, path, "as given")
         if given.surely_within:
             before |= {"loss_before": given.loss, "stderr_before": given.stderr}
             return {**before, "label": f"{NOT_TRIED}: surely within the bound as given", "surely_within": True}
@@ -255,22 +254,23 @@ def _has_time(running: TaskRun) -> bool:
 
 def _recover(
     running: TaskRun,
-    book: AccuracyStore,
+    store: AccuracyStore,
     placer: ModelPlacer,
     trial: Evaluation,
     batches: Sequence[Feeds],
     has_time: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Recover a placement, and return its record with the first file expected to keep the bound, or the best file.
+    """Recover a placement, and return its record.
 
-    The placement without recovery is scored too, so that both files have a loss with a standard error.
+    The record has the first file that is expected to keep the bound, or else the file with the smallest loss. The
+    placement without recovery is scored too, so that both files have a loss with a standard error.
     """
     goal, competes = running.judge.goal, is_feasible(trial.score)
     scored: list[_ScoredFile] = []
     resolved = running.task.space.resolve(Placement(trial.choices))
     for attempt in iter_attempts(placer, resolved, batches, running.observer):
         path = _export(running, trial, len(scored), attempt.placed.export)
-        scored.append(_ScoredFile(attempt=attempt, path=path, score=_score(running, book, path, attempt.label)))
+        scored.append(_ScoredFile(attempt=attempt, path=path, score=_score(running, store, path, attempt.label)))
         if len(scored) > 1 and (competes or not has_time() or _expected_within(scored, goal)[-1]):
             break
     facts: dict[str, Any] = {"loss_before": _loss(running, trial), "label": "nothing to try", "within": False}
@@ -306,14 +306,14 @@ def _expected_within(scored: Sequence[_ScoredFile], goal: Goal) -> list[bool]:
     return [goal.loss_excess(loss) == 0 for loss in expected]
 
 
-def _score(running: TaskRun, book: AccuracyStore, path: Path, label: str) -> _Loss:
+def _score(running: TaskRun, store: AccuracyStore, path: Path, label: str) -> _Loss:
     """Return the loss of a file on the images of the search."""
     goal, evaluator = running.judge.goal, running.judge.evaluator
-    metric, score = goal.metric or "", book.score_file(path, label, evaluator)
+    metric, score = goal.metric or "", store.score_file(path, label, evaluator)
     value = score.metrics.get(metric, math.nan) if isinstance(score, Accuracy) else math.nan
     if isinstance(score, Failed) or not math.isfinite(value):
         return _Loss()
-    reference = book.require_float_score(running.task.model_file, evaluator)
+    reference = store.require_float_score(running.task.model_file, evaluator)
     drop = drop_estimate(reference, score, metric, higher_is_better=goal.higher_is_better)
     sure = surely_within(reference, score, metric, goal.max_drop or 0.0, higher_is_better=goal.higher_is_better)
     stderr = math.inf if drop is None else stderr_from_interval(drop.interval)

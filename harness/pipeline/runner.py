@@ -1,4 +1,4 @@
-"""Run of an experiment: set up, search, select, score and confirm each task. A repeated run continues the results.
+"""Run of an experiment: set up, search, select, score and confirm each task. A repeated run continues an earlier one.
 
 A results folder has for each task:
     env.json                machine on which it was begun
@@ -106,7 +106,7 @@ def run_experiment(
     def run(spec: TaskSpec, site: ExecutionTarget, searching: bool = False) -> None:
         observer.say(spec.name)
         folder = out / spec.name
-        place = _TaskContext(
+        context = _TaskContext(
             spec=spec,
             folder=folder,
             commit=commit,
@@ -116,7 +116,7 @@ def run_experiment(
             sink=answers,
         )
         try:
-            run_with_recovery(folder, partial(_run_task, place, experiment, observer), accept_changes, observer)
+            run_with_recovery(folder, partial(_run_task, context, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
             if not isinstance(error, FingerprintMismatch):  # a refused task changes nothing
@@ -212,12 +212,12 @@ class _TaskContext:
     sink: AnswerSink | None
 
 
-def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -> None:
-    spec, folder, site = place.spec, place.folder, place.site
+def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer) -> None:
+    spec, folder, site = context.spec, context.folder, context.site
     clock = PhaseClock(folder, "set-up")
     minutes = experiment.budget.task_minutes
     limit = None if minutes is None else TimeLimit(seconds=minutes * 60, clock=clock)
-    record_or_check(folder / "env.json", site.environment(place.commit), comparability_key)
+    record_or_check(folder / "env.json", site.environment(context.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
     task = compose_task(experiment, spec, folder / "work", observer, facts)
     scoring = make_scoring(experiment.objective, spec.model, task.model, task.work)
@@ -235,7 +235,7 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
         clock.start("noise floor")
         backend = engines.describe()
         measure = partial(measure_noise_floor, site.open, worker, task.model_file, backend, folder, observer)
-        initial = time_initial_rows(experiment, task, measure, answers=place.sink is not None)
+        initial = time_initial_rows(experiment, task, measure, answers=context.sink is not None)
         clock.start("set-up")
         clock.split("noise floor", "early answer", initial.share)
         book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
@@ -256,34 +256,34 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
                 clock, experiment.confirmation, len(experiment.baselines) + len(benchmarkers) - 1, len(spec.runs)
             ),
         )
-        running = replace(running, answers=_make_answers(running, initial, lambda: site.open(worker), place.sink))
+        running = replace(running, answers=_make_answers(running, initial, lambda: site.open(worker), context.sink))
         record_or_check(
             folder / "task.json",
             running.task_facts(),
             lambda facts: {key: facts.get(key) for key in running.fingerprint()},
         )
         clear_task_error(folder)
-        asked = running.task_digest()  # first: later changes of the inputs must invalidate the marker
-        if not (experiment.transfer or place.retry_failed) and is_complete(folder, asked):
+        inputs_digest = running.task_digest()  # first: later changes of the inputs must invalidate the marker
+        if not (experiment.transfer or context.retry_failed) and is_complete(folder, inputs_digest):
             observer.say(f"{spec.name}: nothing is left to do")
             shutil.rmtree(task.work, ignore_errors=True)
             return
         reopen_task(folder)
         runs = spec.runs if len(task.searched_space) else ()
-        if goal.metric is not None and (place.retry_failed or any(map(running.is_unfinished, runs))):
+        if goal.metric is not None and (context.retry_failed or any(map(running.is_unfinished, runs))):
             scoring.prepare_evaluators(book, task.model_file)
         clock.write("search")
         if running.answers is not None and runs:
             running.answers.answer_initial()
         with site.workers(worker, engines, task.inserter, task.candidate(task.space.float_placement())) as workers:
-            searches = [partial(running.run_search, run, workers, place.retry_failed) for run in runs]
+            searches = [partial(running.run_search, run, workers, context.retry_failed) for run in runs]
             run_concurrently(searches, experiment.executor.searches)
         clock.write("final selection")
         write_pattern_cache(task, goal, folder)
         others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
         recovered = recover_placements(running, book)
-        found = select_final(running, lambda: site.open(worker), place.retry_failed, recovered)
-        if place.searching:
+        found = select_final(running, lambda: site.open(worker), context.retry_failed, recovered)
+        if context.searching:
             export_finalists(running, found, others)
             return
         table = export_finalists(
@@ -301,20 +301,20 @@ def _run_task(place: _TaskContext, experiment: Experiment, observer: Observer) -
                 score_tool_files(table, worker, experiment.limits, observer, facts_digest(scoring.facts))
         clock.write("comparison with files")
         if checker is not None:
-            checker.check_rows(table, place.retry_failed)
+            checker.check_rows(table, context.retry_failed)
     clock.write("confirmation")
     timed = table.with_latency
     plan = experiment.confirmation
     if limit is not None:
         plan = limit.shorten(plan, len(timed.rows), read_begun_plan(folder))
-    confirm_rows(plan, site.open, worker, timed, backend, observer, place.retry_failed)
+    confirm_rows(plan, site.open, worker, timed, backend, observer, context.retry_failed)
     clock.write("dynamic axes")
-    wanted = () if shapes is None else [shape.inputs for shape in shapes.shapes]
-    write_dynamic_rows(task.model, table, spec.backend.use, observer, wanted)
+    shape_inputs = () if shapes is None else [shape.inputs for shape in shapes.shapes]
+    write_dynamic_rows(task.model, table, spec.backend.use, observer, shape_inputs)
     clock.write("")
     shutil.rmtree(task.work, ignore_errors=True)
     failed = any(end.failed for run in runs if (end := running.termination(run)))  # tried again on resume
-    complete_task(folder, asked, complete=not failed)
+    complete_task(folder, inputs_digest, complete=not failed)
 
 
 def _make_answers(
@@ -352,6 +352,6 @@ def _open_runtime_checker(
 
 
 def _recorded_environment(tasks: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
-    """Return the environment of the machine on which the results were started, or None if there are none."""
+    """Return the content of the first task's `env.json`, or None if no task has one."""
     begun = (path for spec in tasks if (path := out / spec.name / "env.json").exists())
     return next(map(read_json, begun), None)

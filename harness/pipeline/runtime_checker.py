@@ -91,7 +91,7 @@ def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -
 
 
 class RuntimeChecker:
-    """Checker of the models of one task, a context manager that closes its worker process for ONNX Runtime."""
+    """Checker of the models of one task; a context manager, because it opens a worker process for ONNX Runtime."""
 
     def __init__(self, plan: CheckPlan, engines: Engines, observer: Observer) -> None:
         self._plan = plan
@@ -172,15 +172,15 @@ class RuntimeChecker:
     def _run_check(self, candidate: Candidate, benchmarker: str) -> OutputCheck:
         path, compare = candidate.source(), self._comparison(benchmarker)
         if candidate.digest == edges_digest(()):
-            own = require_outputs(self._float_outputs(benchmarker), "the engine")
-            return compare_float(compare.floats, own, compare.precision, compare.skipped)
+            outputs = require_outputs(self._float_outputs(benchmarker), "the engine")
+            return compare_float(compare.floats, outputs, compare.precision, compare.skipped)
         found = compare.judge(path)
         if path.suffix == IR_SUFFIX:
             return replace(found, reason=_IR_REASON) if found.is_wrong else found
         if found.is_wrong and self._plan.saturates:
             target = self._scratch / "narrow.onnx"
-            for what, remedy in SATURATION_REASONS.items():
-                if write_7bit_copy(path, target, what) and not compare.judge(target).is_wrong:
+            for reduced, remedy in SATURATION_REASONS.items():
+                if write_7bit_copy(path, target, reduced) and not compare.judge(target).is_wrong:
                     return replace(found, verdict="saturates", reason=remedy)
         if found.is_wrong or found.is_suspect:
             return self._locate_fault(found, path, candidate.digest, benchmarker)
@@ -198,7 +198,7 @@ class RuntimeChecker:
         )
 
     def _file_outputs(self, path: Path) -> Outputs | Failed:
-        """Return the outputs of the reference execution: of ONNX Runtime, or for an IR of OpenVINO in float."""
+        """Return the outputs of the reference execution: an ONNX file in ONNX Runtime, an IR in OpenVINO in float."""
         if path.suffix != IR_SUFFIX:
             return self._reference(self._truncated_model(path), self._feeds)
         params = {"integer_kernels": False, "precision": "f32", "threads": 1}
@@ -210,7 +210,7 @@ class RuntimeChecker:
 
     @cached_property
     def _compared_outputs(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        """Return the outputs that are not compared, and the tensors to compare if no other output is left.
+        """Return the names of outputs that are not compared, and of tensors to compare if no output is left.
 
         Raises:
             EvaluationFailed: The float model does not run in ONNX Runtime.
@@ -222,7 +222,7 @@ class RuntimeChecker:
         return (frozenset(), sources) if sources else (skipped, ())
 
     def _truncated_model(self, path: Path) -> Path:
-        """Return the file itself, or a copy that ends before the indices if every output depends on indices."""
+        """Return the file, or a copy without the nodes that select by index if every output depends on them."""
         if not self._compared_outputs[1] or path.suffix == IR_SUFFIX:
             return path
         target = self._scratch / "cut.onnx"
@@ -230,7 +230,7 @@ class RuntimeChecker:
         return target
 
     def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
-        """Return the check with the operator that differs; a suspect model without such an operator is not wrong."""
+        """Return the check with the operator that differs; without one, a suspect model counts as right."""
         if found.is_wrong and sum(bool(each.model) for each in self._record.values()) >= MAX_REPORTS:
             return replace(found, reason=f"its operator was not located: see the first {MAX_REPORTS} wrong results")
         suspect = SuspectModel(
@@ -264,7 +264,7 @@ class RuntimeChecker:
         return self._plan.work
 
     def _float_outputs(self, benchmarker: str) -> Outputs | Failed:
-        """Return the float model's outputs in a runtime, or with "" those of the reference execution."""
+        """Return the outputs of the float model in a runtime, or in the reference execution if `benchmarker` is ""."""
         if benchmarker not in self._floats:
             self._floats[benchmarker] = (
                 self._run(self._truncated_model(self._plan.floats[benchmarker]), self._feeds, benchmarker)
@@ -284,7 +284,7 @@ class RuntimeChecker:
 
     @cached_property
     def _reference_engines(self) -> Engines:
-        """Open ONNX Runtime in a worker process when it is first needed."""
+        """Return ONNX Runtime in a worker process, started at the first use."""
         use = PluginSpec(
             use="onnxruntime", params={"optimization": "disabled", "threads": min(REFERENCE_THREADS, count_cores())}
         )
@@ -292,7 +292,7 @@ class RuntimeChecker:
         return self._stack.enter_context(open_engines(worker, self._plan.limits))
 
     def _read_record(self) -> dict[str, OutputCheck]:
-        """Return the recorded checks by model and benchmarker; none if they are of another model or runtime."""
+        """Return the recorded checks by "DIGEST BENCHMARKER"; none if they are of another float model or runtime."""
         if not self._path.exists():
             return {}
         body: dict[str, Any] = read_json(self._path)
@@ -302,7 +302,7 @@ class RuntimeChecker:
 
 
 def runs_no_model(use: PluginSpec) -> bool:
-    """Return whether a benchmarker, such as a simulation or a replay, runs no model."""
+    """Return whether a benchmarker executes no model, such as a simulation or a replay."""
     return capabilities_of(registry.load_plugin("benchmarker", use.use)).in_process
 
 

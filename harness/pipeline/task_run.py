@@ -167,7 +167,7 @@ class TaskRun:
         return min(limits, default=None)
 
     def _note(self, trial: TrialEvent, describe: Callable[..., str], left: TimeLeft) -> str:
-        """Return the text of the progress line: incumbent, confirmed speedup, expected further gain, time left."""
+        """Return the note of the progress bar: incumbent, confirmed speedup, expected further gain, time left."""
         best = "" if trial.best_ms is None else describe(trial.best_ms, is_float=trial.best_is_float)
         gain = "" if trial.expected_gain is None else f"expected further gain {trial.expected_gain:.1%}"
         confirmed = self.answers.note if self.answers else ""
@@ -212,7 +212,10 @@ class TaskRun:
         return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.interleave)
 
     def _search_fingerprint(self, run: SearchSpec) -> dict[str, Any]:
-        """Return the fingerprint of a search; keys added later are included only if they differ from the default."""
+        """Return the inputs of a search that must not change when it resumes.
+
+        Settings that did not exist in older versions are included only if they differ from their defaults.
+        """
         window = self.experiment.executor.max_pending
         method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}

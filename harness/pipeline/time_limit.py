@@ -42,12 +42,13 @@ class TimeLimit:
         return self.clock.elapsed_s < RECOVERY_SHARE * self.seconds
 
     def shorten(self, plan: Confirmation, rows: int, begun: Confirmation | None = None) -> Confirmation:
-        """Return the plan, with fewer builds and rounds if it would take longer than the remaining time.
+        """Return the plan with fewer builds and rounds if it would take longer than the remaining time.
 
         Args:
             plan: Schedule of the experiment's confirmation.
-            rows: Number of rows; a turn of each is assumed to take as long as one of the noise floor.
-            begun: Plan of an interrupted confirmation, which is returned because another plan would start anew.
+            rows: Number of rows; their turns are assumed to take as long as those of the noise floor.
+                begun: Plan of an interrupted confirmation, whose builds and rounds are returned, because a confirmation
+                with another plan would start anew.
         """
         if begun is not None:
             return plan.model_copy(update={"builds": begun.builds, "rounds": begun.rounds})
@@ -99,10 +100,10 @@ def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int
     first, *later = TURNS_PER_RACING_ROUND
     raced = searches * plan.candidates if plan.candidates > plan.top_k else 0
     race_turns = first * (raced + 2) + sum(later) * (raced // 2 + 2) if raced else 0
-    rows = 2 + baselines + searches * plan.top_k  # the float model has two builds
+    rows = 2 + baselines + searches * plan.top_k  # the float model has two rows, for the noise floor
     return _turn_seconds(clock) * (race_turns + rows * plan.builds * plan.rounds)
 
 
 def _turn_seconds(clock: PhaseClock) -> float:
-    """Return the seconds of a turn of one row in the noise floor, including builds; it has two rows."""
+    """Return the mean seconds of a turn in the measurement of the noise floor (two rows), including builds."""
     return clock.seconds_of("noise floor") / (2 * NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds)

@@ -37,7 +37,7 @@ TransferredPlacement = Placement | str
 
 
 def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
-    """Write the best schemes of the searches of a task as a pattern cache; nothing if none measured the float model.
+    """Write the best schemes of a task's searches as a pattern cache, unless no search measured the float model.
 
     Args:
         folder: Folder of the task's results, with the journals.
@@ -55,7 +55,7 @@ def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
 def transferred_placements(
     kinds: Sequence[str], task: Task, tasks: Sequence[TaskSpec], out: Path
 ) -> Mapping[str, TransferredPlacement]:
-    """Return the placements found for sibling tasks, by the name of their row.
+    """Return the placements that other tasks found, or the reason why one cannot be used, by the name of their row.
 
     Args:
         kinds: "backends": the same model on other backends; "models": other models on the same backend.
@@ -79,7 +79,7 @@ def _pattern_observations(task: Task, goal: Goal, folder: Path) -> Iterator[Obse
         if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not has_lines(path):
             continue
         for trial in iter_evaluations(read_journal(path), goal):
-            score = replace(trial.score, objective=trial.latency_ms)  # whatever the search minimised
+            score = replace(trial.score, objective=trial.latency_ms)  # schemes are ranked by latency
             yield Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=score)
 
 
@@ -88,7 +88,7 @@ def _transfer_by_edges(task: Task, folder: Path) -> TransferredPlacement:
     checks = read_checks(folder, {row.id: row for row in rows})
     best = best_choice(pick for pick in picks if pick.row not in checks or not checks[pick.row].is_wrong)
     if best is None:
-        return f"{folder.name} found nothing"
+        return f"{folder.name} selected no placement"
     row = next(row for row in rows if row.id == best.row)
     if not row.pairs:
         return task.space.float_placement()
@@ -100,9 +100,9 @@ def _transfer_by_edges(task: Task, folder: Path) -> TransferredPlacement:
 
 def _transfer_by_patterns(task: Task, folder: Path) -> TransferredPlacement:
     if not (folder / PATTERN_CACHE_NAME).exists():
-        return f"{folder.name} learned nothing"
+        return f"{folder.name} has no pattern cache"
     known = propose_placements(read_cache(folder / PATTERN_CACHE_NAME), task.space, _measurement_origin(task), limit=1)
-    return known[0] if known else f"{folder.name} contains none of its patterns"
+    return known[0] if known else f"the pattern cache of {folder.name} contains no pattern of this model"
 
 
 def _measurement_origin(task: Task) -> MeasurementOrigin:

@@ -54,7 +54,7 @@ class CheckResult:
 
     Attributes:
         what: "file", "edges", "accuracy", "bound", "runtime" (correct results) or "latency".
-        holds: Whether the value agrees with the record, or keeps the bound; None without a record.
+        holds: Whether the value agrees with the record, or keeps the bound; None if there is no record.
         found: Text with the recorded value and the value found now.
     """
 
@@ -92,7 +92,7 @@ def verify(
     folder = results or file.resolve().parent.parent.parent
     if results is None and not (folder / "experiment.yaml").exists():
         raise UserError(
-            f"{file}: lies in no results folder: name RESULTS/TASK/models/NAME.onnx, or its results by --results"
+            f"{file}: is in no results folder: give RESULTS/TASK/models/NAME.onnx, or the results folder by --results"
         )
     digest = digest_file(file)
     found = load(folder)
@@ -237,9 +237,9 @@ class _Reproduction:
             pairs = count_pairs(self.file)
             text = f"{self.row.pairs} Q/DQ pairs recorded, {pairs} in the file"
             return CheckResult(what="edges", holds=pairs == self.row.pairs, found=text)
-        asked = task.space.resolve(task.space.validate(Placement(self.row.choices)))
-        missing, extra = diff_edges(task.edges_in_file(asked), self.file)
-        text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} unexpected"
+        requested = task.space.resolve(task.space.validate(Placement(self.row.choices)))
+        missing, extra = diff_edges(task.edges_in_file(requested), self.file)
+        text = f"{len(requested)} requested, {len(missing)} of them missing, {len(extra)} unexpected"
         return CheckResult(what="edges", holds=not (missing or extra), found=text)
 
     def _check_score(
@@ -296,7 +296,7 @@ class _Reproduction:
         return CheckResult(what="runtime", holds=not (found.is_wrong or text), found=f"{text}{found}")
 
     def _check_speedup(self, recorded: Interval, worker: WorkerSpec, task: Task, observer: Observer) -> CheckResult:
-        """Measure the speedup with new builds; it fails only if it is lower than the record beyond the noise floor."""
+        """Measure the speedup with new builds; the check fails if it is lower than recorded by more than the noise."""
         baseline = TimedRow(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement()))
         turn = TimedRow(name=self.row.id, candidate=self._candidate(task), benchmarker=self.row.benchmarker)
         events = []

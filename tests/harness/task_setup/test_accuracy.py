@@ -393,7 +393,7 @@ def test_a_file_of_nobodys_results_is_refused(front: Path, folder: Path, capsys:
     assert qdq("verify", str(folder / "nothing.onnx")) == 2
     assert "nothing.onnx: no such file" in capsys.readouterr().err
     assert qdq("verify", str(folder / "labelled.npz")) == 2
-    assert "lies in no results folder: name RESULTS/TASK/models/NAME.onnx" in capsys.readouterr().err
+    assert "in no results folder: give RESULTS/TASK/models/NAME.onnx" in capsys.readouterr().err
     assert qdq("verify", str(folder / "labelled.npz"), "--results", str(front.parent)) == 2
     assert "has no row of this file" in capsys.readouterr().err
 
