@@ -119,7 +119,7 @@ def encoder48() -> GraphBuilder:
     return encoder(48, width=64)
 
 
-def vit_tiny() -> GraphBuilder:
+def vit_tiny(layers: int = 12) -> GraphBuilder:
     """Build ViT-Tiny (Touvron et al. 2020, arXiv:2012.12877, table 1): 12 layers, 192 wide, 3 heads, patches of 16."""
     g, width, tokens = GraphBuilder("vit_tiny", seed=12), 192, 14 * 14 + 1
     patches = g.conv(g.input("images", (1, 3, 224, 224)), width, 16, stride=16, pad=0)
@@ -128,7 +128,7 @@ def vit_tiny() -> GraphBuilder:
     first = g.const(rng.normal(0, 1, (1, 1, width)).astype(np.float32), "class_token")
     position = g.const(rng.normal(0, 0.5, (1, tokens, width)).astype(np.float32), "position")
     x = g.op("Add", g.op("Concat", first, patches, axis=1), position)
-    for _ in range(12):
+    for _ in range(layers):
         x = g.op("Add", x, _self_attention(g, g.layer_norm(x, epsilon=1e-6), heads=3))
         y = g.linear(g.layer_norm(x, epsilon=1e-6), 4 * width)
         gate = g.op("Add", g.op("Erf", g.op("Div", y, g.const(math.sqrt(2)))), g.const(1.0))

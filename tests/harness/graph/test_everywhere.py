@@ -1,21 +1,25 @@
-"""Every model of the zoo and of the assets, in every dialect, at every precision: the whole way there and back."""
+"""Models of the zoo and of the assets, in every dialect, at every precision: the whole way there and back."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx_models import loaded
 
 from harness import zoo
 from harness.graph.load import load
+from harness.graph.model import Model
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import diff_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
+from harness.zoo import transformer
 
 CASES = [(OPENVINO, "int8"), (OPENVINO, "fp8"), (ONNXRUNTIME, "int8"), (TENSORRT, "int8"), (TENSORRT, "fp8")]
 SHAPES = {
@@ -24,12 +28,12 @@ SHAPES = {
     "squeezenet1.1": {"data": "1x3x224x224"},
 }
 ASSETS = ("deeplabv3_mnv2_voc_513", "nanodet_m_320", "yolox_nano", *SHAPES)
-LONGER = {"resnet50", "encoder48"}
-"""They have the blocks of resnet18 and encoder6."""
+# The other models of the zoo repeat these blocks, or are these without the joined outputs of an export.
+ZOO = ("resnet18", "mobilenetv2", "yolo_tiny_export", "shapes_yolo")
+TRANSFORMERS = {"encoder2": partial(transformer.encoder, 2, width=64), "vit2": partial(transformer.vit_tiny, 2)}
 
 
-def assert_there_and_back(path: Path) -> None:
-    model = load(path, source=path.stem, shapes=SHAPES.get(path.stem, {}), min_opset=19)
+def assert_there_and_back(model: Model) -> None:
     root = discover_regions(model)
     assert sorted(node for leaf in root.iter_leaves() for node in leaf.nodes) == list(range(len(model.nodes)))
     ranges = {tensor: (-1.0, 2.0) for tensor in model.types}
@@ -45,13 +49,19 @@ def assert_there_and_back(path: Path) -> None:
             assert space.digest(space.nearest(found)) == space.digest(placement)
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.model_names() if name not in LONGER])
+@pytest.mark.parametrize("name", ZOO)
 def test_models_of_the_zoo(name: str, tmp_path: Path) -> None:
-    assert_there_and_back(zoo.write_model(name, tmp_path / f"{name}.onnx"))
+    assert_there_and_back(load(zoo.write_model(name, tmp_path / f"{name}.onnx"), min_opset=19))
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_of_the_zoo(name: str) -> None:
+    assert_there_and_back(loaded(TRANSFORMERS[name](), min_opset=19))
 
 
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ASSETS)
 def test_real_models(name: str) -> None:
-    assert_there_and_back(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx")
+    path = Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx"
+    assert_there_and_back(load(path, source=name, shapes=SHAPES.get(name, {}), min_opset=19))
