@@ -14,7 +14,6 @@ from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning
 from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured
 
-REAL_WORKERS = True  # each has the same random pace, from its start
 BACKEND = '''
 """Latencies by formula, on a machine whose pace jumps between 1 and 4: all that is timed at once shares it."""
 
@@ -25,8 +24,6 @@ import numpy as np
 from harness.api import Artifact, Capabilities
 from harness.runtimes.simulated import SimulatedBenchmarker
 
-PACE = np.random.default_rng(7)
-
 
 class Probe:
     def __init__(self, truth_ms):
@@ -34,7 +31,7 @@ class Probe:
 
     def sample(self, n):
         pace = Restless.pace()
-        return [self.truth_ms * pace * float(np.exp(0.2 * PACE.standard_normal())) for _ in range(n)]
+        return [self.truth_ms * pace * float(np.exp(0.2 * Restless.rng.standard_normal())) for _ in range(n)]
 
 
 class Restless:
@@ -47,6 +44,7 @@ class Restless:
         return 4.0 if cls.calls // 40 % 2 else 1.0
 
     def build(self, candidate, workdir):
+        Restless.calls, Restless.rng = 0, np.random.default_rng(7)  # as in a worker of its own
         truth_ms = SimulatedBenchmarker(seed=5).truth_ms(candidate.edges)
         return Artifact(engine=Probe(truth_ms), info={"truth_ms": truth_ms})
 
