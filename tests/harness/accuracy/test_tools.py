@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from warm_python import WarmPython
 
 from harness.accuracy.calibration import ptq
 from harness.accuracy.calibration.ptq import MetricRequest, quantize
@@ -137,14 +139,18 @@ def test_tools_calibrate_by_their_own_method() -> None:
     assert catalog.method_substitute("ort_dynamic", "mse") == ""
 
 
+needs_nncf = pytest.mark.skipif(find_spec("nncf") is None, reason="NNCF is not installed")
+
+
 @pytest.fixture(scope="module")
-def ir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("nncf")
+def ir(model: Path, warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("nncf") / "q.xml"
-    quantize("nncf_ptq", model, path, BATCHES, dialect_name="openvino")
+    with warm_python.tools():
+        quantize("nncf_ptq", model, path, BATCHES, dialect_name="openvino")
     return path
 
 
+@needs_nncf
 def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_its_weights(
     ir: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +166,7 @@ def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_i
     assert digest_file(tmp_path / "d" / "m.xml") != digest_file(ir)
 
 
+@needs_nncf
 def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir: Path, model: Path, tmp_path: Path) -> None:
     found = []
     for path, options in ((model, {}), (ir, {}), (ir, {"integer_kernels": False})):
@@ -173,8 +180,9 @@ def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir: Path, model: 
     np.testing.assert_allclose(integers, described, atol=0.1 * scale)
 
 
+@needs_nncf
+@pytest.mark.usefixtures("warm_tools")
 def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("nncf")
     np.savez(tmp_path / "test.npz", x=np.concatenate([batch["x"] for batch in BATCHES]), y=np.zeros(3, np.int64))
     data = {"use": "npz", "path": str(tmp_path / "test.npz"), "labels": "y"}
     types = {"x": ("float", (1, 3, 16, 16))}
@@ -186,6 +194,7 @@ def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model: Path, tmp_path: 
     assert count_pairs(made) > 0
 
 
+@pytest.mark.usefixtures("warm_tools")
 def test_dynamic_quantization_counts_its_integer_operators(model: Path, tmp_path: Path) -> None:
     made = tmp_path / "d.onnx"
     quantize("ort_dynamic", model, made, BATCHES, dialect_name="onnxruntime")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import onnxruntime as ort
 import pytest
 from onnx_models import activation_ranges, run_onnxruntime
 from small import qdq, save_small
+from warm_python import WarmPython
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
@@ -39,6 +41,8 @@ from harness.statistics import Interval
 from search.heuristics import HEURISTIC_RULES
 from search.space import Edge
 
+needs_nncf = pytest.mark.skipif(find_spec("nncf") is None, reason="NNCF is not installed")
+needs_modelopt = pytest.mark.skipif(find_spec("modelopt") is None, reason="ModelOpt is not installed")
 FACTS: dict[str, Any] = {"file": "net.onnx", "runtime": {"name": "onnxruntime", "dialect": "onnxruntime"}}
 
 
@@ -82,21 +86,16 @@ def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["nncf", "modelopt"])
-def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, tool: str) -> None:
-    pytest.importorskip({"modelopt": "modelopt.onnx"}.get(tool, tool))
+@pytest.mark.parametrize(
+    "tool", [pytest.param("nncf", marks=needs_nncf), pytest.param("modelopt", marks=needs_modelopt)]
+)
+def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, warm_python: WarmPython, tool: str) -> None:
     model, folder = ship(tmp_path / "shipped", dialect=OPENVINO)
     found = export_recipe(folder, FACTS, tool, folder / "recipe.py")
     np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 3, 16, 16), np.float32))
     made, file = tmp_path / "theirs.onnx", folder / "float.onnx"
     onnx.save(onnx.load(file), file, save_as_external_data=True, location="float.onnx.data", size_threshold=0)
-    command = [
-        sys.executable,
-        str(folder / "recipe.py"),
-        str(folder / "float.onnx"),
-        str(tmp_path / "calib.npz"),
-        str(made),
-    ]
+    command = warm_python.command(tool, folder / "recipe.py", file, tmp_path / "calib.npz", made)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     theirs, ours = (import_placement(path, model) for path in (made, folder / "net.onnx"))
@@ -110,9 +109,11 @@ def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, tool: s
 
 
 @pytest.mark.slow
+@needs_nncf
 @pytest.mark.parametrize("choice", ["tensor", "channel"])
-def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(tmp_path: Path, choice: Any) -> None:
-    pytest.importorskip("nncf")
+def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(
+    tmp_path: Path, warm_python: WarmPython, choice: Any
+) -> None:
     builder = GraphBuilder("depthwise", seed=0)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3, pad=1))
     builder.output(builder.conv(builder.conv(x, 8, 3, pad=1, groups=8), 4, 1))
@@ -126,8 +127,8 @@ def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(tmp_path: 
     found = export_recipe(tmp_path, FACTS, "nncf", tmp_path / "recipe.py")
     assert found.channel_activations == (choice == "channel")
     np.savez(tmp_path / "calib.npz", **feed)
-    names = [str(tmp_path / name) for name in ("float.onnx", "calib.npz", "theirs.onnx")]
-    done = subprocess.run([sys.executable, str(tmp_path / "recipe.py"), *names], capture_output=True, text=True)
+    names = [tmp_path / name for name in ("recipe.py", "float.onnx", "calib.npz", "theirs.onnx")]
+    done = subprocess.run(warm_python.command("nncf", *names), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert read_qdq_graph(tmp_path / "theirs.onnx").has_channel_activations == (choice == "channel")
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -15,8 +11,10 @@ import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization.calibrate import HistogramCollector
+from warm_python import WarmPython
 
 from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
+from harness.accuracy.calibration.ptq import quantize
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import Ranges
 from harness.graph.builder import GraphBuilder
@@ -40,32 +38,20 @@ def batches(gains: tuple[int, ...]) -> list[dict[str, Any]]:
     return [{"images": feed["images"] * np.float32(gain)} for feed, gain in zip(feeds, gains, strict=True)]
 
 
-# One process for all, because ModelOpt takes longer to import than to run.
-MODELOPT = """
-import json, sys
-from harness.accuracy.calibration.ptq_child import _NpzBatchReader, modelopt_ptq
-for request in json.loads(sys.argv[1]):
-    modelopt_ptq(request, _NpzBatchReader(request["data"], ["images"], request["count"]))
-"""
-
-
 @pytest.fixture(scope="module")
-def theirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, tuple[int, ...]], Any]:
+def theirs(
+    model: Path, warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, tuple[int, ...]], Any]:
     """ModelOpt's scale of each activation, by method and order of the data."""
     folder = tmp_path_factory.mktemp("theirs")
     cases = [*product(("minmax", "max", "entropy"), (QUIET_FIRST,)), ("entropy", LOUD_FIRST)]
-    requests = []
-    for number, (method, gains) in enumerate(cases):
-        data = folder / f"{number}.npz"
-        np.savez(data, **{f"{index}_0": batch["images"] for index, batch in enumerate(batches(gains))})
-        paths = {"model": str(model), "data": str(data), "output": str(folder / f"{number}.onnx")}
-        requests.append({**paths, "method": method, "precision": "int8", "count": len(gains)})
-    command = [sys.executable, "-c", MODELOPT, json.dumps(requests)]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return {case: scales(folder / f"{number}.onnx") for number, case in enumerate(cases)}
+    found = {}
+    for method, gains in cases:
+        with warm_python.tools():
+            path = folder / "q.onnx"
+            quantize("modelopt_ptq", model, path, batches(gains), dialect_name="tensorrt", method=method)
+        found[method, gains] = scales(path)
+    return found
 
 
 def scales(path: Path) -> dict[str, float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ import psutil
 import pytest
 from onnxruntime.quantization.calibrate import CalibraterBase, HistogramCollector, MinMaxCalibrater
 from onnxruntime.quantization.registry import QDQRegistry
+from warm_python import WarmPython
 
 from harness.accuracy.calibration import ptq_child
 from harness.accuracy.calibration.ptq import ptq_fingerprint, quantize
 from harness.errors import BuildFailed
 from harness.graph.builder import GraphBuilder
+from harness.graph.load import load, save_to_folder
 from harness.graph.rules.dialects import OPENVINO
 from harness.random_inputs import random_feeds
+from harness.zoo import transformer, write_model
 
 
 def modelopt_ptq(model: Path, out: Path, batches: Iterable[Mapping[str, Any]], **options: Any) -> Path:
@@ -57,12 +60,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[object], Path]:
+def made(
+    model: Path, warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Callable[..., Path]], Path]:
     folder = tmp_path_factory.mktemp("made")
 
     def make(tool: Callable[..., Path]) -> Path:
         path = folder / f"{tool.__name__}.onnx"
-        return path if path.exists() else tool(model, path, BATCHES, dialect_name="onnxruntime")
+        with warm_python.tools():
+            return path if path.exists() else tool(model, path, BATCHES, dialect_name="onnxruntime")
 
     return make
 
@@ -92,6 +98,7 @@ def test_the_model_has_qdq_runs_and_keeps_node_names(
     assert np.corrcoef(_run(made(tool)).ravel(), _run(model).ravel())[0, 1] > 0.95
 
 
+@pytest.mark.usefixtures("warm_tools")
 @pytest.mark.parametrize(
     ("dialect", "zero_points", "bias"), [("onnxruntime", "uint8", True), ("openvino", "int8", False)]
 )
@@ -111,6 +118,7 @@ def test_ort_static_speaks_the_dialect(
     assert max(constants[n.input[1]].size for n in weights) == CHANNELS
 
 
+@pytest.mark.usefixtures("warm_tools")
 def test_ort_static_reduces_weights_as_the_dialect_does(model: Path, made: Callable[..., Path], tmp_path: Path) -> None:
     def largest(path: Path) -> int:
         constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
@@ -146,19 +154,20 @@ def test_modelopt_leaves_onnx_runtime_as_it_is_and_repeats_its_file(
     assert [p.name for p in (tmp_path / "theirs").iterdir()] == ["q.onnx"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_tools")
 def test_modelopt_quantizes_to_fp8(model: Path, tmp_path: Path) -> None:
     path = modelopt_ptq(model, tmp_path / "q.onnx", BATCHES, dialect_name="tensorrt", precision="fp8")
     assert onnx.TensorProto.FLOAT8E4M3FN in {tensor.data_type for tensor in onnx.load(path).graph.initializer}
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_tools")
 @pytest.mark.parametrize("method", ["entropy", "percentile"])
 def test_ort_static_takes_the_other_methods(model: Path, tmp_path: Path, method: str) -> None:
     options: Any = {"dialect_name": "onnxruntime", "method": method, "percentile": 99.9}
     assert np.isfinite(_run(ort_static(model, tmp_path / "q.onnx", BATCHES, **options))).all()
 
 
+@pytest.mark.usefixtures("warm_tools")
 def test_several_inputs_without_a_batch_axis(tmp_path: Path) -> None:
     builder = GraphBuilder("two")
     x = builder.op("Mul", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3), builder.input("gain/of it", ()))
@@ -188,12 +197,14 @@ def test_what_a_tool_does_not_offer(tool: str, asked: dict[str, Any], words: str
         getattr(ptq_child, tool)(asked, None)
 
 
+@pytest.mark.usefixtures("warm_tools")
 def test_what_a_tool_does_not_offer_is_said_without_the_name_of_a_class(model: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildFailed) as caught:
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", precision="fp8")
     assert str(caught.value) == "ort_static: quantizes to int8, not to fp8"
 
 
+@pytest.mark.usefixtures("warm_tools")
 def test_the_tools_own_words_come_on_one_line(model: Path, tmp_path: Path) -> None:
     wrong = [{"images": np.zeros((1, 5), np.float32)}]
     with pytest.raises(BuildFailed, match=r"ort_static: InvalidArgument: .*Invalid rank for input: images") as caught:
@@ -240,19 +251,14 @@ def test_a_tool_that_dies_is_said(model: Path, tmp_path: Path, monkeypatch: pyte
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime")
 
 
-@pytest.mark.assets
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
+@pytest.mark.usefixtures("warm_tools")
 @pytest.mark.parametrize(
-    ("tool", "name", "shapes"),
-    [(modelopt_ptq, "yolox_nano", {}), (ort_static, "deit_tiny_patch16_224", {"input": "1x3x224x224"})],
+    ("tool", "write"), [(modelopt_ptq, partial(write_model, "shapes_yolo")), (ort_static, transformer.vit_tiny(1).save)]
 )
-def test_node_names_of_real_models_survive(
-    tool: Callable[..., Path], name: str, shapes: dict[str, str], tmp_path: Path
+def test_node_names_of_networks_survive(
+    tool: Callable[..., Path], write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    from harness.graph.load import load, save_to_folder
-
-    model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
+    model = load(write(tmp_path / "float.onnx"))
     inputs = {i: (model.types[i].dtype, model.types[i].shape) for i in model.inputs}
     path = tool(
         save_to_folder(model, tmp_path), tmp_path / "q.onnx", list(random_feeds(inputs, 1, 0)), dialect_name="openvino"

@@ -100,14 +100,16 @@ def test_step_by_step_with_state_cache_and_import(tiny):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
-def test_names_that_modelopts_own_function_gives_are_understood(tiny):
-    from modelopt.onnx.quantization.qdq_utils import get_quantized_tensors as modelopts
-
+def test_names_that_modelopts_own_function_gives_are_understood(tiny, warm_python):
+    code = (
+        "import onnx, sys; from modelopt.onnx.quantization.qdq_utils import get_quantized_tensors\n"
+        "print(get_quantized_tensors(onnx.load(sys.argv[1])))"
+    )
     autotuner = QDQAutotuner(onnx.load("model.onnx"))
     autotuner.initialize(Config())
     session = autotuner.session
-    proto = session.proto(session.space.resolve(session.space.quantize_all()))
-    autotuner.import_insertion_points(modelopts(proto))
+    onnx.save(session.proto(session.space.resolve(session.space.quantize_all())), "quantized.onnx")
+    autotuner.import_insertion_points(warm_python.evaluate("modelopt", tiny, code, "quantized.onnx"))
     assert autotuner.placement() == session.space.quantize_all()
 
 

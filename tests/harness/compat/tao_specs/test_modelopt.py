@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import onnx
 import pytest
 from small import qdq
 from spec_runs import E4M3, E5M2, INT8, NATIVE, layer, quantize_spec
+from warm_python import WarmPython
 
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
@@ -31,21 +31,19 @@ def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:
     return modelopt_arguments.make_modelopt_arguments(found, found.layers, read_signature(model).nodes)
 
 
-def test_its_interface_is_read_without_importing_it() -> None:
-    from modelopt.onnx.quantization import quantize as theirs
-
-    real = inspect.signature(theirs).parameters
-    plain = {name: p.default for name, p in real.items() if p.kind is not p.VAR_KEYWORD}
-    found = dict(modelopt_arguments.modelopt_parameters())
-    assert found.keys() == plain.keys()
-    for name, default in plain.items():
-        assert found[name] == (None if default is inspect.Parameter.empty else default), name
+MODELOPT = """
+import inspect
+from modelopt.onnx.quantization import quantize
+parameters = inspect.signature(quantize).parameters.values()
+named = {p.name: None if p.default is p.empty else p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+print((named, inspect.getmodule(quantize).__doc__))
+"""
 
 
-def test_its_defaults_are_those_that_it_tells() -> None:
-    from modelopt.onnx.quantization import quantize as theirs
-
-    text = " ".join((inspect.getmodule(theirs).__doc__ or "").split())
+def test_its_interface_and_defaults_are_those_of_modelopt(warm_python: WarmPython, tmp_path: Path) -> None:
+    parameters, description = warm_python.evaluate("modelopt", tmp_path, MODELOPT)
+    assert dict(modelopt_arguments.modelopt_parameters()) == parameters, "read without importing it"
+    text = " ".join(description.split())
     for mode, ops in DEFAULT_OPERATORS.items():
         assert f"{mode.upper()} mode: {', '.join(ops)}" in text
     assert not {op for kind in ("activations", "structure") for op in FLOAT_BY_DEFAULT[kind]} & set(
@@ -272,9 +270,9 @@ def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
         input_size("array", None, str(tmp_path / "wide.onnx"))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_tools")
 def test_the_first_dtype_is_applied_to_all_and_warned(noise: Path, tmp_path: Path, caplog: Any) -> None:
-    g = GraphBuilder("few", opset=19, seed=5)  # calibrate_per_node takes a second a node
+    g = GraphBuilder("few", opset=19, seed=5)
     x = g.conv(g.input("images", (1, 3, 8, 8)), 32, 3, name="/backbone/conv1/Conv")
     x = g.op("Flatten", g.conv(x, 32, 3, name="/backbone/conv2/Conv"))
     g.output(g.gemm(x, 32, name="/head/fc/Gemm"), name="logits")
@@ -284,7 +282,7 @@ quantize:
   backend: modelopt.onnx
   layers: [{layer("Conv", INT8)}, {layer("Gemm", E4M3)}]
   skip_names: [/backbone/conv2]
-  backend_kwargs: {{high_precision_dtype: fp32, calibrate_per_node: true}}
+  backend_kwargs: {{high_precision_dtype: fp32}}
 dataset: {{calibration_data: {noise}, samples: 1}}
 results_dir: out
 """
@@ -297,7 +295,7 @@ results_dir: out
     assert "it applies the first, int8, to all" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_tools")
 def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> None:
     g = GraphBuilder("convolution", opset=19, seed=1)
     g.output(g.conv(g.input("x", (1, 3, 8, 8)), 8, 3), name="y")
@@ -311,6 +309,7 @@ def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "int4.onnx").exists()
 
 
+@pytest.mark.usefixtures("warm_tools")
 def test_int4_of_a_matmul(tmp_path: Path, capsys: Any) -> None:
     g = GraphBuilder("linear", opset=19, seed=1)
     g.output(g.linear(g.input("x", (1, 8, 256)), 256, bias=False), name="y")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
+from harness.accuracy.calibration.ptq import quantize
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto, save_to_folder
@@ -25,15 +24,6 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.zoo import transformer
 from search.space import Edge
-
-# In a process of its own: ModelOpt patches ONNX Runtime's calibration for good.
-MODELOPT = """
-import sys
-import numpy as np
-from modelopt.onnx.quantization import quantize
-quantize(sys.argv[1], quantize_mode="int8", calibration_data={"x": np.load(sys.argv[2])}, output_path=sys.argv[3],
-         high_precision_dtype="fp32", calibration_eps=["cpu"])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +74,10 @@ def test_quantize_static_is_read_back(model: Model, tmp_path: Path, per_channel:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_tools")
 def test_modelopt_ptq_is_read_back_and_can_be_inserted(model: Model, tmp_path: Path) -> None:
-    path, data = tmp_path / "ptq.onnx", tmp_path / "data.npy"
-    np.save(data, np.concatenate(images()))
-    arguments = [sys.executable, "-c", MODELOPT, str(save_to_folder(model, tmp_path)), str(data), str(path)]
-    subprocess.run(arguments, check=True, capture_output=True, timeout=300)
+    path, batches = tmp_path / "ptq.onnx", [{"x": image} for image in images()]
+    quantize("modelopt_ptq", save_to_folder(model, tmp_path), path, batches, dialect_name="tensorrt")
     edges = import_placement(path, model)
     assert {(name, slot) for name in ("inner", "outer") for slot in (0, 1)} <= ends(edges)
     assert ("residual", 1) in ends(edges)  # the branch that the convolution is not fused with
