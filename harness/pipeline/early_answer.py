@@ -238,7 +238,7 @@ class EarlyAnswers:
         """
         reading_ms, candidate = self._incumbents.get(method, (math.inf, None))
         if trial.best_ms is not None and trial.best_ms != reading_ms:
-            candidate = None if trial.best_is_float else make_candidate(Placement(trial.asked.choices))
+            candidate = None if trial.best_is_float else make_candidate(Placement(trial.proposal.choices))
             reading_ms = trial.best_ms
             self._incumbents[method] = reading_ms, candidate
         if initial or trial.resumed or candidate is None or candidate.digest in self._tried:

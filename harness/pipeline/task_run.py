@@ -195,7 +195,7 @@ class TaskRun:
                 engines,
                 self.experiment.sampling,
                 judge=self.judge,
-                care=NoisePolicy(
+                noise_policy=NoisePolicy(
                     noise_floor=self.noise_floor,
                     racing="racing" not in without,
                     builds=1 if "rebuilds" in without else MAX_BUILDS,
@@ -322,6 +322,6 @@ def _with_answers(
 ) -> Callable[[TrialEvent], None]:
     def watch_and_answer(trial: TrialEvent) -> None:
         watch(trial)
-        answers.consider(method, trial, task.candidate, initial=trial.asked.number + 1 < len(task.initial_design))
+        answers.consider(method, trial, task.candidate, initial=trial.proposal.number + 1 < len(task.initial_design))
 
     return watch_and_answer

@@ -1,4 +1,7 @@
-"""Analysis of journals: incumbents and budgets. Entries are streamed, and few are kept."""
+"""Analysis of journals: evaluations, incumbents, and the state of a search at each budget.
+
+Functions read a journal entry by entry, because its samples may not fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from search.pareto import hypervolume, insert_nondominated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Successful evaluation, as the search saw it.
+    """Successful evaluation of a placement, with the latency and the score that the search used.
 
     Attributes:
-        evaluations: Evaluations spent until its result, itself and failures included.
-        elapsed_s: Wall-clock of the search until all proposals up to this one had a result.
-        latency_ms: By the search's own samples, for every objective.
+        evaluations: Number of evaluations spent up to its result, including itself and failures.
+        elapsed_s: Wall-clock seconds of the search until all proposals up to this one had a result.
+        latency_ms: Median of the search's own samples, whatever the objective.
     """
 
     evaluations: int
@@ -35,7 +38,7 @@ class Evaluation:
 
 
 def iter_counted(entries: Iterable[JournalEntry]) -> Iterator[tuple[int, JournalEntry, TrialResult]]:
-    """Yield the entries with a result and the evaluations spent until then; duplicates and retries cost none."""
+    """Yield (evaluations spent so far, entry, result) for entries with a result; retries do not count."""
     spent = 0
     for entry in entries:
         if entry.result is not None:
@@ -66,7 +69,7 @@ def _to_evaluation(entry: JournalEntry, outcome: Measured, goal: Goal, spent: in
 
 
 def evaluations_until_result(entries: Iterable[JournalEntry], digests: Collection[str]) -> dict[str, int]:
-    """Return the evaluations spent until the first result, failures included, of each of some placements."""
+    """Return the number of evaluations spent up to the first result of each placement, by digest; a failure counts."""
     found: dict[str, int] = {}
     for spent, entry, _ in iter_counted(entries):
         if entry.proposal.digest in digests:
@@ -86,8 +89,9 @@ class MetricUsage:
     """Use of accuracy by a search.
 
     Attributes:
-        agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 for the same order;
-            None if fewer than three have both, or all values are equal.
+        measured: Number of candidates whose metric was measured.
+        agreement: Spearman's rank correlation of proxy and metric, 1 for the same order; None if fewer than three
+            candidates have both, or all values are equal.
     """
 
     measured: int
@@ -96,13 +100,13 @@ class MetricUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """State of a search when a budget was spent.
+    """State of a search after a number of evaluations.
 
     Attributes:
-        best: The best distinct placements, best first. For a front, in order of the area that a placement dominates by
-            itself, below the latency of the float model and the largest loss; so the ends of the front come last.
-        metric_usage: Use of accuracy until then.
-        minutes: Wall-clock until the last result; proposals in parallel may return in another order.
+        best: The best distinct placements, best first. A Pareto front is in order of the hypervolume of each placement
+            alone, with the float latency and the largest loss as reference point, so the ends of the front come last.
+        metric_usage: Use of accuracy so far.
+        minutes: Wall-clock minutes until the last result.
         last_failure: The last failure, or None.
     """
 
@@ -138,7 +142,7 @@ def state_at_budgets(
 
 
 class _SearchTally:
-    """Summary of the entries so far."""
+    """Accumulator of a search's entries, from which the state at any moment is computed."""
 
     def __init__(self, goal: Goal, count: int, excluded: Collection[str]) -> None:
         self._goal = goal

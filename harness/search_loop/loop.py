@@ -1,14 +1,14 @@
 """Loop of one search: ask, build, sample, score, journal, tell. Resuming replays the journal.
 
-The journal's lines are an input of the loop: where the next proposal is already there with its outcome, the recorded
-outcome is reported instead of measured. A searcher whose proposals differ from the recorded ones is refused, so a
-resumed run is the run it would have been.
+To resume a search, the loop runs it from the start. If the journal has the outcome of a proposal, the searcher receives
+this outcome and nothing is measured. A searcher whose proposals differ from the recorded ones is refused, so a resumed
+search has the same results as an uninterrupted one.
 
-Several proposals may await their outcomes at once. Outcomes are journaled as they come and passed to `tell` in ask
-order; after each, as many new proposals are asked for as places are free. The results that a searcher has at an `ask`
-therefore depend on the size of this window alone, not on which worker is faster.
+Several proposals may be evaluated at the same time (the window). Outcomes are written to the journal as they arrive,
+but passed to `tell` in the order of the proposals; after each, the free places of the window are filled. So the
+outcomes that a searcher knows at an `ask` depend only on the size of the window, not on the speed of the workers.
 
-If a searcher raises, its search ends: trials in progress are completed and kept, and the search can be run again.
+If a searcher raises, its search ends: trials in progress are completed and recorded, and the search can be run again.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class InitialPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
-    """Everything that defines one search; the same task gives the same asks for the same outcomes.
+    """Definition of one search; the same task makes the same proposals if it receives the same outcomes.
 
     Attributes:
         searcher: Searcher, or the failure of its constructor.
-        candidate: Makes the candidate of a placement (its model is written only when asked for).
-        evaluations: Budget: unique placements attempted, failures and seeds included.
-        seconds: Wall-clock budget, counted apart; None: no limit.
+        candidate: Function that returns the candidate of a placement; its file is written when it is built.
+        evaluations: Budget of different placements, including failures and the initial design.
+        seconds: Budget of wall-clock seconds; None: no limit.
         least: Number of evaluations that are made even if the time is up.
-        window: Proposals that may await their outcomes at once.
-        retry_failed: Attempt once more each trial that failed in an earlier part of this run, at no cost to the budget.
-        patience: Without an initial design, the search stops if this number of first evaluations all fail.
-        stop_at: Probability that no worthwhile gain is left, at which the search stops; None: it does not.
+        window: Number of proposals that may be evaluated at the same time.
+        retry_failed: Whether trials that failed in an earlier part of the search are repeated once, outside the budget.
+        patience: Number of first evaluations after which a search without an initial design stops if all failed.
+        stop_at: Probability that no worthwhile gain is left at which the search stops early; None: never.
     """
 
     space: Space
@@ -88,14 +88,14 @@ class TrialEvent:
     """Progress event of one trial.
 
     Attributes:
-        evaluations: Spent so far, this one included.
-        best_ms: Latency of the incumbent; None while there is none.
-        best_is_float: The incumbent is the float model.
-        resumed: The outcome was known: from the journal, or of an earlier proposal of the same graph.
-        expected_gain: Expected further gain of the search, relative; None while there is no forecast.
+        evaluations: Number of evaluations spent so far, including this one.
+        best_ms: Latency of the incumbent in ms; None without an incumbent.
+        best_is_float: Whether the incumbent is the float model.
+        resumed: Whether the outcome was known, from the journal or from an earlier proposal of the same placement.
+        expected_gain: Expected further gain of the search as a share (0.02: 2 %); None without a forecast.
     """
 
-    asked: Proposal
+    proposal: Proposal
     outcome: Outcome
     evaluations: int
     best_ms: float | None
@@ -109,7 +109,7 @@ class SearchLoopResult:
     """Result of a search loop.
 
     Attributes:
-        evaluations: Number of evaluations spent, those of an earlier part of the search included.
+        evaluations: Number of evaluations spent, including those before a resumption.
         reason: Reason why the search ended before its budget of evaluations or time was spent; "" if it was spent.
         failure: Exception of its searcher, or None.
     """
@@ -126,19 +126,19 @@ class ReplayMismatch(FingerprintMismatch):
 def run_search(
     task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[TrialEvent], None]
 ) -> SearchLoopResult:
-    """Run a search until its budget is spent, or its searcher has nothing left or breaks.
+    """Run or resume a search until its budget is spent, or its searcher raises or has nothing more to propose.
 
     Raises:
-        ReplayMismatch: The journal's next proposal is not the one that the searcher makes now.
-        UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given); or
-            as the searcher raised it.
+        ReplayMismatch: The searcher does not make the proposals of the journal again.
+        UserError: The journal cannot be written, all first evaluations failed (the message has the first reason), or
+            the searcher raised it.
     """
     loop = _SearchLoop(task, executor, journal, watch)
     loop.fill_window()
     while loop.waiting:
-        asked, placement = loop.waiting.popleft()
-        result, resumed = loop.await_outcome(asked)
-        loop.tell(asked, placement, result, resumed)
+        proposal, placement = loop.waiting.popleft()
+        result, resumed = loop.await_outcome(proposal)
+        loop.tell(proposal, placement, result, resumed)
         loop.fill_window()
     return loop.result()
 
@@ -157,14 +157,16 @@ class _SearchLoop:
         self._executor = executor
         self._journal = journal
         self._watch = watch
-        self._seeds: deque[_Proposal] = deque((each.placement, f"initial:{each.name}") for each in task.initial_design)
-        self._again: deque[_Proposal] | None = None if task.retry_failed else deque()
-        self._counted_s = 0.0  # of what the searcher took for itself
-        self._asked = 0
+        self._initial: deque[_Proposal] = deque(
+            (each.placement, f"initial:{each.name}") for each in task.initial_design
+        )
+        self._retries: deque[_Proposal] | None = None if task.retry_failed else deque()
+        self._counted_s = 0.0  # seconds of the searcher that proposals in the journal contain
+        self._proposed = 0
         self._numbers: dict[str, int] = {}
         self.waiting: deque[tuple[Proposal, Placement]] = deque()
-        self._come: dict[int, TrialResult] = {}
-        self._seen: dict[str, TrialResult] = {}
+        self._results: dict[int, TrialResult] = {}
+        self._results_by_digest: dict[str, TrialResult] = {}
         self._failures: dict[str, tuple[Placement, Failed]] = {}
         self._duplicates_in_a_row = 0
         self._best: Interval | None = None
@@ -176,14 +178,14 @@ class _SearchLoop:
         self._started_s = time.monotonic() - journal.elapsed_s
 
     def result(self) -> SearchLoopResult:
-        """Return how the search ended."""
-        left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
-        known = self._seen | {entry.proposal.digest: entry.result for entry in left if entry.result}
+        """Return the number of evaluations and the reason of the end."""
+        left = self._journal.entries[self._proposed :]  # results of a searcher that now ends sooner than before
+        known = self._results_by_digest | {entry.proposal.digest: entry.result for entry in left if entry.result}
         reason = self._termination_reason(known)
         return SearchLoopResult(evaluations=len(known), reason=reason, failure=self._searcher.failure)
 
     def _termination_reason(self, known: dict[str, TrialResult]) -> str:
-        """See `SearchLoopResult`; `known` are the outcomes by digest."""
+        """Return `SearchLoopResult.reason`; `known` has the results by digest."""
         if self._searcher.failure is not None:
             return self._searcher.failure.reason
         if len(known) >= self._task.evaluations or self._is_out_of_time():
@@ -197,7 +199,7 @@ class _SearchLoop:
         return f"it had nothing more to propose{after}"
 
     def fill_window(self) -> None:
-        """Ask for as many proposals as may be under way."""
+        """Ask for proposals until the window is full or no proposal is left."""
         while (free := self._task.window - len(self.waiting)) > 0 and (proposals := self._propose(free)):
             for placement, origin in proposals:
                 self._ask(placement, origin)
@@ -206,10 +208,10 @@ class _SearchLoop:
         """Return the next proposals; empty if the search has ended or waits for an outcome."""
         if self._searcher.failure is not None:
             return []
-        recorded = self._journaled_outcome(self._asked)
+        recorded = self._journaled_outcome(self._proposed)
         if recorded is not None and recorded.proposal.origin == RETRY_ORIGIN:
-            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._all_results_told() else []
-        if recorded is None and (self._again is None or self._again):
+            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._all_results_reported() else []
+        if recorded is None and (self._retries is None or self._retries):
             return self._propose_retries(free)
         left = self._task.evaluations - len(self._numbers)
         if (
@@ -218,38 +220,40 @@ class _SearchLoop:
             or (recorded is None and (self._is_time_up() or self._is_gain_unlikely()))
         ):
             return []
-        if self._seeds:
-            return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
+        if self._initial:
+            return [self._initial.popleft() for _ in range(min(free, left, len(self._initial)))]
         if self.waiting and self.waiting[-1][0].origin.startswith("initial:"):
-            return []  # a searcher's first proposal follows the outcomes of the initial design
-        if not any(asked.origin == RETRY_ORIGIN for asked, _ in self.waiting):  # else there may still be one that works
+            return []  # the searcher proposes only after the outcomes of the initial design
+        if not any(proposal.origin == RETRY_ORIGIN for proposal, _ in self.waiting):  # a retry may still succeed
             self._stop_if_initial_design_failed()
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
     def _propose_retries(self, free: int) -> Sequence[_Proposal]:
-        """Return failed candidates once more, after all earlier outcomes; a replay meets them at the same position."""
-        if not self._all_results_told():
-            return []
-        if self._again is None:
-            under_way = {asked.digest for asked, _ in self.waiting}  # of a run that was interrupted
-            failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
-            self._again = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
-        return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
+        """Return the next failed candidates to repeat, or else new proposals.
 
-    def _all_results_told(self) -> bool:
+        Retries start after all earlier outcomes, so that a resumed search repeats them at the same position.
+        """
+        if not self._all_results_reported():
+            return []
+        if self._retries is None:
+            under_way = {proposal.digest for proposal, _ in self.waiting}  # retries of an interrupted run
+            failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
+            self._retries = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
+        return [self._retries.popleft() for _ in range(min(free, len(self._retries)))] or self._propose(free)
+
+    def _all_results_reported(self) -> bool:
         """Return whether all outcomes of proposals before the retries were reported to the searcher."""
         return not self.waiting or self.waiting[0][0].origin.startswith(RETRY_ORIGIN)
 
     def _stop_if_initial_design_failed(self) -> None:
-        """Stop if all initial placements fail: then the cause is not the placement."""
-        if len(self._failures) < len(self._seen):
+        """Raise `UserError` if all first evaluations failed, because then the cause is not the placement."""
+        if len(self._failures) < len(self._results_by_digest):
             return
-        wanted = (
-            len({self._task.space.digest(seed.placement) for seed in self._task.initial_design}) or self._task.patience
-        )
-        if len(self._seen) >= wanted:
+        digests = {self._task.space.digest(each.placement) for each in self._task.initial_design}
+        limit = len(digests) or self._task.patience
+        if len(self._results_by_digest) >= limit:
             first = next(iter(self._failures.values()))[1]
-            what = "no seed" if self._task.initial_design else f"none of the first {wanted} placements"
+            what = "no initial placement" if digests else f"none of the first {limit} placements"
             raise UserError(
                 f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
             )
@@ -262,9 +266,9 @@ class _SearchLoop:
         return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
 
     def _is_gain_unlikely(self) -> bool:
-        wanted = self._task.stop_at
-        if wanted is not None and not self._seeds and self._forecast.is_spent(wanted):
-            self._stopped_at = wanted
+        stop_at = self._task.stop_at
+        if stop_at is not None and not self._initial and self._forecast.is_spent(stop_at):
+            self._stopped_at = stop_at
         return self._stopped_at is not None
 
     def _elapsed_s(self) -> float:
@@ -273,8 +277,8 @@ class _SearchLoop:
     def _ask(self, placement: Placement, origin: str) -> None:
         digest = self._task.space.digest(placement)
         earlier = None if origin == RETRY_ORIGIN else self._numbers.get(digest)
-        asked = Proposal(
-            number=self._asked,
+        proposal = Proposal(
+            number=self._proposed,
             choices=placement.choices,
             digest=digest,
             origin=origin,
@@ -282,38 +286,38 @@ class _SearchLoop:
             searcher_s=self._searcher.spent_s - self._counted_s,
         )
         self._counted_s = self._searcher.spent_s
-        self._journal_proposal(asked)
-        self._asked += 1
-        self._numbers.setdefault(digest, asked.number)
+        self._journal_proposal(proposal)
+        self._proposed += 1
+        self._numbers.setdefault(digest, proposal.number)
         self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
-        self.waiting.append((asked, placement))
-        recorded = self._journaled_outcome(asked.number)
+        self.waiting.append((proposal, placement))
+        recorded = self._journaled_outcome(proposal.number)
         if earlier is None and (recorded is None or recorded.result is None):
             self._executor.submit(
-                asked.number, self._task.candidate(placement), incumbent_state(self._best, self._scored)
+                proposal.number, self._task.candidate(placement), incumbent_state(self._best, self._scored)
             )
 
-    def _journal_proposal(self, asked: Proposal) -> None:
-        recorded = self._journaled_outcome(asked.number)
+    def _journal_proposal(self, proposal: Proposal) -> None:
+        recorded = self._journaled_outcome(proposal.number)
         if recorded is None:
-            self._journal.append(asked)
-        elif recorded.proposal != asked:
+            self._journal.append(proposal)
+        elif recorded.proposal != proposal:
             raise ReplayMismatch(
-                f"resume refused at proposal {asked.number}: the journal has {recorded.proposal.digest} "
-                f"({recorded.proposal.origin}), the searcher now proposes {asked.digest} ({asked.origin}); its code or "
-                f"a library changed: {CHANGED_RUN_ADVICE}"
+                f"resume refused at proposal {proposal.number}: the journal has {recorded.proposal.digest} "
+                f"({recorded.proposal.origin}), the searcher now proposes {proposal.digest} ({proposal.origin}); its "
+                f"code or a library changed: {CHANGED_RUN_ADVICE}"
             )
 
-    def tell(self, asked: Proposal, placement: Placement, result: TrialResult, resumed: bool) -> None:
-        """Tell the searcher the outcome of a proposal."""
-        self._seen[asked.digest] = result
+    def tell(self, proposal: Proposal, placement: Placement, result: TrialResult, resumed: bool) -> None:
+        """Pass the outcome of a proposal to the searcher, and update the incumbent and the forecast."""
+        self._results_by_digest[proposal.digest] = result
         if isinstance(result.outcome, Failed):
-            self._failures[asked.digest] = (placement, result.outcome)
+            self._failures[proposal.digest] = (placement, result.outcome)
         else:
-            self._failures.pop(asked.digest, None)
+            self._failures.pop(proposal.digest, None)
         score = score_outcome(result.outcome, self._task.goal)
         scored = scored_placement(result.outcome, self._task.goal)
-        if scored is not None and asked.duplicate_of is None:
+        if scored is not None and proposal.duplicate_of is None:
             self._scored.append(scored)
         latency_ms = math.inf
         if isinstance(result.outcome, Measured) and isinstance(score, Score) and is_feasible(score):
@@ -321,14 +325,14 @@ class _SearchLoop:
             latency_ms = own.value
             if self._best is None or own.value < self._best.value:
                 self._best, self._best_is_float = own, placement == self._float
-        if asked.duplicate_of is None and asked.origin != RETRY_ORIGIN:
+        if proposal.duplicate_of is None and proposal.origin != RETRY_ORIGIN:
             self._forecast.tell(latency_ms)
-        self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
+        self._searcher.tell(Observation(placement=placement, digest=proposal.digest, outcome=score))
         self._watch(
             TrialEvent(
-                asked=asked,
+                proposal=proposal,
                 outcome=result.outcome,
-                evaluations=len(self._seen),
+                evaluations=len(self._results_by_digest),
                 best_ms=self._best.value if self._best else None,
                 resumed=resumed,
                 best_is_float=self._best_is_float,
@@ -336,19 +340,19 @@ class _SearchLoop:
             )
         )
 
-    def await_outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
-        """Return the outcome of a proposal, and whether it was known before; wait for it if needed."""
-        if asked.duplicate_of is not None:
-            return self._seen[asked.digest], True
-        recorded = self._journaled_outcome(asked.number)
+    def await_outcome(self, proposal: Proposal) -> tuple[TrialResult, bool]:
+        """Wait for the outcome of a proposal, and return it and whether it was known before."""
+        if proposal.duplicate_of is not None:
+            return self._results_by_digest[proposal.digest], True
+        recorded = self._journaled_outcome(proposal.number)
         if recorded is not None and recorded.result is not None:
             return recorded.result, True
-        while asked.number not in self._come:
+        while proposal.number not in self._results:
             number, outcome = self._executor.collect()
             result = TrialResult(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
             self._journal.append(result)
-            self._come[number] = result
-        return self._come.pop(asked.number), False
+            self._results[number] = result
+        return self._results.pop(proposal.number), False
 
     def _journaled_outcome(self, number: int) -> JournalEntry | None:
         return self._journal.entries[number] if number < len(self._journal.entries) else None

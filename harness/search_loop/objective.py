@@ -29,12 +29,12 @@ class Goal:
 
     Attributes:
         metric: Name of the metric that is bounded or minimised; None: latency alone.
-        reference: The float model's value of it, on the data that the search scores with.
+        reference: Value of the metric for the float model, on the data that the search scores with.
         higher_is_better: Direction of the metric.
-        max_drop: Largest allowed loss, in the metric's unit; None: any.
-        minimize: See `harness.config.objective.Objective`.
-        max_latency_ms: Slowest allowed latency; None: any.
-        float_ms: Latency of the float model, where something is measured against it.
+        max_drop: Largest allowed loss in the unit of the metric; None: no bound.
+        minimize: "latency", "accuracy" or "pareto"; see `harness.config.objective.Objective`.
+        max_latency_ms: Largest allowed latency in ms; None: no bound.
+        float_ms: Latency of the float model in ms; None if the objective is latency alone.
     """
 
     metric: str | None = None
@@ -46,26 +46,26 @@ class Goal:
     float_ms: float | None = None
 
     def loss(self, value: float) -> float:
-        """Return the loss of a metric value against the float model."""
+        """Return the loss of a metric value relative to the float model; negative if the value is better."""
         return self.reference - value if self.higher_is_better else value - self.reference
 
     def loss_excess(self, loss: float) -> float:
-        """Return by how much a loss exceeds the bound; 0 if it holds, up to round-off."""
+        """Return the amount by which a loss exceeds the bound; 0 within the bound, up to round-off."""
         over = 0.0 if self.metric is None or self.max_drop is None else loss - self.max_drop
         return over if over > LOSS_ROUND_OFF else 0.0
 
     def violation(self, metrics: Mapping[str, float]) -> float:
-        """Return by how much the loss exceeds the bound; 0 if it holds or the metric is unknown."""
+        """Return the amount by which the loss exceeds the bound; 0 within the bound, or if the metric is unknown."""
         value = metrics.get(self.metric or "", metrics.get(PREDICTED_METRIC))
         return 0.0 if self.metric is None or value is None else self.loss_excess(self.loss(value))
 
     def latency_excess_ms(self, latency_ms: float) -> float:
-        """Return by how much a latency exceeds the bound in milliseconds; 0 if it holds."""
+        """Return the milliseconds by which a latency exceeds the bound; 0 within the bound."""
         return 0.0 if self.max_latency_ms is None else max(0.0, latency_ms - self.max_latency_ms)
 
 
 def encode_goal(goal: Goal) -> dict[str, Any]:
-    """Return a goal as JSON; keys that a latency-only goal does not need are omitted."""
+    """Return a goal as JSON values, without fields that older versions lack and that have their defaults."""
     usual = {field.name: field.default for field in fields(Goal)}
     facts = asdict(goal)
     return {name: facts[name] for name in facts if name in _ALWAYS_ENCODED_FIELDS or facts[name] != usual[name]}
@@ -75,7 +75,7 @@ _ALWAYS_ENCODED_FIELDS = ("metric", "reference", "higher_is_better", "max_drop")
 
 
 def score_outcome(outcome: Outcome, goal: Goal) -> Score | Failure:
-    """Return an outcome as a searcher's score, see `score_values`; rebuilds give the standard error."""
+    """Return the score of an outcome for the searcher, see `score_values`; its standard error includes rebuilds."""
     if isinstance(outcome, Failed):
         return Failure(stage=outcome.stage, reason=outcome.reason)
     return score_values(rebuilt_ci(outcome.samples_ms, outcome.rebuilt_ms), outcome.metrics, goal)
@@ -84,12 +84,12 @@ def score_outcome(outcome: Outcome, goal: Goal) -> Score | Failure:
 def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Score:
     """Return the score of a latency and metrics.
 
-    A front needs both coordinates: a placement without the metric has one and ranks last. If accuracy is the objective,
-    the value is the loss or, while it is unknown, the largest loss possible.
+    For a Pareto front, a placement without the metric has no `objectives` and ranks last. If accuracy is minimized, the
+    objective is the loss, its prediction if it was not measured, or else the loss of the whole metric.
 
     Args:
         latency: Median of the samples in milliseconds, see `harness.statistics.rebuilt_ci`.
-        metrics: Of the outcome.
+        metrics: Metrics of the outcome by name.
     """
     latency_ms, value = latency.value, metrics.get(goal.metric or "")
     violation = goal.violation(metrics) + goal.latency_excess_ms(latency_ms)
@@ -111,17 +111,13 @@ def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) ->
 
 
 def is_feasible(score: Score) -> bool:
-    """Return whether a score may be the incumbent's: its accuracy was checked if it counts, and every bound holds."""
+    """Return whether a score is within all bounds, and its accuracy was measured if the goal depends on it."""
     return score.violation == 0.0 and not score.assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPlacement:
-    """A placement whose metric was measured.
-
-    Attributes:
-        proxy: None where none was taken.
-    """
+    """Latency, metric and proxy (None if it was not measured) of a placement whose metric was measured."""
 
     latency_ms: float
     value: float
@@ -130,24 +126,24 @@ class ScoredPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncumbentState(Interval):
-    """The incumbent's latency in milliseconds, and what the search has learned of accuracy on its way.
+    """Latency of the incumbent in milliseconds, with the placements of the search whose metric was measured.
 
     Attributes:
-        scored: In the order of the tells, so that it depends on what was asked alone.
+        scored: These placements in the order of the proposals, which does not depend on the speed of workers.
     """
 
     scored: tuple[ScoredPlacement, ...] = ()
 
 
 def incumbent_state(best: Interval | None, scored: Sequence[ScoredPlacement]) -> Interval | None:
-    """Return the incumbent with its known accuracy."""
+    """Return the latency of the incumbent, together with the placements whose metric was measured, if any."""
     if best is None or not scored:
         return best
     return IncumbentState(value=best.value, low=best.low, high=best.high, scored=tuple(scored))
 
 
 def scored_placement(outcome: Outcome, goal: Goal) -> ScoredPlacement | None:
-    """Return the accuracy information of an outcome, or None if it has none."""
+    """Return latency, metric and proxy of an outcome, or None if its metric was not measured."""
     if goal.metric is None or not isinstance(outcome, Measured) or goal.metric not in outcome.metrics:
         return None
     return ScoredPlacement(
@@ -158,19 +154,19 @@ def scored_placement(outcome: Outcome, goal: Goal) -> ScoredPlacement | None:
 
 
 MIN_WITNESS_PLACEMENTS = 3
-"""Number of placements closer to the float model by the proxy that suffice to exclude one further away."""
+"""Number of measured placements with a better proxy from which the loss of a placement is bounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyGate:
-    """Looks at accuracy as far as it takes: first at the proxy, and at the metric where the candidate may win.
+    """Screening of candidates by accuracy: first by the proxy, then by the metric if the candidate may win.
 
     Attributes:
-        evaluator: Name of the evaluator that the search scores with.
-        proxy: Name of the evaluator of the proxy, a `harness.accuracy.metrics.fidelity.Fidelity`; None: there is none.
-        rejected_loss: Returns the loss on the images of `FIRST_STAGE_EVALUATOR` if it is beyond the bound with a stated
-            error, so that the others are not scored, else None; None: all images are scored.
-        mixable: Returns what the journal keeps of a score as `harness.records.Measured.mixable`, usually "".
+        evaluator: Name of the evaluator of the search.
+        proxy: Name of a fidelity evaluator (`harness.accuracy.metrics.fidelity.Fidelity`); None: no proxy.
+        rejected_loss: Function that tests a score on the first images: it returns the loss if the bound is violated
+            with high confidence, so that the other images are not scored, or None; None: all images are scored.
+        mixable: Function that returns `harness.records.Measured.mixable` of a score; None: always "".
     """
 
     goal: Goal = field(default_factory=Goal)
@@ -180,17 +176,17 @@ class AccuracyGate:
     mixable: Callable[[Accuracy], str] | None = None
 
     def latency_to_beat(self, incumbent: Interval | None) -> Interval | None:
-        """Return the latency that a candidate must beat, or None if latency alone does not decide."""
+        """Return the latency of the incumbent if a candidate must be faster to win, or None for other objectives."""
         return incumbent if self.goal.minimize == "latency" else None
 
     def is_feasible(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether these metrics satisfy the accuracy bound; a candidate that violates it cannot win."""
+        """Return whether metrics keep the bound; a metric that was not measured does."""
         return self.goal.violation(metrics) == 0.0
 
     def evaluate_accuracy(
         self, engines: Engines, handle: int, measured: Measured, incumbent: Interval | None
     ) -> Outcome:
-        """Return the candidate with its accuracy; an evaluator that fails makes it a failure."""
+        """Score an engine as far as needed, and return the outcome with its metrics, or the evaluator's failure."""
         if self.goal.metric is None:
             return measured
         started_s = time.monotonic()
@@ -203,21 +199,21 @@ class AccuracyGate:
         scored = incumbent.scored if isinstance(incumbent, IncumbentState) else ()
         loss = loss_lower_bound(scored, metrics.get(PROXY), self.goal)
         per_item, mixable = tuple[float, ...](), ""
-        wanted = self._can_improve(median_ci(measured.samples_ms).value, loss, incumbent, scored)
-        if wanted and self.rejected_loss is not None:
+        can_improve = self._can_improve(median_ci(measured.samples_ms).value, loss, incumbent, scored)
+        if can_improve and self.rejected_loss is not None:
             early = engines.evaluate(handle, FIRST_STAGE_EVALUATOR)
             if isinstance(early, Failed):
                 return early
             rejected = self.rejected_loss(early)
-            wanted, loss = rejected is None, loss if rejected is None else rejected
-        if wanted:
+            can_improve, loss = rejected is None, loss if rejected is None else rejected
+        if can_improve:
             accuracy = engines.evaluate(handle, self.evaluator)
             if isinstance(accuracy, Failed):
                 return accuracy
             metrics, per_item = {**metrics, **accuracy.metrics}, accuracy.per_item
             try:
                 mixable = self.mixable(accuracy) if self.mixable else ""
-            except ValueError as error:  # of an evaluator that is a plug-in
+            except ValueError as error:  # a plug-in may return a damaged record
                 return Failed(stage="evaluate", reason=str(error))
         elif loss is not None:
             metrics[PREDICTED_METRIC] = (
@@ -229,7 +225,7 @@ class AccuracyGate:
     def _can_improve(
         self, latency_ms: float, loss: float | None, incumbent: Interval | None, scored: Sequence[ScoredPlacement]
     ) -> bool:
-        """Return whether a candidate with this minimum loss could become the incumbent or enter the front."""
+        """Return whether a candidate with at least this loss could become the incumbent or enter the Pareto front."""
         goal = self.goal
         if loss is not None and goal.loss_excess(loss) > 0:
             return False
@@ -246,11 +242,10 @@ class AccuracyGate:
 
 
 def loss_lower_bound(scored: Sequence[ScoredPlacement], proxy: float | None, goal: Goal) -> float | None:
-    """Return the smallest loss that the proxy score allows, or None if it allows no conclusion.
+    """Return a lower bound on the loss of a placement from its proxy, or None if there is none.
 
-    The proxy is taken at its word where it has kept it so far: of those that are closer to the float model by it, the
-    `MIN_WITNESS_PLACEMENTS` next ones must be known, and none that is further away than this placement may have lost
-    less than they.
+    The bound is the smallest loss of the `MIN_WITNESS_PLACEMENTS` measured placements whose proxy is next better. There
+    is no bound with fewer of them, or if a measured placement with a worse proxy has a smaller loss than they.
     """
     known = [] if proxy is None else [s for s in scored if s.proxy is not None]
     closer = sorted((s.proxy, goal.loss(s.value)) for s in known if s.proxy is not None and s.proxy >= (proxy or 0.0))

@@ -1,12 +1,11 @@
-"""Copy of a run as an Optuna journal, for optuna-dashboard: every trial of every search.
+"""Copy of all trials of a run as an Optuna journal, for optuna-dashboard.
 
-It is a copy for people to look at: nothing is read back from it but how far it has come, and where it cannot be written
-the search continues. A trial's parameters are how many insertion points of each pattern are quantized: a placement has
-hundreds of points, and no plot would be legible with a parameter for each.
+The search does not use the copy, and continues if it cannot be written. A trial has one parameter per pattern, the
+number of its quantized insertion points, because a placement has hundreds of points.
 
-Lines are written here, in the form of `optuna.storages.JournalStorage` (Optuna 5.0, storages/journal/_storage.py).
-Optuna's own classes read every line again and keep an object of each: a millisecond a trial, an import of half a
-second, and at the begin of each search all trials of the others. The tests read the file with Optuna.
+This module writes the lines of `optuna.storages.JournalStorage` (Optuna 5.0, storages/journal/_storage.py) itself. The
+classes of Optuna take half a second to import, a millisecond for each trial, and read the trials of all other searches
+at the start of each. The tests read the file with Optuna.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: bool) -> Callable[[TrialEvent], None]:
-    """Return an observer that writes each new trial of a search to an Optuna study.
+    """Return a function that writes each new trial of a search to an Optuna study.
 
     Args:
-        path: The Optuna journal; several searches share it.
-        name: Of the study: task, searcher and seed.
-        goal: Says by how much a trial breaks the bound.
-        fresh: The search begins: a study of this name is left over from earlier results and is replaced.
+        path: Optuna journal, which all searches of a task share.
+        name: Name of the study: task, searcher and seed.
+        goal: Objective of the search, with the bound that trials may violate.
+        fresh: Whether the search starts from the beginning, so that an older study of this name is replaced.
 
     Returns:
-        To be called with every trial in order, those of a resumed search too; never raises.
+        Function to call with every trial in order, including those of a resumed search; it never raises.
     """
     try:
         return _OptunaMirror(path, name, space, goal, fresh).watch
@@ -63,7 +62,7 @@ def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: 
 
 
 def _open_study(path: Path, name: str, fresh: bool) -> tuple[int, int]:
-    """Return the number of the study, created if missing, and its number of trials."""
+    """Create the study if it is missing, and return its number and the number of its trials."""
     with _locked_file(path) as file:
         truncate_partial_line(path)
         names, trials = _read_studies(path)
@@ -102,7 +101,7 @@ class _OptunaMirror:
         self._broken = False
 
     def watch(self, trial: TrialEvent) -> None:
-        """Write a trial, unless it was a duplicate or is in the study."""
+        """Write a trial, unless it is a duplicate or already in the study."""
         if self._broken or trial.evaluations <= self._spent:
             return
         self._spent = trial.evaluations
@@ -118,7 +117,7 @@ class _OptunaMirror:
     def _trial_fields(self, trial: TrialEvent) -> dict[str, Any]:
         outcome, now = trial.outcome, datetime.now(UTC).isoformat(timespec="microseconds")
         state, value, limits = _FAIL, None, {}
-        facts: dict[str, Any] = {"digest": trial.asked.digest, "origin": trial.asked.origin}
+        facts: dict[str, Any] = {"digest": trial.proposal.digest, "origin": trial.proposal.origin}
         if isinstance(outcome, Measured):
             state, value = _COMPLETE, median_ci(outcome.samples_ms).value
             facts |= {**outcome.metrics, "build_s": outcome.build_s, "stable": outcome.stable}
@@ -135,7 +134,7 @@ class _OptunaMirror:
             "values": None,
             "distributions": self._distributions,
             "params": {
-                group: float(sum(trial.asked.choices[index] > 0 for index in indices))
+                group: float(sum(trial.proposal.choices[index] > 0 for index in indices))
                 for group, indices in self._space.groups.items()
             },
             "user_attrs": facts,
@@ -145,19 +144,19 @@ class _OptunaMirror:
 
 
 def _int_distribution_json(most: int) -> str:
-    """Return Optuna's JSON of an `IntDistribution`, which is nested as text."""
+    """Return the JSON text of Optuna's `IntDistribution` from 0 to `most`."""
     return json.dumps({"name": "IntDistribution", "attributes": {"log": False, "step": 1, "low": 0, "high": most}})
 
 
 def _append_operation(path: Path, file: FileIO, operation: int, fields: dict[str, Any]) -> None:
-    """Write a line without waiting for the disk: 30 ms a trial that a copy need not cost."""
+    """Append a line without waiting for the disk, which would take 30 ms for each trial."""
     log = {"op_code": operation, "worker_id": "qdq-bench", **fields}
     append_line(file, json.dumps(log, separators=(",", ":")), path, sync=False)
 
 
 @contextmanager
 def _locked_file(path: Path) -> Iterator[FileIO]:
-    """Open the file for one writer at a time; the kernel releases the lock when the process ends."""
+    """Open a file for appending, locked against other writers; the kernel releases the lock of a process that ends."""
     with path.open("ab", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file

@@ -23,10 +23,10 @@ JOURNAL_NAME = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEvaluation:
-    """`harness.search_loop.journal_reader.Evaluation` without what takes much memory.
+    """Evaluation without choices and score, to save memory.
 
     Attributes:
-        is_float: The placement has no Q/DQ pair.
+        is_float: Whether the placement has no Q/DQ pair.
     """
 
     evaluations: int
@@ -48,13 +48,13 @@ class SearchLog:
     """Summary of one search, finished or not; duplicates and retries are not evaluations.
 
     Attributes:
-        elapsed_s: Wall-clock after each evaluation, not decreasing; the time of a retry adds to the last evaluation.
+        elapsed_s: Wall-clock seconds at the end of each evaluation; the time of a retry is added to the last one.
         failures: Number of failed evaluations by stage.
         incumbents: Evaluations that became the incumbent, which is the best one within the bounds.
         scored: Evaluations with a measured metric, in order.
-        float_ms: Latency of the float model by the search's own samples; None if the search did not measure it.
-        float_value: Metric of the float model, in the same way.
-        cost: Seconds and readings spent, with those of retries; see `harness.report.tables.cost.cost_frame`.
+        float_ms: Latency of the float model in the search's own samples; None if the search did not measure it.
+        float_value: Metric of the float model in the search; None if the search did not measure it.
+        cost: Seconds and readings spent, including retries, by the columns of `harness.report.tables.cost.cost_frame`.
         end: Reason why the search ended before its budget was spent, or None.
     """
 
@@ -74,7 +74,7 @@ class SearchLog:
 
     @property
     def name(self) -> str:
-        """Searcher and seed, as in the name of the journal."""
+        """Name of the journal without suffix: searcher and seed."""
         return f"{self.searcher}-{self.seed}"
 
     @property
@@ -116,7 +116,7 @@ def read_search(
     Args:
         goal: Objective and bounds that define the incumbent.
         metric: Name of the evaluator's metric; None without an evaluator.
-        readings: Receives the latency of each measured placement by digest.
+        readings: Mapping to which the latency of each measured placement is added, by digest.
 
     Raises:
         UserError: The journal is damaged or has another schema.
@@ -124,7 +124,7 @@ def read_search(
     tally, name = _CostTally(), metric or ""
     incumbents, scored, floats = list[LoggedEvaluation](), list[ScoredEvaluation](), list[Evaluation]()
     best: Evaluation | None = None
-    latencies_ms: dict[str, float] = {}  # of a placement that was measured again, the last
+    latencies_ms: dict[str, float] = {}  # the last one of a placement that was measured several times
     for trial in iter_evaluations(tally.count(read_journal(path)), goal):
         latencies_ms[trial.digest] = trial.latency_ms
         is_float = not any(trial.choices)

@@ -1,7 +1,7 @@
 """Fault isolation of a searcher: its first error ends its own search only.
 
-It has one thread for linear algebra. Its matrices are small, so more threads only wait for each other: with two of them
-`auto` spends up to four times as much processor time.
+Searchers get one thread for linear algebra. Their matrices are small, so more threads mostly wait for each other: with
+two threads `auto` takes up to four times as much processor time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from search.space import Placement, Space
 
 
 class SearcherGuard:
-    """Searcher that never raises; after a failure it proposes nothing and ignores observations.
+    """Wrapper of a searcher that records its first exception; then it proposes nothing and ignores observations.
 
-    A `UserError` and Ctrl-C pass, because neither is a fault of the searcher.
+    A `UserError` and Ctrl-C are raised, because neither is a fault of the searcher.
 
     Args:
         searcher: Searcher, or the failure of its constructor.
 
     Attributes:
         failure: Exception of the searcher with the end of the traceback, or None.
-        spent_s: Wall-clock of its asks and tells so far.
+        spent_s: Wall-clock seconds of `ask` and `tell` so far.
     """
 
     def __init__(self, searcher: Searcher | Failed, space: Space) -> None:
@@ -40,7 +40,7 @@ class SearcherGuard:
         self.spent_s = 0.0
 
     def ask(self, n: int) -> Sequence[Placement]:
-        """See `Searcher`; proposals that cannot be evaluated are an error too."""
+        """Return the searcher's proposals; invalid ones count as its failure."""
         searcher = self._searcher
         if self.failure is not None or isinstance(searcher, Failed):
             return []
@@ -68,7 +68,7 @@ class SearcherGuard:
 
 
 def _validate_proposals(proposed: Sequence[Placement], n: int, space: Space) -> list[Placement]:
-    """Return the proposals with plain Python integers as choices; NumPy's cannot be serialized.
+    """Return the proposals with Python integers as choices, because NumPy integers cannot be written as JSON.
 
     Raises:
         ValueError: Too many proposals, or one that is not valid for the space.

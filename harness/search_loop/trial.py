@@ -1,4 +1,4 @@
-"""Trial of one placement: build, sample, score, and repeat what looks like a new incumbent."""
+"""Trial of one placement: build, sample and score it, and measure a new incumbent again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class NoisePolicy:
     """Settings for noise and timeouts of a trial; ablations switch them off.
 
     Attributes:
-        noise_floor: Relative noise floor; a gain within it is not worth a second look.
-        racing: An engine that is clearly slower than the incumbent is timed no further.
-        builds: Of a surprise, or of a winner by disturbed readings, at most; 1: it is believed at once.
-        reference_latency_ms: The baseline's latency, if the machine is so noisy that candidates are timed interleaved
-            with it.
+        noise_floor: Relative noise floor; a candidate that is better by less is not measured again.
+        racing: Whether the timing of an engine stops as soon as it is clearly slower than the incumbent.
+        builds: Largest number of builds of a candidate that would become the incumbent; 1: it is never rebuilt.
+        reference_latency_ms: Latency of the baseline in ms if candidates are timed in turns with it, or None.
     """
 
     noise_floor: float = 0.0
@@ -44,19 +43,20 @@ def make_trial_fn(
     sampling: Sampling,
     *,
     judge: AccuracyGate | None = None,
-    care: NoisePolicy = NoisePolicy(),
+    noise_policy: NoisePolicy = NoisePolicy(),
 ) -> TrialFn:
-    """Return a trial function that uses these engines.
+    """Return a function that builds, times and scores a candidate with these engines.
 
-    A candidate that may win and beats the incumbent by more than noise is built and sampled again before it is
-    accepted: the lowest of many noisy readings is low by chance (Helion's autotuner found configurations 7 % faster
-    once it confirmed suspicious timings, pytorch/helion pull request 2377). The same applies to a candidate that would
-    become the incumbent by readings that other load on the machine disturbed, whatever the width of their interval.
+    A candidate that is faster than the incumbent by more than noise is built and sampled again before it is accepted,
+    because the lowest of many noisy readings is low by chance (Helion's autotuner found configurations 7 % faster once
+    it confirmed suspicious timings, pytorch/helion pull request 2377). So is a candidate that would become the
+    incumbent by readings that other load on the machine disturbed, whatever the width of their interval.
 
     Args:
         judge: Accuracy gate; by default accuracy is not checked.
+        noise_policy: Settings for repeated builds, racing and the reference.
     """
-    return _TrialRunner(engines, sampling, judge or AccuracyGate(), care).attempt
+    return _TrialRunner(engines, sampling, judge or AccuracyGate(), noise_policy).attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class _TrialRunner:
     def attempt(self, candidate: Candidate, incumbent: Interval | None) -> Outcome:
         rival = self.judge.latency_to_beat(incumbent)
 
-        def look(handle: int, measured: Measured) -> Outcome:
+        def score(handle: int, measured: Measured) -> Outcome:
             return self.judge.evaluate_accuracy(self.engines, handle, measured, incumbent)
 
-        outcome = self._measure(candidate, rival, look)
+        outcome = self._measure(candidate, rival, score)
         if isinstance(outcome, Failed) or rival is None or not self.judge.is_feasible(outcome.metrics):
-            return outcome  # the first one has nothing to be compared with
+            return outcome
         if not self._is_clearly_faster(outcome, rival) or (
             outcome.stable and not _intervals_are_disjoint(outcome, rival)
         ):
@@ -88,18 +88,18 @@ class _TrialRunner:
         return _merge_rebuilds(taken)
 
     def _is_clearly_faster(self, measured: Measured, rival: Interval) -> bool:
-        """Return whether it would become the incumbent by more than the noise floor."""
+        """Return whether a candidate is faster than the incumbent by more than the noise floor."""
         return median_ci(measured.samples_ms).value * (1 + self.noise_policy.noise_floor) < rival.value
 
     def _is_rebuild_confirmed(self, taken: Sequence[Measured], rival: Interval) -> bool:
-        """Return whether the last build confirms a surprising one, or is steady after a disturbed one."""
+        """Return whether the last build confirms the first one, or is undisturbed after a disturbed one."""
         first, last = taken[0], taken[-1]
         if len(taken) == 1 or not last.stable:
             return False
         return not first.stable or (self._is_clearly_faster(last, rival) and _intervals_are_disjoint(last, rival))
 
     def _measure(self, candidate: Candidate, rival: Interval | None, then: _AfterSampling) -> Outcome:
-        """Build and sample a candidate, and run `then` while the engine exists; again if its worker is killed."""
+        """Build and sample a candidate, and call `then` with its open engine; repeat if the worker is killed."""
         for _ in range(MAX_KILLED_WORKERS):
             built = self.engines.build(candidate)
             if isinstance(built, Failed):
@@ -147,15 +147,15 @@ _AfterSampling = Callable[[int, Measured], Outcome]
 
 
 def _intervals_are_disjoint(measured: Measured, rival: Interval) -> bool:
-    """Return whether its interval ends below the incumbent's interval."""
+    """Return whether the interval of a candidate's latency ends below that of the incumbent."""
     return median_ci(measured.samples_ms).high < rival.low
 
 
 def _merge_rebuilds(taken: Sequence[Measured]) -> Measured:
-    """Return one record of several builds: the later of two, the middle one of three.
+    """Return one record of several builds: the second of two, or the one with the median latency of three.
 
-    Disturbed ones are left out, and kept with the discarded readings, where enough others are there: one that was taken
-    to check them, or two.
+    The samples of disturbed builds move to the discarded ones if two builds are undisturbed, or one is after a
+    disturbed first build.
     """
     steady = [measured for measured in taken if measured.stable]
     pool = steady if len(steady) > 1 or (steady and not taken[0].stable) else list(taken)

@@ -33,7 +33,7 @@ from search.space import edges_digest
 
 CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floor.json"
 NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=8, samples=3)
-NOISY_TURN_SD = 0.02  # turns that scatter by more justify the cost of timing every candidate in turns with the baseline
+NOISY_TURN_SD = 0.02  # standard deviation of log latencies above which candidates are timed in turns with the baseline
 
 
 def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
@@ -45,9 +45,10 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
     observer: Observer,
     rows: Sequence[TimedRow] = (),
 ) -> tuple[float, tuple[TurnEvent, ...]]:
-    """Return the gain of the rebuilt baseline over itself, measured once before the searches and then read.
+    """Measure the noise floor of a task, or read it if it was measured before.
 
-    The gain is relative, so 0.02 is a speedup of 1.02; see `harness.statistics.noise_floor_from_ratios`.
+    It is the gain of the rebuilt baseline over itself as a share, so 0.02 is a speedup of 1.02; see
+    `harness.statistics.noise_floor_from_ratios`.
 
     Args:
         open_engines: Function that opens engines on the machine of the task.
@@ -80,7 +81,8 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
     except UserError as error:
         if not rows:
             raise
-        observer.say(f"{comparison.name}: {error}; the A/A check is repeated without them")  # such as too little memory
+        # For instance, the memory may not suffice for all rows.
+        observer.say(f"{comparison.name}: {error}; the A/A check is repeated without initial placements")
         return measure_noise_floor(open_engines, worker, model_file, backend, folder, observer)
     noise_floor = summarize_turns(events, baseline=FLOAT_ROW).noise_floor
     observer.say(
@@ -121,9 +123,9 @@ def reference_latency_if_noisy(
     Args:
         folder: Folder of the task.
         backend: Backend; None is returned if it cannot take turns (`interleaved` of `harness.api.Capabilities`).
-        interleave: Setting of the experiment; "auto": in turns if the baseline's turns before the searches have a
-            standard deviation above `NOISY_TURN_SD` on the log scale. The noise floor is not a criterion: its turns are
-            paired, so unlike single readings it stays low on a machine whose speed changes.
+        interleave: Setting of the experiment. "auto" means in turns if the logarithms of the baseline's turns before
+            the searches have a standard deviation above `NOISY_TURN_SD`. The noise floor is no criterion, because it
+            comes from paired turns, which are steady even on a machine whose speed changes.
     """
     if not capabilities_of(registry.load_plugin("benchmarker", backend.use)).interleaved:
         return None
@@ -134,7 +136,10 @@ def reference_latency_if_noisy(
 
 
 def baseline_latency(folder: Path) -> float:
-    """Return the baseline's latency in ms before the searches of a task, to which all readings are scaled."""
+    """Return the latency in ms of the baseline before the searches of a task.
+
+    Candidates that are timed in turns with the baseline are scaled to it.
+    """
     return summarize_turns(_noise_floor_events(folder), baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 
 
@@ -154,7 +159,7 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     """Time the missing turns of the confirmation, and append them to its log.
 
     If the rows (by the digests of their files), the plan, the number of rows in a worker or the runtime changed, the
-    confirmation starts anew, and the old log is archived as `confirm.<n>.jsonl`.
+    confirmation starts anew, and the old log is archived as `confirmation.<n>.jsonl`.
 
     Args:
         plan: Numbers of builds, rounds and samples.
@@ -170,7 +175,7 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     """
     header = {
         "rows": {row.id: row.sha256 for row in table.rows},
-        "plan": plan.model_dump(mode="json", exclude={"candidates"}),  # the rows show who won the final selection
+        "plan": plan.model_dump(mode="json", exclude={"candidates"}),  # used only by the final selection
         "group": MAX_GROUP_ROWS,
         "backend": dict(backend),
     }
@@ -190,7 +195,7 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
 
 
 def read_begun_plan(folder: Path) -> Confirmation | None:
-    """Return the plan of a confirmation that has begun, or None.
+    """Return the plan in the log of a confirmation, or None if there is no log.
 
     Raises:
         UserError: The log of the confirmation is damaged.

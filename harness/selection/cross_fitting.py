@@ -1,4 +1,4 @@
-"""Cross-fitted loss of a search's choice, and joint estimate of the losses of several files on the same few images."""
+"""Estimates of the loss of accuracy of a selected placement: cross-fitted, and jointly for several files."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _Facts = Mapping[str, Any]
 
 
 def choose_cross_fitted(latencies_ms: Sequence[float], losses: Values, bound: float) -> list[int | None]:
-    """Return for each fold the fastest placement whose loss on the other folds keeps the bound, or None.
+    """Return for each fold the index of the fastest placement whose loss on the other folds keeps the bound, or None.
 
     Args:
-        losses: On the folds other than each: placements x folds.
+        latencies_ms: Latency of each placement.
+        losses: Loss on all folds except one, with shape [placements, folds].
         bound: Largest allowed loss.
     """
     order = np.argsort(latencies_ms, kind="stable")
@@ -53,7 +54,8 @@ def losses_on_other_folds(
     Sample i belongs to fold i modulo `FOLDS`.
 
     Returns:
-        None without records of single samples, and for fewer than `MIN_SAMPLES` or more than `MAX_MIXABLE_IMAGES`.
+        One loss per fold; None without records of single samples, or if there are fewer than `MIN_SAMPLES` or more than
+        `MAX_MIXABLE_IMAGES` samples.
 
     Raises:
         ValueError: A record is damaged.
@@ -67,17 +69,22 @@ def losses_on_other_folds(
 def cross_fitted_drop(
     outcomes: Iterable[Outcome], reference: Accuracy, metric: str, bound: float, *, higher_is_better: bool
 ) -> Estimate | None:
-    """Return the loss of the choice by the bound, each sample scored with the choice of the other folds.
+    """Estimate the loss of the fastest placement within a bound by cross-fitting.
 
-    This estimates the loss of the whole procedure, not of one file; no engine runs for it (Stone 1974,
-    "Cross-validatory choice and assessment of statistical predictions").
+    Each fold of the samples is scored with the placement that the other folds select. This estimates the loss of the
+    whole procedure, not of one file, from recorded scores alone (Stone 1974, "Cross-validatory choice and assessment of
+    statistical predictions").
 
     Args:
-        outcomes: Of a search that scored on all samples, the float model among them or not.
-        reference: Of the float model on the same samples; it is chosen where no placement keeps the bound.
+        outcomes: Outcomes of a search that scored on all samples.
+        reference: Accuracy of the float model on the same samples; it is selected if no placement keeps the bound.
+        metric: Name of the metric.
+        bound: Largest allowed loss.
+        higher_is_better: Direction of the metric.
 
     Returns:
-        None without records of single samples, for fewer than `MIN_SAMPLES` samples, or if a record is missing.
+        The loss with its interval; None without records of single samples, with fewer than `MIN_SAMPLES` samples, or if
+        a placement within the bound has no record.
 
     Raises:
         ValueError: A record is damaged.
@@ -98,7 +105,7 @@ def cross_fitted_drop(
             losses.append(lost)
             records.append(facts)
         elif _loss(reference, outcome, metric, higher_is_better=higher_is_better) <= bound + LOSS_ROUND_OFF:
-            return None  # without its record the choice is not known
+            return None  # a fold may select this placement, which has no record
     if not losses:
         return None
     chosen = choose_cross_fitted(latencies_ms, np.array(losses), bound)
@@ -109,7 +116,7 @@ def cross_fitted_drop(
 
 
 def _read_facts(record: Accuracy | Measured, metric: str) -> _Facts:
-    """Return the facts about each sample, such that samples of several engines can be combined; empty without any."""
+    """Return the record of single samples from which scores of several engines can be combined, or an empty one."""
     if record.per_item:
         return {"kind": "mean", metric: record.per_item}
     return decode_mixable(record.mixable, metric)
@@ -138,7 +145,7 @@ def _losses(expected: Draws | None, found: Draws | None, *, higher_is_better: bo
 
 
 def _mixed_score(records: Sequence[_Facts], sources: Counts, metric: str) -> Accuracy:
-    """Return the accuracy if each sample is scored with the record that `sources` names."""
+    """Return the accuracy if sample i is scored with the record at index `sources[i]`."""
     used, places = np.unique(sources, return_inverse=True)
     parts = [records[i] for i in used]
     kind = parts[0]["kind"]
@@ -166,8 +173,8 @@ class MeasuredLoss:
     Attributes:
         loss: Loss of the metric relative to the float model, positive if the file is worse.
         stderr: Standard error of the loss over images.
-        sqnr_db: SQNR of the outputs relative to the float model's, in dB, on calibration samples to which no range or
-            weight of the file was fitted. It is slightly too large, because recovery chooses between files by it.
+        sqnr_db: SQNR of the outputs in dB, on calibration samples that no range or weight of the file was fitted to. It
+            is slightly too large, because recovery selects files by it.
     """
 
     loss: float

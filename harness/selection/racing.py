@@ -24,7 +24,7 @@ from harness.timing.confirmation import EngineFactory, estimate_noise_floor
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
 from harness.timing.turn_log import TurnEvent, TurnMatrix
 
-SAMPLES_PER_TURN = 3  # inferences of a turn, at least
+SAMPLES_PER_TURN = 3  # smallest number of inferences in a turn
 FIRST_SCHEDULE = TurnSchedule(builds=1, rounds=TURNS_PER_RACING_ROUND[0], samples=SAMPLES_PER_TURN)
 K = TypeVar("K")
 
@@ -34,7 +34,7 @@ class Selection(Generic[K]):
     """Result of a race.
 
     Attributes:
-        surviving: Rows of each group that were not eliminated, in its order; a row that fails in a round is eliminated.
+        surviving: Rows of each group that were not eliminated, in the order of the group; failed rows are eliminated.
         speedups: Median speedup over the baseline by row, without rows that failed.
     """
 
@@ -48,23 +48,23 @@ def select(
     open_engines: EngineFactory,
     observer: Observer,
     *,
-    wanted: int = 1,
+    top_k: int = 1,
     retry_failed: bool = False,
 ) -> Selection[K]:
-    """Run elimination rounds with fresh builds until every group has at most `wanted` rows, or no round is left.
+    """Run elimination rounds with fresh builds until every group has at most `top_k` rows, or no round is left.
 
     The rows of a round depend only on the turns before it, so a repeated race times nothing again.
 
     Args:
         comparison: All rows, with a log and the schedule of the first round.
         groups: Names of the rows that compete with each other; a row may be in several groups.
-        wanted: Number of rows to select from each group.
+        top_k: Number of rows to select from each group.
         retry_failed: Whether failed rows are timed once more.
 
     Raises:
-        UserError: See `run_comparison`.
+        UserError: The baseline fails, or the log cannot be written.
     """
-    left = {key: list(group) for key, group in groups.items()}
+    surviving_rows = {key: list(group) for key, group in groups.items()}
     rows, events = comparison.rows, tuple[TurnEvent, ...]()
     for number, turns in enumerate(TURNS_PER_RACING_ROUND):
         schedule = comparison.schedule.model_copy(update={"rounds": turns})
@@ -75,13 +75,13 @@ def select(
             number + 1, max(comparison.noise_floor, estimate_noise_floor(readings, comparison.baseline.name))
         )
         ratios = turn_speedups(readings, comparison.baseline.name)
-        left = {key: _surviving(group, ratios, wanted, slack) for key, group in left.items()}
-        close = {name for group in left.values() if len(group) > wanted for name in group}
+        surviving_rows = {key: _surviving(group, ratios, top_k, slack) for key, group in surviving_rows.items()}
+        close = {name for group in surviving_rows.values() if len(group) > top_k for name in group}
         rows = tuple(row for row in comparison.rows if row.name in close)
         if not rows:
             break
     warn_if_disturbed(comparison.name, events, observer)
-    return Selection(surviving=left, speedups=median_speedups(events, comparison.baseline.name))
+    return Selection(surviving=surviving_rows, speedups=median_speedups(events, comparison.baseline.name))
 
 
 def select_winner(comparison: PairedComparison, open_engines: EngineFactory, observer: Observer) -> tuple[str, float]:
@@ -90,7 +90,7 @@ def select_winner(comparison: PairedComparison, open_engines: EngineFactory, obs
     If no row survives, the fastest row with turns in the log wins; without any, the result is ("", 0.0).
 
     Raises:
-        UserError: See `run_comparison`.
+        UserError: The baseline fails, or the log cannot be written.
     """
     found = select(comparison, {"all": [row.name for row in comparison.rows]}, open_engines, observer)
     speedups = found.speedups
@@ -99,12 +99,12 @@ def select_winner(comparison: PairedComparison, open_engines: EngineFactory, obs
 
 
 def _surviving(
-    group: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int, slack: float
+    group: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], top_k: int, slack: float
 ) -> list[str]:
-    """Return the rows of a group that have timed turns and are not eliminated."""
+    """Return the rows of a group that were timed and are not eliminated."""
     timed = [name for name in group if name in ratios]
     turns = sorted({turn for name in timed for turn in ratios[name]})
     if not turns:
         return timed
     log_ms = -np.log([[ratios[name].get(turn, np.nan) for turn in turns] for name in timed])
-    return [name for name, stays in zip(timed, surviving(log_ms, wanted, slack), strict=True) if stays]
+    return [name for name, stays in zip(timed, surviving(log_ms, top_k, slack), strict=True) if stays]

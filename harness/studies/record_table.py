@@ -304,9 +304,9 @@ class _TableRecorder:
         ):
 
             def watch(trial: TrialEvent) -> None:
-                asked = trial.asked
-                entry = TableEntry(number=len(rows), choices=asked.choices, outcome=trial.outcome)
-                rows.setdefault(asked.digest, entry)
+                proposal = trial.proposal
+                entry = TableEntry(number=len(rows), choices=proposal.choices, outcome=trial.outcome)
+                rows.setdefault(proposal.digest, entry)
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
             ending = run_search(task, SyncExecutor(self._make_trial_fn()), journal, watch)
@@ -317,8 +317,8 @@ class _TableRecorder:
         """Return a trial that scores everything, because no incumbent exists that a placement could fail to beat."""
         evaluator = self.study.spec.model.evaluator
         judge = None if evaluator is None else AccuracyGate(goal=Goal(metric=evaluator.use, max_drop=None))
-        care = NoisePolicy(reference_latency_ms=self.level_ms)
-        attempt = make_trial_fn(self.engines, self.study.experiment.sampling, judge=judge, care=care)
+        noise_policy = NoisePolicy(reference_latency_ms=self.level_ms)
+        attempt = make_trial_fn(self.engines, self.study.experiment.sampling, judge=judge, noise_policy=noise_policy)
         return lambda candidate, _: attempt(candidate, None)
 
 

@@ -130,7 +130,7 @@ class Benchmark:
             engines, usual = self._engines, Sampling()
             limit_ms = max(usual.max_ms, self.timing_runs * self._reference_ms)
             sampling = usual.model_copy(update={"max_ms": limit_ms})
-        attempt = make_trial_fn(engines, sampling, care=NoisePolicy(reference_latency_ms=self._reference_ms))
+        attempt = make_trial_fn(engines, sampling, noise_policy=NoisePolicy(reference_latency_ms=self._reference_ms))
         outcome = attempt(candidate, None)
         if log_file is not None:
             _write_log(outcome, candidate, Path(log_file))

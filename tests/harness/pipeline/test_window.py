@@ -193,7 +193,7 @@ def test_a_finished_run_takes_retries_too_and_failures_that_stay_are_kept(tmp_pa
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_where_all_seeds_failed_a_retry_waits_for_their_outcomes(tmp_path: Path, window: int) -> None:
     path = tmp_path / "j.jsonl"
-    with pytest.raises(UserError, match="no seed could be measured"):
+    with pytest.raises(UserError, match="no initial placement could be measured"):
         search(path, 0, window=window, failing=frozenset(range(6)))
     search(path, 1, window=window, failing=frozenset(), retry_failed=True)
     fresh = {e.proposal.digest for e in read_journal(path) if e.result and e.proposal.origin != RETRY_ORIGIN}

@@ -97,13 +97,13 @@ def test_budget_counts_unique_placements_and_seeds(tmp_path):
     run = Run(tmp_path, evaluations=20)
     trials = run.go()
     assert run.attempts == 20 == trials[-1].evaluations
-    assert [t.asked.origin for t in trials[:2]] == ["initial:float", "initial:all"]
+    assert [t.proposal.origin for t in trials[:2]] == ["initial:float", "initial:all"]
 
 
 def test_a_duplicate_is_free_told_again_and_logged(tmp_path):
     run = Run(tmp_path, size=2, evaluations=4)
     trials = run.go()
-    again = [t for t in trials if t.asked.duplicate_of is not None]
+    again = [t for t in trials if t.proposal.duplicate_of is not None]
     assert again
     assert run.attempts == 4
     assert len(run.searcher.told) == len(trials)
@@ -157,7 +157,9 @@ def test_failures_are_data_and_the_search_goes_on(tmp_path):
 
 def test_a_search_that_cannot_start_stops_after_the_seeds_with_the_first_reason(tmp_path):
     run = Run(tmp_path, attempt=lambda *_: Failed(stage="build", reason="no such operator", log_tail="the log"))
-    with pytest.raises(UserError, match=r"(?s)no seed could be measured.*build: no such operator.*the log"):
+    with pytest.raises(
+        UserError, match=r"(?s)no initial placement could be measured.*build: no such operator.*the log"
+    ):
         run.go()
     assert run.attempts == 2
 

@@ -20,7 +20,7 @@ GOAL = Goal(metric="top1", reference=0.8, max_drop=0.02)
 def trial(number: int, evaluations: int | None = None, **outcome) -> TrialEvent:
     measured = {"samples_ms": (4.0 - number / 10,) * 3, "build_s": 1.0, "measure_s": 1.0, **outcome}
     return TrialEvent(
-        asked=Proposal(number=number, choices=(1, 0, 1, 0, 0, 1), digest=f"d{number}", origin="searcher"),
+        proposal=Proposal(number=number, choices=(1, 0, 1, 0, 0, 1), digest=f"d{number}", origin="searcher"),
         outcome=Failed(stage="build", reason="no") if outcome.get("failed") else Measured(**measured),
         evaluations=number + 1 if evaluations is None else evaluations,
         best_ms=None,

@@ -156,14 +156,15 @@ def test_a_disturbed_reading_that_is_no_better_is_left_as_it_is() -> None:
 def test_without_rebuilds_a_disturbed_reading_is_believed() -> None:
     bench = Bench(5.0, disturbed=(0,))
     assert (
-        measured(make_trial_fn(bench, SAMPLING, care=NoisePolicy(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
+        measured(make_trial_fn(bench, SAMPLING, noise_policy=NoisePolicy(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1]
+        == 5.0
     )
     assert bench.diary.count("build") == 1
 
 
 def test_a_gain_within_the_floor_is_not_worth_a_second_look() -> None:
     bench = Bench(9.5)
-    make_trial_fn(bench, SAMPLING, care=NoisePolicy(noise_floor=0.1))(CANDIDATE, INCUMBENT)
+    make_trial_fn(bench, SAMPLING, noise_policy=NoisePolicy(noise_floor=0.1))(CANDIDATE, INCUMBENT)
     assert bench.diary.count("build") == 1
 
 
