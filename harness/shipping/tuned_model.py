@@ -126,8 +126,9 @@ def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
     task = answer.task
     calibrated = not task.calibrated_on.startswith(RANDOM_DATA)
     bounded = None if answer.metric is None else f"{answer.metric} within its bound on the data of the search"
-    sizes = list(answer.shapes.values())
-    dynamic = write_dynamic_model(task.model, answer.file, task.spec.backend.use, sizes) if sizes else None
+    dynamic = write_dynamic_model(task.model, answer.file, task.spec.backend.use, list(answer.shapes.values()))
+    if dynamic is not None and dynamic.file is None:
+        observer.say(dynamic.remark)
     tuned = TunedModel(
         file=answer.file,
         float_file=task.model_file,
