@@ -17,7 +17,6 @@ from harness.cli.common import (
     ShapeOption,
     TargetOption,
     add_to_sys_path,
-    backend_spec,
     count_option,
     echo,
     explain_relative_paths,
@@ -80,11 +79,12 @@ def explain(
     model: Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH; or a results folder.")],
     row: Annotated[str | None, typer.Argument(help="With a results folder: row of its main table.")] = None,
     backend: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Runtime: openvino, onnxruntime, onnxruntime_web, tensorrt, trtexec; or rtx_compile (only compiles)."
+            help="Runtime: openvino, onnxruntime, onnxruntime_web, tensorrt, trtexec; or rtx_compile (only compiles) "
+            "[default: with threads and precision that of the measurement of a shipped or exported file, or openvino]."
         ),
-    ] = "openvino",
+    ] = None,
     param: ParamOption = None,
     shape: ShapeOption = None,
     dim: DimOption = None,
@@ -109,8 +109,10 @@ def explain(
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve(), as_json=as_json)
         return
     from harness.api import capabilities_of
+    from harness.config.yaml_loader import parse_params
     from harness.explain.model_report import (
         change_lines,
+        choose_backend,
         compare_reports,
         compile_report,
         explain_model,
@@ -119,9 +121,9 @@ def explain(
     )
     from harness.registry import load_plugin
 
-    spec = backend_spec(backend, [*(param or ()), *([f"target={target}"] if target else ())])
-    sizes = parse_sizes(shape, dim)
-    if capabilities_of(load_plugin("benchmarker", backend)).compile_only:
+    params = parse_params([*(param or ()), *([f"target={target}"] if target else ())])
+    spec, sizes = choose_backend(Path(model), backend, params), parse_sizes(shape, dim)
+    if capabilities_of(load_plugin("benchmarker", spec.use)).compile_only:
         reports = [compile_report(each, spec, **sizes) for each in (model, against) if each is not None]
         _explain_compiled(reports, top, as_json=as_json, html=html)
         return

@@ -24,11 +24,16 @@ from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
+from harness.results_dir.deploy_folder import FACTS_FILE
+from harness.results_dir.io import read_json
 from harness.timing.provenance import format_options
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 _NO_DIMS: Mapping[str, int] = MappingProxyType({})
 DEFAULT_TIMING_RUNS = 50
+DEFAULT_BACKEND = "openvino"
+RECORDED_OPTIONS = ("threads", "streams", "precision", "optimization")
+"""Options of a record that are used; others may name files, and a shipped folder may come from a stranger."""
 FINDING_TITLES = {
     "float": "Linear operators that are quantized in the file and run in float",
     "pair": "Q or DQ nodes that run as separate layers",
@@ -43,6 +48,30 @@ class PrecisionChange:
     name: str
     before: str
     after: str
+
+
+def choose_backend(file: Path, use: str | None, params: Mapping[str, Any]) -> PluginSpec:
+    """Return the backend of a report, with the options of the measurement for a shipped or exported model.
+
+    Args:
+        file: The model; its runtime is read from `ship.json` in its folder, or from `task.json` of its task.
+        use: Name of the backend; None: that of the record, or `DEFAULT_BACKEND` without one.
+        params: Parameters, which replace recorded ones. Options of another backend than the recorded one are not used.
+
+    Raises:
+        UserError: The record is damaged.
+    """
+    name, known, folder = None, dict[str, Any](), file.absolute().parent
+    for record, key in ((folder / FACTS_FILE, "runtime"), (folder.parent / "task.json", "backend")):
+        if name is None and record.is_file():
+            try:
+                runtime = read_json(record)[key]
+                name, options = str(runtime["name"]), dict(runtime["options"])
+            except (LookupError, TypeError, ValueError) as error:
+                raise UserError(f"{record}: {key}: needs the keys name and options ({error!r})") from error
+            known = {option: options[option] for option in RECORDED_OPTIONS if option in options}
+    use = use or name or DEFAULT_BACKEND
+    return PluginSpec(use=use, params={**(known if use == name else {}), **params})
 
 
 def explain_model(

@@ -17,13 +17,14 @@ from harness.cli.main import main
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.explain.fusion import explain_layers
-from harness.explain.model_report import compare_reports, explain_model, report_lines
+from harness.explain.model_report import choose_backend, compare_reports, explain_model, report_lines
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect
+from harness.results_dir.io import write_json
 
 BACKENDS = {"openvino": {"precision": "f32"}, "onnxruntime": {}}
 
@@ -218,3 +219,21 @@ def test_what_is_made_of_constants_runs_once_and_takes_no_time_of_an_inference(t
     reorders = [layer for layer in found.layers if "transpose_b" in layer.name]
     assert all(layer.time_ms is None for layer in reorders)
     assert sum(layer.time_ms or 0.0 for layer in found.layers) < 1.5 * found.whole_ms
+
+
+@pytest.mark.parametrize(
+    ("record", "file", "key"), [("ship.json", "a.onnx", "runtime"), ("task.json", "models/a.onnx", "backend")]
+)
+def test_a_delivered_file_is_explained_with_the_threads_of_its_measurement(
+    tmp_path: Path, record: str, file: str, key: str
+) -> None:
+    path = tmp_path / file
+    assert choose_backend(path, None, {"threads": 3}) == PluginSpec(use="openvino", params={"threads": 3})
+    runtime = {"name": "onnxruntime", "options": {"threads": 2, "provider": "a library"}}
+    write_json(tmp_path / record, {key: runtime})
+    assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime", params={"threads": 2})
+    assert choose_backend(path, "onnxruntime", {"threads": 1}).params == {"threads": 1}
+    assert choose_backend(path, "openvino", {}).params == {}
+    write_json(tmp_path / record, {key: "onnxruntime"})
+    with pytest.raises(UserError, match=record):
+        choose_backend(path, None, {})
