@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import tempfile
@@ -74,12 +75,13 @@ def model_digests(folder: Path) -> Iterator[tuple[str, str]]:
     files = {name: zoo.write_model(name, folder / f"{name}.onnx") for name in zoo.model_names()}
     files |= {f"small_{name}": build.save(folder / f"{name}.onnx") for name, build in _small().items()}
     for name, path in files.items():
+        prepare = functools.cache(functools.partial(load, path, source=name))
         for label, dialect in DIALECTS.items():
             of_zoo = name in zoo.model_names()
             if of_zoo and label not in (OF_ZOO[1:2] if name in LARGE else OF_ZOO):
                 continue
             for precision in ["int8"] if of_zoo else sorted(dialect.precisions):
-                model = load(path, source=name, min_opset=dialect.opset([precision]))
+                model = prepare(min_opset=dialect.opset([precision]))
                 yield from _exports(f"{name} {label} {precision}", model, dialect, precision)
 
 

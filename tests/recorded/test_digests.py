@@ -2,8 +2,10 @@
 
 import json
 
+from cheap_runs import cheap_runs  # noqa: F401
 from digests import FILE, model_digests, run_digests
 
+FULL_TURNS = True
 RECORDED = json.loads(FILE.read_text(encoding="utf-8"))
 
 
